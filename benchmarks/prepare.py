@@ -1,0 +1,124 @@
+"""Text to HDF5 samples on one core: ``dataloading`` against the plain-Python reference algorithm.
+
+    python -m benchmarks.prepare --vocab FILE [--text FILE ...] [--rounds N] [--dupe_factor N]
+
+Both sides read the text, load the vocabulary, tokenize, draw the samples and write an HDF5 data set of one shard; nothing is
+kept from one run to the next. Runs alternate in one process, and their outputs must be equal. Compiling is not part of the
+runs; its time is printed. Without --text the input is the standard library's prose (``dataloading.documents``).
+"""
+
+import gc
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import tyro
+
+from benchmarks import reference_prepare
+from dataloading.documents import demo_documents
+from dataloading.hdf5 import DatasetInfo, open_dataset, write_dataset
+from dataloading.pretraining_data import PretrainingOptions, create_samples, read_documents, tokenize_documents
+from dataloading.samples import Samples
+from dataloading.tokenization import Tokenizer
+
+_COMPILE = """
+import pathlib, sys, time
+from dataloading.pretraining_data import PretrainingOptions, create_samples, tokenize_documents
+from dataloading.tokenization import Tokenizer
+tokenizer = Tokenizer.from_vocab(pathlib.Path(sys.argv[1]))
+documents = tokenize_documents([["one", "two"], ["three"]], tokenizer)
+started = time.perf_counter()
+create_samples(documents, PretrainingOptions(), tokenizer.vocabulary)
+print(time.perf_counter() - started)
+"""
+
+
+def main(
+    vocab: Path, text: tuple[Path, ...] = (), rounds: int = 3, dupe_factor: int = PretrainingOptions.dupe_factor
+) -> None:
+    """Prints the medians of both sides, and the ratio last.
+
+    Args:
+        vocab: Vocabulary file, one token a line.
+        text: Files with one sentence a line and an empty line between documents.
+        rounds: Runs of each side.
+        dupe_factor: Passes over the text, as in the reference script.
+    """
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    options = PretrainingOptions(dupe_factor=dupe_factor)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = text or (_write_demo_text(Path(folder) / "text.txt"),)
+        cold, warm = (_first_call_seconds(vocab, Path(folder)) for _ in range(2))
+        print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {len(paths)} file(s)")
+        print(f"not in the runs: first call {cold:.2f} s to compile, {warm:.2f} s to load the compiled code from cache")
+        sides: dict[str, Callable[[], Samples]] = {
+            "plain Python": lambda: reference_prepare.prepare(paths, reference_prepare.read_vocab(vocab), options),
+            "dataloading": lambda: _prepare(paths, vocab, options),
+        }
+        info = _info(vocab, options)
+        sides["dataloading"]()
+        seconds: dict[str, list[float]] = {name: [] for name in sides}
+        digests: set[str] = set()
+        count = 0
+        for turn in range(rounds):
+            for name, prepare in sides.items():
+                out = Path(folder) / f"{name}-{turn}"
+                gc.collect()
+                started = time.perf_counter()
+                write_dataset(out, prepare(), shards=1, info=info)
+                seconds[name].append(time.perf_counter() - started)
+                dataset = open_dataset(out)
+                digests.add(dataset.shards[0].digest)
+                count = len(dataset)
+        if len(digests) != 1:
+            sys.exit("error: the outputs differ; the times mean nothing")
+    medians = {name: statistics.median(runs) for name, runs in seconds.items()}
+    for name, runs in seconds.items():
+        spread = f"{min(runs):.3f} to {max(runs):.3f}"
+        print(f"{name}: median {medians[name]:.3f} s of {rounds} ({spread}), {count / medians[name]:,.0f} samples/s")
+    print(f"{count:,} samples, equal bit for bit; ratio {medians['plain Python'] / medians['dataloading']:.1f}x")
+
+
+def _prepare(paths: tuple[Path, ...], vocab: Path, options: PretrainingOptions) -> Samples:
+    tokenizer = Tokenizer.from_vocab(vocab)
+    return create_samples(tokenize_documents(read_documents(paths), tokenizer), options, tokenizer.vocabulary)
+
+
+def _info(vocab: Path, options: PretrainingOptions) -> DatasetInfo:
+    vocabulary = Tokenizer.from_vocab(vocab).vocabulary
+    return DatasetInfo(
+        vocab_size=vocabulary.size,
+        max_seq_length=options.max_seq_length,
+        max_predictions_per_seq=options.max_predictions_per_seq,
+        vocabulary_md5=vocabulary.md5,
+        vocabulary_sha256=vocabulary.sha256,
+        options=asdict(options),
+        sources={},
+    )
+
+
+def _write_demo_text(path: Path) -> Path:
+    path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
+    return path
+
+
+def _first_call_seconds(vocab: Path, cache: Path) -> float:
+    """Seconds of the first call in a new process; the first process compiles, the next one finds the cache."""
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE, str(vocab)],
+        env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

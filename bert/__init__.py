@@ -1,0 +1,1 @@
+"""The benchmark program: one timed run of BERT pretraining."""

@@ -1,0 +1,204 @@
+"""A run's whole configuration: frozen dataclasses, checked once, before any work.
+
+The docstring under each field is its ``--help`` text. Recipes (``bert/recipes.py``) are functions that return a ``Config``.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The architecture; the defaults are BERT-Large."""
+
+    num_hidden_layers: int = 24
+    hidden_size: int = 1024
+    num_attention_heads: int = 16
+    intermediate_size: int = 4096
+    vocab_size: int = 30522
+    max_position_embeddings: int = 512
+    type_vocab_size: int = 2
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    layer_norm_eps: float = 1e-12
+    initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        for name in ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size"):
+            _at_least(1, f"model.{name}", getattr(self, name))
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"model.hidden_size {self.hidden_size} is not a multiple of model.num_attention_heads "
+                f"{self.num_attention_heads}"
+            )
+        if self.vocab_size > 65535:
+            raise ValueError(f"model.vocab_size {self.vocab_size} does not fit the 16-bit token ids of the data format")
+        for name in ("hidden_dropout", "attention_dropout"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"model.{name} is {getattr(self, name)}: expected at least 0 and less than 1")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """LAMB and its schedule, under the names of the MLPerf log."""
+
+    base_learning_rate: float
+    learning_rate_training_steps: int
+    """The step at which the polynomial decay reaches 0."""
+    beta_1: float = 0.9
+    beta_2: float = 0.999
+    epsilon: float = 1e-6
+    weight_decay_rate: float = 0.01
+    num_warmup_steps: int = 0
+    start_warmup_step: int = 0
+    """Step at which the warm-up line crosses 0; may be negative."""
+    max_grad_norm: float = 1.0
+    """Global norm that gradients are clipped to; the rules fix it at 1."""
+
+    def __post_init__(self) -> None:
+        if self.base_learning_rate <= 0:
+            raise ValueError(f"optimizer.base_learning_rate is {self.base_learning_rate}: expected more than 0")
+        _at_least(1, "optimizer.learning_rate_training_steps", self.learning_rate_training_steps)
+        _at_least(0, "optimizer.num_warmup_steps", self.num_warmup_steps)
+        for name in ("beta_1", "beta_2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"optimizer.{name} is {getattr(self, name)}: expected at least 0 and less than 1")
+        if self.epsilon <= 0 or self.max_grad_norm <= 0:
+            raise ValueError("optimizer.epsilon and optimizer.max_grad_norm must be more than 0")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the data are and who reads them."""
+
+    train: Path
+    """Folder with the training shards, their manifest and length index."""
+    evaluation: Path
+    """Folder with the evaluation shards."""
+    vocab: Path
+    """The vocabulary that the shards were made with; its digest is compared with theirs."""
+    initial_checkpoint: Path | None
+    """Weights to start from (safetensors); None starts from random weights."""
+    loader: Literal["auto", "numpy", "dali"] = "auto"
+    """auto: DALI where it is installed and there is a GPU, otherwise NumPy. Both give the same batches."""
+    prefetch: int = 4
+    """Steps that are assembled ahead."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "data.prefetch", self.prefetch)
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """The batch, the length of the run, and the machine."""
+
+    global_batch_size: int
+    """Sequences an optimizer step, over all ranks."""
+    max_samples: int
+    """Training sequences after which a run that has not reached the target ends as aborted."""
+    gradient_accumulation_steps: int = 1
+    seed: int | None = None
+    """Seed of sample order and dropout; by default drawn from the system's entropy (rules, section 5.1)."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["fp32", "bf16"] = "fp32"
+    warmup_steps: int = 2
+    """Steps on synthetic batches before the clock starts; every state is restored after them."""
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "max_samples", "gradient_accumulation_steps"):
+            _at_least(1, f"training.{name}", getattr(self, name))
+        _at_least(0, "training.warmup_steps", self.warmup_steps)
+        if self.seed is not None and not 0 <= self.seed < 2**31:
+            raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """When and against what the model is evaluated."""
+
+    target: float = 0.720
+    """Masked-LM accuracy at which the run has succeeded."""
+    interval_samples: int | None = None
+    """Training samples between evaluations; by default the MLPerf formula for the global batch size."""
+    batch_size: int = 64
+    """Sequences a rank evaluates at once."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.target < 1:
+            raise ValueError(f"evaluation.target is {self.target}: expected a fraction between 0 and 1")
+        if self.interval_samples is not None:
+            _at_least(1, "evaluation.interval_samples", self.interval_samples)
+        _at_least(1, "evaluation.batch_size", self.batch_size)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What is written, and where."""
+
+    system: str
+    """Name of the system: results go to results/<system>/bert/."""
+    results: Path = Path("results")
+    run: int | None = None
+    """The n of result_<n>.txt; by default the first free one."""
+    division: Literal["open", "closed"] = "closed"
+    organization: str = "unverified"
+    """submission_org of the log."""
+    platform: str = ""
+    """submission_platform of the log; by default the system's name."""
+    status: Literal["cloud", "onprem", "preview", "research"] = "research"
+    cache_cleared: bool = False
+    """Whether the launcher dropped the file caches just before this run; logged as cache_clear."""
+    interval_steps: int = 20
+    """Steps between two lines of metrics."""
+
+    def __post_init__(self) -> None:
+        if not self.system or any(character in self.system for character in "/\\ \t\n") or self.system.startswith("."):
+            raise ValueError(f"log.system {self.system!r} must be a plain name without spaces or slashes")
+        _at_least(1, "log.interval_steps", self.interval_steps)
+        if self.run is not None:
+            _at_least(0, "log.run", self.run)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that decides a run."""
+
+    recipe: str
+    """The recipe that the configuration started from."""
+    model: ModelConfig
+    data: DataConfig
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    evaluation: EvaluationConfig
+    log: LogConfig
+    save_checkpoint: Path | None = None
+    """Write the trained weights here (safetensors) after the run."""
+    dry_run: bool = False
+    """Check everything that can be checked before the run, and stop."""
+
+    def __post_init__(self) -> None:
+        if self.log.division == "closed" and self.evaluation.interval_samples is not None:
+            raise ValueError(
+                "evaluation.interval_samples is set in the closed division, where the formula of the rules decides: "
+                "leave it unset, or set log.division to open"
+            )
+        if self.log.division == "closed" and self.evaluation.target != 0.720:
+            raise ValueError(
+                f"evaluation.target is {self.evaluation.target}, but the closed division's is 0.720: "
+                "set log.division to open, or the target to 0.720"
+            )
+        if self.training.max_samples < self.training.global_batch_size:
+            raise ValueError(
+                f"training.max_samples {self.training.max_samples} is less than one global batch of "
+                f"{self.training.global_batch_size}: raise it or lower training.global_batch_size"
+            )
+        if self.training.precision == "bf16" and self.training.device == "cpu" and self.model.hidden_size < 256:
+            raise ValueError(
+                "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32"
+            )
+
+
+def _at_least(minimum: int, name: str, value: int) -> None:
+    if value < minimum:
+        raise ValueError(f"{name} is {value}: expected at least {minimum}")

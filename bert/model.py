@@ -1,0 +1,206 @@
+"""BERT with its two pretraining heads, on the flat token stream of a ``Batch``.
+
+Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary,
+H heads, E head size.
+
+Post-LN encoder with learned positions, tanh-form GELU, masked-LM decoder tied to the word embeddings, next-sentence head
+on the pooled [CLS] token (Devlin et al., arXiv 1810.04805). Every weight is [out, in].
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bert.config import ModelConfig
+from kernels import dense_gelu, dropout_add_layer_norm, embedding_layer_norm, masked_lm_loss, varlen_attention
+
+if TYPE_CHECKING:
+    from dataloading.loader import Batch
+
+
+@dataclass(frozen=True)
+class PretrainingOutput:
+    """Sums over a micro-batch, on the device; the caller divides by what the global batch holds."""
+
+    masked_lm_loss: Tensor
+    """[] sum of cross-entropies over the masked tokens"""
+    next_sentence_loss: Tensor
+    """[] sum of cross-entropies over the sequences"""
+    masked_lm_correct: Tensor
+    """[] int64, masked tokens whose largest logit is the label"""
+
+
+class LayerNorm(nn.Module):
+    """Gain and bias of a layer norm; the arithmetic is in the kernels, fused with what stands before it."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.bias = nn.Parameter(torch.zeros(size))
+
+
+class Dense(nn.Module):
+    """Weight [out, in] and bias [out] of a dense layer."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x @ weight.T + bias``."""
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embeddings(nn.Module):
+    """Word, position and segment tables with the norm after their sum."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.word = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
+        self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
+        self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
+        self.norm = LayerNorm(config.hidden_size)
+
+    def forward(self, batch: "Batch") -> Tensor:
+        """[T, D]."""
+        return embedding_layer_norm(
+            batch.input_ids,
+            batch.position_ids,
+            batch.segment_ids,
+            self.word,
+            self.position,
+            self.segment,
+            self.norm.weight,
+            self.norm.bias,
+            self.config.layer_norm_eps,
+            self.config.hidden_dropout if self.training else 0.0,
+        )
+
+
+class EncoderLayer(nn.Module):
+    """Attention and feed-forward halves, each followed by dropout, residual and norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        self.query_key_value = Dense(hidden, 3 * hidden)
+        self.attention_output = Dense(hidden, hidden)
+        self.attention_norm = LayerNorm(hidden)
+        self.intermediate = Dense(hidden, intermediate)
+        self.output = Dense(intermediate, hidden)
+        self.output_norm = LayerNorm(hidden)
+
+    def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """[T, D] for all tokens."""
+        query, key, value = self.query_key_value(hidden_TD).unflatten(-1, (3, *self._heads)).unbind(1)
+        return self._after_attention(self._attend(query, key, value, cu_seqlens, cu_seqlens), hidden_TD)
+
+    def forward_rows(self, hidden_TD: Tensor, cu_seqlens: Tensor, rows_Q: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+        """[Q, D] for the chosen rows only: keys and values of all tokens, everything else of ``rows_Q``.
+
+        Exact, because nothing after the last attention mixes tokens.
+        """
+        hidden = hidden_TD.shape[-1]
+        weight, bias = self.query_key_value.weight, self.query_key_value.bias
+        key, value = F.linear(hidden_TD, weight[hidden:], bias[hidden:]).unflatten(-1, (2, *self._heads)).unbind(1)
+        chosen_QD = hidden_TD.index_select(0, rows_Q)
+        query = F.linear(chosen_QD, weight[:hidden], bias[:hidden]).unflatten(-1, self._heads)
+        return self._after_attention(self._attend(query, key, value, cu_seqlens_q, cu_seqlens), chosen_QD)
+
+    @property
+    def _heads(self) -> tuple[int, int]:
+        return self.config.num_attention_heads, self.config.hidden_size // self.config.num_attention_heads
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+        dropout = self.config.attention_dropout if self.training else 0.0
+        return varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, dropout).flatten(1)
+
+    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor) -> Tensor:
+        eps, dropout = self.config.layer_norm_eps, self.config.hidden_dropout if self.training else 0.0
+        norm = self.attention_norm
+        attended_TD = dropout_add_layer_norm(
+            self.attention_output(context_TD), residual_TD, norm.weight, norm.bias, eps, dropout
+        )
+        wide_TF = dense_gelu(attended_TD, self.intermediate.weight, self.intermediate.bias)
+        norm = self.output_norm
+        return dropout_add_layer_norm(self.output(wide_TF), attended_TD, norm.weight, norm.bias, eps, dropout)
+
+
+class BertForPreTraining(nn.Module):
+    """The whole model; BERT-Large and the small default differ in ``ModelConfig`` only."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.embeddings = Embeddings(config)
+        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.pooler = Dense(hidden, hidden)
+        self.next_sentence = Dense(hidden, 2)
+        self.transform = Dense(hidden, hidden)
+        self.transform_norm = LayerNorm(hidden)
+        self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
+
+    def forward(self, batch: "Batch") -> PretrainingOutput:
+        """Both losses of a micro-batch, as sums."""
+        cls_SD, masked_MD = self.head_inputs(batch)
+        loss, correct = masked_lm_loss(
+            self._transformed(masked_MD), self.embeddings.word, self.decoder_bias, batch.masked_lm_ids
+        )
+        logits_S2 = self.next_sentence_logits(cls_SD)
+        next_sentence_loss = F.cross_entropy(
+            logits_S2.float(), batch.next_sentence_labels, ignore_index=-1, reduction="sum"
+        )
+        return PretrainingOutput(loss, next_sentence_loss, correct)
+
+    def head_inputs(self, batch: "Batch") -> tuple[Tensor, Tensor]:
+        """The encoder's output at the [CLS] tokens [S, D] and at the masked tokens [M, D].
+
+        The last layer is computed for these rows alone.
+        """
+        hidden_TD = self.embeddings(batch)
+        for layer in self.layers[:-1]:
+            hidden_TD = layer(hidden_TD, batch.cu_seqlens)
+        cls_S = batch.cu_seqlens[:-1].long()
+        rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
+        cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
+        last = self.layers[-1]
+        assert isinstance(last, EncoderLayer)
+        output_QD = last.forward_rows(hidden_TD, batch.cu_seqlens, rows_Q, cu_seqlens_q)
+        heads_QD = output_QD.index_select(0, order_Q.argsort())
+        return heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
+
+    def encode(self, batch: "Batch") -> Tensor:
+        """The encoder's output for every token, [T, D]."""
+        hidden_TD = self.embeddings(batch)
+        for layer in self.layers:
+            hidden_TD = layer(hidden_TD, batch.cu_seqlens)
+        return hidden_TD
+
+    def masked_lm_logits(self, masked_MD: Tensor) -> Tensor:
+        """[M, V] from the encoder's output at the masked tokens."""
+        return F.linear(self._transformed(masked_MD), self.embeddings.word, self.decoder_bias)
+
+    def next_sentence_logits(self, cls_SD: Tensor) -> Tensor:
+        """[S, 2] from the encoder's output at the [CLS] tokens; column 1 is a random next sentence."""
+        return self.next_sentence(torch.tanh(self.pooler(cls_SD)))
+
+    def _transformed(self, masked_MD: Tensor) -> Tensor:
+        wide_MD = dense_gelu(masked_MD, self.transform.weight, self.transform.bias)
+        norm = self.transform_norm
+        return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
+
+
+@torch.no_grad()
+def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
+    """BERT's random start: truncated normals at two standard deviations, biases 0, gains 1."""
+    deviation = model.config.initializer_range
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)

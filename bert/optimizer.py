@@ -1,0 +1,106 @@
+"""LAMB over the model's parameters: flat buffers, roles, schedule.
+
+Shape legend: P parameters in all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bert.config import OptimizerConfig
+from bert.model import BertForPreTraining, EncoderLayer
+from kernels import LambSegments, LambState, lamb_step
+
+
+@dataclass(frozen=True)
+class FlatParameters:
+    """Weights and gradients as two flat fp32 vectors of which the model's parameters are views.
+
+    One vector makes the reduction one message and the optimizer a few passes, whatever the number of tensors.
+    """
+
+    weights_P: Tensor
+    gradients_P: Tensor
+    segments: LambSegments
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: BertForPreTraining) -> "FlatParameters":
+        """Move the model's parameters into flat buffers on their device; their values stay."""
+        parameters = list(model.parameters())
+        weights_P = torch.cat([parameter.detach().flatten() for parameter in parameters]).float()
+        gradients_P = torch.zeros_like(weights_P)
+        start = 0
+        for parameter in parameters:
+            stop = start + parameter.numel()
+            parameter.data = weights_P[start:stop].view_as(parameter)
+            parameter.grad = gradients_P[start:stop].view_as(parameter)
+            start = stop
+        return cls(weights_P, gradients_P, lamb_segments(model))
+
+
+def lamb_segments(model: BertForPreTraining) -> LambSegments:
+    """The tensors of the reference in the order of the model's parameters.
+
+    Exclusion goes by role: biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused
+    query-key-value weight counts as the three tensors that it is in the reference.
+    """
+    fused = {id(layer.query_key_value.weight) for layer in model.layers if isinstance(layer, EncoderLayer)}
+    sizes: list[int] = []
+    adapted: list[bool] = []
+    for parameter in model.parameters():
+        parts = 3 if id(parameter) in fused else 1
+        sizes += [parameter.numel() // parts] * parts
+        adapted += [parameter.ndim > 1] * parts
+    return LambSegments(tuple(sizes), tuple(adapted))
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """The rate of optimizer step ``step``, counted from 0 as the reference's ``global_step`` is.
+
+    Linear warm-up from ``start_warmup_step`` over ``num_warmup_steps``; after it linear decay to 0 on the absolute step, so
+    that the rate jumps where the two lines do not meet.
+    """
+    since_start = step - config.start_warmup_step
+    if since_start < config.num_warmup_steps:
+        return config.base_learning_rate * since_start / config.num_warmup_steps
+    return config.base_learning_rate * max(0.0, 1 - step / config.learning_rate_training_steps)
+
+
+class Lamb:
+    """The optimizer: flat parameters, their moments and the step count."""
+
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig) -> None:
+        self.flat = flat
+        self.config = config
+        self.state = LambState.zeros_like(flat.weights_P)
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Apply the gradients and set them to zero; returns their global norm before clipping, [] on the device."""
+        norm = lamb_step(
+            self.flat.weights_P,
+            self.flat.gradients_P,
+            self.state,
+            self.flat.segments,
+            step=self.steps + 1,
+            learning_rate=learning_rate(self.config, self.steps),
+            beta_1=self.config.beta_1,
+            beta_2=self.config.beta_2,
+            epsilon=self.config.epsilon,
+            weight_decay=self.config.weight_decay_rate,
+            max_grad_norm=self.config.max_grad_norm,
+        )
+        self.flat.gradients_P.zero_()
+        self.steps += 1
+        return norm
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Forget moments and step count, as after warm-up."""
+        self.state.momentum_P.zero_()
+        self.state.variance_P.zero_()
+        self.flat.gradients_P.zero_()
+        self.steps = 0

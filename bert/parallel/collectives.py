@@ -1,0 +1,32 @@
+"""Sums and copies over all ranks. Without other ranks each is a no-op."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bert.parallel.mesh import Mesh
+
+
+def all_reduce_sum_(tensor: Tensor) -> Tensor:
+    """Sum ``tensor`` over all ranks in place, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def broadcast_(tensor: Tensor) -> Tensor:
+    """Overwrite ``tensor`` on every rank with rank 0's, and return it."""
+    if dist.is_initialized():
+        dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def agreed_integer(value: int, mesh: Mesh) -> int:
+    """Rank 0's ``value``, on every rank. Reads the device: for start-up only."""
+    return int(broadcast_(torch.tensor([value], dtype=torch.int64, device=mesh.device)).item())
+
+
+def barrier() -> None:
+    """Wait for every rank."""
+    if dist.is_initialized():
+        dist.barrier()

@@ -1,0 +1,115 @@
+"""Named full configurations. A run is one of these, with settings changed by name on the command line.
+
+Hyperparameters of the GPU recipes are those of published results at the same global batch size (MLPerf Training v2.1 and
+v3.0; the rules allow borrowing them).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from bert.config import (
+    Config,
+    DataConfig,
+    EvaluationConfig,
+    LogConfig,
+    ModelConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
+
+ARTIFACTS = Path(__file__).resolve().parent / "artifacts"
+"""What ships with the program: the small default's vocabulary and phase-1 checkpoint."""
+
+
+def tiny_cpu() -> Config:
+    """The built-in default: a small BERT on the standard library's prose, minutes on two CPU cores."""
+    return Config(
+        recipe="tiny_cpu",
+        model=tiny_model(),
+        data=DataConfig(
+            train=Path("data/tiny_cpu/train"),
+            evaluation=Path("data/tiny_cpu/evaluation"),
+            vocab=ARTIFACTS / "tiny_cpu" / "vocab.txt",
+            initial_checkpoint=ARTIFACTS / "tiny_cpu" / "phase1.safetensors",
+        ),
+        optimizer=OptimizerConfig(
+            base_learning_rate=5e-3,
+            learning_rate_training_steps=3000,
+            num_warmup_steps=100,
+        ),
+        training=TrainingConfig(global_batch_size=32, max_samples=96_000),
+        evaluation=EvaluationConfig(target=0.36, interval_samples=4800),
+        log=LogConfig(system="tiny_cpu", division="open"),
+    )
+
+
+def tiny_model() -> ModelConfig:
+    """The architecture of ``tiny_cpu``."""
+    return ModelConfig(
+        num_hidden_layers=2,
+        hidden_size=128,
+        num_attention_heads=4,
+        intermediate_size=512,
+        vocab_size=1024,
+        max_position_embeddings=128,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+
+
+def h100_1x1() -> Config:
+    """BERT-Large on one H100."""
+    return _bert_large(
+        "h100_1x1",
+        OptimizerConfig(3.5e-4, 13700, num_warmup_steps=0),
+        TrainingConfig(256, 4_500_000, gradient_accumulation_steps=4, device="cuda", precision="bf16"),
+    )
+
+
+def dgxa100_1x8() -> Config:
+    """BERT-Large on one node of eight A100."""
+    return _bert_large(
+        "dgxa100_1x8",
+        OptimizerConfig(4.25e-4, 6700),
+        TrainingConfig(448, 4_500_000, device="cuda", precision="bf16"),
+    )
+
+
+def h100_1x8() -> Config:
+    """BERT-Large on one node of eight H100."""
+    return _bert_large(
+        "h100_1x8",
+        OptimizerConfig(9.6e-4, 3680, beta_1=0.60466, beta_2=0.85437, weight_decay_rate=0.1),
+        TrainingConfig(768, 4_500_000, device="cuda", precision="bf16"),
+    )
+
+
+def dgxa100_8x8() -> Config:
+    """BERT-Large on eight nodes of eight A100."""
+    return _bert_large(
+        "dgxa100_8x8",
+        OptimizerConfig(2.0992e-3, 1059, beta_1=0.60466, beta_2=0.85437, weight_decay_rate=0.1),
+        TrainingConfig(3072, 4_500_000, device="cuda", precision="bf16"),
+    )
+
+
+def _bert_large(name: str, optimizer: OptimizerConfig, training: TrainingConfig) -> Config:
+    return Config(
+        recipe=name,
+        model=ModelConfig(),
+        data=DataConfig(
+            train=Path("data/wikipedia/train"),
+            evaluation=Path("data/wikipedia/evaluation"),
+            vocab=Path("data/wikipedia/vocab.txt"),
+            initial_checkpoint=Path("data/wikipedia/phase1.safetensors"),
+        ),
+        optimizer=optimizer,
+        training=training,
+        evaluation=EvaluationConfig(),
+        log=LogConfig(system=name),
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    recipe.__name__: recipe for recipe in (tiny_cpu, h100_1x1, h100_1x8, dgxa100_1x8, dgxa100_8x8)
+}

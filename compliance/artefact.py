@@ -1,0 +1,55 @@
+"""Reads and writes the files of a results folder: never without bound, never by halves."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+MAX_FILE_BYTES = 50 * 2**20
+"""Largest file that a submission may hold (submission rules)."""
+
+
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a regular file of at most `MAX_FILE_BYTES`.
+
+    Raises:
+        ValueError: saying what stands in the way.
+    """
+    if not path.is_file():
+        found = "a folder" if path.is_dir() else "not a regular file" if path.exists() else "no such file"
+        raise ValueError(f"{path}: {found}, expected a text file such as results/<system>/bert/result_0.txt")
+    try:
+        with path.open("rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(
+            f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most a submission may hold; "
+            "keep telemetry in the metrics file"
+        )
+    return content
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file under a temporary name beside it, and put it in place when it is on the disk.
+
+    Raises:
+        ValueError: saying why it could not be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
+            temporary = Path(file.name)
+            try:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+                temporary.chmod(0o644)
+                temporary.replace(path)
+            except BaseException:
+                temporary.unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error

@@ -1,0 +1,1 @@
+"""Text to samples to shards to batches. Only ``loader`` and ``dali`` import torch."""

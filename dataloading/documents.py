@@ -1,0 +1,113 @@
+"""The demo corpus: English prose that every CPython carries, as documents of one sentence a line.
+
+Two sources, both read as text and never imported or executed: the language reference in ``pydoc_data.topics`` and the
+docstrings of the standard library. The text differs a little between Python versions, so its digest is recorded with
+the data and no target depends on it. Documents are held out for evaluation by the name of their module or topic, which
+is the same in every version: what is held out here is held out everywhere.
+"""
+
+import ast
+import hashlib
+import re
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+EXCLUDED_PACKAGES = frozenset(
+    {"distutils", "encodings", "ensurepip", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests"}
+    | {"tkinter", "turtledemo"}
+)
+"""Absent from some distributions' standard library, or not prose."""
+
+HELD_OUT_PERCENT = 8
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(`\[])")
+_WORD = re.compile(r"[A-Za-z]{2,}")
+_MARKUP = re.compile(r"^(>>>|\.\. |:\w+|[-=~^*+|]{3,})")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One topic of the language reference, or one top-level object of a module with its methods."""
+
+    name: str
+    """The module or topic that it comes from; it decides whether the document is held out."""
+    sentences: tuple[str, ...]
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the document belongs to the evaluation set."""
+        return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
+
+
+def demo_documents(standard_library: Path | None = None) -> list[Document]:
+    """The documents of the demo corpus in a fixed order, without repeated paragraphs.
+
+    ``standard_library`` is the folder to read (default: that of the running interpreter). Raises ``ValueError`` when it
+    holds no ``pydoc_data/topics.py``, as in Debian's python3-minimal.
+    """
+    folder = standard_library or Path(sysconfig.get_paths()["stdlib"])
+    topics = folder / "pydoc_data" / "topics.py"
+    if not topics.is_file():
+        raise ValueError(f"no {topics}: the demo corpus needs the full standard library (Debian: install python3)")
+    seen: set[str] = set()
+    documents = []
+    for name, text in [*_topics(topics), *_docstrings(folder)]:
+        sentences = tuple(sentence for paragraph in _prose(text, seen) for sentence in _SENTENCE_END.split(paragraph))
+        if sentences:
+            documents.append(Document(name, sentences))
+    return documents
+
+
+def write_text(documents: Iterable[Document], path: Path) -> None:
+    """One sentence a line and a blank line after each document: the text form that the reference reads."""
+    text = "".join("\n".join(document.sentences) + "\n\n" for document in documents)
+    path.write_text(text, encoding="utf-8")
+
+
+def _topics(path: Path) -> Iterator[tuple[str, str]]:
+    tree = ast.parse(path.read_bytes())
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            yield from sorted((f"topic {name}", text) for name, text in ast.literal_eval(node.value).items())
+
+
+def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
+    """(module, text) for each module's own docstring and for each of its top-level objects."""
+    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).parts):
+        relative = path.relative_to(folder)
+        if EXCLUDED_PACKAGES.intersection(relative.parts) or relative.parts[0] == "pydoc_data":
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue
+        module = ".".join(relative.with_suffix("").parts)
+        for node in [tree, *tree.body]:
+            text = "\n\n".join(_documented(node, deep=node is not tree))
+            if text:
+                yield module, text
+
+
+def _documented(node: ast.AST, deep: bool) -> Iterator[str]:
+    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    if text := ast.get_docstring(node):
+        yield text
+    if deep:
+        for child in node.body:
+            yield from _documented(child, deep=True)
+
+
+def _prose(text: str, seen: set[str]) -> Iterator[str]:
+    """The paragraphs of ``text`` that read like English and were not ``seen`` before, each on one line."""
+    for block in re.split(r"\n\s*\n", text):
+        lines = [line.strip() for line in block.splitlines()]
+        if any(_MARKUP.match(line) for line in lines):
+            continue
+        paragraph = " ".join(" ".join(lines).split())
+        letters = sum(character.isalpha() or character.isspace() for character in paragraph)
+        if len(_WORD.findall(paragraph)) < 4 or letters < 0.75 * len(paragraph) or paragraph in seen:
+            continue
+        seen.add(paragraph)
+        yield paragraph

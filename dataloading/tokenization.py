@@ -1,0 +1,252 @@
+"""WordPiece token ids, equal to the reference BERT tokenizer's for every text.
+
+The reference (Devlin et al. 2018, arXiv 1810.04805; the benchmark's data scripts carry its ``tokenization`` module)
+splits a line into words and a word into pieces. The word rules read Unicode categories from Python's ``unicodedata``;
+the normalizer of the ``tokenizers`` library reads Rust's tables, drops private-use and unassigned characters that the
+reference keeps, and recognises special tokens inside text. So words are made here, by the same tables as the
+reference, and ``tokenizers`` does the greedy longest match. Each distinct word is matched once and then remembered.
+"""
+
+import hashlib
+import re
+import unicodedata
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import models
+
+MAX_CHARACTERS_PER_WORD = 200
+"""A longer word is [UNK] as a whole."""
+
+_CACHED_WORDS = 1 << 20
+"""Words remembered before the memory starts afresh; about 150 MB at most for English."""
+
+_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+_CJK_RANGES = (
+    (0x3400, 0x4DBF),
+    (0x4E00, 0x9FFF),
+    (0xF900, 0xFAFF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B820, 0x2CEAF),
+    (0x2F800, 0x2FA1F),
+)
+
+_ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))
+_ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The word pieces of a model in id order, with the digests that identify the file."""
+
+    tokens: tuple[str, ...]
+    md5: str
+    sha256: str
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Reads one token a line; blanks around it are dropped and a repeated token keeps its first id, as the
+        reference does.
+
+        Raises:
+            ValueError: not UTF-8, a special token is missing, or more tokens than 16-bit ids can name.
+        """
+        content = path.read_bytes()
+        tokens = tuple(dict.fromkeys(text_lines(content, path)))
+        missing = [token for token in _SPECIAL_TOKENS if token not in tokens]
+        if missing:
+            raise ValueError(
+                f"{path}: {len(tokens):,} tokens without {', '.join(missing)}; "
+                "a BERT vocabulary has one token a line, the special ones included"
+            )
+        if len(tokens) > 1 << 16:
+            raise ValueError(f"{path}: {len(tokens):,} tokens; ids are stored in 16 bits, so at most {1 << 16:,} fit")
+        return cls(
+            tokens,
+            md5=hashlib.md5(content, usedforsecurity=False).hexdigest(),
+            sha256=hashlib.sha256(content).hexdigest(),
+        )
+
+    @cached_property
+    def ids(self) -> dict[str, int]:
+        """Token to id."""
+        return {token: index for index, token in enumerate(self.tokens)}
+
+    @property
+    def size(self) -> int:
+        """Number of ids."""
+        return len(self.tokens)
+
+    @property
+    def pad_id(self) -> int:
+        """Id of [PAD]."""
+        return self.ids["[PAD]"]
+
+    @property
+    def unk_id(self) -> int:
+        """Id of [UNK]."""
+        return self.ids["[UNK]"]
+
+    @property
+    def cls_id(self) -> int:
+        """Id of [CLS]."""
+        return self.ids["[CLS]"]
+
+    @property
+    def sep_id(self) -> int:
+        """Id of [SEP]."""
+        return self.ids["[SEP]"]
+
+    @property
+    def mask_id(self) -> int:
+        """Id of [MASK]."""
+        return self.ids["[MASK]"]
+
+
+def text_lines(content: bytes, path: Path) -> list[str]:
+    """The lines of a UTF-8 file with ``content``, blanks around each stripped; ``path`` is for the error message.
+
+    Lines end at line feeds only, and carriage returns are dropped wherever they stand: so does the reference's line
+    reader (TensorFlow's ``BufferedInputStream::ReadLine``).
+    """
+    try:
+        lines = content.decode("utf-8").replace("\r", "").split("\n")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}: line {line}, byte {error.start}: not UTF-8; convert the file to UTF-8") from None
+    if not lines[-1]:
+        lines.pop()
+    return [line.strip() for line in lines]
+
+
+class Tokenizer:
+    """Lines of text to token ids.
+
+    Runs on the calling thread alone: only the match of single words is left to ``tokenizers``, which starts no threads
+    for it, so forking afterwards is safe and ``TOKENIZERS_PARALLELISM`` has no effect.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, do_lower_case: bool = True) -> None:
+        self.vocabulary = vocabulary
+        self.do_lower_case = do_lower_case
+        self._word_ids = _WordIds(vocabulary)
+
+    @classmethod
+    def from_vocab(cls, path: Path, do_lower_case: bool = True) -> Self:
+        """A tokenizer for the vocabulary file at ``path``; errors as in `Vocabulary.from_file`."""
+        return cls(Vocabulary.from_file(path), do_lower_case)
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return self.vocabulary.size
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """The vocabulary in id order."""
+        return self.vocabulary.tokens
+
+    @property
+    def digest(self) -> dict[str, str]:
+        """MD5 and SHA-256 of the vocabulary file."""
+        return {"md5": self.vocabulary.md5, "sha256": self.vocabulary.sha256}
+
+    def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
+        """Token ids of all lines, without [CLS] and [SEP].
+
+        Returns:
+            ids: uint16 [T], the lines one after another.
+            offsets: int64 [len(lines) + 1], where each line starts in ``ids``; the last entry is T.
+        """
+        ids_of = self._word_ids.__getitem__
+        encoded = [b"".join(map(ids_of, split_words(line, self.do_lower_case))) for line in lines]
+        offsets = np.zeros(len(encoded) + 1, np.int64)
+        np.cumsum([len(ids) // 2 for ids in encoded], out=offsets[1:])
+        return np.frombuffer(b"".join(encoded), np.uint16), offsets
+
+
+class _WordIds(dict[str, bytes]):
+    """Word -> its ids as the bytes of a native uint16 array, so that a line is one join."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self._pieces = models.WordPiece(
+            vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD
+        )
+
+    def __missing__(self, word: str) -> bytes:
+        ids = array("H", [piece.id for piece in self._pieces.tokenize(word)]).tobytes()
+        if len(self) >= _CACHED_WORDS:
+            self.clear()
+        if len(word) <= MAX_CHARACTERS_PER_WORD:
+            self[word] = ids
+        return ids
+
+
+def split_words(line: str, do_lower_case: bool) -> list[str]:
+    """The words of a line as the reference's basic tokenizer splits them: punctuation and CJK characters stand alone.
+
+    With ``do_lower_case`` letters are lowered and lose their accents (canonical decomposition, non-spacing marks
+    dropped).
+    """
+    if line.isascii():
+        if not line.isprintable():
+            line = line.translate(_ASCII_CONTROLS)
+        return _ASCII_WORD.findall(line.lower() if do_lower_case else line)
+    line = line.translate(_CLEAN)
+    # The reference lowers and decomposes word by word. Doing it for the whole line gives the same, since blanks stop
+    # both the context that decides a final sigma and the reordering of combining marks.
+    if do_lower_case:
+        return unicodedata.normalize("NFD", line.lower()).translate(_SPLIT_AND_STRIP_ACCENTS).split()
+    return line.translate(_SPLIT).split()
+
+
+class _CharacterMap(dict[int, str | None]):
+    """A table for ``str.translate`` that asks ``rule`` once for each character met."""
+
+    def __init__(self, rule: Callable[[str], str | None]) -> None:
+        super().__init__()
+        self._rule = rule
+
+    def __missing__(self, code_point: int) -> str | None:
+        self[code_point] = mapped = self._rule(chr(code_point))
+        return mapped
+
+
+def _clean(character: str) -> str | None:
+    """Drops control and format characters and U+FFFD; blanks become a space; CJK ideographs get spaces around them."""
+    if character in "\t\n\r":
+        return " "
+    category = unicodedata.category(character)
+    if category in ("Cc", "Cf") or character == "\ufffd":
+        return None
+    if category == "Zs":
+        return " "
+    if any(first <= ord(character) <= last for first, last in _CJK_RANGES):
+        return f" {character} "
+    return character
+
+
+def _split(character: str) -> str:
+    """Puts spaces around punctuation; every ASCII symbol counts as such."""
+    is_punctuation = not character.isalnum() if character.isascii() else unicodedata.category(character)[0] == "P"
+    return f" {character} " if is_punctuation else character
+
+
+def _split_and_strip_accents(character: str) -> str | None:
+    """As `_split`, and drops non-spacing marks."""
+    return None if unicodedata.category(character) == "Mn" else _split(character)
+
+
+_CLEAN = _CharacterMap(_clean)
+_SPLIT = _CharacterMap(_split)
+_SPLIT_AND_STRIP_ACCENTS = _CharacterMap(_split_and_strip_accents)

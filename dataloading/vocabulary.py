@@ -1,0 +1,46 @@
+"""A WordPiece vocabulary learned from text, for data that bring none of their own."""
+
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.trainers import WordPieceTrainer
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def learn_vocabulary(lines: Sequence[str], size: int) -> list[str]:
+    """``size`` tokens in id order: the special ones, every character both ways, then the learned pieces by rank.
+
+    The trainer numbers its alphabet in a different order every run, and merges depend on the numbers; giving the alphabet as
+    special tokens in sorted order makes two runs agree.
+    """
+    normalizer = BertNormalizer(lowercase=True)
+    text = [normalizer.normalize_str(line) for line in lines]
+    alphabet = sorted(_frequent_characters(text))
+    fixed = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
+    if size <= len(fixed):
+        raise ValueError(f"a vocabulary of {size} has no room for more than its {len(fixed)} characters: ask for more")
+    tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
+    tokenizer.train_from_iterator(text, trainer)
+    ids = tokenizer.get_vocab()
+    if len(ids) < size:
+        raise ValueError(f"the text gives a vocabulary of {len(ids)}, not {size}: bring more text or ask for less")
+    return sorted(ids, key=ids.__getitem__)
+
+
+def _frequent_characters(lines: Iterable[str], least: int = 20) -> list[str]:
+    counts: dict[str, int] = {}
+    for line in lines:
+        for character in line:
+            counts[character] = counts.get(character, 0) + 1
+    return [
+        character
+        for character, count in counts.items()
+        if count >= least and not character.isspace() and unicodedata.category(character) != "Cc"
+    ]

@@ -1,0 +1,79 @@
+"""Small data sets and run settings that several tests share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataloading.hdf5 import DatasetInfo, write_dataset
+from dataloading.samples import Samples
+from dataloading.synthetic import synthetic_samples
+from dataloading.tokenization import Vocabulary
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+VOCAB_SIZE = 200
+MAX_SEQ_LENGTH = 48
+
+
+@dataclass(frozen=True)
+class SmallRun:
+    """A data set of made-up samples and the command line that trains a very small model on it."""
+
+    folder: Path
+    train: Samples
+    evaluation: Samples
+
+    def arguments(self, results: Path, **changes: object) -> list[str]:
+        """Arguments of ``python -m bert.train``; ``changes`` are settings with ``__`` for the dot."""
+        settings: dict[str, object] = {
+            "model__num_hidden_layers": 2,
+            "model__hidden_size": 32,
+            "model__num_attention_heads": 2,
+            "model__intermediate_size": 64,
+            "model__vocab_size": VOCAB_SIZE,
+            "model__max_position_embeddings": MAX_SEQ_LENGTH,
+            "data__train": self.folder / "train",
+            "data__evaluation": self.folder / "evaluation",
+            "data__vocab": self.folder / "vocab.txt",
+            "data__initial_checkpoint": None,
+            "training__global_batch_size": 16,
+            "training__max_samples": 160,
+            "training__seed": 7,
+            "evaluation__interval_samples": 80,
+            "evaluation__target": 0.9,
+            "log__results": results,
+            "log__interval_steps": 1,
+        }
+        settings |= changes
+        flags = [(f"--{name.replace('__', '.').replace('_', '-')}", str(value)) for name, value in settings.items()]
+        return ["tiny_cpu", *(part for flag in flags for part in flag)]
+
+
+def write_small_dataset(folder: Path, samples: Samples, vocab: Path) -> None:
+    """Write ``samples`` as a data set made with the vocabulary file ``vocab``."""
+    vocabulary = Vocabulary.from_file(vocab)
+    info = DatasetInfo(
+        vocab_size=vocabulary.size,
+        max_seq_length=MAX_SEQ_LENGTH,
+        max_predictions_per_seq=8,
+        vocabulary_md5=vocabulary.md5,
+        vocabulary_sha256=vocabulary.sha256,
+        options={"made_up": True},
+        sources={},
+    )
+    write_dataset(folder, samples, shards=2, info=info)
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
+    folder = tmp_path_factory.mktemp("small_run")
+    vocab = folder / "vocab.txt"
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocab.write_text("".join(f"{token}\n" for token in tokens + [f"word{i}" for i in range(VOCAB_SIZE - len(tokens))]))
+    lengths = np.random.default_rng(3).integers(3, MAX_SEQ_LENGTH + 1, 300)
+    train = synthetic_samples(lengths[:250], VOCAB_SIZE, seed=1)
+    evaluation = synthetic_samples(lengths[250:], VOCAB_SIZE, seed=2)
+    write_small_dataset(folder / "train", train, vocab)
+    write_small_dataset(folder / "evaluation", evaluation, vocab)
+    return SmallRun(folder, train, evaluation)

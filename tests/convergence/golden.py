@@ -1,0 +1,62 @@
+"""The golden loss curve: a small model on made-up samples, every number from fixed seeds.
+
+    python -m tests.convergence.golden        # writes tests/convergence/golden_losses.json anew
+
+A change that is meant to leave the numbers alone must match the file; one that is meant to change them says why and makes
+it again.
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from bert.config import ModelConfig, OptimizerConfig
+from bert.model import BertForPreTraining, initialize_
+from bert.optimizer import FlatParameters, Lamb
+from dataloading.loader import batch_of
+from dataloading.sampler import Plan
+from dataloading.samples import Samples
+from dataloading.synthetic import synthetic_samples
+
+FILE = Path(__file__).with_name("golden_losses.json")
+STEPS = 30
+
+
+def predictable_samples() -> Samples:
+    """Made-up samples whose masked tokens can be told from their positions, so that there is something to learn."""
+    samples = synthetic_samples(np.random.default_rng(5).integers(8, 65, 400), vocab_size=128, seed=5)
+    learnable = (samples.masked_lm_positions % 16 + 16).astype(np.uint16)
+    return Samples(**{**samples.__dict__, "masked_lm_ids": learnable})
+
+
+def losses() -> list[dict[str, float]]:
+    """Masked-LM loss, next-sentence loss and gradient norm of every step, dropout off."""
+    torch.manual_seed(0)
+    model = BertForPreTraining(ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.0, attention_dropout=0.0))
+    initialize_(model, torch.Generator().manual_seed(1))
+    optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1))
+    samples = predictable_samples()
+    plan = Plan(samples.lengths, samples.masked_counts, 16, 1, 1, seed=2)
+    curve = []
+    for step in range(STEPS):
+        (micro,) = plan.rank_batches(step, 0)
+        output = model(batch_of(samples.take(micro.indices), micro))
+        masked_lm = output.masked_lm_loss / micro.global_masked
+        next_sentence = output.next_sentence_loss / micro.global_sequences
+        (masked_lm + next_sentence).backward()
+        norm = optimizer.step()
+        curve.append(
+            {
+                "masked_lm_loss": float(masked_lm.detach()),
+                "next_sentence_loss": float(next_sentence.detach()),
+                "gradient_norm": float(norm),
+            }
+        )
+    return curve
+
+
+if __name__ == "__main__":
+    FILE.write_text("[\n" + ",\n".join(json.dumps(row) for row in losses()) + "\n]\n", encoding="utf-8")
+    print(FILE)

@@ -1,0 +1,20 @@
+"""The loss curve of a fixed small run stays what it was."""
+
+import json
+
+import pytest
+
+from tests.convergence.golden import FILE, STEPS, losses
+
+
+def test_the_loss_curve_matches_the_golden_one() -> None:
+    golden = json.loads(FILE.read_text(encoding="utf-8"))
+    curve = losses()
+    assert len(golden) == len(curve) == STEPS
+    for step, (expected, found) in enumerate(zip(golden, curve, strict=True)):
+        assert found == pytest.approx(expected, rel=1e-4), step
+
+
+def test_the_golden_run_learns() -> None:
+    golden = json.loads(FILE.read_text(encoding="utf-8"))
+    assert golden[-1]["masked_lm_loss"] < 0.7 * golden[0]["masked_lm_loss"]

@@ -1,0 +1,184 @@
+"""``python -m dataloading``: text to verified shards, and one line for every mistake."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import reference_prepare
+from dataloading.__main__ import main
+from dataloading.hdf5 import open_dataset
+from dataloading.pretraining_data import PretrainingOptions
+
+REPOSITORY = Path(__file__).parents[2]
+TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(30))]
+OPTIONS = PretrainingOptions(max_seq_length=32, max_predictions_per_seq=4, dupe_factor=3, random_seed=99)
+FLAGS = ["--max_seq_length", "32", "--max-predictions-per-seq=4", "--dupe_factor=3", "--random_seed", "99"]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join("" if line % 9 == 8 else f"w{line % 30} w3 w{line % 7}" for line in range(200)))
+    return path
+
+
+@pytest.fixture
+def vocab(tmp_path: Path) -> Path:
+    path = tmp_path / "vocab.txt"
+    path.write_text("\n".join(TOKENS))
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["dataloading", *map(str, arguments)])
+    return main()
+
+
+def test_prepare_verify_and_dump(
+    tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = tmp_path / "more.txt"
+    more.write_text("w1 w2 w3\nw4 w5\n")
+    out = tmp_path / "data"
+    arguments = ["prepare", "--text", text, more, "--vocab", vocab, "--out", out, "--shards", 3, *FLAGS]
+    assert run(monkeypatch, *arguments) == 0
+    assert "created" in capsys.readouterr().out
+    names = [f"part_0000{index}_of_00003.hdf5" for index in range(3)]
+    assert sorted(path.name for path in out.iterdir()) == sorted(["lengths.npy", "manifest.json", *names])
+
+    assert run(monkeypatch, "verify", out) == 0
+    printed = capsys.readouterr().out
+    assert all(f"{name}: " in printed for name in names)
+
+    dumped = tmp_path / "samples.npz"
+    assert run(monkeypatch, "dump", *(out / name for name in names), "--out", dumped) == 0
+    expected = reference_prepare.prepare([text, more], reference_prepare.read_vocab(vocab), OPTIONS)
+    arrays = np.load(dumped, allow_pickle=False)
+    np.testing.assert_array_equal(arrays["length"], expected.lengths)
+    np.testing.assert_array_equal(arrays["masked_count"], expected.masked_counts)
+    np.testing.assert_array_equal(arrays["next_sentence_label"], expected.next_sentence_labels)
+    for name in ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids"):
+        np.testing.assert_array_equal(arrays[name], getattr(expected, name))
+    assert len(arrays.files) == 7
+
+    info = open_dataset(out).info
+    assert PretrainingOptions(**info.options) == OPTIONS  # pyright: ignore[reportArgumentType]
+    assert list(info.sources) == [text.as_posix(), more.as_posix()]
+    assert info.vocab_size == len(TOKENS)
+
+
+def test_verify_counts_repeated_samples(
+    tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("w1\n\nw1\n")
+    flags = ["--dupe_factor", 5, "--masked_lm_prob", 1.0, "--max_predictions_per_seq", 1]
+    run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data", "--shards", 2, *flags)
+    samples = open_dataset(tmp_path / "data").take(np.arange(10))
+    repeated = 10 - len(np.unique(samples.row_digests()))
+    assert repeated > 0
+    assert run(monkeypatch, "verify", tmp_path / "data") == 0
+    assert f"10 samples, {repeated} of them repeat another" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--text", "absent.txt"], "absent.txt: No such file"),
+        (["--text"], "--text names no file"),
+        (["--vocab", "absent.txt"], "absent.txt: No such file"),
+        (["--vocab", "text.txt"], "text.txt: 179 tokens without [PAD]"),
+        (["--text", "empty.txt"], "empty.txt: no text found"),
+        (["--text", "binary.txt"], "binary.txt: line 1, byte 0: not UTF-8"),
+        (["--out", "."], "is there already"),
+        (["--out", "text.txt"], "is there already"),
+        (["--max_seq_length", "4"], "max_seq_length is 4"),
+        (["--masked_lm_prob", "15"], "masked_lm_prob is 15"),
+        (["--shards", "0"], "shards is 0"),
+        (["--shards", "100000"], "shards is 100000"),
+        (["--text", "text.txt", "--vocab", "vocab.txt", "--out", "text.txt/data"], "text.txt"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_leaves_nothing(
+    tmp_path: Path,
+    text: Path,
+    vocab: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    given = {"--text": [text.name], "--vocab": [vocab.name], "--out": ["data"]}
+    while arguments:
+        stop = next((index for index, word in enumerate(arguments[1:], 1) if word.startswith("--")), len(arguments))
+        given[arguments[0]], arguments = arguments[1:stop], arguments[stop:]
+    assert run(monkeypatch, "prepare", *(word for flag, values in given.items() for word in (flag, *values))) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    "arguments", [["verify", "absent"], ["dump", "absent.hdf5", "--out", "x.npz"], ["dump", "--out", "x"]]
+)
+def test_reading_mistakes_get_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_found_by_verify_and_dump(
+    tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "data"
+    assert run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", out, "--shards", 2) == 0
+    shard = out / "part_00001_of_00002.hdf5"
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    for arguments in (["verify", out], ["dump", shard, "--out", tmp_path / "x.npz"]):
+        capsys.readouterr()
+        assert run(monkeypatch, *arguments) == 2
+        assert f"error: {shard}" in capsys.readouterr().err
+    assert not (tmp_path / "x.npz").exists()
+
+
+def test_a_full_disk_gets_one_line_and_leaves_nothing(tmp_path: Path, text: Path, vocab: Path) -> None:
+    out = tmp_path / "data"
+    done = subprocess.run(
+        [sys.executable, "-m", "dataloading", "prepare", "--text", text, "--vocab", vocab, "--out", out],
+        cwd=REPOSITORY,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3000, 3000)),
+        env={"NUMBA_DISABLE_JIT": "1", "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert "File too large" in done.stderr
+    assert sorted(tmp_path.iterdir()) == [text, vocab]
+
+
+def test_the_manifest_tells_where_the_data_came_from(
+    tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data", "--shards", 1) == 0
+    manifest = json.loads((tmp_path / "data/manifest.json").read_text())
+    assert manifest["samples"] == manifest["shards"][0]["samples"] > 0
+    assert manifest["info"]["options"]["random_seed"] == 12345
+    assert len(manifest["info"]["sources"][text.as_posix()]) == 64

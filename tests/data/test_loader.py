@@ -1,0 +1,123 @@
+"""Batches: the flat stream, its bookkeeping, and the same from NumPy and DALI."""
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+
+from dataloading.hdf5 import open_dataset
+from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader
+from dataloading.sampler import MicroBatch, Plan
+from dataloading.samples import Samples
+from dataloading.synthetic import synthetic_samples
+from tests.conftest import VOCAB_SIZE, SmallRun
+
+CPU = torch.device("cpu")
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    for field in fields(Batch):
+        left, right = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(left, torch.Tensor):
+            assert left.dtype == right.dtype, field.name
+            assert torch.equal(left, right), field.name
+        else:
+            assert left == right, field.name
+
+
+def test_a_batch_holds_each_sample_at_its_place() -> None:
+    samples = synthetic_samples(np.array([5, 3, 9]), VOCAB_SIZE)
+    batch = batch_of(samples)
+    assert batch.tokens == 17
+    assert batch.sequences == 3
+    assert batch.max_seqlen == 9
+    assert batch.cu_seqlens.tolist() == [0, 5, 8, 17]
+    assert batch.position_ids.tolist() == [*range(5), *range(3), *range(9)]
+    assert batch.input_ids.tolist() == samples.input_ids.tolist()
+    assert batch.segment_ids.tolist() == samples.segment_ids.tolist()
+    for number in range(3):
+        first, last = samples.masked_lm_offsets[number : number + 2]
+        inside = batch.masked_lm_positions[first:last] - batch.cu_seqlens[number]
+        assert inside.tolist() == samples.masked_lm_positions[first:last].tolist()
+    assert batch.masked_lm_positions.diff().min() > 0
+    assert batch.masked_lm_ids.tolist() == samples.masked_lm_ids.tolist()
+    assert batch.next_sentence_labels.tolist() == samples.next_sentence_labels.tolist()
+    assert (batch.global_sequences, batch.global_masked) == (3, len(samples.masked_lm_ids))
+
+
+def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:
+    plan = Plan(run.train.lengths, run.train.masked_counts, 24, 2, accumulation, seed=11)
+    return lambda step: plan.rank_batches(step, rank)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: int) -> None:
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    from dataloading.dali import DaliLoader
+
+    dataset = open_dataset(small_run.folder / "train")
+    for rank in range(2):
+        chosen = rank_batches(small_run, accumulation, rank)
+        loaders: list[Loader] = [loader(dataset, chosen, CPU, 2) for loader in (NumpyLoader, DaliLoader)]
+        for _ in range(25):  # 600 samples of 250: over two epochs
+            ours, theirs = (next(loader) for loader in loaders)
+            assert len(ours) == len(theirs) == accumulation
+            for one, other in zip(ours, theirs, strict=True):
+                assert_same(one, other)
+        for loader in loaders:
+            loader.close()
+
+
+def test_batches_of_the_files_are_those_of_the_samples(small_run: SmallRun) -> None:
+    chosen = rank_batches(small_run, 1, 0)
+    loader = NumpyLoader(open_dataset(small_run.folder / "train"), chosen, CPU)
+    for step in range(3):
+        (micro,) = chosen(step)
+        assert_same(next(loader)[0], batch_of(small_run.train.take(micro.indices), micro))
+    loader.close()
+
+
+class Unreadable:
+    """A source whose third read fails."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.reads = samples, 0
+
+    def take(self, indices: np.ndarray) -> Samples:
+        self.reads += 1
+        if self.reads == 3:
+            raise ValueError("part_00001: truncated")
+        return self.samples.take(indices)
+
+
+def test_a_reader_s_error_reaches_the_training_loop(small_run: SmallRun) -> None:
+    loader = NumpyLoader(Unreadable(small_run.train), rank_batches(small_run, 1, 0), CPU)
+    next(loader)
+    next(loader)
+    with pytest.raises(ValueError, match="truncated"):
+        next(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_nothing_is_read_before_the_first_batch_and_closing_is_prompt(small_run: SmallRun, started: bool) -> None:
+    source = Unreadable(small_run.train)
+    loader = NumpyLoader(source, rank_batches(small_run, 1, 0), CPU)
+    assert source.reads == 0
+    if started:
+        next(loader)
+    loader.close()
+
+
+def test_auto_takes_numpy_without_a_gpu() -> None:
+    assert choose_loader("auto", CPU) == "numpy"
+    assert choose_loader("numpy", torch.device("cuda")) == "numpy"
+
+
+def test_asking_for_missing_dali_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"data\.loader"):
+        choose_loader("dali", CPU)
+    assert choose_loader("auto", torch.device("cuda")) == "numpy"

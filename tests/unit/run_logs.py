@@ -1,0 +1,99 @@
+"""Logs of runs that never happened, written by the real writer with a clock that counts, for the tests beside this."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bert.mllog import MLLog, evaluation_interval, evaluation_samples
+
+START_MS = 1_700_000_000_000
+
+CLOSED: dict[str, int | float | str] = {
+    "global_batch_size": 448,
+    "gradient_accumulation_steps": 1,
+    "opt_base_learning_rate": 4.25e-4,
+    "opt_lamb_epsilon": 1e-6,
+    "opt_lamb_beta_1": 0.9,
+    "opt_lamb_beta_2": 0.999,
+    "opt_lamb_weight_decay_rate": 0.01,
+    "opt_learning_rate_training_steps": 6700,
+    "opt_learning_rate_warmup_steps": 0,
+    "num_warmup_steps": 0,
+    "start_warmup_step": 0,
+    "quality_target": 0.720,
+    "eval_interval_samples": evaluation_interval(448),
+}
+OPEN = CLOSED | {"global_batch_size": 32, "quality_target": 0.3, "eval_interval_samples": 1000}
+
+
+def counting_clock(step_ms: int = 1000) -> Callable[[], int]:
+    """A clock that advances by `step_ms` at each look."""
+    ticks = itertools.count(START_MS, step_ms)
+    return lambda: next(ticks)
+
+
+def initialise(log: MLLog, division: Any = "closed", settings: dict[str, Any] | None = None) -> None:
+    """Everything up to run_start."""
+    log.cache_clear(True)
+    log.init_start()
+    log.submission(division=division, org="Example", platform="one machine")
+    log.seed(1234)
+    log.hyperparameters(settings or (CLOSED if division == "closed" else OPEN))
+    log.weights_initialization(24 if division == "closed" else 2)
+    log.init_stop()
+    log.run_start()
+
+
+def train(log: MLLog, settings: dict[str, Any], accuracies: list[float]) -> int:
+    """The blocks and evaluations of a run; returns the sequences trained."""
+    samples = 0
+    for index, accuracy in enumerate(accuracies, start=1):
+        log.block_start(samples)
+        samples = evaluation_samples(index, settings["eval_interval_samples"], settings["global_batch_size"])
+        log.block_stop(samples)
+        log.eval_start(samples)
+        log.eval_accuracy(accuracy, samples)
+        log.eval_stop(samples)
+    return samples
+
+
+def write_run(
+    path: Path, division: Any = "closed", *, header: Mapping[str, object] | None = None, step_ms: int = 10
+) -> Path:
+    """A complete, successful log; three evaluations, the last one at 1.05 of the target."""
+    settings = CLOSED if division == "closed" else OPEN
+    target = float(settings["quality_target"])
+    with MLLog(path, clock_ms=counting_clock(step_ms)) as log:
+        log.header(header or {})
+        initialise(log, division)
+        samples = train(log, settings, [0.5 * target, 0.9 * target, 1.05 * target])
+        log.run_stop("success", samples=samples, eval_samples=10_000 if division == "closed" else 500)
+    return path
+
+
+def write_metrics(path: Path, steps: int = 60) -> Path:
+    """A metrics file as the trainer writes it: an entry each 10 steps, an evaluation each 20."""
+    entries: list[dict[str, Any]] = [
+        {"event": "run", "recipe": "test", "world_size": 2, "started": "2024-01-02T03:04:05"}
+    ]
+    for step in range(10, steps + 1, 10):
+        entries.append(
+            {
+                "event": "step",
+                "step": step,
+                "samples": 32 * step,
+                "data_wait_ms": 1.0,
+                "forward_backward_ms": 20.0,
+                "reduce_ms": 3.0,
+                "update_ms": 2.0,
+                "loss": 9.0 / step,
+            }
+        )
+        if step % 20 == 0:
+            entries.append({"event": "eval", "step": step, "samples": 32 * step, "eval_s": 0.05})
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    return path

@@ -1,0 +1,118 @@
+"""Wrong settings are refused before any work, with the name of the setting to change."""
+
+import os
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+
+from bert.config import Config, OptimizerConfig
+from bert.recipes import RECIPES, tiny_cpu
+from bert.train import parse
+from tests.conftest import REPOSITORY, SmallRun
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_recipe_is_a_valid_configuration_of_its_name(name: str) -> None:
+    assert RECIPES[name]().recipe == name
+
+
+def test_a_configuration_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        tiny_cpu().recipe = "other"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_settings_are_changed_by_name() -> None:
+    config = parse(
+        ["tiny_cpu", "--optimizer.base-learning-rate", "0.001", "--training.seed", "5", "--data.loader", "dali"]
+    )
+    assert (config.optimizer.base_learning_rate, config.training.seed, config.data.loader) == (0.001, 5, "dali")
+    assert config.model == tiny_cpu().model
+
+
+def test_underscores_are_understood() -> None:
+    assert parse(["tiny_cpu", "--training.global_batch_size", "64"]).training.global_batch_size == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no recipe given: expected one of tiny_cpu"),
+        (["tiny"], "unknown recipe 'tiny'"),
+        (["tiny_cpu", "--training.global-batch-size", "0"], "training.global_batch_size is 0"),
+        (["tiny_cpu", "--training.global-batch-size", "many"], "training.global-batch-size"),
+        (["tiny_cpu", "--no-such-setting", "1"], "no-such-setting"),
+        (["tiny_cpu", "--model.hidden-size", "130"], "multiple of model.num_attention_heads"),
+        (["tiny_cpu", "--model.hidden-dropout", "1"], "model.hidden_dropout"),
+        (["tiny_cpu", "--model.vocab-size", "70000"], "16-bit"),
+        (["tiny_cpu", "--optimizer.beta-1", "1"], "optimizer.beta_1"),
+        (["tiny_cpu", "--optimizer.base-learning-rate", "0"], "optimizer.base_learning_rate"),
+        (["tiny_cpu", "--evaluation.target", "72"], "evaluation.target"),
+        (["tiny_cpu", "--training.max-samples", "8"], "training.max_samples"),
+        (["tiny_cpu", "--log.division", "closed"], "evaluation.interval_samples"),
+        (["tiny_cpu", "--log.division", "closed", "--evaluation.interval-samples", "None"], "evaluation.target"),
+        (["tiny_cpu", "--log.system", "a/b"], "log.system"),
+        (["tiny_cpu", "--training.precision", "bf16"], "training.precision"),
+    ],
+)
+def test_a_wrong_setting_is_named_in_one_line(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse(arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_validation_runs_on_replace_too() -> None:
+    with pytest.raises(ValueError, match="learning_rate_training_steps"):
+        replace(OptimizerConfig(1e-3, 10), learning_rate_training_steps=0)
+    assert isinstance(tiny_cpu(), Config)
+
+
+def refused(arguments: list[str], **environment: str) -> str:
+    """Run the program, expect it to refuse, and return its one line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "bert.train", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_an_unknown_recipe_is_one_line_and_exit_code_2() -> None:
+    assert "expected one of tiny_cpu" in refused(["no_such_recipe"])
+
+
+def test_an_impossible_world_size_is_one_line_and_exit_code_2(small_run: SmallRun, tmp_path: Path) -> None:
+    arguments = small_run.arguments(tmp_path)
+    assert "multiple of 7" in refused(arguments, WORLD_SIZE="7", RANK="0")
+    assert not any(tmp_path.iterdir())
+
+
+def test_missing_and_damaged_inputs_are_one_line_and_leave_nothing(small_run: SmallRun, tmp_path: Path) -> None:
+    missing = refused(small_run.arguments(tmp_path, data__train=tmp_path / "nowhere"))
+    assert "nowhere" in missing
+    other_vocab = tmp_path / "vocab.txt"
+    other_vocab.write_text((small_run.folder / "vocab.txt").read_text().replace("word7\n", "other\n"))
+    assert "vocab" in refused(small_run.arguments(tmp_path / "results", data__vocab=other_vocab))
+    assert "model.vocab_size" in refused(small_run.arguments(tmp_path / "results", model__vocab_size=300))
+    assert "position" in refused(small_run.arguments(tmp_path / "results", model__max_position_embeddings=16))
+    checkpoint = tmp_path / "broken.safetensors"
+    assert "no checkpoint" in refused(small_run.arguments(tmp_path / "results", data__initial_checkpoint=checkpoint))
+    assert not (tmp_path / "results").exists()
+
+
+def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_path: Path) -> None:
+    result = tmp_path / "tiny_cpu" / "bert" / "result_3.txt"
+    result.parent.mkdir(parents=True)
+    result.write_text("precious")
+    assert "result_3.txt exists already" in refused(small_run.arguments(tmp_path, log__run=3))
+    assert result.read_text() == "precious"
