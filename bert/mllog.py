@@ -67,10 +67,12 @@ class MLLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
+        if error is None:
+            self.close()
+            return
+        for step in (self.abort, self.close):
             with suppress(OSError):  # a full disk must not hide the error that ended the run
-                self.abort()
-        self.close()
+                step()
 
     # Plain lines
 
@@ -207,6 +209,8 @@ class MLLog:
             self.eval_stop(state.open_at["eval_start"])
         if "block_start" in state.open_at:
             self.block_stop(samples)
+        if "epoch_start" in state.open_at:
+            self.end("epoch_stop", epoch_num=samples)
         for key, value in (("train_samples", samples), ("eval_samples", 0)):
             if not state.counts[key]:
                 self.event(key, value)
@@ -215,33 +219,34 @@ class MLLog:
     def close(self) -> None:
         """Bring the file to the disk and close it; again does nothing."""
         if self._file is not None and not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
 
     # Any record
 
     def start(self, key: str, value: object = None, **metadata: object) -> None:
         """Log the opening record of an interval."""
-        self._log("INTERVAL_START", key, value, metadata)
+        self._log(MLLogger.start, "INTERVAL_START", key, value, metadata)
 
     def end(self, key: str, value: object = None, **metadata: object) -> None:
         """Log the closing record of an interval."""
-        self._log("INTERVAL_END", key, value, metadata)
+        self._log(MLLogger.end, "INTERVAL_END", key, value, metadata)
 
     def event(self, key: str, value: object = None, **metadata: object) -> None:
         """Log a record without duration."""
-        self._log("POINT_IN_TIME", key, value, metadata)
+        self._log(MLLogger.event, "POINT_IN_TIME", key, value, metadata)
 
-    def _log(self, event_type: str, key: str, value: object, metadata: dict[str, object]) -> None:
+    def _log(
+        self, write: Callable[..., None], event_type: str, key: str, value: object, metadata: dict[str, object]
+    ) -> None:
         if self._logger is None:
             return
         time_ms = max(self._clock_ms(), self._state.time_ms)
         self._state.check(event_type, key, value, metadata, time_ms)
-        write = {"INTERVAL_START": self._logger.start, "INTERVAL_END": self._logger.end}.get(
-            event_type, self._logger.event
-        )
-        write(key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
+        write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
         self._state.advance(key, value, metadata, time_ms)
 
 

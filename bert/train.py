@@ -118,6 +118,7 @@ def check(config: Config, world_size: int) -> Inputs:
             "set data.vocab or model.vocab_size"
         )
     for dataset in (train, evaluation):
+        dataset.check_files()
         dataset.check_vocabulary(vocabulary)
         if dataset.info.max_seq_length > config.model.max_position_embeddings:
             raise ValueError(

@@ -78,7 +78,7 @@ def system(
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")
-    write(out, describe(division, {name: value for name, _, value in pairs}))
+    write(out, describe(division, {"system_name": out.stem} | {name: value for name, _, value in pairs}))
     print(out)
     return 0
 

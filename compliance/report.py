@@ -134,13 +134,13 @@ def _curves(runs: Iterable[Run]) -> str:
     loss = [Line(f"run {run.number}", points, run.outcome) for run in runs if (points := _loss_points(run))]
     figures = []
     if accuracy:
-        target = next((run.target for run in runs if run.target is not None), None)
+        targets = {run.target for run in runs}
         chart = line_chart(
             accuracy,
             title="masked-LM accuracy over sequences trained",
             x_title="sequences trained",
             y_format=lambda value: f"{value:.3g}",
-            target=target,
+            target=targets.pop() if len(targets) == 1 else None,
             markers=True,
         )
         figures.append(f"<figure><h3>Masked-LM accuracy</h3>{chart}</figure>")

@@ -127,9 +127,9 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     for number, path in sorted(logs.items()):
         log = read_log(path)
         runs.append(Run(number, log, check_log(log, ruleset), read_metrics(folder / f"metrics_{number}.jsonl")))
-    system = folder.resolve().parent.name
-    description = _read_description(folder.resolve().parents[1] / "systems" / f"{system}.json")
-    return Results(folder, tuple(runs), system, description)
+    system = folder.resolve().parent
+    description = _read_description(system.parent / "systems" / f"{system.name}.json")
+    return Results(folder, tuple(runs), system.name, description)
 
 
 def read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:

@@ -396,6 +396,15 @@ class Dataset:
                 )
             progress(record)
 
+    def check_files(self) -> None:
+        """ValueError unless every shard is there in its full size; looks at the folder and opens no shard."""
+        for record in self.shards:
+            path = self.folder / record.name
+            size = path.stat().st_size if path.is_file() else None
+            if size != record.file_bytes:
+                found = "missing" if size is None else f"{size:,} bytes"
+                raise ValueError(f"{path}: {found}, {MANIFEST_NAME} lists {record.file_bytes:,} bytes; {_REMEDY}")
+
     def close(self) -> None:
         """Closes every open shard; they open again when needed."""
         self._open_shards.clear()

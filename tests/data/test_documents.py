@@ -65,8 +65,9 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
     (tmp_path / "broken.py").write_text("def (:\n")
     (tmp_path / "module.py").write_text(
         '"""Reads the configuration from its file.  Raises an error otherwise."""\n'
-        'def f():\n    """>>> f() and a few more words\n    1\n\n    Four plain English words.\n\n    x = 1; y = 2; z = 3"""\n'
-        'class C:\n    """The class of all the things."""\n    def method(self):\n        """Does what methods always do."""\n'
+        'def f():\n    """>>> f() and more words\n    1\n\n    Four plain English words.\n\n    x = 1; y = 2; z = 3"""\n'
+        'class C:\n    """The class of all the things."""\n'
+        '    def method(self):\n        """Does what methods always do."""\n'
     )
     found = [(document.name, document.sentences) for document in demo_documents(tmp_path)]
     assert found == [

@@ -117,7 +117,7 @@ def test_auto_takes_numpy_without_a_gpu() -> None:
 
 
 def test_asking_for_missing_dali_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"data\.loader"):
         choose_loader("dali", CPU)
     assert choose_loader("auto", torch.device("cuda")) == "numpy"

@@ -15,7 +15,7 @@ from compliance.checker import check_file
 from compliance.log import TOKEN
 from compliance.report import render
 from compliance.results import load_results
-from tests.unit.run_logs import OPEN, initialise, write_run
+from tests.unit.run_logs import initialise, write_run
 
 Edit = Callable[[str], str]
 
@@ -334,27 +334,29 @@ def test_samples_count_may_stand_for_epochs_where_the_ruleset_says_so(tmp_path: 
     assert {finding.key for finding in verdict.findings} == {"block_start", "block_stop"}
 
 
-def run_until(reached: str, path: Path) -> None:
+def run_until(reached: str, path: Path, division: str) -> None:
     """A run that Ctrl-C ends during its initialisation, between blocks, in a block, or in an evaluation."""
     with MLLog(path) as log:
         if reached == "init":
             log.cache_clear(False)
             log.init_start()
             raise KeyboardInterrupt
-        initialise(log, "open", dict(OPEN))
+        initialise(log, division)
         if reached != "run":
             log.block_start(0)
         if reached == "evaluation":
-            log.block_stop(1024)
-            log.eval_start(1024)
+            samples = 1024 if division == "open" else 150_080
+            log.block_stop(samples)
+            log.eval_start(samples)
         raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("reached", ["init", "run", "block", "evaluation"])
-def test_aborted_log_says_so_and_nothing_else(tmp_path: Path, reached: str) -> None:
+@pytest.mark.parametrize("division", rules.DIVISIONS)
+def test_aborted_log_says_so_and_nothing_else(tmp_path: Path, reached: str, division: str) -> None:
     path = tmp_path / "result_0.txt"
     with pytest.raises(KeyboardInterrupt):
-        run_until(reached, path)
+        run_until(reached, path, division)
     for ruleset in ("2.1.0", "5.0.0"):
         verdict = check_file(path, ruleset)
         assert [finding.key for finding in verdict.findings] == ["run_stop"], verdict.findings

@@ -1,6 +1,7 @@
 """Wrong settings are refused before any work, with the name of the setting to change."""
 
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, replace
@@ -105,6 +106,12 @@ def test_missing_and_damaged_inputs_are_one_line_and_leave_nothing(small_run: Sm
     assert "vocab" in refused(small_run.arguments(tmp_path / "results", data__vocab=other_vocab))
     assert "model.vocab_size" in refused(small_run.arguments(tmp_path / "results", model__vocab_size=300))
     assert "position" in refused(small_run.arguments(tmp_path / "results", model__max_position_embeddings=16))
+    shutil.copytree(small_run.folder / "train", tmp_path / "train")
+    shard = sorted((tmp_path / "train").glob("part_*"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert shard.name in refused(small_run.arguments(tmp_path / "results", data__train=tmp_path / "train"))
+    shard.unlink()
+    assert "missing" in refused(small_run.arguments(tmp_path / "results", data__train=tmp_path / "train"))
     checkpoint = tmp_path / "broken.safetensors"
     assert "no checkpoint" in refused(small_run.arguments(tmp_path / "results", data__initial_checkpoint=checkpoint))
     assert not (tmp_path / "results").exists()

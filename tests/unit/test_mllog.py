@@ -284,6 +284,25 @@ def test_abort_keeps_the_count_of_the_trainer(tmp_path: Path) -> None:
     assert len(parsed.all("run_stop")) == 1
 
 
+def fail_in_evaluation(path: Path) -> None:
+    with MLLog(path) as log:
+        started(log)
+        log.start("epoch_start", epoch_num=0)
+        log.block_start(0)
+        log.eval_start(1024)
+        raise ZeroDivisionError
+
+
+def test_abort_closes_every_interval(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    with pytest.raises(ZeroDivisionError):
+        fail_in_evaluation(path)
+    records = read_log(path).records
+    tail = ["eval_stop", "block_stop", "epoch_stop", "train_samples", "eval_samples", "run_stop"]
+    assert [record.key for record in records[-6:]] == tail
+    assert records[-1].metadata["status"] == "aborted"
+
+
 def test_abort_before_the_start_writes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
     with MLLog(path) as log:
@@ -306,12 +325,17 @@ def test_overlapped_evaluation_is_allowed(log: MLLog, tmp_path: Path) -> None:
 def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
     script = (
         "import os; from pathlib import Path; from bert.mllog import MLLog\n"
-        f"log = MLLog(Path({str(tmp_path / 'r.txt')!r}))\n"
-        "os.dup2(os.open('/dev/full', os.O_WRONLY), log._file.fileno())\n"
-        "try:\n    log.cache_clear(True)\nexcept OSError as error:\n    print(error.strerror); os._exit(0)\n"
+        "try:\n"
+        f"    with MLLog(Path({str(tmp_path / 'r.txt')!r})) as log:\n"
+        "        log.cache_clear(True); log.init_start()\n"
+        "        os.dup2(os.open('/dev/full', os.O_WRONLY), log._file.fileno())\n"
+        "        log.seed(1)\n"
+        "except OSError as error:\n"
+        "    print(error.strerror)\n"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert run.stdout == "No space left on device\n", run.stderr
+    assert (run.returncode, run.stdout) == (0, "No space left on device\n"), run.stderr
+    assert [record.key for record in read_log(tmp_path / "r.txt").records] == ["cache_clear", "init_start"]
 
 
 @given(

@@ -210,7 +210,7 @@ def test_short_counts(value: float, text: str) -> None:
 def test_ticks_enclose_the_range_with_few_round_steps(low: float, span: float) -> None:
     high = low + span
     marks = ticks(low, high)
-    tolerance = 1e-6 * max(abs(low), abs(high), 1e-9)
+    tolerance = 1e-6 * (marks[1] - marks[0])
     assert marks[0] <= low + tolerance
     assert marks[-1] >= high - tolerance
     assert 2 <= len(marks) <= 9

@@ -128,6 +128,7 @@ def test_command_line_sets_fields(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     fields = json.loads(path.read_text())
     assert (fields["submitter"], fields["cooling"], fields["division"]) == ("A=B", "", "closed")
+    assert fields["system_name"] == "vm"
     run = subprocess.run([*command, "--set", "submitter"], capture_output=True, text=True, check=False)
     assert (run.returncode, run.stderr) == (
         2,

@@ -1,0 +1,295 @@
+"""One training step on a CPU (forward, backward, optimizer): real tokens only, against padded.
+
+    python -m benchmarks.cpu_step [--workload tiny] [--repeats N] [--dropout P] [--out FILE]
+
+Three sides take the same step on the same samples and, at the start, with the same weights: this model on real tokens only
+with LAMB, the same with every sequence filled up to the maximum length, and Hugging Face's ``BertForPreTraining`` on the padded
+batch with attention mask, scaled-dot-product attention and PyTorch's fused AdamW. Before the clock the first and the last must
+agree on the loss. Every repeat draws new samples and runs the sides in turn, so that other load on the machine falls on all
+of them; times are medians, ratios are medians of the ratios of a repeat. Collating samples into a batch is not timed on any
+side.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bert.checkpoint import to_hugging_face
+from bert.config import ModelConfig, OptimizerConfig
+from bert.model import BertForPreTraining, initialize_
+from bert.optimizer import FlatParameters, Lamb
+from bert.provenance import commit
+from dataloading.loader import batch_of
+from dataloading.samples import Samples
+from dataloading.synthetic import synthetic_samples
+
+Prepare = Callable[[Samples], Callable[[], None]]
+"""Collates samples, and returns the step to time."""
+
+HISTOGRAM = Path(__file__).parent / "data" / "wikipedia_length_histogram.csv"
+SEQUENCES = 32
+OURS, OURS_PADDED, HUGGING_FACE = "ours", "ours, padded", "Hugging Face, padded"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure."""
+
+    workload: Literal["wikipedia", "tiny"] = "wikipedia"
+    """wikipedia: 6 layers of 256 and 30,522 words at Wikipedia's lengths, 2 threads; tiny: the built-in default, 1 thread."""
+    repeats: int = 7
+    dropout: float = 0.1
+    """On all sides, hidden and attention; BERT's own is 0.1."""
+    out: Path | None = None
+    """Write the figures here as JSON."""
+
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"--repeats is {self.repeats}: expected at least 1")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, the lengths that it meets, and the threads that it runs on."""
+
+    model: ModelConfig
+    draw_lengths: Callable[[np.random.Generator], NDArray[np.int64]]
+    threads: int
+
+    def samples(self, seed: int) -> Samples:
+        """``SEQUENCES`` synthetic samples, longest first as the loader has them."""
+        lengths = self.draw_lengths(np.random.default_rng(seed))
+        return synthetic_samples(-np.sort(-lengths), self.model.vocab_size, seed)
+
+
+def workload(settings: Settings) -> Workload:
+    """The workload of that name."""
+    dropout = {"hidden_dropout": settings.dropout, "attention_dropout": settings.dropout}
+    if settings.workload == "tiny":
+        return Workload(ModelConfig(2, 128, 4, 512, 1024, 128, **dropout), tiny_lengths, threads=1)
+    return Workload(ModelConfig(6, 256, 4, 1024, 30522, 512, **dropout), wikipedia_lengths, threads=2)
+
+
+def wikipedia_lengths(generator: np.random.Generator) -> NDArray[np.int64]:
+    """Lengths [SEQUENCES] as frequent as in Wikipedia at maximum length 512 (``benchmarks/data``)."""
+    length, count = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    return generator.choice(length, SEQUENCES, p=count / count.sum())
+
+
+def tiny_lengths(generator: np.random.Generator) -> NDArray[np.int64]:
+    """Lengths [SEQUENCES] like the built-in default's: two in five full at 128, the rest short; mean 90."""
+    short = generator.integers(8, 121, SEQUENCES)
+    return np.where(generator.random(SEQUENCES) < 0.4, 128, short)
+
+
+def our_side(model: BertForPreTraining, fill_to: int | None) -> Prepare:
+    """This repository's step; ``fill_to`` gives every sequence that length."""
+    optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(1e-4, 100_000))
+
+    def prepare(samples: Samples) -> Callable[[], None]:
+        batch = batch_of(samples if fill_to is None else filled(samples, fill_to))
+
+        def step() -> None:
+            output = model(batch)
+            loss = output.masked_lm_loss / batch.global_masked + output.next_sentence_loss / batch.global_sequences
+            loss.backward()
+            optimizer.step()
+
+        return step
+
+    return prepare
+
+
+def hugging_face_side(model: torch.nn.Module, max_length: int) -> Prepare:
+    """The usual step on the padded batch."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def prepare(samples: Samples) -> Callable[[], None]:
+        inputs = padded(samples, max_length)
+
+        def step() -> None:
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    return prepare
+
+
+def filled(samples: Samples, length: int) -> Samples:
+    """The samples with pad tokens, which count as real ones, up to ``length``; the masked tokens stay the same."""
+    inputs = padded(samples, length)
+    return Samples(
+        input_ids=inputs["input_ids"].flatten().numpy().astype(np.uint16),
+        segment_ids=inputs["token_type_ids"].flatten().numpy().astype(np.uint8),
+        sequence_offsets=np.arange(len(samples) + 1, dtype=np.int64) * length,
+        masked_lm_positions=samples.masked_lm_positions,
+        masked_lm_ids=samples.masked_lm_ids,
+        masked_lm_offsets=samples.masked_lm_offsets,
+        next_sentence_labels=samples.next_sentence_labels,
+    )
+
+
+def padded(samples: Samples, length: int) -> dict[str, Tensor]:
+    """The keyword arguments of Hugging Face's model, each int64 [n, length] but the [n] next-sentence labels."""
+    rows = np.repeat(np.arange(len(samples)), samples.lengths)
+    columns = np.arange(len(rows)) - np.repeat(samples.sequence_offsets[:-1], samples.lengths)
+    masked_rows = np.repeat(np.arange(len(samples)), samples.masked_counts)
+    input_ids, token_type_ids, attention_mask = (np.zeros((len(samples), length), np.int64) for _ in range(3))
+    labels = np.full((len(samples), length), -100)
+    input_ids[rows, columns] = samples.input_ids
+    token_type_ids[rows, columns] = samples.segment_ids
+    attention_mask[rows, columns] = 1
+    labels[masked_rows, samples.masked_lm_positions] = samples.masked_lm_ids
+    arrays = {
+        "input_ids": input_ids,
+        "token_type_ids": token_type_ids,
+        "attention_mask": attention_mask,
+        "labels": labels,
+        "next_sentence_label": samples.next_sentence_labels.astype(np.int64),
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def hugging_face_model(model: BertForPreTraining) -> torch.nn.Module:
+    """Hugging Face's model of the same architecture and with the same weights."""
+    import transformers  # optional: only this comparison needs it
+
+    config = model.config
+    theirs = transformers.BertForPreTraining(
+        transformers.BertConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            intermediate_size=config.intermediate_size,
+            max_position_embeddings=config.max_position_embeddings,
+            hidden_act="gelu_pytorch_tanh",
+            hidden_dropout_prob=config.hidden_dropout,
+            attention_probs_dropout_prob=config.attention_dropout,
+            attn_implementation="sdpa",
+        )
+    )
+    theirs.load_state_dict(to_hugging_face(model.state_dict()))
+    return theirs
+
+
+@torch.no_grad()
+def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: Samples) -> None:
+    """Both models must be the same function; ends the benchmark otherwise."""
+    ours.eval()
+    theirs.eval()
+    batch = batch_of(samples)
+    output = ours(batch)
+    loss = output.masked_lm_loss / batch.global_masked + output.next_sentence_loss / batch.global_sequences
+    reference = theirs(**padded(samples, ours.config.max_position_embeddings)).loss
+    if not torch.isclose(loss, reference, rtol=1e-4):
+        raise RuntimeError(f"the sides do different work: loss {loss:.6f} against {reference:.6f}")
+    ours.train()
+    theirs.train()
+
+
+def measure(settings: Settings) -> tuple[dict[str, list[float]], list[int]]:
+    """Seconds of every step of every side, and the real tokens of every repeat."""
+    load = workload(settings)
+    torch.set_num_threads(load.threads)
+    torch.manual_seed(0)
+    models = [BertForPreTraining(load.model) for _ in range(2)]
+    for model in models:
+        initialize_(model, torch.Generator().manual_seed(0))
+    theirs = hugging_face_model(models[0])
+    check_same_loss(models[0], theirs, load.samples(0))
+    length = load.model.max_position_embeddings
+    sides = {
+        OURS: our_side(models[0], None),
+        OURS_PADDED: our_side(models[1], length),
+        HUGGING_FACE: hugging_face_side(theirs, length),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    tokens: list[int] = []
+    for repeat in range(-1, settings.repeats):  # the first one warms up
+        samples = load.samples(1 + repeat)
+        names = list(sides)
+        turn = repeat % len(names)
+        for name in names[turn:] + names[:turn]:
+            step = sides[name](samples)
+            start = time.perf_counter()
+            step()
+            elapsed = time.perf_counter() - start
+            if repeat >= 0:
+                seconds[name].append(elapsed)
+        if repeat >= 0:
+            tokens.append(int(samples.lengths.sum()))
+    return seconds, tokens
+
+
+def ratio(seconds: dict[str, list[float]], slow: str) -> float:
+    """How many times as fast our unpadded step is as ``slow``: median over the repeats."""
+    return statistics.median(theirs / ours for ours, theirs in zip(seconds[OURS], seconds[slow], strict=True))
+
+
+def report(settings: Settings, seconds: dict[str, list[float]], tokens: list[int]) -> None:
+    """The table, then one line a ratio."""
+    load = workload(settings)
+    title = f"{settings.workload}: {load.threads} threads, fp32, dropout {settings.dropout}, {settings.repeats} repeats"
+    table = Table("side", "median ms", "fastest ms", "sequences/s", title=title)
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        table.add_row(name, f"{1e3 * median:.1f}", f"{1e3 * min(times):.1f}", f"{SEQUENCES / median:.1f}")
+    Console().print(table)
+    print(f"mean length {statistics.mean(tokens) / SEQUENCES:.1f} of {load.model.max_position_embeddings} tokens")
+    for slow in (OURS_PADDED, HUGGING_FACE):
+        print(f"ours / {slow}: {ratio(seconds, slow):.2f}x")
+
+
+def figures(settings: Settings, seconds: dict[str, list[float]], tokens: list[int]) -> dict[str, Any]:
+    """What the JSON file holds: everything that is needed to judge the ratios."""
+    return {
+        "workload": settings.workload,
+        "dropout": settings.dropout,
+        "sequences": SEQUENCES,
+        "tokens": tokens,
+        "seconds": seconds,
+        "ratios": {slow: ratio(seconds, slow) for slow in (OURS_PADDED, HUGGING_FACE)},
+        "threads": workload(settings).threads,
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores",
+        "load_average": os.getloadavg(),
+        "commit": commit(),
+        "versions": {
+            "python": platform.python_version(),
+            **{package: importlib.metadata.version(package) for package in ("torch", "numpy", "transformers")},
+        },
+    }
+
+
+def main() -> None:
+    """Measure, print, and write if asked."""
+    if importlib.util.find_spec("transformers") is None:
+        sys.exit("error: transformers is not installed, and it is one of the sides: pip install transformers")
+    settings = tyro.cli(Settings)
+    seconds, tokens = measure(settings)
+    report(settings, seconds, tokens)
+    if settings.out:
+        settings.out.parent.mkdir(parents=True, exist_ok=True)
+        settings.out.write_text(json.dumps(figures(settings, seconds, tokens), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
