@@ -1,6 +1,6 @@
 """What the default's target asks for: the same run with its attention switched off does not get there.
 
-    python benchmarks/attention_ablation.py [--seed N] [--output FILE]
+    python benchmarks/attention_ablation.py [--seed N] [--max-samples N] [--output FILE]
 
 Trains tiny_cpu from its shipped checkpoint to the recipe's sample limit twice, in one process and from one seed: as it is,
 and with every token attending to itself alone. Prints both accuracy curves and, last, the best of each against the target.
@@ -10,7 +10,7 @@ the tenth of the masked tokens that stand there unchanged.
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -38,6 +38,8 @@ class Settings:
     """One comparison."""
 
     seed: int = 0
+    max_samples: int = 96_000
+    """Training samples of each side; by default the recipe's limit."""
     output: Path | None = None
     """Write the curves here as JSON."""
 
@@ -45,6 +47,7 @@ class Settings:
 def main(settings: Settings) -> None:
     """Run both and compare."""
     config = tiny_cpu()
+    config = replace(config, training=replace(config.training, max_samples=settings.max_samples))
     curves = {"attention": _accuracies(config, settings.seed)}
     bert.model.varlen_attention = lambda _query, _key, value, *_: value
     BertForPreTraining.head_inputs = _head_inputs_of_all_rows

@@ -2,15 +2,16 @@
 
     python -m benchmarks.cpu_step [--workload tiny] [--repeats N] [--dropout P] [--out FILE]
 
-Three sides take the same step on the same samples and, at the start, with the same weights: this model on real tokens only
-with LAMB, the same with every sequence filled up to the maximum length, and Hugging Face's ``BertForPreTraining`` on the padded
-batch with attention mask, scaled-dot-product attention and PyTorch's fused AdamW. Before the clock the first and the last must
-agree on the loss. Every repeat draws new samples and runs the sides in turn, so that other load on the machine falls on all
-of them; times are medians, ratios are medians of the ratios of a repeat. Collating samples into a batch is not timed on any
-side.
+Three sides take the same step on the same samples and, at the start, with the same weights: this model on real tokens
+only with LAMB, the same with every sequence filled up to the maximum length, and Hugging Face's ``BertForPreTraining`` on
+the padded batch with attention mask, scaled-dot-product attention and PyTorch's fused AdamW. Before the clock the first and
+the last must agree on the loss. Every repeat draws new samples and runs the sides in turn, so that other load on the machine
+falls on all of them; times are medians, ratios are medians of the ratios of a repeat. Collating samples into a batch is not
+timed on any side.
 """
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,7 +53,7 @@ class Settings:
     """What to measure."""
 
     workload: Literal["wikipedia", "tiny"] = "wikipedia"
-    """wikipedia: 6 layers of 256 and 30,522 words at Wikipedia's lengths, 2 threads; tiny: the built-in default, 1 thread."""
+    """wikipedia: 6 layers of 256, 30,522 words, Wikipedia's lengths, 2 threads; tiny: the built-in default, 1 thread."""
     repeats: int = 7
     dropout: float = 0.1
     """On all sides, hidden and attention; BERT's own is 0.1."""
@@ -80,10 +81,11 @@ class Workload:
 
 def workload(settings: Settings) -> Workload:
     """The workload of that name."""
-    dropout = {"hidden_dropout": settings.dropout, "attention_dropout": settings.dropout}
     if settings.workload == "tiny":
-        return Workload(ModelConfig(2, 128, 4, 512, 1024, 128, **dropout), tiny_lengths, threads=1)
-    return Workload(ModelConfig(6, 256, 4, 1024, 30522, 512, **dropout), wikipedia_lengths, threads=2)
+        load = Workload(ModelConfig(2, 128, 4, 512, 1024, 128), tiny_lengths, threads=1)
+    else:
+        load = Workload(ModelConfig(6, 256, 4, 1024, 30522, 512), wikipedia_lengths, threads=2)
+    return replace(load, model=replace(load.model, hidden_dropout=settings.dropout, attention_dropout=settings.dropout))
 
 
 def wikipedia_lengths(generator: np.random.Generator) -> NDArray[np.int64]:
@@ -173,7 +175,7 @@ def hugging_face_model(model: BertForPreTraining) -> torch.nn.Module:
     import transformers  # optional: only this comparison needs it
 
     config = model.config
-    theirs = transformers.BertForPreTraining(
+    theirs = transformers.AutoModelForPreTraining.from_config(
         transformers.BertConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -184,8 +186,8 @@ def hugging_face_model(model: BertForPreTraining) -> torch.nn.Module:
             hidden_act="gelu_pytorch_tanh",
             hidden_dropout_prob=config.hidden_dropout,
             attention_probs_dropout_prob=config.attention_dropout,
-            attn_implementation="sdpa",
-        )
+        ),
+        attn_implementation="sdpa",
     )
     theirs.load_state_dict(to_hugging_face(model.state_dict()))
     return theirs

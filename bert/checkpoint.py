@@ -43,7 +43,10 @@ def load_weights(model: BertForPreTraining, path: Path) -> None:
 
 @torch.no_grad()
 def copy_weights(model: BertForPreTraining, tensors: Mapping[str, Tensor], source: str) -> None:
-    """Copy ``tensors``, named as in ``model.state_dict()``, into the model; names and shapes must all fit."""
+    """Copy ``tensors``, named as in ``model.state_dict()``, into the model.
+
+    Raises ``ValueError``, with the model as it was, unless names, shapes and kinds all fit.
+    """
     state = model.state_dict()
     for name in sorted(state.keys() ^ tensors.keys()):
         place = "lacks" if name in state else "holds the unknown tensor"
@@ -54,6 +57,9 @@ def copy_weights(model: BertForPreTraining, tensors: Mapping[str, Tensor], sourc
                 f"{source} holds {name} of shape {tuple(tensor.shape)}, but the model section asks for "
                 f"{tuple(state[name].shape)}"
             )
+        if not tensor.is_floating_point():
+            raise ValueError(f"{source} holds {name} as {tensor.dtype}: expected floating point weights")
+    for name, tensor in tensors.items():
         state[name].copy_(tensor)
 
 

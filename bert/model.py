@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert.config import ModelConfig
-from kernels import dense_gelu, dropout_add_layer_norm, embedding_layer_norm, masked_lm_loss, varlen_attention
+from kernels import (
+    cross_entropy_sum,
+    dense_gelu,
+    dropout_add_layer_norm,
+    embedding_layer_norm,
+    masked_lm_loss,
+    varlen_attention,
+)
 
 if TYPE_CHECKING:
     from dataloading.loader import Batch
@@ -154,9 +161,7 @@ class BertForPreTraining(nn.Module):
             self._transformed(masked_MD), self.embeddings.word, self.decoder_bias, batch.masked_lm_ids
         )
         logits_S2 = self.next_sentence_logits(cls_SD)
-        next_sentence_loss = F.cross_entropy(
-            logits_S2.float(), batch.next_sentence_labels, ignore_index=-1, reduction="sum"
-        )
+        next_sentence_loss = cross_entropy_sum(logits_S2, batch.next_sentence_labels)
         return PretrainingOutput(loss, next_sentence_loss, correct)
 
     def head_inputs(self, batch: "Batch") -> tuple[Tensor, Tensor]:

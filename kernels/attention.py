@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.reference import dropout
+
 
 def varlen_attention(
     query_QHE: Tensor,
@@ -43,5 +45,10 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
 
 def _padless_attention(query: Tensor, key: Tensor, value: Tensor, count: int, dropout_p: float) -> Tensor:
     """Attention of ``count`` sequences of one length; rows [count * length, H, E]."""
-    batched = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (query, key, value))
-    return F.scaled_dot_product_attention(*batched, dropout_p=dropout_p).transpose(1, 2).flatten(0, 1)
+    query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (query, key, value))
+    if dropout_p and not query.is_cuda:  # PyTorch's fused attention has no dropout on a CPU
+        probabilities = (query * query.shape[-1] ** -0.5 @ key.transpose(2, 3)).softmax(dim=-1)
+        output = dropout(probabilities, dropout_p) @ value
+    else:
+        output = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout_p)
+    return output.transpose(1, 2).flatten(0, 1)

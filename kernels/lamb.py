@@ -74,10 +74,11 @@ def lamb_step(
     update_P.mul_((1 - beta_2**step) ** -0.5).add_(epsilon)
     torch.div(momentum_P, update_P, out=update_P)
     update_P.mul_(1 / (1 - beta_1**step))
-    # torch._foreach_*: the batched ops that torch.optim is built on
-    weights, updates = _adapted(segments, parameters_P), _adapted(segments, update_P)
-    torch._foreach_add_(updates, weights, alpha=weight_decay)
-    torch._foreach_mul_(updates, _trust_ratios(weights, updates))
+    if any(segments.adapted):  # the batched ops refuse empty lists
+        weights, updates = _adapted(segments, parameters_P), _adapted(segments, update_P)
+        # torch._foreach_*: the batched ops that torch.optim is built on
+        torch._foreach_add_(updates, weights, alpha=weight_decay)
+        torch._foreach_mul_(updates, _trust_ratios(weights, updates))
     parameters_P.sub_(update_P, alpha=learning_rate)
     return norm
 

@@ -1,0 +1,53 @@
+# shellcheck shell=bash
+# Sourced by the commands: .venv holds pinned packages, is made once and reused. Needs CPython >= 3.11 with pip, and
+# neither python3-venv nor ensurepip. The environment variable PYTHON names another interpreter than python3.
+
+say() { echo "==> $*"; }
+fail() { echo "error: $*" >&2 && exit 2; }
+
+# prepare_venv [EXTRA...]: install the dependencies of pyproject.toml and of these extras, at the versions of
+# constraints.txt, unless they are there. Runs in the root of the repository.
+prepare_venv() {
+  venv_is_current "$@" && return
+  local lock
+  { exec {lock}>>constraints.txt; } 2>/dev/null || fail "cannot write to $PWD, where .venv is to be made"
+  flock "$lock" # another start may be installing at this moment
+  venv_is_current "$@" || install_venv "$@"
+  exec {lock}>&-
+}
+
+venv_is_current() {
+  local part pins
+  pins=$(venv_pins) || return 1
+  for part in run "$@"; do
+    [[ -r .venv/installed/$part && $(<".venv/installed/$part") == "$pins" ]] || return 1
+  done
+}
+
+venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt pyproject.toml; } 2>/dev/null; }
+
+install_venv() {
+  local python=${PYTHON:-python3} part requirements
+  command -v "$python" >/dev/null || fail "there is no $python: install CPython 3.11 or newer, or set PYTHON to its path"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' &>/dev/null ||
+    fail "$python is $("$python" -V 2>&1), expected 3.11 or newer: set PYTHON to the path of a newer one"
+  "$python" -m pip --python "$(command -v "$python")" --version &>/dev/null ||
+    fail "$python has no pip of version 22.3 or newer: install it (Debian and Ubuntu: apt install python3-pip)"
+  if ! .venv/bin/python -V &>/dev/null; then
+    say "making .venv with $("$python" -V)"
+    "$python" -m venv --without-pip --clear .venv || fail "could not make .venv in $PWD, see above"
+  fi
+  say "installing pinned packages into .venv (once, a minute or two)"
+  requirements=$("$python" -c '
+import sys, tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["dependencies"], *(name for extra in sys.argv[1:] for name in project["optional-dependencies"][extra]))
+' "$@")
+  # shellcheck disable=SC2086  # one word a requirement
+  "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
+    --only-binary=:all: --constraint constraints.txt $requirements || fail "pip could not install the packages, see above"
+  mkdir -p .venv/installed
+  for part in run "$@"; do
+    venv_pins >".venv/installed/$part"
+  done
+}

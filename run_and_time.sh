@@ -1,0 +1,104 @@
+#!/usr/bin/env bash
+# Train, check and report, from nothing to results/<system>/bert/report.html:
+#
+#   ./run_and_time.sh [RECIPE] [RUNS] [-- --section.field value ...]
+#
+# RECIPE (default: tiny_cpu) is a recipe of bert/recipes.py, RUNS (default: 1) the number of runs, and what follows are
+# settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the repository's root.
+# Environment: NPROC, the number of processes (default: one a GPU; for tiny_cpu two, or one on a single core);
+# OMP_NUM_THREADS, the threads of each (default: cores / NPROC); PYTHON, the interpreter that .venv is made with.
+# Where RANK and WORLD_SIZE are set already (torchrun, a cluster's launcher), this is one process of that run.
+# Exit status: 0 all runs are valid; 1 one is not; 2 wrong input, nothing was started; 130, 143 after Ctrl-C, SIGTERM.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
+source launch/venv.sh
+
+if [[ ${1-} == -h || ${1-} == --help ]]; then
+  sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' run_and_time.sh
+  exit
+fi
+recipe=tiny_cpu runs=1
+[[ ${1--} == -* ]] || { recipe=$1 && shift; }
+[[ ${1--} == -* ]] || { runs=$1 && shift; }
+[[ ${1-} != -- ]] || shift
+settings=("$@")
+[[ $runs =~ ^[1-9][0-9]*$ ]] || fail "RUNS is '$runs', expected a whole number of at least 1"
+[[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a whole number of at least 1"
+
+extras=()
+! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
+prepare_venv "${extras[@]}"
+python=.venv/bin/python
+train=(-m bert.train "$recipe")
+[[ -z ${RANK-}${WORLD_SIZE-} ]] || exec "$python" "${train[@]}" "${settings[@]}"
+
+cores=$(env -u OMP_NUM_THREADS nproc)
+if [[ $recipe == tiny_cpu ]]; then
+  say "data of tiny_cpu: prose of the standard library"
+  "$python" -m dataloading demo --out data/tiny_cpu --vocab bert/artifacts/tiny_cpu/vocab.txt
+  : "${NPROC:=$((cores > 1 ? 2 : 1))}"
+else
+  ((${#extras[@]})) || NPROC=${NPROC:-1} # no GPU
+  : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
+
+stopped=0 launched=
+# Pass a signal on to the processes that train: they end the run as aborted with its log complete. torchrun itself does not
+# get it, because it would cut them off; it ends when they have ended. Before there is a log, nothing is worth a word.
+# shellcheck disable=SC2329  # traps call it
+stop() {
+  stopped=$2
+  [[ $launched ]] || exit "$stopped"
+  local workers=
+  ((NPROC == 1)) || workers=$(grep -lsx "PPid:[[:space:]]*$launched" /proc/[0-9]*/status | cut -d/ -f3) || true
+  [[ -e $result ]] || { kill -s KILL "$launched" && set -- TERM; }
+  # shellcheck disable=SC2086  # one word a process
+  kill -s "$1" ${workers:-"$launched"} 2>/dev/null || true
+}
+trap 'stop TERM 143' TERM
+trap 'stop INT 130' INT
+trap 'stop TERM 129' HUP
+
+# Run a command in a process group of its own, out of reach of the terminal's Ctrl-C, and wait for it through signals.
+supervise() {
+  local status
+  set -m
+  "$@" &
+  launched=$!
+  set +m
+  while true; do
+    wait "$launched" 2>/dev/null && status=0 || status=$?
+    kill -0 "$launched" 2>/dev/null || break
+  done
+  launched=
+  return "$status"
+}
+
+results=() status=0
+for ((run = 1; run <= runs && !stopped; run++)); do
+  ready=$(WORLD_SIZE=$NPROC "$python" "${train[@]}" "${settings[@]}" --dry-run) || { status=$? && break; }
+  [[ $ready == *"results would go to "* ]] || { echo "$ready" && exit; } # --help
+  result=${ready##*results would go to }
+  say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each, log in $result"
+  cache=()
+  { sync && echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null && cache=(--log.cache-cleared) || true # needs root
+  launcher=("$python")
+  ((NPROC == 1)) || launcher+=(-m torch.distributed.run --standalone --nproc-per-node "$NPROC")
+  supervise "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  [[ ! -e $result ]] || results+=("$result")
+done
+
+if ((${#results[@]})); then
+  folder=$(dirname "${results[0]}")
+  system=$(dirname "$folder")
+  description=$(dirname "$system")/systems/$(basename "$system").json
+  say "check, summary and report"
+  [[ -e $description ]] || "$python" -m compliance system --out "$description" \
+    --division "$(sed -n 's/^# config.log.division: //p' "${results[0]}")"
+  "$python" -m compliance check "${results[@]}" && checked=0 || checked=$?
+  "$python" -m compliance summary "$folder"
+  "$python" -m compliance report "$folder"
+  status=$((checked ? checked : status))
+fi
+exit $((stopped ? stopped : status))

@@ -1,0 +1,81 @@
+"""Every command of the README and the pages runs as it stands there, in a fresh copy of the repository.
+
+Commands are the lines of the blocks marked ``sh``. They run in order, in one copy, so that later ones find what earlier ones
+made. Long ones get settings that make them short, named here.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+EASY = " --evaluation.target 0.2"
+"""Reached at the first evaluation. The command at the top of the README runs unchanged."""
+SHORTENED = {
+    "./run_tests.sh": "./run_tests.sh --collect-only tests/unit/test_imports.py",  # this is that command
+    "./run_and_time.sh tiny_cpu 3": "./run_and_time.sh tiny_cpu 3 --" + EASY,
+    "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50": (
+        "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY
+    ),
+    "python benchmarks/attention_ablation.py": "python benchmarks/attention_ablation.py --max-samples 320",
+    "python benchmarks/cpu_step.py": "python benchmarks/cpu_step.py --repeats 1",
+}
+MAY_MISS_TARGET = re.compile(r"-m bert\.train tiny_cpu --training\.max-samples")
+"""Shown with too few samples on purpose: exit status 1 says that the target was not reached."""
+
+
+def commands() -> list[str]:
+    blocks = [
+        block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+    ]
+    lines = [line for block in blocks for line in block.splitlines() if line and not line.startswith("#")]
+    return list(dict.fromkeys(lines))
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what git would give a stranger, with this environment's packages."""
+    folder = tmp_path_factory.mktemp("checkout") / "repository"
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.splitlines():
+        if (REPOSITORY / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(REPOSITORY / name, folder / name)
+    (folder / ".venv").symlink_to(Path(sys.prefix))
+    return folder
+
+
+@pytest.mark.parametrize("command", commands())
+def test_a_documented_command_works(command: str, checkout: Path) -> None:
+    environment = os.environ | {"PATH": f"{checkout}/.venv/bin:{os.environ['PATH']}", "TERM": "dumb"}
+    environment = {name: value for name, value in environment.items() if not name.startswith(("PYTEST", "OMP_"))}
+    shown = SHORTENED.get(command, command)
+    done = subprocess.run(
+        ["bash", "-c", shown], cwd=checkout, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    allowed = {0, 1} if MAY_MISS_TARGET.search(command) else {0}
+    assert done.returncode in allowed, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr
+
+
+def test_links_between_the_pages_lead_somewhere() -> None:
+    for page in [*PAGES, REPOSITORY / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_shortened_commands_are_documented_ones() -> None:
+    assert set(SHORTENED) <= set(commands())

@@ -1,0 +1,222 @@
+"""The two commands, in a copy of the checkout: from a first start to verdict and report, signals, and wrong input."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_BEHIND = (".*", "data", "results", "tests", "benchmarks")
+SHORT = ("--evaluation.interval-samples", "320", "--log.interval-steps", "5", "--evaluation.target")
+REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources with this interpreter's packages as its .venv, marked as installed."""
+    copy = tmp_path_factory.mktemp("checkout") / "with a space"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
+    (copy / ".venv/installed").mkdir(parents=True)
+    for entry in Path(sys.prefix).iterdir():
+        if entry.name != "installed":
+            (copy / ".venv" / entry.name).symlink_to(entry)
+    mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
+    subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
+    return copy
+
+
+@pytest.fixture
+def bare(tmp_path: Path) -> Path:
+    """What the set-up of .venv needs of a checkout, and a ``python`` that notes calls and installs nothing."""
+    for name in ("constraints.txt", "pyproject.toml", "launch/venv.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / "python"
+    python.write_text(
+        f"""#!/bin/bash
+        case "$*" in
+          "-m pip --python"*--version) ;;
+          "-m pip"*) echo pip "$@" >>calls ;;
+          "-m venv"*) echo venv >>calls; mkdir -p .venv/bin && ln -s {sys.executable!r} .venv/bin/python ;;
+          *) exec {sys.executable!r} "$@" ;;
+        esac
+        """
+    )
+    python.chmod(0o755)
+    return tmp_path
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """The environment of a user's shell, outside any launcher."""
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "OMP_NUM_THREADS", "PYTHON")
+    return {name: value for name, value in os.environ.items() if name not in unset} | changes
+
+
+def start(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(script), *arguments], cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300
+    )
+
+
+def prepare(bare: Path, *extras: str, python: str = "./python") -> subprocess.CompletedProcess[str]:
+    return start(
+        Path("/bin/bash"), "-c", f"source launch/venv.sh; prepare_venv {' '.join(extras)}", cwd=bare, PYTHON=python
+    )
+
+
+def calls(bare: Path) -> list[str]:
+    log = bare / "calls"
+    return [line.split()[0] for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def one_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The only line on stderr of a command that refused its input."""
+    assert done.returncode == 2, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_run_ends_with_verdict_and_report(checkout: Path, tmp_path: Path) -> None:
+    done = start(checkout / "run_and_time.sh", "--", *SHORT, REACHED_AT_ONCE, cwd=tmp_path, NPROC="2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "installing" not in done.stdout
+    assert "PASS results/tiny_cpu/bert/result_0.txt" in done.stdout
+    assert "1 of 1 runs valid" in done.stdout
+    log = (checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
+    assert "# processes: 2 x " in log
+    assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
+    assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
+
+
+@pytest.fixture
+def training(checkout: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A run of as many processes as the parameter says, after its first steps; results are in ``tmp_path``."""
+    settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
+    process = subprocess.Popen(
+        [checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings],
+        env=environment(NPROC=str(request.param)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    yield process
+    if process.poll() is None:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("training", "number", "status"), [(2, signal.SIGTERM, 143), (1, signal.SIGINT, 130)], indirect=["training"]
+)
+def test_signal_ends_run_as_aborted(
+    training: subprocess.Popen[str], number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    training.send_signal(number)
+    output, _ = training.communicate(timeout=120)
+    assert training.returncode == status, output
+    assert "Traceback" not in output
+    assert f"FAIL {tmp_path}/tiny_cpu/bert/result_0.txt: not a valid result (aborted)" in output
+    (log,) = (tmp_path / "tiny_cpu/bert").glob("result_*.txt")
+    (stop,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
+    assert '"status": "aborted"' in stop
+    assert (tmp_path / "tiny_cpu/bert/report.html").exists()
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read(path)]
+
+
+def read(path: Path) -> bytes:
+    """A process's command line; empty when it has ended meanwhile."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def test_unknown_recipe_is_one_line(checkout: Path, tmp_path: Path) -> None:
+    assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env"), [(("tiny_cpu", "0"), {}), (("tiny_cpu", "two"), {}), ((), {"NPROC": "-1"})]
+)
+def test_wrong_counts_are_one_line(
+    checkout: Path, tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str]
+) -> None:
+    assert "expected a whole number" in one_error(start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, **env))
+
+
+def test_help_needs_no_packages(bare: Path) -> None:
+    shutil.copy(ROOT / "run_and_time.sh", bare)
+    done = start(bare / "run_and_time.sh", "--help", cwd=bare)
+    assert done.returncode == 0
+    assert "./run_and_time.sh [RECIPE] [RUNS]" in done.stdout
+    assert "set -" not in done.stdout
+
+
+def test_process_of_another_launcher_starts_none(checkout: Path, tmp_path: Path) -> None:
+    done = start(checkout / "run_and_time.sh", "--", "--data.train", "nowhere", cwd=tmp_path, RANK="0", WORLD_SIZE="2")
+    assert "nowhere" in one_error(done)
+    assert done.stdout == ""
+
+
+def test_tests_hand_on_the_status_of_pytest(checkout: Path, tmp_path: Path) -> None:
+    assert start(checkout / "run_tests.sh", "-n0", "no_such_test.py", cwd=tmp_path).returncode == 4
+
+
+def test_venv_is_made_once_and_again_for_new_pins(bare: Path) -> None:
+    assert prepare(bare).returncode == 0
+    assert calls(bare) == ["venv", "pip"]
+    assert prepare(bare).stdout == ""
+    assert calls(bare) == ["venv", "pip"]
+    prepare(bare, "test")  # more packages
+    assert calls(bare) == ["venv", "pip", "pip"]
+    with (bare / "constraints.txt").open("a") as pins:
+        pins.write("another==1.0\n")
+    prepare(bare, "test")
+    assert calls(bare) == ["venv", "pip", "pip", "pip"]
+    prepare(bare)  # they hold the packages of a run, too
+    assert calls(bare) == ["venv", "pip", "pip", "pip"]
+
+
+def test_venv_of_a_removed_interpreter_is_made_anew(bare: Path) -> None:
+    (bare / ".venv/bin").mkdir(parents=True)
+    (bare / ".venv/bin/python").symlink_to("/nowhere/python")
+    prepare(bare)
+    assert calls(bare)[0] == "venv"
+
+
+@pytest.mark.parametrize(
+    ("python", "complaint"),
+    [
+        ("#!/bin/bash\n[[ $1 == -V ]] && echo Python 3.10.9", "Python 3.10.9, expected 3.11 or newer"),
+        ("#!/bin/bash\n[[ $1 != -m ]]", "no pip"),
+        (None, "there is no ./python"),
+    ],
+)
+def test_unfit_interpreter_is_one_line(bare: Path, python: str | None, complaint: str) -> None:
+    (bare / "python").unlink()
+    if python:
+        (bare / "python").write_text(python)
+        (bare / "python").chmod(0o755)
+    assert complaint in one_error(prepare(bare))
+    assert not (bare / ".venv").exists()
+
+
+def test_failed_installation_is_tried_again(bare: Path) -> None:
+    working = (bare / "python").read_text()
+    (bare / "python").write_text(working.replace('echo pip "$@" >>calls', "exit 1"))
+    assert "could not install" in one_error(prepare(bare))
+    (bare / "python").write_text(working)
+    assert prepare(bare).returncode == 0
+    assert calls(bare) == ["venv", "pip"]

@@ -1,0 +1,210 @@
+"""LAMB against a plain float64 NumPy version, and the roles and the schedule that drive it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert.config import ModelConfig, OptimizerConfig
+from bert.model import BertForPreTraining, initialize_
+from bert.optimizer import FlatParameters, Lamb, lamb_segments, learning_rate
+from kernels import LambSegments, LambState, lamb_step
+
+HYPERPARAMETERS = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}
+
+
+class NumpyLamb:
+    """Tensor by tensor in float64, as the reference's formulas read."""
+
+    def __init__(self, weights: list[np.ndarray], adapted: tuple[bool, ...], **hyperparameters: float) -> None:
+        self.weights = [weight.astype(np.float64) for weight in weights]
+        self.momentum = [np.zeros_like(weight) for weight in self.weights]
+        self.variance = [np.zeros_like(weight) for weight in self.weights]
+        self.adapted = adapted
+        self.hyper = hyperparameters
+        self.steps = 0
+
+    def step(self, gradients: list[np.ndarray], rate: float) -> float:
+        self.steps += 1
+        hyper = self.hyper
+        norm = math.sqrt(sum(float((gradient.astype(np.float64) ** 2).sum()) for gradient in gradients))
+        scale = hyper["max_grad_norm"] / max(norm, hyper["max_grad_norm"])
+        for i, gradient in enumerate(gradients):
+            clipped = gradient.astype(np.float64) * scale
+            self.momentum[i] = hyper["beta_1"] * self.momentum[i] + (1 - hyper["beta_1"]) * clipped
+            self.variance[i] = hyper["beta_2"] * self.variance[i] + (1 - hyper["beta_2"]) * clipped**2
+            momentum_hat = self.momentum[i] / (1 - hyper["beta_1"] ** self.steps)
+            variance_hat = self.variance[i] / (1 - hyper["beta_2"] ** self.steps)
+            update = momentum_hat / (np.sqrt(variance_hat) + hyper["epsilon"])
+            ratio = 1.0
+            if self.adapted[i]:
+                update = update + hyper["weight_decay"] * self.weights[i]
+                weight_norm, update_norm = np.linalg.norm(self.weights[i]), np.linalg.norm(update)
+                ratio = weight_norm / update_norm if weight_norm > 0 and update_norm > 0 else 1.0
+            self.weights[i] = self.weights[i] - rate * ratio * update
+        return norm
+
+
+def split(flat: torch.Tensor, sizes: tuple[int, ...]) -> list[np.ndarray]:
+    return [part.numpy().copy() for part in flat.split(list(sizes))]
+
+
+def compare(flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSegments, hyper: dict[str, float]) -> None:
+    """Run both over all the gradients; weights must agree to float64 rounding after each step."""
+    plain = NumpyLamb(split(flat, segments.sizes), segments.adapted, **hyper)
+    state = LambState.zeros_like(flat)
+    for step, gradient in enumerate(gradients, start=1):
+        rate = 0.1 / step
+        norm = lamb_step(flat, gradient.clone(), state, segments, step=step, learning_rate=rate, **hyper)
+        assert norm.item() == pytest.approx(plain.step(split(gradient, segments.sizes), rate), rel=1e-12)
+        np.testing.assert_allclose(flat.numpy(), np.concatenate(plain.weights), rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    parts=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8),
+    zero_weights=st.integers(0, 7),
+    gradient_scale=st.sampled_from([1e-4, 1.0, 1e4]),
+    beta_1=st.sampled_from([0.0, 0.60466, 0.9]),
+    beta_2=st.sampled_from([0.0, 0.85437, 0.999]),
+    weight_decay=st.sampled_from([0.0, 0.01, 0.1]),
+    seed=st.integers(0, 2**31),
+)
+def test_matches_numpy(parts, zero_weights, gradient_scale, beta_1, beta_2, weight_decay, seed):
+    """Any shapes and exclusions; one segment starts at zero; clipping acts at the larger scales and not at the smallest."""
+    segments = LambSegments(tuple(size for size, _ in parts), tuple(adapted for _, adapted in parts))
+    generator = torch.Generator().manual_seed(seed)
+    flat = torch.randn(sum(segments.sizes), generator=generator, dtype=torch.float64)
+    segments.views(flat)[zero_weights % len(parts)].zero_()
+    gradients = [gradient_scale * torch.randn(flat.shape, generator=generator, dtype=torch.float64) for _ in range(4)]
+    hyper = HYPERPARAMETERS | {"beta_1": beta_1, "beta_2": beta_2, "weight_decay": weight_decay}
+    compare(flat, gradients, segments, hyper)
+
+
+def test_zero_update_and_zero_weight_leave_a_ratio_of_one():
+    segments = LambSegments((3, 3), (True, True))
+    flat = torch.tensor([0.0, 0, 0, 1, 2, 3], dtype=torch.float64)
+    zero_gradient = torch.zeros(6, dtype=torch.float64)
+    compare(flat, [zero_gradient] * 2, segments, HYPERPARAMETERS | {"weight_decay": 0.0})
+    assert flat.tolist() == [0, 0, 0, 1, 2, 3]
+    compare(flat, [torch.ones(6, dtype=torch.float64)], segments, HYPERPARAMETERS)
+    assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the ratio is 1, so the step is the rate
+
+
+@pytest.mark.parametrize(("scale", "clipped"), [(0.5, False), (2.0, True)])
+def test_clipping_by_the_global_norm(scale: float, clipped: bool):
+    gradient = torch.tensor([0.6, 0.8], dtype=torch.float64) * scale
+    state, flat = LambState.zeros_like(gradient), torch.ones(2, dtype=torch.float64)
+    segments = LambSegments((1, 1), (True, False))
+    norm = lamb_step(flat, gradient.clone(), state, segments, step=1, learning_rate=0.1, **HYPERPARAMETERS)
+    assert norm.item() == pytest.approx(scale)
+    expected = torch.tensor([0.06, 0.08], dtype=torch.float64) * (1 if clipped else scale)
+    torch.testing.assert_close(state.momentum_P, expected)
+
+
+def test_float32_stays_close_to_float64():
+    segments = LambSegments((500, 20), (True, False))
+    generator = torch.Generator().manual_seed(0)
+    exact = torch.randn(520, generator=generator, dtype=torch.float64)
+    single, exact_state = exact.float(), LambState.zeros_like(exact)
+    single_state = LambState.zeros_like(single)
+    for step in range(1, 11):
+        gradient = torch.randn(520, generator=generator, dtype=torch.float64)
+        for flat, state in ((exact, exact_state), (single, single_state)):
+            used_up = gradient.to(flat.dtype, copy=True)
+            lamb_step(flat, used_up, state, segments, step=step, learning_rate=0.01, **HYPERPARAMETERS)
+    torch.testing.assert_close(single, exact.float(), rtol=1e-5, atol=1e-6)
+
+
+def small_model() -> BertForPreTraining:
+    model = BertForPreTraining(ModelConfig(2, 8, 2, 16, 30, 12))
+    initialize_(model, torch.Generator().manual_seed(0))
+    return model
+
+
+def test_query_key_and_value_have_their_own_trust_ratio():
+    """Gradients of very different size in the thirds: one ratio for all would give every third another step."""
+    model = small_model()
+    flat = FlatParameters.of(model)
+    fused = model.get_parameter("layers.0.query_key_value.weight")
+    with torch.no_grad():
+        fused[:8] *= 10
+    before = fused.detach().clone()
+    assert fused.grad is not None
+    fused.grad.copy_(torch.randn(fused.shape, generator=torch.Generator().manual_seed(1)) * 1e-2)
+    Lamb(flat, OptimizerConfig(0.1, 10, weight_decay_rate=0.0)).step()
+    for old, new in zip(before.chunk(3), fused.detach().chunk(3), strict=True):
+        assert (new - old).norm().item() == pytest.approx(0.1 * old.norm().item(), rel=1e-4)
+
+
+def test_segments_follow_roles():
+    model = small_model()
+    segments = lamb_segments(model)
+    assert sum(segments.sizes) == sum(parameter.numel() for parameter in model.parameters())
+    start, by_offset = 0, {}
+    for size, adapted in zip(segments.sizes, segments.adapted, strict=True):
+        by_offset[start] = (size, adapted)
+        start += size
+    start = 0
+    for name, parameter in model.named_parameters():
+        excluded = name.endswith("bias") or "norm" in name
+        parts = 3 if name.endswith("query_key_value.weight") else 1
+        size = parameter.numel() // parts
+        for part in range(parts):
+            assert by_offset.pop(start + part * size) == (size, not excluded), name
+        start += parameter.numel()
+    assert not by_offset
+
+
+def test_flat_parameters_keep_values_and_share_memory():
+    model = small_model()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    flat = FlatParameters.of(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    flat.weights_P.zero_()
+    assert all(not parameter.any() for parameter in model.parameters())
+    flat.gradients_P.fill_(2.0)
+    assert all(parameter.grad is not None and bool((parameter.grad == 2).all()) for parameter in model.parameters())
+
+
+def test_step_counts_schedules_and_clears_gradients():
+    flat = FlatParameters.of(small_model())
+    optimizer = Lamb(flat, OptimizerConfig(0.1, 2))
+    weights = [flat.weights_P.clone()]
+    for _ in range(3):
+        flat.gradients_P.fill_(1.0)
+        optimizer.step()
+        assert not flat.gradients_P.any()
+        weights.append(flat.weights_P.clone())
+    assert optimizer.steps == 3
+    assert not torch.equal(weights[0], weights[1])
+    assert torch.equal(weights[2], weights[3])  # the rate has reached 0
+    optimizer.reset()
+    assert optimizer.steps == 0
+    assert not optimizer.state.momentum_P.any()
+    assert not optimizer.state.variance_P.any()
+
+
+@pytest.mark.parametrize(
+    ("base", "train_steps", "warmup", "start", "expected"),
+    [
+        # no warm-up: base * (1 - step / train_steps) from the first step
+        (4.25e-4, 6700, 0, 0, {0: 4.25e-4, 3350: 2.125e-4, 6700: 0.0, 7000: 0.0}),
+        # one round's 64-GPU schedule: 100 steps from -25, then the absolute step decides, so the rate jumps
+        (1.5e-3, 1271, 100, -25, {0: 3.75e-4, 74: 1.485e-3, 75: 1.5e-3 * (1 - 75 / 1271)}),
+        # "flat" schedule: nearly the base rate for 330 steps, then a drop to 0.529 of it
+        (2.58e-3, 700, 200330, -200000, {0: 2.58e-3 * 200000 / 200330, 329: 2.58e-3 * 200329 / 200330}),
+        (2.58e-3, 700, 200330, -200000, {330: 2.58e-3 * (1 - 330 / 700)}),
+        # 0.95 to 1.0 of the base over 500 steps, then 0.51 of it
+        (2e-3, 1024, 10000, -9500, {0: 1.9e-3, 499: 2e-3 * 0.9999, 500: 2e-3 * (1 - 500 / 1024)}),
+        (1e-3, 100, 10, 0, {0: 0.0, 5: 5e-4, 9: 9e-4, 10: 9e-4, 99: 1e-5}),
+    ],
+)
+def test_learning_rate(base: float, train_steps: int, warmup: int, start: int, expected: dict[int, float]):
+    config = OptimizerConfig(base, train_steps, num_warmup_steps=warmup, start_warmup_step=start)
+    for step, rate in expected.items():
+        assert learning_rate(config, step) == pytest.approx(rate, rel=1e-12, abs=1e-18), step
