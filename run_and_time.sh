@@ -6,7 +6,7 @@
 # RECIPE (default: tiny_cpu) is a recipe of bert/recipes.py, RUNS (default: 1) the number of runs, and what follows are
 # settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the repository's root.
 # Environment: NPROC, the number of processes (default: one a GPU; for tiny_cpu two, or one on a single core);
-# OMP_NUM_THREADS, the threads of each (default: cores / NPROC); PYTHON, the interpreter that .venv is made with.
+# OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); PYTHON, what .venv is made with.
 # Where RANK and WORLD_SIZE are set already (torchrun, a cluster's launcher), this is one process of that run.
 # Exit status: 0 all runs are valid; 1 one is not; 2 wrong input, nothing was started; 130, 143 after Ctrl-C, SIGTERM.
 set -euo pipefail
@@ -41,7 +41,9 @@ else
   ((${#extras[@]})) || NPROC=${NPROC:-1} # no GPU
   : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 fi
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
+threads=$((cores > NPROC ? cores / NPROC : 1))
+[[ $recipe != tiny_cpu ]] || threads=$((threads < 2 ? threads : 2)) # so small a model gains nothing from more
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 
 stopped=0 launched=
 # Pass a signal on to the processes that train: they end the run as aborted with its log complete. torchrun itself does not

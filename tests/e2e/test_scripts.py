@@ -12,23 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-LEFT_BEHIND = (".*", "data", "results", "tests", "benchmarks")
 SHORT = ("--evaluation.interval-samples", "320", "--log.interval-steps", "5", "--evaluation.target")
 REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources with this interpreter's packages as its .venv, marked as installed."""
-    copy = tmp_path_factory.mktemp("checkout") / "with a space"
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_BEHIND))
-    (copy / ".venv/installed").mkdir(parents=True)
-    for entry in Path(sys.prefix).iterdir():
-        if entry.name != "installed":
-            (copy / ".venv" / entry.name).symlink_to(entry)
-    mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
-    subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
-    return copy
 
 
 @pytest.fixture
@@ -187,6 +172,14 @@ def test_venv_is_made_once_and_again_for_new_pins(bare: Path) -> None:
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
     prepare(bare)  # they hold the packages of a run, too
     assert calls(bare) == ["venv", "pip", "pip", "pip"]
+
+
+def test_starts_at_the_same_moment_install_once(bare: Path) -> None:
+    (bare / "python").write_text((bare / "python").read_text().replace("echo pip", "sleep 0.5; echo pip"))
+    command = ["bash", "-c", "source launch/venv.sh; prepare_venv"]
+    both = [subprocess.Popen(command, cwd=bare, env=environment(PYTHON="./python")) for _ in range(2)]
+    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    assert calls(bare) == ["venv", "pip"]
 
 
 def test_venv_of_a_removed_interpreter_is_made_anew(bare: Path) -> None:

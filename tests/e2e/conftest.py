@@ -1,0 +1,32 @@
+"""A stranger's copy of the repository."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+
+def left_behind(folder: str, names: list[str]) -> set[str]:
+    """What a clone would not have: environments, caches, data and results."""
+    at_top = Path(folder) == REPOSITORY
+    return {
+        name for name in names if name == "__pycache__" or (at_top and (name[0] == "." or name in ("data", "results")))
+    }
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources with this interpreter's packages as its .venv, marked as installed."""
+    copy = tmp_path_factory.mktemp("checkout") / "with a space"
+    shutil.copytree(REPOSITORY, copy, ignore=left_behind)
+    (copy / ".venv/installed").mkdir(parents=True)
+    for entry in Path(sys.prefix).iterdir():
+        if entry.name != "installed":
+            (copy / ".venv" / entry.name).symlink_to(entry)
+    mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
+    subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
+    return copy
