@@ -18,7 +18,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -281,17 +281,23 @@ def figures(settings: Settings, seconds: dict[str, list[float]], tokens: list[in
     }
 
 
-def main() -> None:
-    """Measure, print, and write if asked."""
-    if importlib.util.find_spec("transformers") is None:
-        sys.exit("error: transformers is not installed, and it is one of the sides: pip install transformers")
-    settings = tyro.cli(Settings)
-    seconds, tokens = measure(settings)
-    report(settings, seconds, tokens)
-    if settings.out:
-        settings.out.parent.mkdir(parents=True, exist_ok=True)
-        settings.out.write_text(json.dumps(figures(settings, seconds, tokens), indent=2) + "\n", encoding="utf-8")
+def main(arguments: Sequence[str]) -> int:
+    """Measure, print, and write if asked; returns the exit status."""
+    try:
+        settings = tyro.cli(Settings, args=arguments, description=__doc__)
+        if importlib.util.find_spec("transformers") is None:
+            raise ValueError("transformers, one of the sides, is not installed: pip install transformers")
+        if settings.out:
+            settings.out.parent.mkdir(parents=True, exist_ok=True)
+        seconds, tokens = measure(settings)
+        report(settings, seconds, tokens)
+        if settings.out:
+            settings.out.write_text(json.dumps(figures(settings, seconds, tokens), indent=2) + "\n", encoding="utf-8")
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

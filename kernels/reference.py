@@ -17,8 +17,8 @@ def dropout(x: Tensor, dropout_p: float) -> Tensor:
     if dropout_p == 0 or x.is_cuda:
         return F.dropout(x, dropout_p)
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = words.view(torch.int16)[: x.numel()] >= round(dropout_p * 2**16) - 2**15
-    return x.mul(kept.view(x.shape)).mul_(1 / (1 - dropout_p))
+    kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= round(dropout_p * 2**16) - 2**15
+    return x * kept.to(x.dtype).mul_(1 / (1 - dropout_p))
 
 
 def varlen_attention(

@@ -109,6 +109,19 @@ def test_dropout_rate_and_mean(attention):
     assert len(torch.unique(seen, dim=0)) == rounds  # a fresh mask every call
 
 
+def test_dropout_path_is_the_same_attention():
+    """A probability that rounds to never dropping: what is left is attention, by another way than without dropout."""
+
+    def with_dropout(*arguments: Tensor) -> Tensor:
+        return varlen_attention(*arguments, dropout_p=1e-12)
+
+    lengths = [9, 9, 30, 1]
+    qkv = random_qkv(sum(lengths), sum(lengths), torch.float64)
+    expected = output_and_gradients(reference.varlen_attention, qkv, lengths, lengths)
+    got = output_and_gradients(with_dropout, qkv, lengths, lengths)
+    torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+
+
 def test_cu_seqlens_of_different_length_are_refused():
     query, key, value = random_qkv(4, 4, torch.float32)
     with pytest.raises(ValueError, match="argument 2 is"):

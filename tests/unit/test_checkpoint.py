@@ -61,6 +61,13 @@ def test_metadata_and_overwriting(saved: Path):
     assert b'"recipe":"small"' in saved.read_bytes()
 
 
+def test_a_reader_keeps_the_file_that_it_opened(saved: Path):
+    before = saved.read_bytes()
+    with saved.open("rb") as reader:
+        save_weights(random_model(2), saved)
+        assert reader.read() == before
+
+
 def test_missing_file(tmp_path: Path):
     with pytest.raises(ValueError, match=r"no checkpoint at .*set data\.initial_checkpoint"):
         load_weights(random_model(0), tmp_path / "absent.safetensors")
