@@ -1,6 +1,6 @@
 """What the default's target asks for: the same run with its attention switched off does not get there.
 
-    python benchmarks/attention_ablation.py [--seed N] [--max-samples N] [--output FILE]
+    python benchmarks/attention_ablation.py [--seed N] [--max-samples N] [--out FILE]
 
 Trains tiny_cpu from its shipped checkpoint to the recipe's sample limit twice, in one process and from one seed: as it is,
 and with every token attending to itself alone. Prints both accuracy curves and, last, the best of each against the target.
@@ -8,7 +8,6 @@ Without attention a masked token can be told from its position and segment only;
 the tenth of the masked tokens that stand there unchanged.
 """
 
-import json
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import tyro
 from torch import Tensor
 
 import bert.model
+from benchmarks.conditions import write_figures
 from bert.checkpoint import load_weights
 from bert.config import Config
 from bert.evaluate import Evaluator
@@ -40,7 +40,7 @@ class Settings:
     seed: int = 0
     max_samples: int = 96_000
     """Training samples of each side; by default the recipe's limit."""
-    output: Path | None = None
+    out: Path | None = None
     """Write the curves here as JSON."""
 
 
@@ -52,9 +52,9 @@ def main(settings: Settings) -> None:
     bert.model.varlen_attention = lambda _query, _key, value, *_: value
     BertForPreTraining.head_inputs = _head_inputs_of_all_rows
     curves["no attention"] = _accuracies(config, settings.seed)
-    if settings.output:
-        text = json.dumps({"recipe": config.recipe, "target": config.evaluation.target, "seed": settings.seed} | curves)
-        settings.output.write_text(f"{text}\n", encoding="utf-8")
+    if settings.out:
+        facts = {"recipe": config.recipe, "target": config.evaluation.target, "seed": settings.seed}
+        write_figures(settings.out, facts | {"accuracy": curves})
     for name, curve in curves.items():
         print(f"{name:>12}: " + " ".join(f"{accuracy:.4f}" for accuracy in curve))
     with_attention, without = (max(curve) for curve in curves.values())

@@ -1,6 +1,6 @@
 """One training step on a CPU (forward, backward, optimizer): real tokens only, against padded.
 
-    python -m benchmarks.cpu_step [--workload tiny] [--repeats N] [--dropout P] [--out FILE]
+    python benchmarks/cpu_step.py [--workload tiny] [--repeats N] [--dropout P] [--out FILE]
 
 Three sides take the same step on the same samples and, at the start, with the same weights: this model on real tokens
 only with LAMB, the same with every sequence filled up to the maximum length, and Hugging Face's ``BertForPreTraining`` on
@@ -10,11 +10,7 @@ falls on all of them; times are medians, ratios are medians of the ratios of a r
 timed on any side.
 """
 
-import importlib.metadata
 import importlib.util
-import json
-import os
-import platform
 import statistics
 import sys
 import time
@@ -22,6 +18,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
@@ -31,11 +29,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.conditions import write_figures
 from bert.checkpoint import to_hugging_face
 from bert.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
-from bert.provenance import commit
 from dataloading.loader import batch_of
 from dataloading.samples import Samples
 from dataloading.synthetic import synthetic_samples
@@ -258,7 +256,7 @@ def report(settings: Settings, seconds: dict[str, list[float]], tokens: list[int
     Console().print(table)
     print(f"mean length {statistics.mean(tokens) / SEQUENCES:.1f} of {load.model.max_position_embeddings} tokens")
     for slow in (OURS_PADDED, HUGGING_FACE):
-        print(f"ours / {slow}: {ratio(seconds, slow):.2f}x")
+        print(f"sequences/s of ours against {slow}: {ratio(seconds, slow):.2f}x")
 
 
 def figures(settings: Settings, seconds: dict[str, list[float]], tokens: list[int]) -> dict[str, Any]:
@@ -271,13 +269,6 @@ def figures(settings: Settings, seconds: dict[str, list[float]], tokens: list[in
         "seconds": seconds,
         "ratios": {slow: ratio(seconds, slow) for slow in (OURS_PADDED, HUGGING_FACE)},
         "threads": workload(settings).threads,
-        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores",
-        "load_average": os.getloadavg(),
-        "commit": commit(),
-        "versions": {
-            "python": platform.python_version(),
-            **{package: importlib.metadata.version(package) for package in ("torch", "numpy", "transformers")},
-        },
     }
 
 
@@ -287,12 +278,10 @@ def main(arguments: Sequence[str]) -> int:
         settings = tyro.cli(Settings, args=arguments, description=__doc__)
         if importlib.util.find_spec("transformers") is None:
             raise ValueError("transformers, one of the sides, is not installed: pip install transformers")
-        if settings.out:
-            settings.out.parent.mkdir(parents=True, exist_ok=True)
         seconds, tokens = measure(settings)
         report(settings, seconds, tokens)
         if settings.out:
-            settings.out.write_text(json.dumps(figures(settings, seconds, tokens), indent=2) + "\n", encoding="utf-8")
+            write_figures(settings.out, figures(settings, seconds, tokens), ("torch", "numpy", "transformers"))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

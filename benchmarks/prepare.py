@@ -1,10 +1,11 @@
 """Text to HDF5 samples on one core: ``dataloading`` against the plain-Python reference algorithm.
 
-    python -m benchmarks.prepare --vocab FILE [--text FILE ...] [--rounds N] [--dupe_factor N]
+    python benchmarks/prepare.py [--vocab FILE] [--text FILE ...] [--rounds N] [--dupe_factor N] [--out FILE]
 
 Both sides read the text, load the vocabulary, tokenize, draw the samples and write an HDF5 data set of one shard; nothing is
 kept from one run to the next. Runs alternate in one process, and their outputs must be equal. Compiling is not part of the
-runs; its time is printed. Without --text the input is the standard library's prose (``dataloading.documents``).
+runs; its time is printed. Without --text the input is the standard library's prose (``dataloading.documents``), and without
+--vocab the vocabulary that ships with the built-in default.
 """
 
 import gc
@@ -18,14 +19,20 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import tyro
 
 from benchmarks import reference_prepare
+from benchmarks.conditions import write_figures
 from dataloading.documents import demo_documents
 from dataloading.hdf5 import DatasetInfo, open_dataset, write_dataset
 from dataloading.pretraining_data import PretrainingOptions, create_samples, read_documents, tokenize_documents
 from dataloading.samples import Samples
 from dataloading.tokenization import Tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED_VOCAB = ROOT / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 
 _COMPILE = """
 import pathlib, sys, time
@@ -40,7 +47,11 @@ print(time.perf_counter() - started)
 
 
 def main(
-    vocab: Path, text: tuple[Path, ...] = (), rounds: int = 3, dupe_factor: int = PretrainingOptions.dupe_factor
+    vocab: Path = SHIPPED_VOCAB,
+    text: tuple[Path, ...] = (),
+    rounds: int = 3,
+    dupe_factor: int = PretrainingOptions.dupe_factor,
+    out: Path | None = None,
 ) -> None:
     """Prints the medians of both sides, and the ratio last.
 
@@ -49,6 +60,7 @@ def main(
         text: Files with one sentence a line and an empty line between documents.
         rounds: Runs of each side.
         dupe_factor: Passes over the text, as in the reference script.
+        out: Write the figures here as JSON.
     """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     options = PretrainingOptions(dupe_factor=dupe_factor)
@@ -68,12 +80,12 @@ def main(
         count = 0
         for turn in range(rounds):
             for name, prepare in sides.items():
-                out = Path(folder) / f"{name}-{turn}"
+                shards = Path(folder) / f"{name}-{turn}"
                 gc.collect()
                 started = time.perf_counter()
-                write_dataset(out, prepare(), shards=1, info=info)
+                write_dataset(shards, prepare(), shards=1, info=info)
                 seconds[name].append(time.perf_counter() - started)
-                dataset = open_dataset(out)
+                dataset = open_dataset(shards)
                 digests.add(dataset.shards[0].digest)
                 count = len(dataset)
         if len(digests) != 1:
@@ -82,7 +94,10 @@ def main(
     for name, runs in seconds.items():
         spread = f"{min(runs):.3f} to {max(runs):.3f}"
         print(f"{name}: median {medians[name]:.3f} s of {rounds} ({spread}), {count / medians[name]:,.0f} samples/s")
-    print(f"{count:,} samples, equal bit for bit; ratio {medians['plain Python'] / medians['dataloading']:.1f}x")
+    ratio = medians["plain Python"] / medians["dataloading"]
+    if out:
+        write_figures(out, {"samples": count, "dupe_factor": dupe_factor, "seconds": seconds, "ratio": ratio})
+    print(f"{count:,} samples, equal bit for bit; ratio {ratio:.1f}x")
 
 
 def _prepare(paths: tuple[Path, ...], vocab: Path, options: PretrainingOptions) -> Samples:
@@ -111,7 +126,8 @@ def _write_demo_text(path: Path) -> Path:
 def _first_call_seconds(vocab: Path, cache: Path) -> float:
     """Seconds of the first call in a new process; the first process compiles, the next one finds the cache."""
     done = subprocess.run(
-        [sys.executable, "-c", _COMPILE, str(vocab)],
+        [sys.executable, "-c", _COMPILE, str(vocab.resolve())],
+        cwd=ROOT,
         env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,

@@ -74,5 +74,7 @@ def _flattened(prefix: str, section: object) -> list[tuple[str, object]]:
     for field in fields(section):
         value = getattr(section, field.name)
         name = f"{prefix}.{field.name}"
+        if isinstance(value, Path) and value.is_relative_to(REPOSITORY):
+            value = value.relative_to(REPOSITORY)
         rows += _flattened(name, value) if is_dataclass(value) else [(name, value)]
     return rows

@@ -117,6 +117,29 @@ def test_missing_and_damaged_inputs_are_one_line_and_leave_nothing(small_run: Sm
     assert not (tmp_path / "results").exists()
 
 
+def test_a_damaged_shard_ends_the_run_with_one_line(small_run: SmallRun, tmp_path: Path) -> None:
+    shutil.copytree(small_run.folder / "train", tmp_path / "train")
+    shard = sorted((tmp_path / "train").glob("part_*"))[0]
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert shard.name in refused(small_run.arguments(tmp_path / "results", data__train=tmp_path / "train"))
+    log = (tmp_path / "results" / "tiny_cpu" / "bert" / "result_0.txt").read_text()
+    assert '"status": "aborted"' in log
+
+
+def test_a_full_disk_is_one_line(small_run: SmallRun, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16k", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        assert "No space left" in refused(small_run.arguments(disk))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_path: Path) -> None:
     result = tmp_path / "tiny_cpu" / "bert" / "result_3.txt"
     result.parent.mkdir(parents=True)

@@ -1,0 +1,27 @@
+"""What a figure depends on besides the code under test: kept with every result."""
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from bert.provenance import commit
+
+
+def write_figures(path: Path, figures: Mapping[str, object], packages: tuple[str, ...] = ("torch", "numpy")) -> None:
+    """Write ``figures`` as JSON, with commit, date, machine and versions of ``packages``."""
+    conditions = {
+        "commit": commit(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores",
+        "load_average": os.getloadavg(),
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**figures, **conditions}, indent=1) + "\n", encoding="utf-8")
