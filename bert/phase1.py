@@ -8,9 +8,10 @@ from positions and first-layer heads that already look one and two tokens to eit
 this artefact only; the timed run knows nothing of it.
 """
 
+import json
 import platform
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -62,13 +63,14 @@ def main(settings: Phase1) -> None:
     samples = demo_samples(documents, Tokenizer.from_vocab(vocab), options)
     model = _informed_start(BertForPreTraining(replace(tiny_model(), initializer_range=0.05)), settings.seed)
     _train(model, samples, settings)
-    metadata = {
+    provenance = {
         "made_by": "python -m bert.phase1",
         "python": platform.python_version(),
         "text_sha256": text_digest(documents),
-        "settings": str(settings),
+        **{name: value for name, value in asdict(settings).items() if name != "out"},
     }
-    save_weights(model, settings.out / "phase1.safetensors", metadata)
+    # One entry: the library writes several in an order of its own, and the file should have the same bytes every time.
+    save_weights(model, settings.out / "phase1.safetensors", {"provenance": json.dumps(provenance)})
 
 
 def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> None:
