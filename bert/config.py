@@ -3,7 +3,7 @@
 The docstring under each field is its ``--help`` text. Recipes (``bert/recipes.py``) are functions that return a ``Config``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -187,6 +187,12 @@ class Config:
             raise ValueError(
                 f"evaluation.target is {self.evaluation.target}, but the closed division's is 0.720: "
                 "set log.division to open, or the target to 0.720"
+            )
+        changed = [field.name for field in fields(ModelConfig) if getattr(self.model, field.name) != field.default]
+        if self.log.division == "closed" and changed:
+            raise ValueError(
+                f"model.{changed[0]} is {getattr(self.model, changed[0])}, but the closed division trains BERT-Large as it "
+                "is: set log.division to open"
             )
         if self.training.max_samples < self.training.global_batch_size:
             raise ValueError(

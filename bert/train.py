@@ -40,7 +40,7 @@ from bert.metrics import (
 from bert.mllog import MLLog, evaluation_interval, evaluation_samples
 from bert.optimizer import learning_rate
 from bert.parallel.collectives import agreed_integer, barrier, broadcast_
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.mesh import Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
 from bert.step import TrainingStep, build_model
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
         config = parse(arguments)
         guard = DataGuard([config.data.train, config.data.evaluation])
         interruption = Interruption()
-        inputs = check(config, int(os.environ.get("WORLD_SIZE", "1")))
+        inputs = check(config, launched_world_size())
         if config.dry_run:
             print(f"{config.recipe}: ready, results would go to {inputs.result}")
             return 0
@@ -396,15 +396,19 @@ def _first_free(folder: Path) -> int:
 
 
 def _stopped(interrupted: Interrupted) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {interrupted}", file=sys.stderr)
+    _complain(interrupted)
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + interrupted.number
 
 
 def _refused(error: ValueError | OSError) -> int:
-    if os.environ.get("RANK", "0") == "0":
-        print(f"error: {error}", file=sys.stderr)
+    _complain(error)
     return 2
+
+
+def _complain(error: Exception) -> None:
+    """One line, from every rank that has one: what is wrong may be wrong on a single machine."""
+    rank = os.environ.get("RANK", "0")
+    print(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

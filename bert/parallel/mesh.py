@@ -45,6 +45,11 @@ def join_mesh(device: str) -> Mesh:
     return Mesh(rank, world_size, local_rank, place)
 
 
+def launched_world_size() -> int:
+    """The number of processes that the launcher announces, known before joining them. Raises as ``join_mesh``."""
+    return _environment("WORLD_SIZE", 1)
+
+
 def leave_mesh() -> None:
     """Say good-bye to the other processes, if there are any."""
     if dist.is_initialized():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from compliance.checker import check_file
 from tests.conftest import REPOSITORY
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -58,3 +59,11 @@ def test_links_between_the_pages_lead_somewhere() -> None:
 
 def test_the_shortened_commands_are_documented_ones() -> None:
     assert set(SHORTENED) <= set(commands())
+
+
+@pytest.mark.parametrize(
+    "log", sorted(REPOSITORY.glob("results/cpu_2cores/bert/result_*.txt")), ids=lambda log: log.name
+)
+def test_a_committed_result_is_valid(log: Path) -> None:
+    verdict = check_file(log)
+    assert verdict.passed, verdict.findings

@@ -54,6 +54,7 @@ def test_underscores_are_understood() -> None:
         (["tiny_cpu", "--training.max-samples", "8"], "training.max_samples"),
         (["tiny_cpu", "--log.division", "closed"], "evaluation.interval_samples"),
         (["tiny_cpu", "--log.division", "closed", "--evaluation.interval-samples", "None"], "evaluation.target"),
+        (["dgxa100_1x8", "--model.hidden-dropout", "0"], "model.hidden_dropout is 0.0, but the closed division"),
         (["tiny_cpu", "--log.system", "a/b"], "log.system"),
         (["tiny_cpu", "--training.precision", "bf16"], "training.precision"),
     ],
@@ -95,6 +96,8 @@ def test_an_unknown_recipe_is_one_line_and_exit_code_2() -> None:
 def test_an_impossible_world_size_is_one_line_and_exit_code_2(small_run: SmallRun, tmp_path: Path) -> None:
     arguments = small_run.arguments(tmp_path)
     assert "multiple of 7" in refused(arguments, WORLD_SIZE="7", RANK="0")
+    assert "WORLD_SIZE='two'" in refused(arguments, WORLD_SIZE="two", RANK="0")
+    assert "RANK=2 with WORLD_SIZE=1" in refused(arguments, WORLD_SIZE="1", RANK="2")
     assert not any(tmp_path.iterdir())
 
 
