@@ -117,8 +117,8 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     with atomic_path(out) as temporary, temporary.open("wb") as file:
         np.savez_compressed(
             file,
-            length=samples.lengths.astype(np.uint16),
-            masked_count=samples.masked_counts.astype(np.uint16),
+            length=samples.lengths.astype(np.int16),
+            masked_count=samples.masked_counts.astype(np.int16),
             next_sentence_label=samples.next_sentence_labels,
             input_ids=samples.input_ids,
             segment_ids=samples.segment_ids,

@@ -26,8 +26,8 @@ from dataloading.tokenization import Tokenizer, Vocabulary, text_lines
 _MIN_SEQ_LENGTH = 5
 """[CLS] a [SEP] b [SEP]."""
 
-_MAX_SEQ_LENGTH = (1 << 16) - 1
-"""Lengths and positions are stored in 16 bits."""
+_MAX_SEQ_LENGTH = (1 << 15) - 1
+"""Lengths and positions are stored in 16 bits, and dumped in signed ones."""
 
 _DRAWS_OF_ANOTHER_DOCUMENT = 10
 """How often the reference draws a document for a random next segment before it accepts the document at hand."""
