@@ -1,6 +1,7 @@
 """What a run tells while it runs: rates, losses, accuracy, time left. One record feeds every sink."""
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,17 +152,18 @@ class Progress:
 
     @property
     def eta(self) -> str:
-        """Time to the target if accuracy goes on rising as over the last evaluations, and at most to the sample limit."""
+        """Time to the evaluation that reaches the target, if accuracy goes on rising as over the last ones, and at most."""
         if self.latest is None or self.latest.samples == 0:
             return "-"
         rate = self.latest.samples / self.latest.time_s
         limit = (self.max_samples - self.latest.samples) / rate
-        recent = self.evaluations[-4:]
+        recent = self.evaluations[-3:]
         if len(recent) < 2 or recent[-1].masked_lm_accuracy <= recent[0].masked_lm_accuracy:
             return f"at most {_clock(limit)}"
-        rise = recent[-1].masked_lm_accuracy - recent[0].masked_lm_accuracy
-        seconds = (self.target - recent[-1].masked_lm_accuracy) * (recent[-1].time_s - recent[0].time_s) / rise
-        left = seconds - (self.latest.time_s - recent[-1].time_s)
+        rise = (recent[-1].masked_lm_accuracy - recent[0].masked_lm_accuracy) / (len(recent) - 1)
+        spacing = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
+        due = math.ceil((self.target - recent[-1].masked_lm_accuracy) / rise - 1e-9)
+        left = due * spacing - (self.latest.time_s - recent[-1].time_s)
         return f"about {_clock(min(max(0.0, left), limit))}, at most {_clock(limit)}"
 
 

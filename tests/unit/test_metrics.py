@@ -104,6 +104,10 @@ def test_time_left_follows_the_rise_of_accuracy() -> None:
     second = replace(EVALUATION, time_s=4.5, masked_lm_accuracy=0.30)
     later = replace(STEP, samples=1280, time_s=4.5)
     assert progress(EVALUATION, second, later).eta == "about 0:04, at most 0:18"
+    between = replace(EVALUATION, time_s=3.5, masked_lm_accuracy=0.29)
+    later = replace(STEP, samples=1280, time_s=4.0)
+    assert progress(EVALUATION, between, later).eta == "about 0:02, at most 0:16"  # at the third evaluation, not before
+    later = replace(STEP, samples=1280, time_s=4.5)
     falling = replace(second, masked_lm_accuracy=0.2)
     assert progress(EVALUATION, falling, later).eta == "at most 0:18"
 
