@@ -5,11 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, settings
 
 from dataloading.hdf5 import DatasetInfo, write_dataset
 from dataloading.samples import Samples
 from dataloading.synthetic import synthetic_samples
 from dataloading.tokenization import Vocabulary
+
+# How long an example takes says more about what else the machine does than about the code.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 200

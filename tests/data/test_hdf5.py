@@ -248,7 +248,7 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
 # Data sets
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 6), st.lists(st.integers(0, COUNT - 1), max_size=40))
 def test_take_gives_the_samples_in_the_order_asked(
     tmp_path_factory: pytest.TempPathFactory, shards: int, indices: list[int]

@@ -87,7 +87,7 @@ some_options = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
 def test_equals_the_definition(
     tmp_path: Path, vocab_file: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dataloading.sampler import Plan, deal
@@ -27,7 +27,6 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-@settings(deadline=None)
 def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
     samples, epochs = len(made.lengths), 3
     steps = -(-samples * epochs // made.global_batch_size)
@@ -37,7 +36,6 @@ def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
 
 
 @given(plans(), st.integers(0, 20))
-@settings(deadline=None)
 def test_ranks_share_the_global_batch_in_equal_numbers(made: Plan, step: int) -> None:
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
@@ -49,7 +47,6 @@ def test_ranks_share_the_global_batch_in_equal_numbers(made: Plan, step: int) ->
 
 
 @given(plans(), st.integers(0, 20))
-@settings(deadline=None)
 def test_a_fresh_plan_agrees_whatever_was_asked_before(made: Plan, step: int) -> None:
     again = Plan(
         made.lengths,

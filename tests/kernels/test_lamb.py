@@ -63,7 +63,7 @@ def compare(flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSeg
         np.testing.assert_allclose(flat.numpy(), np.concatenate(plain.weights), rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     parts=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8),
     zero_weights=st.integers(0, 7),
