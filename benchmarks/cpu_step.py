@@ -106,9 +106,8 @@ def our_side(model: BertForPreTraining, fill_to: int | None) -> Prepare:
         batch = batch_of(samples if fill_to is None else filled(samples, fill_to))
 
         def step() -> None:
-            output = model(batch)
-            loss = output.masked_lm_loss / batch.global_masked + output.next_sentence_loss / batch.global_sequences
-            loss.backward()
+            masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
+            (masked_lm_loss + next_sentence_loss).backward()
             optimizer.step()
 
         return step
@@ -197,8 +196,8 @@ def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: 
     ours.eval()
     theirs.eval()
     batch = batch_of(samples)
-    output = ours(batch)
-    loss = output.masked_lm_loss / batch.global_masked + output.next_sentence_loss / batch.global_sequences
+    masked_lm_loss, next_sentence_loss = ours(batch).mean_losses(batch)
+    loss = masked_lm_loss + next_sentence_loss
     reference = theirs(**padded(samples, ours.config.max_position_embeddings)).loss
     if not torch.isclose(loss, reference, rtol=1e-4):
         raise RuntimeError(f"the sides do different work: loss {loss:.6f} against {reference:.6f}")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PretrainingOutput:
-    """Sums over a micro-batch, on the device; the caller divides by what the global batch holds."""
+    """Sums over a micro-batch, on the device."""
 
     masked_lm_loss: Tensor
     """[] sum of cross-entropies over the masked tokens"""
@@ -38,6 +38,14 @@ class PretrainingOutput:
     """[] sum of cross-entropies over the sequences"""
     masked_lm_correct: Tensor
     """[] int64, masked tokens whose largest logit is the label"""
+
+    def mean_losses(self, batch: "Batch") -> tuple[Tensor, Tensor]:
+        """This micro-batch's share of the global batch's mean masked-LM and next-sentence losses, both [].
+
+        Divided by the counts of the whole global batch, so that losses and gradients add up over ranks and accumulation
+        steps to those of one mean, however the samples are dealt. What is trained on is their sum.
+        """
+        return self.masked_lm_loss / max(1, batch.global_masked), self.next_sentence_loss / batch.global_sequences
 
 
 class LayerNorm(nn.Module):

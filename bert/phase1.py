@@ -84,9 +84,9 @@ def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> Non
     plan = Plan(samples.lengths, samples.masked_counts, settings.batch_size, 1, 1, settings.seed)
     for step in range(settings.steps):
         (micro_batch,) = plan.rank_batches(step, rank=0)
-        output = model(batch_of(samples.take(micro_batch.indices), micro_batch))
-        masked_lm_loss = output.masked_lm_loss / micro_batch.global_masked
-        (masked_lm_loss + output.next_sentence_loss / micro_batch.global_sequences).backward()
+        batch = batch_of(samples.take(micro_batch.indices), micro_batch)
+        masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
+        (masked_lm_loss + next_sentence_loss).backward()
         torch.nn.utils.clip_grad_norm_([weights_P], 1.0)
         optimizer.step()
         schedule.step()

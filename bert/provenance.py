@@ -1,5 +1,6 @@
 """What produced a result: configuration, commit, versions, machine. The head of every result file."""
 
+import functools
 import importlib.metadata
 import os
 import platform
@@ -35,6 +36,7 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
     return head | dict(_flattened("config", config))
 
 
+@functools.cache
 def commit() -> str:
     """The checkout's commit, marked when files differ from it; "unknown" outside a checkout."""
     try:

@@ -77,10 +77,7 @@ class TrainingStep:
     def _accumulate(self, batch: Batch) -> None:
         with self.autocast():
             output = self.model(batch)
-        # Divided by the counts of the whole global batch, so that gradients add up over ranks and accumulation steps to
-        # those of one mean, however the samples are dealt.
-        masked_lm_loss = output.masked_lm_loss / max(1, batch.global_masked)
-        next_sentence_loss = output.next_sentence_loss / batch.global_sequences
+        masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
         (masked_lm_loss + next_sentence_loss).backward()
         self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.tokens)
 

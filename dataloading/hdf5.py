@@ -391,10 +391,11 @@ class Dataset:
         ``progress`` is called after each shard.
         """
         for index, record in enumerate(self.shards):
-            shard = self._shard(index)
-            shard.verify()
+            with self._open_listed(index) as shard:
+                shard.verify()
+                lengths = np.stack([shard.lengths, shard.masked_counts], axis=1)
             rows = self._length_index[self._first_samples[index] : self._first_samples[index + 1]]
-            if not np.array_equal(rows, np.stack([shard.lengths, shard.masked_counts], axis=1)):
+            if not np.array_equal(rows, lengths):
                 raise ValueError(
                     f"{self.folder / LENGTHS_NAME}: lengths of {record.name} differ from the shard; {_REMEDY}"
                 )
@@ -416,16 +417,21 @@ class Dataset:
     def _shard(self, index: int) -> Shard:
         """An open shard that agrees with the manifest; the one opened longest ago makes room for it."""
         if index not in self._open_shards:
-            record = self.shards[index]
-            shard = open_shard(self.folder / record.name)
-            if shard.record != record or shard.info != self.info:
-                raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {_REMEDY}")
+            shard = self._open_listed(index)
             if self._verified_in_passing:
                 shard.verify()
             if len(self._open_shards) >= _MAX_OPEN_SHARDS:
                 del self._open_shards[next(iter(self._open_shards))]
             self._open_shards[index] = shard
         return self._open_shards[index]
+
+    def _open_listed(self, index: int) -> Shard:
+        """A shard, newly opened, that agrees with the manifest."""
+        record = self.shards[index]
+        shard = open_shard(self.folder / record.name)
+        if shard.record != record or shard.info != self.info:
+            raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {_REMEDY}")
+        return shard
 
 
 def _check_version(found_format: object, found_version: object) -> None:

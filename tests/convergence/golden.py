@@ -42,9 +42,8 @@ def losses() -> list[dict[str, float]]:
     curve = []
     for step in range(STEPS):
         (micro,) = plan.rank_batches(step, 0)
-        output = model(batch_of(samples.take(micro.indices), micro))
-        masked_lm = output.masked_lm_loss / micro.global_masked
-        next_sentence = output.next_sentence_loss / micro.global_sequences
+        batch = batch_of(samples.take(micro.indices), micro)
+        masked_lm, next_sentence = model(batch).mean_losses(batch)
         (masked_lm + next_sentence).backward()
         norm = optimizer.step()
         curve.append(

@@ -51,8 +51,8 @@ def random_model(dtype: torch.dtype = torch.float64, config: ModelConfig = CONFI
 
 
 def mean_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
-    output = model(batch)
-    return output.masked_lm_loss / batch.global_masked + output.next_sentence_loss / batch.global_sequences
+    masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
+    return masked_lm_loss + next_sentence_loss
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
