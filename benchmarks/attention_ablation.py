@@ -28,7 +28,7 @@ from bert.model import BertForPreTraining
 from bert.parallel.mesh import join_mesh
 from bert.recipes import tiny_cpu
 from bert.step import TrainingStep, build_model
-from dataloading.hdf5 import open_dataset
+from dataloading.dataset import open_dataset
 from dataloading.loader import Batch, NumpyLoader
 from dataloading.sampler import Plan
 

@@ -8,7 +8,7 @@ import torch
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
-from dataloading.hdf5 import Dataset
+from dataloading.dataset import Dataset
 from dataloading.loader import Batch, batch_of
 
 

@@ -20,7 +20,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from bert.checkpoint import load_weights, save_weights
+from bert.checkpoint import load_weights, require_weights, save_weights
 from bert.clock import DataGuard
 from bert.config import Config
 from bert.evaluate import Evaluator
@@ -44,7 +44,7 @@ from bert.parallel.mesh import Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
 from bert.step import TrainingStep, build_model
-from dataloading.hdf5 import Dataset, open_dataset
+from dataloading.dataset import Dataset, open_dataset
 from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader
 from dataloading.sampler import Plan
 from dataloading.synthetic import synthetic_samples
@@ -125,8 +125,8 @@ def check(config: Config, world_size: int) -> Inputs:
                 f"{dataset.folder} holds sequences of up to {dataset.info.max_seq_length} tokens, but "
                 f"model.max_position_embeddings is {config.model.max_position_embeddings}"
             )
-    if config.data.initial_checkpoint is not None and not config.data.initial_checkpoint.is_file():
-        raise ValueError(f"no checkpoint at {config.data.initial_checkpoint}: set data.initial_checkpoint")
+    if config.data.initial_checkpoint is not None:
+        require_weights(config.data.initial_checkpoint)
     _plan(config, train, world_size, seed=0)
     choose_loader(config.data.loader, torch.device(config.training.device))
     folder = config.log.results / config.log.system / "bert"

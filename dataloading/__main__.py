@@ -1,68 +1,100 @@
-"""Command line of the data stages: ``python -m dataloading prepare | demo | verify | dump``."""
+"""Command line of the data stages: ``python -m dataloading COMMAND``."""
 
-import hashlib
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
 
+from dataloading import known
+from dataloading.convert import Layout, convert, convert_to_packed
+from dataloading.dataset import (
+    MANIFEST_NAME,
+    Dataset,
+    Part,
+    index_shards,
+    merge,
+    open_dataset,
+    parts_in,
+    require_absent_or_empty,
+    scan_shards,
+    write_dataset,
+)
 from dataloading.demo import write_demo
-from dataloading.hdf5 import DatasetInfo, atomic_path, open_dataset, open_shard, require_absent_or_empty, write_dataset
-from dataloading.pretraining_data import PretrainingOptions, create_samples, read_documents, tokenize_documents
-from dataloading.samples import concatenate
-from dataloading.tokenization import Tokenizer
+from dataloading.files import atomic_path
+from dataloading.formats import open_shard
+from dataloading.hdf5 import Compression
+from dataloading.prepare import Job, Progress, prepare
+from dataloading.pretraining_data import PretrainingOptions
+from dataloading.samples import Samples, concatenate
+from dataloading.shard import DatasetInfo, ShardRecord
+from dataloading.shuffle import Progress as ShuffleProgress
+from dataloading.shuffle import shuffle
+from dataloading.tokenization import Vocabulary
+from dataloading.wikipedia import ExtractionOptions, extract
+from dataloading.wikipedia import Progress as ExtractionProgress
 
 app = tyro.extras.SubcommandApp()
 
 
-@app.command
-def prepare(
+@app.command(name="extract")
+def _extract(
+    inputs: tyro.conf.Positional[tuple[Path, ...]],
+    out: Path,
+    options: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
+    jobs: int = 1,
+) -> None:
+    """Make text shards of WikiExtractor's files, and the evaluation text. Run again, it goes on.
+
+    Args:
+        inputs: WikiExtractor's output folder, or files of it.
+        out: Folder to make; it must be absent, empty, or begun by the same command.
+        options: The reference scripts' settings.
+        jobs: Processes to use.
+    """
+
+    def report(progress: ExtractionProgress) -> None:
+        _print_progress(progress, f"{progress.articles:,} articles")
+
+    made = extract(inputs, out, options, jobs=jobs, report=report)
+    articles = sum(part.articles for part in made.parts)
+    held_out = sum(part.evaluation_articles for part in made.parts)
+    print(f"{out}: {articles:,} articles in {len(made.parts)} part(s), {held_out:,} held out in {made.evaluation.name}")
+
+
+@app.command(name="prepare")
+def _prepare(
     text: tuple[Path, ...],
     vocab: Path,
     out: Path,
     options: Annotated[PretrainingOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff],
-    shards: int = 8,
+    one_call: bool = False,
+    jobs: int = 1,
+    part: str | None = None,
+    compression: Compression = "none",
 ) -> None:
-    """Make a data set from text: tokens, next-sentence pairs, masks, HDF5 shards.
+    """Make a data set from text: tokens, next-sentence pairs, masks, one HDF5 shard a file. Run again, it goes on.
 
     Args:
-        text: Files with one sentence a line and an empty line between documents; all go into one call of the algorithm.
+        text: Files with one sentence a line and an empty line between documents; each is one call of the algorithm.
         vocab: The model's vocabulary, one token a line.
-        out: Folder to make; it must be absent or empty.
+        out: Folder to make; it must be absent, empty, or begun by the same command.
         options: The reference script's settings.
-        shards: Number of files to divide the samples over.
+        one_call: All files go into one call of the algorithm, and into one shard.
+        jobs: Processes to use.
+        part: i/n: make the i-th of n shares of the work only (1/4 to 4/4, say); `merge` joins them.
+        compression: gzip makes shards smaller and training from them slow: for archives.
     """
-    require_absent_or_empty(out)
-    if not text:
-        raise ValueError("--text names no file; expected one or more")
-    tokenizer = Tokenizer.from_vocab(vocab, options.do_lower_case)
-    started = time.perf_counter()
+    job = Job(text, vocab, options, one_call, compression)
 
-    def report(done: str) -> None:
-        print(f"{time.perf_counter() - started:7.1f} s  {done}", flush=True)
+    def report(progress: Progress) -> None:
+        _print_progress(progress, f"{progress.samples:,} samples")
 
-    documents = read_documents(text)
-    sources = {path.as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in text}
-    report(f"read {len(text)} file(s): {len(documents):,} documents, {sum(map(len, documents)):,} lines")
-    tokenized = tokenize_documents(documents, tokenizer)
-    report(f"tokenized: {len(tokenized.token_ids):,} tokens")
-    samples = create_samples(tokenized, options, tokenizer.vocabulary)
-    report(f"created {len(samples):,} samples of {len(samples.input_ids):,} tokens")
-    info = DatasetInfo(
-        vocab_size=tokenizer.vocab_size,
-        max_seq_length=options.max_seq_length,
-        max_predictions_per_seq=options.max_predictions_per_seq,
-        vocabulary_md5=tokenizer.vocabulary.md5,
-        vocabulary_sha256=tokenizer.vocabulary.sha256,
-        options=asdict(options),
-        sources=sources,
-    )
-    write_dataset(out, samples, shards=shards, info=info)
-    report(f"wrote {out}: {shards} shard(s), manifest, length index")
+    share = None if part is None else _parse_part(part)
+    dataset = prepare(job, out, jobs=jobs, part=share, report=report)
+    print(f"{out}: {_counts(dataset)}{f', part {share}: join the parts by merge' if share else ''}")
 
 
 @app.command
@@ -81,21 +113,141 @@ def demo(out: Path, vocab: Path) -> None:
     print(f"{'made' if made else 'verified'} in {time.perf_counter() - started:.1f} s")
 
 
+@app.command(name="merge")
+def _merge(folders: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
+    """Join the parts of a data set, or whole data sets, to one.
+
+    Args:
+        folders: Where the parts are; parts may share a folder.
+        out: Folder to make, or the folder that all parts share.
+    """
+    print(f"{out}: {_counts(merge(list(folders), out))}")
+
+
 @app.command
-def verify(folder: tyro.conf.Positional[Path]) -> None:
-    """Read a whole data set, compare every digest, and count samples that occur more than once.
+def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = None) -> None:
+    """Make a data set of shards from elsewhere, which stay as they are: write a manifest and a length index.
+
+    Args:
+        folder: Shards of any layout (native, fixed, varlength, packed, TFRecord), and nothing else.
+        vocab: The vocabulary that their ids belong to.
+        out: Folder to make, with links to the shards, where nothing may be written beside them.
+    """
+    names = _shard_names(folder)
+    if out is not None:
+        require_absent_or_empty(out)
+        out.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            (out / name).symlink_to((folder / name).resolve())
+    dataset = index_shards(out or folder, names, _info_of(folder, names, vocab))
+    print(f"{dataset.folder}: {_counts(dataset)}")
+
+
+@app.command(name="shuffle")
+def _shuffle(
+    folder: tyro.conf.Positional[Path], out: Path, shards: int, seed: int = 24, compression: Compression = "none"
+) -> None:
+    """Write a data set's samples in random order to new shards, in less than 2 GiB of memory. Run again, it goes on.
 
     Args:
         folder: The data set.
+        out: Folder to make.
+        shards: Number of files; 4320 is customary for the benchmark's training set.
+        seed: Seed of the order.
+        compression: gzip makes shards smaller and training from them slow: for archives.
     """
-    dataset = open_dataset(folder)
-    dataset.verify(lambda shard: print(f"{shard.name}: {shard.samples:,} samples, digest right", flush=True))
-    digests = []
-    for record in dataset.shards:
-        with open_shard(folder / record.name) as shard:
-            digests.append(shard.read(0, len(shard)).row_digests())
-    repeated = len(dataset) - len(np.unique(np.concatenate(digests)))
-    print(f"{folder}: {len(dataset):,} samples, {repeated:,} of them repeat another")
+    started = time.perf_counter()
+    told: dict[str, int] = {}
+
+    def report(progress: ShuffleProgress) -> None:
+        tenths = 10 * progress.done // max(progress.total, 1)
+        if tenths > told.get(progress.step, -1):
+            told[progress.step] = tenths
+            print(f"{time.perf_counter() - started:7.1f} s  {progress.step} {progress.done:,} samples", flush=True)
+
+    source = open_dataset(folder)
+    dataset = shuffle(source, out, shards=shards, seed=seed, compression=compression, report=report)
+    print(f"{out}: {_counts(dataset)}, each sample of {folder} exactly once")
+
+
+@app.command(name="convert")
+def _convert(
+    folder: tyro.conf.Positional[Path],
+    out: Path,
+    to: Layout,
+    vocab: Path | None = None,
+    max_sequences: int = 3,
+    seed: int = 24,
+    compression: Compression = "none",
+    jobs: int = 1,
+) -> None:
+    """Write a data set in another layout.
+
+    Args:
+        folder: The data set, or a folder of shards of any layout (native, fixed, varlength, packed, TFRecord).
+        out: Folder to make.
+        to: Layout of the new shards.
+        vocab: The vocabulary that the ids belong to, where the folder has no manifest that says so.
+        max_sequences: Most samples in a pack (layout packed).
+        seed: Seed of the choice of samples that share a pack, and of the order of packs (layout packed).
+        compression: gzip makes shards smaller and training from them slow: for archives (layout native).
+        jobs: Processes to use (other layouts than packed).
+    """
+    if compression != "none" and to != "native":
+        raise ValueError(f"--compression is {compression}, but layout {to} has none: leave it out, or use --to native")
+    source = _open_or_scan(folder, vocab)
+
+    def report(name: str) -> None:
+        print(f"{name}", flush=True)
+
+    if to == "packed":
+        dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=report)
+    else:
+        dataset = convert(source, out, to, compression=compression, jobs=jobs, report=report)
+    print(f"{out}: {_counts(dataset)}, layout {to}")
+
+
+@app.command
+def pick_evaluation(folder: tyro.conf.Positional[Path], out: Path, samples: int = known.EVALUATION_SAMPLES) -> None:
+    """Pick the evaluation set from the samples of the evaluation text, evenly spaced, as the reference does.
+
+    Args:
+        folder: The data set that `prepare` made of eval.txt.
+        out: Folder to make.
+        samples: How many to pick.
+    """
+    source = open_dataset(folder)
+    picked = source.take(known.pick_evaluation(source, samples))
+    write_dataset(out, picked, shards=1, info=source.info)
+    dataset = open_dataset(out)
+    print(f"{out}: {_counts(dataset)}")
+    print(known.describe_samples(dataset))
+
+
+@app.command
+def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) -> None:
+    """Read a whole data set, compare every digest, look for repeated samples, and say whether it is a known one.
+
+    Args:
+        folder: The data set.
+        checksums: A published list of the shards' content digests (4320_shards_varlength.chk, say) to compare with.
+    """
+    dataset = _open_to_verify(folder)
+    census = known.Census(dataset)
+
+    def visit(shard: ShardRecord, samples: Samples) -> None:
+        census.add(samples)
+        print(f"{shard.name}: {shard.samples:,} samples, digest right", flush=True)
+
+    dataset.verify(visit)
+    if checksums is not None:
+        for line in known.check_published(dataset, checksums):
+            print(line, flush=True)
+    print(known.describe_vocabulary(dataset.info))
+    print(known.describe_options(dataset.info))
+    print(known.describe_samples(dataset))
+    print(census.describe_repeats())
+    print(f"{folder}: whole, {_counts(dataset)}, multiset digest {census.multiset_digest:016x}")
 
 
 @app.command
@@ -103,16 +255,15 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     """Write the samples of shards, in order, as plain NumPy arrays without padding.
 
     Args:
-        shards: HDF5 shards.
+        shards: Shards of any layout.
         out: The .npz file to write.
     """
     if not shards:
-        raise ValueError("no shard named; expected one or more HDF5 files")
+        raise ValueError("no shard named; expected one or more files")
     blocks = []
     for path in shards:
         with open_shard(path) as shard:
-            shard.verify()
-            blocks.append(shard.read(0, len(shard)))
+            blocks.append(shard.verify())
     samples = concatenate(blocks)
     with atomic_path(out) as temporary, temporary.open("wb") as file:
         np.savez_compressed(
@@ -126,6 +277,92 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
             masked_lm_ids=samples.masked_lm_ids,
         )
     print(f"{out}: {len(samples):,} samples of {len(shards)} shard(s)")
+
+
+def _print_progress(progress: Progress | ExtractionProgress, content: str) -> None:
+    """A line for a file that is finished."""
+    left = progress.seconds / progress.done * (progress.total - progress.done)
+    state = f"{content}, was there" if progress.kept else content
+    rest = f", about {_duration(left)} left" if left else ""
+    print(f"{progress.seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {state}{rest}", flush=True)
+
+
+def _counts(dataset: Dataset) -> str:
+    tokens = sum(record.tokens for record in dataset.shards)
+    size = sum(record.file_bytes for record in dataset.shards)
+    mean = tokens / max(len(dataset), 1)
+    return f"{len(dataset):,} samples of {mean:.1f} tokens in {len(dataset.shards):,} shard(s), {size / 1e6:,.1f} MB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes}:{seconds:02d}"
+
+
+def _parse_part(text: str) -> Part:
+    index, slash, count = text.partition("/")
+    if not (slash and index.isdecimal() and count.isdecimal()):
+        raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
+    return Part(int(index), int(count))
+
+
+def _shard_names(folder: Path) -> list[str]:
+    """The files of a folder of shards."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
+    if MANIFEST_NAME in names:
+        raise ValueError(f"{folder} has a {MANIFEST_NAME} already; delete it first to make it anew")
+    if not names:
+        raise ValueError(f"{folder} holds no files; expected shards")
+    return names
+
+
+def _info_of(folder: Path, names: list[str], vocab: Path) -> DatasetInfo:
+    """What is to be said of shards from elsewhere: their vocabulary, and the largest sizes found or promised."""
+    vocabulary = Vocabulary.from_file(vocab)
+    most_tokens = most_masked = 1
+    for name in names:
+        with open_shard(folder / name) as shard:
+            if shard.digest is not None:
+                return shard.info.without_sources()
+            promised = shard.info.max_seq_length, shard.info.max_predictions_per_seq
+            if shard.layout in ("fixed", "tfrecord"):
+                most_tokens, most_masked = promised
+                break
+            most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))
+            most_masked = max(most_masked, int(shard.masked_counts.max(initial=1)))
+    return DatasetInfo(
+        vocab_size=vocabulary.size,
+        max_seq_length=most_tokens,
+        max_predictions_per_seq=most_masked,
+        vocabulary_md5=vocabulary.md5,
+        vocabulary_sha256=vocabulary.sha256,
+        options={},
+        sources={},
+    )
+
+
+def _open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
+    """A data set, or what a folder of shards without a manifest would make."""
+    if (folder / MANIFEST_NAME).exists():
+        dataset = open_dataset(folder)
+        if vocab is not None:
+            dataset.check_vocabulary(Vocabulary.from_file(vocab))
+        return dataset
+    names = _shard_names(folder)
+    if vocab is None:
+        raise ValueError(f"{folder} has no {MANIFEST_NAME}: name the vocabulary that its ids belong to by --vocab FILE")
+    return scan_shards(folder, names, _info_of(folder, names, vocab))
+
+
+def _open_to_verify(folder: Path) -> Dataset:
+    """A data set, or the only part that a folder holds."""
+    parts = parts_in(folder) if folder.is_dir() else []
+    if len(parts) == 1 and not (folder / MANIFEST_NAME).exists():
+        print(f"{folder}: part {parts[0]} of a data set")
+        return open_dataset(folder, parts[0])
+    return open_dataset(folder)
 
 
 def main() -> int:

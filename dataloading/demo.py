@@ -6,10 +6,11 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from dataloading.dataset import open_dataset, write_dataset
 from dataloading.documents import Document, demo_documents
-from dataloading.hdf5 import DatasetInfo, open_dataset, write_dataset
 from dataloading.pretraining_data import PretrainingOptions, create_samples, tokenize_documents
 from dataloading.samples import Samples
+from dataloading.shard import DatasetInfo
 from dataloading.tokenization import Tokenizer
 
 TRAIN_OPTIONS = PretrainingOptions(max_seq_length=128, max_predictions_per_seq=19, dupe_factor=10)

@@ -95,10 +95,9 @@ def flat_arrays(samples: Samples) -> dict[str, NDArray[np.generic]]:
 
 
 def to_batch(tensors: Mapping[str, Tensor], max_seqlen: int, micro_batch: MicroBatch) -> Batch:
-    """A ``Batch`` from its tensors: int32 ``cu_seqlens``, everything else int64."""
-    wide = {name: tensor.to(torch.int32 if name == "cu_seqlens" else torch.int64) for name, tensor in tensors.items()}
+    """A ``Batch`` from its tensors, which have the types that it says."""
     return Batch(
-        **wide,
+        **tensors,
         max_seqlen=max_seqlen,
         global_sequences=micro_batch.global_sequences,
         global_masked=micro_batch.global_masked,
@@ -108,13 +107,11 @@ def to_batch(tensors: Mapping[str, Tensor], max_seqlen: int, micro_batch: MicroB
 def batch_of(samples: Samples, micro_batch: MicroBatch | None = None) -> Batch:
     """The ``Batch`` of some samples; without a plan they are a global batch of their own."""
     whole = micro_batch or MicroBatch(np.arange(len(samples)), len(samples), len(samples.masked_lm_ids))
-    tensors = {name: torch.from_numpy(_signed(array)) for name, array in flat_arrays(samples).items()}
+    tensors = {
+        name: torch.from_numpy(array.astype(np.int32 if name == "cu_seqlens" else np.int64))
+        for name, array in flat_arrays(samples).items()
+    }
     return to_batch(tensors, int(samples.lengths.max()), whole)
-
-
-def _signed(array: NDArray[np.generic]) -> NDArray[np.generic]:
-    """PyTorch converts few unsigned types, so those go through the next wider signed one."""
-    return array.astype(np.int32) if array.dtype == np.uint16 else array
 
 
 class Loader(Protocol):

@@ -20,7 +20,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.samples import Samples
+from dataloading.samples import Samples, offsets_of
 from dataloading.tokenization import Tokenizer, Vocabulary, text_lines
 
 _MIN_SEQ_LENGTH = 5
@@ -114,8 +114,8 @@ def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer)
     sentence_counts = np.bincount(document_of_line[line_lengths > 0])
     return TokenizedDocuments(
         token_ids=token_ids,
-        sentence_offsets=_offsets(line_lengths[line_lengths > 0]),
-        document_offsets=_offsets(sentence_counts[sentence_counts > 0]),
+        sentence_offsets=offsets_of(line_lengths[line_lengths > 0]),
+        document_offsets=offsets_of(sentence_counts[sentence_counts > 0]),
     )
 
 
@@ -152,21 +152,14 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
     masked_counts = masked_count_by_length[lengths]
     segment_lengths = np.stack([first_lengths, lengths - first_lengths], axis=1)[order]
     return Samples(
-        input_ids=_gather_rows(input_ids, _offsets(lengths), order),
+        input_ids=_gather_rows(input_ids, offsets_of(lengths), order),
         segment_ids=np.repeat(np.tile(np.array([0, 1], np.uint8), len(order)), segment_lengths.ravel()),
-        sequence_offsets=_offsets(lengths[order]),
-        masked_lm_positions=_gather_rows(positions, _offsets(masked_counts), order),
-        masked_lm_ids=_gather_rows(labels, _offsets(masked_counts), order),
-        masked_lm_offsets=_offsets(masked_counts[order]),
+        sequence_offsets=offsets_of(lengths[order]),
+        masked_lm_positions=_gather_rows(positions, offsets_of(masked_counts), order),
+        masked_lm_ids=_gather_rows(labels, offsets_of(masked_counts), order),
+        masked_lm_offsets=offsets_of(masked_counts[order]),
         next_sentence_labels=next_sentence_labels[order].astype(np.uint8),
     )
-
-
-def _offsets(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """[n + 1] starts of ragged rows with these lengths, and their sum."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
 
 
 # The compiled core. ``twister`` is the uint32 [625] state of CPython's generator: 624 words and the next word's index
@@ -201,20 +194,27 @@ def _random(twister: NDArray[np.uint32]) -> float:
 @numba.njit(cache=True)
 def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
     """``randint(0, bound - 1)``: as many bits as ``bound`` has, drawn again until they are below it."""
-    shift = 32
-    while bound >> (32 - shift):
-        shift -= 1
-    drawn = _next_word(twister) >> shift
+    bits = 0
+    while bound >> bits:
+        bits += 1
+    drawn = _next_word(twister) >> (32 - bits)
     while drawn >= bound:
-        drawn = _next_word(twister) >> shift
+        drawn = _next_word(twister) >> (32 - bits)
     return drawn
 
 
 @numba.njit(cache=True)
 def _shuffle(twister: NDArray[np.uint32], items: NDArray[np.int64]) -> None:
-    """``random.shuffle(items)``, in place."""
+    """``random.shuffle(items)``, in place: `_random_below` for falling bounds, whose bits are counted as they fall."""
+    bits = 0
+    while len(items) >> bits:
+        bits += 1
     for last in range(len(items) - 1, 0, -1):
-        other = _random_below(twister, last + 1)
+        if not (last + 1) >> (bits - 1):
+            bits -= 1
+        other = _next_word(twister) >> (32 - bits)
+        while other > last:
+            other = _next_word(twister) >> (32 - bits)
         items[last], items[other] = items[other], items[last]
 
 

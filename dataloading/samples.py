@@ -5,8 +5,9 @@ Shapes: n samples, T real tokens in all, M masked tokens in all. Nothing is padd
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,16 +45,23 @@ class Samples:
         """[n] masked tokens of each sample."""
         return np.diff(self.masked_lm_offsets)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(getattr(self, field.name).nbytes for field in fields(self))
+
     def take(self, indices: NDArray[np.int64]) -> "Samples":
         """The samples at ``indices`` (any order, repeats allowed), as a new block."""
-        tokens, sequence_offsets = ragged_indices(self.sequence_offsets, indices)
-        masked, masked_lm_offsets = ragged_indices(self.masked_lm_offsets, indices)
+        tokens = (self.input_ids, self.segment_ids)
+        (input_ids, segment_ids), sequence_offsets = _gather_ragged(tokens, self.sequence_offsets, indices)
+        masked = (self.masked_lm_positions, self.masked_lm_ids)
+        (positions, masked_lm_ids), masked_lm_offsets = _gather_ragged(masked, self.masked_lm_offsets, indices)
         return Samples(
-            input_ids=self.input_ids[tokens],
-            segment_ids=self.segment_ids[tokens],
+            input_ids=input_ids,
+            segment_ids=segment_ids,
             sequence_offsets=sequence_offsets,
-            masked_lm_positions=self.masked_lm_positions[masked],
-            masked_lm_ids=self.masked_lm_ids[masked],
+            masked_lm_positions=positions,
+            masked_lm_ids=masked_lm_ids,
             masked_lm_offsets=masked_lm_offsets,
             next_sentence_labels=self.next_sentence_labels[indices],
         )
@@ -81,47 +89,138 @@ class Samples:
             state.update(array.data)
         return state.hexdigest()
 
-    def row_digests(self) -> NDArray[np.void]:
-        """[n] 16 bytes for each sample, BLAKE2b of all that belongs to it: equal for equal samples anywhere."""
-        digests = bytearray()
-        tokens, masked = self.sequence_offsets.tolist(), self.masked_lm_offsets.tolist()
-        for row in range(len(self)):
-            token_slice, masked_slice = slice(*tokens[row : row + 2]), slice(*masked[row : row + 2])
-            state = hashlib.blake2b(self.next_sentence_labels[row].tobytes(), digest_size=16)
-            for part in (
-                self.input_ids[token_slice],
-                self.segment_ids[token_slice],
-                self.masked_lm_positions[masked_slice],
-                self.masked_lm_ids[masked_slice],
-            ):
-                state.update(len(part).to_bytes(4, "little"))
-                state.update(part.tobytes())
-            digests += state.digest()
-        return np.frombuffer(digests, "V16")
+    def sample_digests(self) -> NDArray[np.uint64]:
+        """[n] 64 bits for each sample, a mix of all that belongs to it: equal for equal samples anywhere.
+
+        Their sum modulo 2^64 is a digest of a multiset: it tells whether two data sets hold the same samples in whatever
+        order. Meant against accidents, not against somebody who looks for collisions; `digest` is for those.
+        """
+        digests = _mix((self.next_sentence_labels.astype(np.uint64) << np.uint64(40)) | self.lengths.astype(np.uint64))
+        for kind, offsets, values in (
+            (1, self.sequence_offsets, (self.input_ids, self.segment_ids)),
+            (2, self.masked_lm_offsets, (self.masked_lm_ids, self.masked_lm_positions)),
+        ):
+            for rows in row_blocks(offsets):
+                digests[rows.start : rows.stop] += _ragged_digests(kind, offsets[rows.start : rows.stop + 1], values)
+        return _mix(digests)
 
 
-def ragged_indices(offsets: NDArray[np.int64], rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Flat element indices of the chosen ``rows`` of a ragged array, and the new offsets."""
+class SampleBuilder:
+    """Collects samples one by one from wherever their bytes lie: a reference each, and one copy at the end.
+
+    Gathering by index arrays costs a fixed time for every array that is read from; with samples spread over thousands of
+    files that is a fixed time a sample, many times that of the copy.
+    """
+
+    def __init__(self) -> None:
+        self._input_ids: list[memoryview] = []
+        self._segment_ids: list[memoryview] = []
+        self._masked_lm_positions: list[memoryview] = []
+        self._masked_lm_ids: list[memoryview] = []
+        self._labels = bytearray()
+
+    def add(
+        self,
+        input_ids: memoryview,
+        segment_ids: memoryview,
+        masked_lm_positions: memoryview,
+        masked_lm_ids: memoryview,
+        next_sentence_label: int,
+    ) -> None:
+        """One sample: bytes of little-endian uint16 arrays, uint8 for ``segment_ids``."""
+        self._input_ids.append(input_ids)
+        self._segment_ids.append(segment_ids)
+        self._masked_lm_positions.append(masked_lm_positions)
+        self._masked_lm_ids.append(masked_lm_ids)
+        self._labels.append(next_sentence_label)
+
+    def samples(self) -> Samples:
+        """What was added, in that order; the arrays may be written to."""
+        return Samples(
+            input_ids=np.frombuffer(bytearray().join(self._input_ids), "<u2"),
+            segment_ids=np.frombuffer(bytearray().join(self._segment_ids), "u1"),
+            sequence_offsets=offsets_of(np.fromiter(map(len, self._segment_ids), np.int64, len(self._segment_ids))),
+            masked_lm_positions=np.frombuffer(bytearray().join(self._masked_lm_positions), "<u2"),
+            masked_lm_ids=np.frombuffer(bytearray().join(self._masked_lm_ids), "<u2"),
+            masked_lm_offsets=offsets_of(
+                np.fromiter((len(part) // 2 for part in self._masked_lm_ids), np.int64, len(self._masked_lm_ids))
+            ),
+            next_sentence_labels=np.frombuffer(self._labels, "u1"),
+        )
+
+
+_ELEMENTS_AT_A_TIME = 1 << 16
+"""Elements gathered or digested at once: temporary arrays stay within the processor's cache, and memory bounded."""
+
+
+def row_blocks(offsets: NDArray[np.int64], most: int = _ELEMENTS_AT_A_TIME) -> Iterator[range]:
+    """Consecutive ranges of ragged rows, of about ``most`` elements each (more where one row alone has more)."""
+    start = 0
+    while start < len(offsets) - 1:
+        stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + most, side="right")) - 1)
+        yield range(start, stop)
+        start = stop
+
+
+def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """[n + 1] starts of ragged rows with these lengths, and their sum."""
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def ragged_indices(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Flat element indices of ragged rows that start at ``starts`` and have ``lengths``, row after row."""
+    shift = np.repeat(starts - offsets_of(lengths)[:-1], lengths)
+    return np.arange(len(shift)) + shift
+
+
+def _gather_ragged(
+    arrays: tuple[NDArray[Any], ...], offsets: NDArray[np.int64], rows: NDArray[np.int64]
+) -> tuple[list[NDArray[Any]], NDArray[np.int64]]:
+    """The chosen ``rows`` of ragged arrays that share ``offsets``, and the new offsets."""
     starts = offsets[rows]
     lengths = offsets[rows + 1] - starts
-    new_offsets = np.concatenate(([0], np.cumsum(lengths))).astype(np.int64)
-    flat = np.arange(new_offsets[-1]) + np.repeat(starts - new_offsets[:-1], lengths)
-    return flat, new_offsets
+    new_offsets = offsets_of(lengths)
+    gathered = [np.empty(new_offsets[-1], array.dtype) for array in arrays]
+    for block in row_blocks(new_offsets):
+        chosen = slice(block.start, block.stop)
+        flat = ragged_indices(starts[chosen], lengths[chosen])
+        for array, target in zip(arrays, gathered, strict=True):
+            target[new_offsets[block.start] : new_offsets[block.stop]] = array[flat]
+    return gathered, new_offsets
+
+
+def _ragged_digests(kind: int, offsets: NDArray[np.int64], values: tuple[NDArray[Any], ...]) -> NDArray[np.uint64]:
+    """[n] sums over each ragged row of a mix of (kind, place in the row, both values)."""
+    start, stop = int(offsets[0]), int(offsets[-1])
+    first, second = (array[start:stop].astype(np.uint64) for array in values)
+    place = (np.arange(start, stop) - np.repeat(offsets[:-1], np.diff(offsets))).astype(np.uint64)
+    mixed = _mix(first | second << np.uint64(16) | place << np.uint64(32) | np.uint64(kind << 48))
+    # reduceat takes the next element for an empty row, so those are left out.
+    filled = np.flatnonzero(np.diff(offsets))
+    sums = np.zeros(len(offsets) - 1, np.uint64)
+    if len(filled):
+        sums[filled] = np.add.reduceat(mixed, offsets[filled] - start)
+    return sums
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes half of the output bits."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def concatenate(blocks: Sequence[Samples]) -> Samples:
     """Several blocks as one, in the given order."""
-
-    def joined_offsets(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-        lengths = [np.diff(part) for part in parts]
-        return np.concatenate(([0], np.cumsum(np.concatenate(lengths)))).astype(np.int64)
-
     return Samples(
         input_ids=np.concatenate([block.input_ids for block in blocks]),
         segment_ids=np.concatenate([block.segment_ids for block in blocks]),
-        sequence_offsets=joined_offsets([block.sequence_offsets for block in blocks]),
+        sequence_offsets=offsets_of(np.concatenate([block.lengths for block in blocks])),
         masked_lm_positions=np.concatenate([block.masked_lm_positions for block in blocks]),
         masked_lm_ids=np.concatenate([block.masked_lm_ids for block in blocks]),
-        masked_lm_offsets=joined_offsets([block.masked_lm_offsets for block in blocks]),
+        masked_lm_offsets=offsets_of(np.concatenate([block.masked_counts for block in blocks])),
         next_sentence_labels=np.concatenate([block.next_sentence_labels for block in blocks]),
     )

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.samples import Samples
+from dataloading.samples import Samples, offsets_of
 
 
 def synthetic_samples(
@@ -28,13 +28,9 @@ def synthetic_samples(
     return Samples(
         input_ids=generator.integers(0, vocab_size, tokens).astype(np.uint16),
         segment_ids=np.repeat(np.tile(np.array([0, 1], dtype=np.uint8), len(lengths)), segment_sizes),
-        sequence_offsets=_offsets(lengths),
+        sequence_offsets=offsets_of(lengths),
         masked_lm_positions=np.concatenate(positions).astype(np.uint16),
         masked_lm_ids=generator.integers(0, vocab_size, masked).astype(np.uint16),
-        masked_lm_offsets=_offsets(masked_counts),
+        masked_lm_offsets=offsets_of(masked_counts),
         next_sentence_labels=generator.integers(0, 2, len(lengths)).astype(np.uint8),
     )
-
-
-def _offsets(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate(([0], np.cumsum(sizes))).astype(np.int64)

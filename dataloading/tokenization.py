@@ -179,12 +179,16 @@ class _WordIds(dict[str, bytes]):
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         super().__init__()
+        self._ids = vocabulary.ids
         self._pieces = models.WordPiece(
             vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD
         )
 
     def __missing__(self, word: str) -> bytes:
-        ids = array("H", [piece.id for piece in self._pieces.tokenize(word)]).tobytes()
+        # The longest match of a word that is in the vocabulary is the word.
+        known = self._ids.get(word) if len(word) <= MAX_CHARACTERS_PER_WORD else None
+        pieces = [piece.id for piece in self._pieces.tokenize(word)] if known is None else [known]
+        ids = array("H", pieces).tobytes()
         if len(self) >= _CACHED_WORDS:
             self.clear()
         if len(word) <= MAX_CHARACTERS_PER_WORD:

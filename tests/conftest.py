@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dataloading.hdf5 import DatasetInfo, write_dataset
+from dataloading.dataset import write_dataset
 from dataloading.samples import Samples
+from dataloading.shard import DatasetInfo
 from dataloading.synthetic import synthetic_samples
 from dataloading.tokenization import Vocabulary
 

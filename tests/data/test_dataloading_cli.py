@@ -4,6 +4,8 @@ import json
 import resource
 import subprocess
 import sys
+import unicodedata
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,9 @@ import pytest
 
 from benchmarks import reference_prepare
 from dataloading.__main__ import main
-from dataloading.hdf5 import open_dataset
+from dataloading.dataset import open_dataset
 from dataloading.pretraining_data import PretrainingOptions
+from dataloading.samples import concatenate
 
 REPOSITORY = Path(__file__).parents[2]
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(30))]
@@ -39,17 +42,25 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return main()
 
 
+@pytest.mark.parametrize("one_call", [False, True])
 def test_prepare_verify_and_dump(
-    tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    one_call: bool,
+    tmp_path: Path,
+    text: Path,
+    vocab: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     more = tmp_path / "more.txt"
     more.write_text("w1 w2 w3\nw4 w5\n")
     out = tmp_path / "data"
-    arguments = ["prepare", "--text", text, more, "--vocab", vocab, "--out", out, "--shards", 3, *FLAGS]
-    assert run(monkeypatch, *arguments) == 0
-    assert "created" in capsys.readouterr().out
-    names = [f"part_0000{index}_of_00003.hdf5" for index in range(3)]
-    assert sorted(path.name for path in out.iterdir()) == sorted(["lengths.npy", "manifest.json", *names])
+    arguments = ["prepare", "--text", text, more, "--vocab", vocab, "--out", out, *FLAGS]
+    assert run(monkeypatch, *arguments, *(["--one-call"] if one_call else [])) == 0
+    assert "[1/" in capsys.readouterr().out
+    calls = [[text, more]] if one_call else [[text], [more]]
+    names = [f"part_0000{index}_of_0000{len(calls)}.hdf5" for index in range(len(calls))]
+    there = sorted(path.name for path in out.iterdir())
+    assert there == sorted(["lengths.npy", "manifest.json", "prepare.json", *names])
 
     assert run(monkeypatch, "verify", out) == 0
     printed = capsys.readouterr().out
@@ -57,7 +68,9 @@ def test_prepare_verify_and_dump(
 
     dumped = tmp_path / "samples.npz"
     assert run(monkeypatch, "dump", *(out / name for name in names), "--out", dumped) == 0
-    expected = reference_prepare.prepare([text, more], reference_prepare.read_vocab(vocab), OPTIONS)
+    expected = concatenate(
+        [reference_prepare.prepare(call, reference_prepare.read_vocab(vocab), OPTIONS) for call in calls]
+    )
     arrays = np.load(dumped, allow_pickle=False)
     np.testing.assert_array_equal(arrays["length"], expected.lengths)
     np.testing.assert_array_equal(arrays["masked_count"], expected.masked_counts)
@@ -68,23 +81,52 @@ def test_prepare_verify_and_dump(
     assert {name: arrays[name].dtype for name in arrays.files} == {name: golden[name].dtype for name in golden.files}
 
     info = open_dataset(out).info
-    assert PretrainingOptions(**info.options) == OPTIONS  # pyright: ignore[reportArgumentType]
-    assert list(info.sources) == [text.as_posix(), more.as_posix()]
+    assert info.options == asdict(OPTIONS) | {"unicode": unicodedata.unidata_version}
+    assert set(info.sources) == {text.as_posix(), more.as_posix()}
     assert info.vocab_size == len(TOKENS)
 
 
-def test_verify_counts_repeated_samples(
+def test_verify_counts_short_samples_that_chance_repeats(
     tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("w1\n\nw1\n")
     flags = ["--dupe_factor", 5, "--masked_lm_prob", 1.0, "--max_predictions_per_seq", 1]
-    run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data", "--shards", 2, *flags)
+    run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data", *flags)
     samples = open_dataset(tmp_path / "data").take(np.arange(10))
-    repeated = 10 - len(np.unique(samples.row_digests()))
+    repeated = 10 - len(np.unique(samples.sample_digests()))
     assert repeated > 0
     assert run(monkeypatch, "verify", tmp_path / "data") == 0
-    assert f"10 samples, {repeated} of them repeat another" in capsys.readouterr().out
+    assert f"repeats: {repeated} samples repeat another, all of them short" in capsys.readouterr().out
+
+
+def test_verify_says_what_the_data_are(
+    tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data", "--dupe_factor", 2)
+    capsys.readouterr()
+    assert run(monkeypatch, "verify", tmp_path / "data") == 0
+    printed = capsys.readouterr().out
+    assert "vocabulary: not the benchmark's; 35 tokens" in printed
+    assert "settings: not the benchmark's (dupe_factor 2)" in printed
+    assert "neither the benchmark's training set (156,726,829) nor its evaluation set (10,000)" in printed
+
+
+def test_the_evaluation_samples_are_picked_evenly(
+    tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, out = tmp_path / "source", tmp_path / "evaluation"
+    run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", source, "--max_seq_length", 16)
+    assert run(monkeypatch, "pick-evaluation", source, "--out", out, "--samples", 100) == 0
+    dataset = open_dataset(source)
+    ratio = len(dataset) / 100
+    expected = dataset.take(np.array([int(index * ratio) for index in range(100)]))
+    assert open_dataset(out).take(np.arange(100)).digest() == expected.digest()
+    assert ratio > 1
+    assert ratio != int(ratio)
+    capsys.readouterr()
+    assert run(monkeypatch, "pick-evaluation", source, "--out", tmp_path / "x", "--samples", len(dataset) + 1) == 2
+    assert "are to be picked" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -100,8 +142,13 @@ def test_verify_counts_repeated_samples(
         (["--out", "text.txt"], "is there already"),
         (["--max_seq_length", "4"], "max_seq_length is 4"),
         (["--masked_lm_prob", "15"], "masked_lm_prob is 15"),
-        (["--shards", "0"], "shards is 0"),
-        (["--shards", "100000"], "shards is 100000"),
+        (["--jobs", "0"], "jobs is 0"),
+        (["--part", "0/3"], "part 0/3"),
+        (["--part", "4/3"], "part 4/3"),
+        (["--part", "1"], "--part is '1'"),
+        (["--part", "1/2"], "fewer calls than parts"),
+        (["--text", "text.txt", "text.txt"], "named twice"),
+        (["--text", "text.txt", "copy.txt"], "copy.txt is a copy of text.txt"),
         (["--text", "text.txt", "--vocab", "vocab.txt", "--out", "text.txt/data"], "text.txt"),
     ],
 )
@@ -115,6 +162,7 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     message: str,
 ) -> None:
     (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "copy.txt").write_bytes(text.read_bytes())
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     monkeypatch.chdir(tmp_path)
     before = sorted(tmp_path.iterdir())
@@ -131,7 +179,18 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    "arguments", [["verify", "absent"], ["dump", "absent.hdf5", "--out", "x.npz"], ["dump", "--out", "x"]]
+    "arguments",
+    [
+        ["verify", "absent"],
+        ["dump", "absent.hdf5", "--out", "x.npz"],
+        ["dump", "--out", "x"],
+        ["merge", "absent", "--out", "x"],
+        ["merge", "--out", "x"],
+        ["index", "absent", "--vocab", "x"],
+        ["shuffle", "absent", "--out", "x", "--shards", "2"],
+        ["convert", "absent", "--out", "x", "--to", "fixed"],
+        ["pick-evaluation", "absent", "--out", "x"],
+    ],
 )
 def test_reading_mistakes_get_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
@@ -148,8 +207,8 @@ def test_damage_is_found_by_verify_and_dump(
     tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "data"
-    assert run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", out, "--shards", 2) == 0
-    shard = out / "part_00001_of_00002.hdf5"
+    assert run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", out) == 0
+    shard = out / "part_00000_of_00001.hdf5"
     shard.write_bytes(shard.read_bytes()[:-1000])
     for arguments in (["verify", out], ["dump", shard, "--out", tmp_path / "x.npz"]):
         capsys.readouterr()
@@ -178,7 +237,7 @@ def test_a_full_disk_gets_one_line_and_leaves_nothing(tmp_path: Path, text: Path
 def test_the_manifest_tells_where_the_data_came_from(
     tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data", "--shards", 1) == 0
+    assert run(monkeypatch, "prepare", "--text", text, "--vocab", vocab, "--out", tmp_path / "data") == 0
     manifest = json.loads((tmp_path / "data/manifest.json").read_text())
     assert manifest["samples"] == manifest["shards"][0]["samples"] > 0
     assert manifest["info"]["options"]["random_seed"] == 12345

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from dataloading.dataset import open_dataset
 from dataloading.demo import write_demo
 from dataloading.documents import HELD_OUT_PERCENT, Document, demo_documents, write_text
-from dataloading.hdf5 import open_dataset
 from dataloading.pretraining_data import read_documents
 from tests.conftest import REPOSITORY
 

@@ -1,9 +1,6 @@
-"""Shards and data sets: what is written comes back, and what is damaged is refused with a reason."""
+"""Shards of the native layout: what is written comes back, and what is damaged is refused with a reason."""
 
-import hashlib
 import json
-import multiprocessing
-import pickle
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,16 +10,14 @@ from typing import Any
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dataloading import hdf5
-from dataloading.hdf5 import Dataset, DatasetInfo, open_dataset, open_shard, write_dataset, write_shard
+from dataloading.formats import open_shard
+from dataloading.hdf5 import write_shard
 from dataloading.samples import Samples
-from dataloading.tokenization import Vocabulary
+from dataloading.shard import DatasetInfo
 from tests.data.made_up_samples import make_samples
 
-SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 INFO = DatasetInfo(
     vocab_size=100,
     max_seq_length=20,
@@ -50,19 +45,10 @@ def shard_path(tmp_path: Path, samples: Samples) -> Path:
     return path
 
 
-@pytest.fixture
-def folder(tmp_path: Path, samples: Samples) -> Path:
-    write_dataset(tmp_path / "data", samples, shards=4, info=INFO)
-    return tmp_path / "data"
-
-
 def array_of(file: h5py.File, name: str) -> h5py.Dataset:
     found = file[name]
     assert isinstance(found, h5py.Dataset)
     return found
-
-
-# Shards
 
 
 def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples) -> None:
@@ -145,8 +131,8 @@ def test_inconsistent_samples_are_neither_written_nor_read(
         write_shard(path, bad, INFO)
     assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch:
-        patch.setattr(hdf5, "_check_offsets", lambda *_: None)
-        patch.setattr(hdf5, "_check_content", lambda *_: None)
+        patch.setattr(hdf5, "check_offsets", lambda *_: None)
+        patch.setattr(hdf5, "check_content", lambda *_: None)
         write_shard(path, bad, INFO)
     with pytest.raises(ValueError, match=message), open_shard(path) as shard:
         shard.read(0, len(shard))
@@ -163,7 +149,7 @@ def test_any_truncation_is_noticed(shard_path: Path) -> None:
 def test_any_flipped_byte_of_the_arrays_is_noticed(shard_path: Path) -> None:
     content = shard_path.read_bytes()
     with h5py.File(shard_path, "r") as file:
-        arrays = [array_of(file, name) for name in hdf5._DTYPES]
+        arrays = [array_of(file, name) for name in hdf5.DTYPES]
         places = [array.id.get_offset() + at for array in arrays for at in (0, array.nbytes - 1)]
     for place in places:
         shard_path.write_bytes(content[:place] + bytes([content[place] ^ 0x80]) + content[place + 1 :])
@@ -219,7 +205,6 @@ def make_group(file: h5py.File) -> None:
         (make_group, "expected a flat array"),
         (rewrite_array("input_ids", dtype="<i4"), "expected a flat array"),
         (rewrite_array("input_ids", shape=(1, 1), data=[[1]], dtype="<u2"), "expected a flat array"),
-        (rewrite_array("input_ids", chunks=(8,)), "not stored in one piece"),
         (rewrite_array("sequence_offsets", data=[0, 5]), "sequence_offsets do not rise"),
     ],
 )
@@ -243,209 +228,6 @@ def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(ValueError, match=str(path)):
             open_shard(path)
-
-
-# Data sets
-
-
-@settings(max_examples=25)
-@given(st.integers(1, 6), st.lists(st.integers(0, COUNT - 1), max_size=40))
-def test_take_gives_the_samples_in_the_order_asked(
-    tmp_path_factory: pytest.TempPathFactory, shards: int, indices: list[int]
-) -> None:
-    samples = make_samples(COUNT)
-    folder = tmp_path_factory.mktemp("data")
-    write_dataset(folder, samples, shards=shards, info=INFO)
-    dataset = open_dataset(folder)
-    asked = np.array(indices, np.int64)
-    assert dataset.take(asked).digest() == samples.take(asked).digest()
-    assert len(dataset) == COUNT
-    assert dataset.lengths.tolist() == samples.lengths.tolist()
-    assert dataset.masked_counts.tolist() == samples.masked_counts.tolist()
-    assert max(shard.samples for shard in dataset.shards) - min(shard.samples for shard in dataset.shards) <= 1
-    dataset.verify()
-
-
-def test_planning_touches_metadata_only_and_taking_opens_the_shards_needed(folder: Path) -> None:
-    opened.clear()
-    dataset = open_dataset(folder)
-    assert dataset.lengths.dtype == np.uint16
-    assert {Path(name).name for name in opened if str(folder) in name} == {"manifest.json", "lengths.npy"}
-    opened.clear()
-    dataset.take(np.array([0, COUNT - 1]))
-    names = {Path(name).name for name in opened if str(folder) in name}
-    assert names == {"part_00000_of_00004.hdf5", "part_00003_of_00004.hdf5"}
-
-
-@pytest.mark.parametrize("index", [-1, COUNT])
-def test_an_index_outside_the_data_set_is_an_index_error(folder: Path, index: int) -> None:
-    with pytest.raises(IndexError, match="holds 23 samples"):
-        open_dataset(folder).take(np.array([0, index]))
-
-
-def digest_of(dataset: Dataset, queue: Any) -> None:
-    queue.put(dataset.take(np.arange(COUNT)[::-1]).digest())
-
-
-@pytest.mark.parametrize("context", [multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")])
-def test_a_data_set_in_use_works_in_a_child_process(folder: Path, samples: Samples, context: Any) -> None:
-    dataset = open_dataset(folder)
-    dataset.take(np.arange(COUNT))
-    queue = context.Queue()
-    child = context.Process(target=digest_of, args=(dataset, queue))
-    child.start()
-    assert queue.get(timeout=60) == samples.take(np.arange(COUNT)[::-1]).digest()
-    child.join()
-    assert dataset.take(np.arange(COUNT)).digest() == samples.digest()
-
-
-def test_pickling_leaves_the_maps_behind(folder: Path, samples: Samples) -> None:
-    dataset = open_dataset(folder)
-    size = len(pickle.dumps(dataset))
-    dataset.take(np.arange(COUNT))
-    assert len(pickle.dumps(dataset)) == size
-    assert pickle.loads(pickle.dumps(dataset)).take(np.arange(COUNT)).digest() == samples.digest()
-
-
-def test_few_shards_are_open_at_a_time(folder: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5, "_MAX_OPEN_SHARDS", 2)
-    dataset = open_dataset(folder)
-    for _ in range(2):
-        assert dataset.take(np.arange(COUNT)).digest() == samples.digest()
-        assert len(dataset._open_shards) == 2
-    dataset.close()
-    assert len(dataset._open_shards) == 0
-    assert dataset.take(np.arange(COUNT)).digest() == samples.digest()
-
-
-def test_the_vocabulary_is_checked(folder: Path) -> None:
-    dataset = open_dataset(folder)
-    dataset.check_vocabulary(Vocabulary(SPECIAL_TOKENS, md5=INFO.vocabulary_md5, sha256=INFO.vocabulary_sha256))
-    with pytest.raises(ValueError, match="use that vocabulary"):
-        dataset.check_vocabulary(Vocabulary(SPECIAL_TOKENS, md5="3" * 32, sha256="3" * 64))
-
-
-def test_a_missing_shard_is_named(folder: Path) -> None:
-    (folder / "part_00002_of_00004.hdf5").unlink()
-    dataset = open_dataset(folder)
-    dataset.take(np.array([0]))
-    with pytest.raises(ValueError, match=r"part_00002_of_00004\.hdf5: No such file"):
-        dataset.take(np.arange(COUNT))
-
-
-def test_swapped_shards_are_noticed(folder: Path) -> None:
-    first, second = folder / "part_00000_of_00004.hdf5", folder / "part_00001_of_00004.hdf5"
-    content = first.read_bytes()
-    first.write_bytes(second.read_bytes())
-    second.write_bytes(content)
-    with pytest.raises(ValueError, match=r"part_00000_of_00004\.hdf5: not the shard that manifest\.json lists"):
-        open_dataset(folder).take(np.array([0]))
-
-
-def edit(*path: Any, value: Any) -> Callable[[Any], None]:
-    def change(manifest: Any) -> None:
-        for key in path[:-1]:
-            manifest = manifest[key]
-        manifest[path[-1]] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        edit("schema_version", value=99),
-        edit("format", value="other"),
-        edit("shards", value=None),
-        edit("shards", 0, value=[]),
-        edit("shards", 0, "name", value="../part_00000_of_00004.hdf5"),
-        edit("shards", 0, "name", value="/etc/hostname"),
-        edit("shards", 0, "name", value=5),
-        edit("shards", 0, "samples", value=-1),
-        edit("shards", 0, "samples", value="6"),
-        edit("shards", 0, "unknown", value=1),
-        edit("shards", 0, "samples", value=1 << 60),
-        edit("shards", 0, "samples", value=7),
-        edit("info", value={}),
-        edit("info", "vocab_size", value=0),
-        edit("info", "vocab_size", value="100"),
-        edit("info", "options", value=3),
-        edit("lengths_sha256", value="0" * 64),
-    ],
-)
-def test_a_changed_manifest_is_refused(folder: Path, change: Callable[[Any], None]) -> None:
-    path = folder / "manifest.json"
-    manifest = json.loads(path.read_text())
-    change(manifest)
-    path.write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=str(folder)):
-        open_dataset(folder)
-
-
-@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff", b"null"])
-def test_a_damaged_manifest_is_refused(folder: Path, content: bytes) -> None:
-    (folder / "manifest.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"manifest\.json"):
-        open_dataset(folder)
-
-
-def test_an_oversized_manifest_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hdf5, "_MAX_MANIFEST_BYTES", 100)
-    with pytest.raises(ValueError, match="expected at most 100"):
-        open_dataset(folder)
-
-
-@pytest.mark.parametrize("content", [b"", b"text", b"\0" * 100_000])
-def test_a_damaged_length_index_is_refused(folder: Path, content: bytes) -> None:
-    (folder / "lengths.npy").write_bytes(content)
-    with pytest.raises(ValueError, match=r"lengths\.npy"):
-        open_dataset(folder)
-
-
-def test_a_length_index_that_pickles_is_refused(folder: Path, tmp_path: Path) -> None:
-    np.save(tmp_path / "evil.npy", np.array([{}], dtype=object), allow_pickle=True)
-    content = (tmp_path / "evil.npy").read_bytes()
-    (folder / "lengths.npy").write_bytes(content)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["lengths_sha256"] = hashlib.sha256(content).hexdigest()
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match=r"lengths\.npy"):
-        open_dataset(folder)
-
-
-def test_verify_compares_the_length_index_with_the_shards(folder: Path, samples: Samples) -> None:
-    dataset = open_dataset(folder)
-    hdf5.write_metadata(folder, list(dataset.shards), samples.lengths[::-1], samples.masked_counts, INFO)
-    with pytest.raises(ValueError, match=r"lengths of part_00000_of_00004\.hdf5 differ"):
-        open_dataset(folder).verify()
-
-
-def test_a_data_set_appears_whole_or_not_at_all(
-    tmp_path: Path, samples: Samples, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr(hdf5, "write_metadata", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_dataset(tmp_path / "data", samples, shards=2, info=INFO)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("shards", [0, COUNT + 1])
-def test_the_number_of_shards_is_checked(tmp_path: Path, samples: Samples, shards: int) -> None:
-    with pytest.raises(ValueError, match="shards is"):
-        write_dataset(tmp_path / "data", samples, shards=shards, info=INFO)
-
-
-def test_nothing_is_overwritten(folder: Path, samples: Samples, tmp_path: Path) -> None:
-    for target in (folder, folder / "manifest.json"):
-        with pytest.raises(ValueError, match="is there already"):
-            write_dataset(target, samples, shards=1, info=INFO)
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    write_dataset(empty, samples, shards=1, info=INFO)
-    assert len(open_dataset(empty)) == COUNT
 
 
 @pytest.fixture(autouse=True)

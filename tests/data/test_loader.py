@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataloading.hdf5 import open_dataset
+from dataloading.dataset import open_dataset
 from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader
 from dataloading.sampler import MicroBatch, Plan
 from dataloading.samples import Samples

@@ -44,9 +44,9 @@ def test_every_array_counts_in_the_digest(field: str) -> None:
     assert dataclasses.replace(samples, **{field: changed}).digest() != samples.digest()
 
 
-def test_row_digests_are_equal_for_equal_rows_only() -> None:
+def test_sample_digests_are_equal_for_equal_rows_only() -> None:
     samples = make_samples(7)
-    digests = concatenate([samples, samples.take(np.array([6, 2]))]).row_digests()
+    digests = concatenate([samples, samples.take(np.array([6, 2]))]).sample_digests()
     assert digests.shape == (9,)
     assert len(np.unique(digests)) == 7
     assert digests[7] == digests[6]
@@ -56,10 +56,10 @@ def test_row_digests_are_equal_for_equal_rows_only() -> None:
 @pytest.mark.parametrize(
     "field", ["input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels"]
 )
-def test_every_array_counts_in_a_row_digest(field: str) -> None:
+def test_every_array_counts_in_the_sample_digests(field: str) -> None:
     samples = make_samples(3)
     assert samples.masked_counts[0] > 0
     changed = getattr(samples, field).copy()
     changed[0] ^= 1
-    differs = dataclasses.replace(samples, **{field: changed}).row_digests() != samples.row_digests()
+    differs = dataclasses.replace(samples, **{field: changed}).sample_digests() != samples.sample_digests()
     assert differs.tolist() == [True, False, False]

@@ -1,18 +1,30 @@
 """Saved weights come back, and a file that does not fit is refused with one clear line."""
 
+import json
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+import transformers
+from safetensors.torch import load_file, save, save_file
 
-from bert.checkpoint import copy_weights, load_weights, save_weights
+from bert import convert as convert_module
+from bert.checkpoint import copy_weights, load_weights, save_weights, to_hugging_face
 from bert.config import ModelConfig
+from bert.convert import convert, open_source
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters
+from dataloading.loader import batch_of
+from dataloading.synthetic import synthetic_samples
+from tests.unit.tf_bundles import make
 
 CONFIG = ModelConfig(2, 8, 2, 16, 30, 12)
+BUNDLES = Path(make.__file__).parent
 
 
 def random_model(seed: int, config: ModelConfig = CONFIG) -> BertForPreTraining:
@@ -145,3 +157,188 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(saved: Path, monkey
         save_weights(random_model(2), saved)
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]
+
+
+def test_the_bytes_are_those_of_the_safetensors_library(tmp_path: Path):
+    model, path = random_model(0), tmp_path / "weights.safetensors"
+    save_weights(model, path, {"recipe": "kl\u00e9in"})
+    assert path.read_bytes() == save(model.state_dict(), {"recipe": "kl\u00e9in"})
+
+
+# --- other formats --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def theirs(saved: Path, tmp_path: Path) -> Path:
+    """A Hugging Face folder with the weights of ``saved``."""
+    convert(saved, "hugging-face", tmp_path / "theirs", 2)
+    return tmp_path / "theirs"
+
+
+def from_pretrained(folder: Path) -> Any:
+    load: Any = transformers.BertForPreTraining.from_pretrained
+    model, report = load(folder, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", ["tf1", "tf2"])
+def test_tensorflow_to_us_and_to_hugging_face_give_one_model(tmp_path: Path, name: str):
+    """Both forms compute the same logits from the converted weights."""
+    convert(BUNDLES / name, "safetensors", tmp_path / "ours.safetensors", 2)
+    convert(BUNDLES / name, "hugging-face", tmp_path / "theirs", 2)
+    ours, theirs = BertForPreTraining(CONFIG).eval(), from_pretrained(tmp_path / "theirs")
+    load_weights(ours, tmp_path / "ours.safetensors")
+    samples = synthetic_samples(np.array([12, 5, 9]), CONFIG.vocab_size, seed=4)
+    batch = batch_of(samples)
+    with torch.no_grad():
+        cls_SD, masked_MD = ours.head_inputs(batch)
+        got_MV, got_S2 = ours.masked_lm_logits(masked_MD), ours.next_sentence_logits(cls_SD)
+        for sample in range(len(samples)):
+            tokens = slice(int(batch.cu_seqlens[sample]), int(batch.cu_seqlens[sample + 1]))
+            expected = theirs(
+                batch.input_ids[None, tokens].long(), token_type_ids=batch.segment_ids[None, tokens].long()
+            )
+            torch.testing.assert_close(got_S2[sample], expected.seq_relationship_logits[0], rtol=1e-5, atol=1e-5)
+            mine = (batch.masked_lm_positions >= tokens.start) & (batch.masked_lm_positions < tokens.stop)
+            rows = expected.prediction_logits[0, batch.masked_lm_positions[mine] - tokens.start]
+            torch.testing.assert_close(got_MV[mine], rows, rtol=1e-5, atol=1e-5)
+
+
+def test_round_trip_through_hugging_face(saved: Path, theirs: Path, tmp_path: Path):
+    state = from_pretrained(theirs).state_dict()
+    for name, tensor in to_hugging_face(load_file(saved)).items():
+        assert torch.equal(state[name], tensor), name
+    for source, out in ((theirs, "a.safetensors"), (theirs / "model.safetensors", "b.safetensors")):
+        convert(source, "safetensors", tmp_path / out)
+        model = random_model(1)
+        load_weights(model, tmp_path / out)
+        assert equal(model, random_model(0))
+    assert open_source(tmp_path / "a.safetensors").model == CONFIG
+
+
+def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
+    """Also with the decoder spelled out, in half precision, and with the names of older files."""
+    from_pretrained(theirs).save_pretrained(tmp_path / "again")
+    path = tmp_path / "again" / "model.safetensors"
+    tensors = to_hugging_face(load_file(theirs.parent / "weights.safetensors"))
+    renamed = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor.half()
+        for name, tensor in tensors.items()
+    }
+    renamed |= {name: tensor.clone() for name, tensor in renamed.items() if ".decoder." in name}
+    for index, content in enumerate((load_file(path), renamed)):
+        save_file(content, path)
+        out = tmp_path / f"{index}.safetensors"
+        convert(tmp_path / "again", "safetensors", out)
+        model = random_model(1)
+        load_weights(model, out)
+        for ours, expected in zip(model.state_dict().values(), random_model(0).state_dict().values(), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-3 * index, atol=1e-6 * index)
+
+
+def test_an_untied_decoder_is_refused(theirs: Path):
+    path = theirs / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"cls.predictions.decoder.weight": torch.ones(30, 8)}, path)
+    with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings"):
+        open_source(theirs)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("{", "does not state num_attention_heads"),
+        ("[" * 100_000, "does not state num_attention_heads"),
+        ("[]", "does not state num_attention_heads"),
+        ('{"num_attention_heads": 3}', "not a multiple of model.num_attention_heads 3"),
+        ('{"num_attention_heads": 0}', "0 heads"),
+        ('{"num_attention_heads": 2, "hidden_act": "relu"}', "the activation 'relu'"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: str):
+    (theirs / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=message):
+        open_source(theirs)
+
+
+@pytest.mark.parametrize("name", ["bert.pooler.dense.bias", "cls.seq_relationship.weight"])
+def test_a_hugging_face_file_without_a_head(theirs: Path, name: str):
+    path = theirs / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[name]
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=rf"model\.safetensors lacks {name}: expected BERT's encoder"):
+        open_source(path)
+
+
+def test_weights_that_are_no_numbers(theirs: Path, tmp_path: Path):
+    path = theirs / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"bert.pooler.dense.bias": torch.ones(8, dtype=torch.int32)}, path)
+    with pytest.raises(ValueError, match=r"pooler\.dense\.bias as torch\.int32: expected floating point"):
+        convert(path, "safetensors", tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("content", [b"PK\x03\x04" + bytes(99), b"\x80\x02" + bytes(99)], ids=["zip", "pickle"])
+def test_pickles_are_refused(tmp_path: Path, content: bytes):
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    for path in (tmp_path, tmp_path / "pytorch_model.bin"):
+        with pytest.raises(ValueError, match="a pickle file, which can run any code"):
+            open_source(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 8, bytes(100), b"\xff" * 7 + b"\x7f{}"])
+def test_a_source_of_no_kind(tmp_path: Path, content: bytes):
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match=r"file is (neither|not a whole safetensors file)"):
+        open_source(tmp_path / "file")
+
+
+@pytest.mark.parametrize("to", ["safetensors", "hugging-face"])
+@pytest.mark.parametrize("kind", ["file", "folder", "dangling link"])
+def test_nothing_is_overwritten(saved: Path, tmp_path: Path, to: Literal["safetensors", "hugging-face"], kind: str):
+    out = tmp_path / "out"
+    {"file": out.touch, "folder": out.mkdir, "dangling link": lambda: out.symlink_to("nowhere")}[kind]()
+    with pytest.raises(ValueError, match="exists already"):
+        convert(saved, to, out, 2)
+
+
+def test_the_command(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def run(*arguments: object) -> int:
+        monkeypatch.setattr(sys, "argv", ["convert", *map(str, arguments)])
+        return convert_module.main()
+
+    out = tmp_path / "new" / "weights.safetensors"
+    assert run(BUNDLES / "tf1", "--to", "safetensors", "--out", out, "--num-attention-heads", 2) == 0
+    printed = capsys.readouterr().out
+    for expected in (
+        "(TF1): 46 tensors, 1,776 parameters, 93 other",
+        "2 layers",
+        "30 vocabulary rows",
+    ):
+        assert expected in printed
+    assert run(BUNDLES / "tf2_encoder", "--to", "safetensors", "--out", tmp_path / "x") == 2
+    assert run(saved, "--to", "safetensors", "--out", saved / "below a file") == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 2
+    assert all(line.startswith("error: ") for line in errors)
+    header = json.loads(out.read_bytes()[8:].split(b"}}")[0] + b"}}")
+    assert header["__metadata__"]["source"] == "TensorFlow checkpoint (TF1)"
+    assert "sha256 of the index" in header["__metadata__"]["source_digest"]
+
+
+@pytest.mark.parametrize("ending", ["", ".index", ".data-00000-of-00001", ".meta"])
+def test_a_tensorflow_checkpoint_is_answered_with_the_command(tmp_path: Path, ending: str):
+    for path in BUNDLES.glob("tf1.*"):
+        shutil.copy(path, tmp_path)
+    with pytest.raises(
+        ValueError, match=rf"is a TensorFlow checkpoint: .*bert\.convert {tmp_path}/tf1 --to safetensors"
+    ):
+        load_weights(random_model(0), tmp_path / f"tf1{ending}")
+
+
+def test_hugging_face_weights_are_answered_with_the_command(theirs: Path):
+    for path in (theirs, theirs / "model.safetensors"):
+        with pytest.raises(ValueError, match=rf"bert\.convert {path} --to safetensors"):
+            load_weights(random_model(0), path)

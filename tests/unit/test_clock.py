@@ -12,7 +12,8 @@ PRELUDE = """
 import sys
 from pathlib import Path
 from bert.clock import DataGuard, DataTouchedEarlyError
-from dataloading.hdf5 import open_dataset, open_shard
+from dataloading.dataset import open_dataset
+from dataloading.formats import open_shard
 folder = Path(sys.argv[1])
 guard = DataGuard([folder])
 """

@@ -12,7 +12,7 @@ from bert.metrics import Stopwatch
 from bert.parallel.mesh import Mesh, join_mesh
 from bert.recipes import tiny_cpu
 from bert.step import TrainingStep, build_model
-from dataloading.hdf5 import open_dataset
+from dataloading.dataset import open_dataset
 from dataloading.loader import batch_of
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 

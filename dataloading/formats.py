@@ -1,0 +1,61 @@
+"""Every layout that samples come in, recognised by a file's content."""
+
+from collections.abc import Callable
+from mmap import mmap
+from pathlib import Path
+
+import h5py
+
+from dataloading.hdf5 import open_native
+from dataloading.layouts import RaggedShard, open_fixed, unknown_info
+from dataloading.shard import REMEDY, FlatShard, Shard, map_file
+
+_SIGNATURE = b"\x89HDF\r\n\x1a\n"
+
+
+def open_shard(path: Path) -> Shard:
+    """Opens a file of samples for reading, whatever its layout; checks its structure.
+
+    What can be read in place is not read before it is asked for; compressed files and TFRecord are unpacked into memory.
+
+    Recognised are the native layout, the fixed, varlength and packed HDF5 layouts in circulation, and TFRecord files of the
+    reference script.
+
+    Raises:
+        ValueError: missing, truncated, of no known layout, or inconsistent.
+    """
+    content = map_file(path)
+    if content[: len(_SIGNATURE)] == _SIGNATURE:
+        return _open_hdf5(path, content)
+    # Numba comes with it, which takes half a second that HDF5 files need not spend.
+    from dataloading.tfrecord import TFRecordFile, is_tfrecord
+
+    if is_tfrecord(content[:16]):
+        with TFRecordFile(path) as file:
+            info = unknown_info(file.max_seq_length, file.max_predictions_per_seq)
+            return FlatShard(path, info, "tfrecord", file.read(0, len(file)))
+    raise ValueError(f"{path}: not an HDF5 or TFRecord file, or its beginning is lost; {REMEDY}")
+
+
+def _open_hdf5(path: Path, content: mmap) -> Shard:
+    try:
+        with h5py.File(path, "r") as file:
+            return _reader(file)(path, file, content)
+    except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError, MemoryError) as error:
+        complaint = str(error)
+        if complaint.startswith(str(path)):
+            raise ValueError(complaint) from None
+        raise ValueError(f"{path}: damaged or of another kind ({complaint}); {REMEDY}") from None
+
+
+def _reader(file: h5py.File) -> Callable[[Path, h5py.File, mmap], Shard]:
+    """The reader for an HDF5 file, told by the names and types of its datasets."""
+    if "format" in file.attrs or "sequence_offsets" in file:
+        return open_native
+    input_ids = file.get("input_ids")
+    if isinstance(input_ids, h5py.Dataset) and input_ids.ndim == 2:
+        return open_fixed
+    if isinstance(input_ids, h5py.Dataset) and h5py.check_vlen_dtype(input_ids.dtype) is not None:
+        return RaggedShard
+    names = ", ".join(sorted(file)) or "nothing"
+    raise ValueError(f"of no known layout: it holds {names[:200]}")

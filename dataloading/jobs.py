@@ -1,0 +1,119 @@
+"""Work that can be stopped and taken up again, in several processes."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from dataloading.files import read_bounded, write_atomically
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+_MAX_DESCRIPTION_BYTES = 64 << 20
+_UNFINISHED = ".*.partial"
+_REMEDY = "delete the folder and begin again"
+
+
+@contextmanager
+def begun(
+    folder: Path, name: str, description: Mapping[str, object], *, finished: str, alone: bool = True
+) -> Iterator[None]:
+    """``folder`` with the file ``name`` that describes what is made there, for as long as the work takes and after.
+
+    Leftovers of a process that was killed are removed. When the work fails before there is a file that matches ``finished``,
+    all is as it was before. ``alone`` is False when others may work in the same folder on the same job.
+
+    Raises:
+        ValueError: the folder holds something else, or the same job was begun with other settings.
+    """
+    path = folder / name
+    there, new = folder.exists(), not path.exists()
+    # Another process may be writing the same description at this moment, under a hidden name.
+    if new and there and (not folder.is_dir() or any(not entry.match(_UNFINISHED) for entry in folder.iterdir())):
+        raise ValueError(f"{folder} is there already; name a folder that does not exist or is empty")
+    if new:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(description, indent=1).encode())
+    _check_same(path, description)
+    for leftover in folder.rglob(_UNFINISHED) if alone else ():
+        leftover.unlink()
+    try:
+        yield
+    except BaseException:
+        if alone and new and not any(folder.glob(finished)):
+            path.unlink(missing_ok=True)
+            if not there:
+                shutil.rmtree(folder)
+        raise
+
+
+def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
+    """What ``make`` returns for each task, as they finish, in at most ``jobs`` processes; in this one if that is one.
+
+    Processes are forked, so that what is loaded or compiled here is there already. An error ends all.
+
+    Raises:
+        ValueError: ``jobs`` is below 1, or a process was killed.
+    """
+    if jobs < 1:
+        raise ValueError(f"jobs is {jobs}; expected at least 1")
+    if min(jobs, len(tasks)) <= 1:
+        yield from map(make, tasks)
+        return
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=_end_with_parent) as pool:
+        futures = [pool.submit(make, task) for task in tasks]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BrokenProcessPool:
+            raise ValueError(
+                "a process was killed, for want of memory perhaps; run the same command again to go on, with fewer --jobs"
+            ) from None
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _end_with_parent() -> None:
+    """Lets this process end when its parent was killed; it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _check_same(path: Path, description: Mapping[str, object]) -> None:
+    """ValueError unless the job begun in a folder is this one."""
+    try:
+        there = json.loads(read_bounded(path, _MAX_DESCRIPTION_BYTES, _REMEDY))
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); {_REMEDY}") from None
+    wanted = json.loads(json.dumps(description))
+    if there == wanted:
+        return
+    found, expected = _settings(there), _settings(wanted)
+    names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    raise ValueError(
+        f"{path.parent}: begun with other settings ({', '.join(names)}); give the same ones, or name another --out"
+    )
+
+
+def _settings(description: object) -> dict[str, object]:
+    """The settings in a description by their own names, however deep they stand."""
+    settings: dict[str, object] = {}
+    for name, value in description.items() if isinstance(description, dict) else ():
+        settings |= _settings(value) if isinstance(value, dict) else {name: value}
+    return settings
