@@ -3,6 +3,18 @@
 import numpy as np
 
 from dataloading.samples import Samples
+from dataloading.shard import DatasetInfo
+
+INFO = DatasetInfo(
+    vocab_size=100,
+    max_seq_length=20,
+    max_predictions_per_seq=4,
+    vocabulary_md5="0" * 32,
+    vocabulary_sha256="1" * 64,
+    options={"random_seed": 12345, "masked_lm_prob": 0.15, "do_lower_case": True},
+    sources={"text.txt": "2" * 64},
+)
+"""What may be said of `make_samples`."""
 
 
 def make_samples(count: int, seed: int = 0) -> Samples:

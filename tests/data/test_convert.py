@@ -1,5 +1,6 @@
 """Conversions between layouts, and data sets made of shards from elsewhere."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from dataloading.shard import DatasetInfo
 from dataloading.shuffle import multiset_digest, shuffle
 from dataloading.synthetic import synthetic_samples
 from dataloading.tokenization import Vocabulary
+from tests.conftest import REPOSITORY
+from tests.data.tfrecord.edge_samples import edge_samples
 
 LAYOUTS: tuple[Layout, ...] = ("native", "fixed", "varlength", "packed")
 COUNT = 700
@@ -182,3 +185,15 @@ def test_a_wrong_shard_is_not_converted(source: Dataset, tmp_path: Path) -> None
     path.write_bytes(content)
     with pytest.raises(ValueError, match=path.name):
         convert(open_dataset(copied.folder), tmp_path / "data", "fixed")
+
+
+def test_the_references_own_output_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "records"
+    folder.mkdir()
+    shutil.copy(Path(__file__).parent / "tfrecord" / "edge_64.tfrecord", folder / "part-00000-of-00001")
+    vocab = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+    assert run(monkeypatch, "convert", folder, "--to", "native", "--out", tmp_path / "data", "--vocab", vocab) == 0
+    dataset = open_dataset(tmp_path / "data")
+    expected = edge_samples()
+    assert dataset.take(np.arange(len(expected))).digest() == expected.digest()
+    assert (dataset.info.max_seq_length, dataset.info.max_predictions_per_seq) == (64, 10)

@@ -178,6 +178,46 @@ def test_a_mistake_gets_one_line_and_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_from_wikiextractors_files_to_an_evaluation_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocab = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+    texts = tmp_path / "text"
+    settings = ["--sentences", "plain", "--part-bytes", 20_000]
+    inputs = Path(__file__).parent / "wikipedia" / "text"
+    assert run(monkeypatch, "extract", inputs, "--out", texts, *settings) == 2
+    error = capsys.readouterr().err
+    assert "are to be held out; use fewer evaluation_articles" in error
+    assert error.count("\n") == 1
+    assert not texts.exists()
+    assert run(monkeypatch, "extract", inputs, "--out", texts, "--evaluation-articles", 9, *settings, "--jobs", 2) == 0
+    printed = capsys.readouterr().out
+    parts = sorted(texts.glob("part-*"))
+    assert f"in {len(parts)} part(s), 9 held out in eval.txt" in printed
+    assert run(monkeypatch, "prepare", "--text", *parts, "--vocab", vocab, "--out", tmp_path / "train") == 0
+    assert run(monkeypatch, "prepare", "--text", texts / "eval.txt", "--vocab", vocab, "--out", tmp_path / "all") == 0
+    assert run(monkeypatch, "pick-evaluation", tmp_path / "all", "--out", tmp_path / "eval", "--samples", 20) == 0
+    assert run(monkeypatch, "verify", tmp_path / "train") == 0
+    assert len(open_dataset(tmp_path / "eval")) == 20
+
+
+def test_a_part_can_be_verified_and_parts_are_merged(
+    tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = tmp_path / "more.txt"
+    more.write_text("w1 w2 w3\nw4 w5\n")
+    for part in (1, 2):
+        base = ["prepare", "--text", text, more, "--vocab", vocab, *FLAGS]
+        assert run(monkeypatch, *base, "--out", tmp_path / str(part), "--part", f"{part}/2") == 0
+        assert f"part {part}/2: join the parts by merge" in capsys.readouterr().out
+    assert run(monkeypatch, "verify", tmp_path / "2") == 0
+    assert "part 2/2 of a data set" in capsys.readouterr().out
+    assert run(monkeypatch, "merge", tmp_path / "1", "--out", tmp_path / "out") == 2
+    assert "part 2/2 is missing" in capsys.readouterr().err
+    assert run(monkeypatch, "merge", tmp_path / "2", tmp_path / "1", "--out", tmp_path / "out") == 0
+    assert run(monkeypatch, "verify", tmp_path / "out") == 0
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

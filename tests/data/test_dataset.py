@@ -18,20 +18,10 @@ from hypothesis import strategies as st
 from dataloading import dataset as dataset_module
 from dataloading.dataset import Dataset, open_dataset, write_dataset
 from dataloading.samples import Samples
-from dataloading.shard import DatasetInfo
 from dataloading.tokenization import Vocabulary
-from tests.data.made_up_samples import make_samples
+from tests.data.made_up_samples import INFO, make_samples
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-INFO = DatasetInfo(
-    vocab_size=100,
-    max_seq_length=20,
-    max_predictions_per_seq=4,
-    vocabulary_md5="0" * 32,
-    vocabulary_sha256="1" * 64,
-    options={"random_seed": 12345, "masked_lm_prob": 0.15, "do_lower_case": True},
-    sources={"text.txt": "2" * 64},
-)
 COUNT = 23
 
 opened: list[str] = []

@@ -15,18 +15,8 @@ from dataloading import hdf5
 from dataloading.formats import open_shard
 from dataloading.hdf5 import write_shard
 from dataloading.samples import Samples
-from dataloading.shard import DatasetInfo
-from tests.data.made_up_samples import make_samples
+from tests.data.made_up_samples import INFO, make_samples
 
-INFO = DatasetInfo(
-    vocab_size=100,
-    max_seq_length=20,
-    max_predictions_per_seq=4,
-    vocabulary_md5="0" * 32,
-    vocabulary_sha256="1" * 64,
-    options={"random_seed": 12345, "masked_lm_prob": 0.15, "do_lower_case": True},
-    sources={"text.txt": "2" * 64},
-)
 COUNT = 23
 
 opened: list[str] = []

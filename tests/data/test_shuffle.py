@@ -13,21 +13,11 @@ import pytest
 from dataloading import shuffle as shuffle_module
 from dataloading.dataset import Dataset, open_dataset, write_dataset
 from dataloading.samples import Samples
-from dataloading.shard import DatasetInfo
 from dataloading.shuffle import multiset_digest, shuffle
 from dataloading.synthetic import synthetic_samples
-from tests.data.made_up_samples import make_samples
+from tests.data.made_up_samples import INFO, make_samples
 
 REPOSITORY = Path(__file__).parents[2]
-INFO = DatasetInfo(
-    vocab_size=100,
-    max_seq_length=20,
-    max_predictions_per_seq=80,
-    vocabulary_md5="0" * 32,
-    vocabulary_sha256="1" * 64,
-    options={},
-    sources={"text.txt": "2" * 64},
-)
 COUNT = 1000
 
 
@@ -208,7 +198,12 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     for factor in (1, 4):
         folder = tmp_path / str(factor)
         samples = synthetic_samples(np.tile(lengths, factor), 30522)
-        write_dataset(folder, samples, shards=10 * factor, info=replace(INFO, vocab_size=30522, max_seq_length=512))
+        write_dataset(
+            folder,
+            samples,
+            shards=10 * factor,
+            info=replace(INFO, vocab_size=30522, max_seq_length=512, max_predictions_per_seq=80),
+        )
         done = subprocess.run(
             [sys.executable, "-c", _MEASURED, str(folder), str(tmp_path / f"out{factor}"), str(10 * factor)],
             cwd=REPOSITORY,
