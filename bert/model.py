@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from bert.config import ModelConfig
 from kernels import (
+    Dropout,
     cross_entropy_sum,
     dense_gelu,
     dropout_add_layer_norm,
@@ -46,6 +47,34 @@ class PretrainingOutput:
         steps to those of one mean, however the samples are dealt. What is trained on is their sum.
         """
         return self.masked_lm_loss / max(1, batch.global_masked), self.next_sentence_loss / batch.global_sequences
+
+
+@dataclass(frozen=True)
+class DropoutSites:
+    """The dropout of each call site of one forward pass, each with a stream of its own."""
+
+    config: ModelConfig
+    state: Tensor | None
+    """int64 [2] seed and step, or None outside training."""
+
+    def embeddings(self) -> Dropout | None:
+        """After the norm of the embeddings."""
+        return self._at(self.config.hidden_dropout, 0)
+
+    def attention(self, layer: int) -> Dropout | None:
+        """On a layer's attention probabilities."""
+        return self._at(self.config.attention_dropout, 3 * layer + 1)
+
+    def after_attention(self, layer: int) -> Dropout | None:
+        """On what a layer's attention adds to the residual."""
+        return self._at(self.config.hidden_dropout, 3 * layer + 2)
+
+    def after_feed_forward(self, layer: int) -> Dropout | None:
+        """On what a layer's feed-forward half adds to the residual."""
+        return self._at(self.config.hidden_dropout, 3 * layer + 3)
+
+    def _at(self, p: float, stream: int) -> Dropout | None:
+        return None if self.state is None or p == 0 else Dropout(p, self.state, stream)
 
 
 class LayerNorm(nn.Module):
@@ -81,7 +110,7 @@ class Embeddings(nn.Module):
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
         self.norm = LayerNorm(config.hidden_size)
 
-    def forward(self, batch: "Batch") -> Tensor:
+    def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """[T, D]."""
         return embedding_layer_norm(
             batch.input_ids,
@@ -93,16 +122,17 @@ class Embeddings(nn.Module):
             self.norm.weight,
             self.norm.bias,
             self.config.layer_norm_eps,
-            self.config.hidden_dropout if self.training else 0.0,
+            sites.embeddings(),
         )
 
 
 class EncoderLayer(nn.Module):
     """Attention and feed-forward halves, each followed by dropout, residual and norm."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, index: int) -> None:
         super().__init__()
         self.config = config
+        self.index = index
         hidden, intermediate = config.hidden_size, config.intermediate_size
         self.query_key_value = Dense(hidden, 3 * hidden)
         self.attention_output = Dense(hidden, hidden)
@@ -111,12 +141,22 @@ class EncoderLayer(nn.Module):
         self.output = Dense(intermediate, hidden)
         self.output_norm = LayerNorm(hidden)
 
-    def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
         """[T, D] for all tokens."""
         query, key, value = self.query_key_value(hidden_TD).unflatten(-1, (3, *self._heads)).unbind(1)
-        return self._after_attention(self._attend(query, key, value, cu_seqlens, cu_seqlens), hidden_TD)
+        dropout = sites.attention(self.index)
+        context_THE = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
+        return self._after_attention(context_THE.flatten(1), hidden_TD, sites)
 
-    def forward_rows(self, hidden_TD: Tensor, cu_seqlens: Tensor, rows_Q: Tensor, cu_seqlens_q: Tensor) -> Tensor:
+    def forward_rows(
+        self,
+        hidden_TD: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        sites: DropoutSites,
+        rows_Q: Tensor,
+        cu_seqlens_q: Tensor,
+    ) -> Tensor:
         """[Q, D] for the chosen rows only: keys and values of all tokens, everything else of ``rows_Q``.
 
         Exact, because nothing after the last attention mixes tokens.
@@ -126,41 +166,51 @@ class EncoderLayer(nn.Module):
         key, value = F.linear(hidden_TD, weight[hidden:], bias[hidden:]).unflatten(-1, (2, *self._heads)).unbind(1)
         chosen_QD = hidden_TD.index_select(0, rows_Q)
         query = F.linear(chosen_QD, weight[:hidden], bias[:hidden]).unflatten(-1, self._heads)
-        return self._after_attention(self._attend(query, key, value, cu_seqlens_q, cu_seqlens), chosen_QD)
+        dropout = sites.attention(self.index)
+        context_QHE = varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens, max_seqlen, dropout)
+        return self._after_attention(context_QHE.flatten(1), chosen_QD, sites)
 
     @property
     def _heads(self) -> tuple[int, int]:
         return self.config.num_attention_heads, self.config.hidden_size // self.config.num_attention_heads
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-        dropout = self.config.attention_dropout if self.training else 0.0
-        return varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens_k, dropout).flatten(1)
-
-    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor) -> Tensor:
-        eps, dropout = self.config.layer_norm_eps, self.config.hidden_dropout if self.training else 0.0
-        norm = self.attention_norm
-        attended_TD = dropout_add_layer_norm(
-            self.attention_output(context_TD), residual_TD, norm.weight, norm.bias, eps, dropout
+    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
+        attended_TD = self._added(
+            context_TD, self.attention_output, residual_TD, self.attention_norm, sites.after_attention(self.index)
         )
         wide_TF = dense_gelu(attended_TD, self.intermediate.weight, self.intermediate.bias)
-        norm = self.output_norm
-        return dropout_add_layer_norm(self.output(wide_TF), attended_TD, norm.weight, norm.bias, eps, dropout)
+        return self._added(wide_TF, self.output, attended_TD, self.output_norm, sites.after_feed_forward(self.index))
+
+    def _added(self, x: Tensor, dense: Dense, residual_TD: Tensor, norm: LayerNorm, dropout: Dropout | None) -> Tensor:
+        """[T, D] the dense layer of ``x``, dropped out, added to the residual, normalized."""
+        projected_TD = F.linear(x, dense.weight)
+        return dropout_add_layer_norm(
+            projected_TD, dense.bias, residual_TD, norm.weight, norm.bias, self.config.layer_norm_eps, dropout
+        )
 
 
 class BertForPreTraining(nn.Module):
     """The whole model; BERT-Large and the small default differ in ``ModelConfig`` only."""
+
+    dropout_state: Tensor
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
         hidden = config.hidden_size
         self.embeddings = Embeddings(config)
-        self.layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(EncoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.pooler = Dense(hidden, hidden)
         self.next_sentence = Dense(hidden, 2)
         self.transform = Dense(hidden, hidden)
         self.transform_norm = LayerNorm(hidden)
         self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), persistent=False)
+
+    @torch.no_grad()
+    def seed_dropout(self, seed: int) -> None:
+        """Starts dropout anew from ``seed``, for implementations that draw by the generator of ``kernels.Dropout``."""
+        self.dropout_state.copy_(torch.tensor([seed, 0]))
 
     def forward(self, batch: "Batch") -> PretrainingOutput:
         """Both losses of a micro-batch, as sums."""
@@ -177,24 +227,34 @@ class BertForPreTraining(nn.Module):
 
         The last layer is computed for these rows alone.
         """
-        hidden_TD = self.embeddings(batch)
+        sites = self._next_sites()
+        hidden_TD = _in_compute_dtype(self.embeddings(batch, sites))
         for layer in self.layers[:-1]:
-            hidden_TD = layer(hidden_TD, batch.cu_seqlens)
+            hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
         cls_S = batch.cu_seqlens[:-1].long()
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
-        output_QD = last.forward_rows(hidden_TD, batch.cu_seqlens, rows_Q, cu_seqlens_q)
+        output_QD = last.forward_rows(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites, rows_Q, cu_seqlens_q)
         heads_QD = output_QD.index_select(0, order_Q.argsort())
         return heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
 
     def encode(self, batch: "Batch") -> Tensor:
         """The encoder's output for every token, [T, D]."""
-        hidden_TD = self.embeddings(batch)
+        sites = self._next_sites()
+        hidden_TD = _in_compute_dtype(self.embeddings(batch, sites))
         for layer in self.layers:
-            hidden_TD = layer(hidden_TD, batch.cu_seqlens)
+            hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
         return hidden_TD
+
+    def _next_sites(self) -> DropoutSites:
+        """The dropout of the next forward pass; in training each has a step of its own."""
+        if not self.training:
+            return DropoutSites(self.config, None)
+        self.dropout_state[1] += 1
+        # A copy: the backward pass must find the step that the forward pass had.
+        return DropoutSites(self.config, self.dropout_state.clone())
 
     def masked_lm_logits(self, masked_MD: Tensor) -> Tensor:
         """[M, V] from the encoder's output at the masked tokens."""
@@ -208,6 +268,12 @@ class BertForPreTraining(nn.Module):
         wide_MD = dense_gelu(masked_MD, self.transform.weight, self.transform.bias)
         norm = self.transform_norm
         return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
+
+
+def _in_compute_dtype(hidden_TD: Tensor) -> Tensor:
+    """The residual stream in the precision of the matrix products: ops that are no matrix product keep what they get."""
+    device = hidden_TD.device.type
+    return hidden_TD.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden_TD
 
 
 @torch.no_grad()

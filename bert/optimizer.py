@@ -68,25 +68,42 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     return config.base_learning_rate * max(0.0, 1 - step / config.learning_rate_training_steps)
 
 
+def learning_rate_tensor(config: OptimizerConfig, step: Tensor) -> Tensor:
+    """``learning_rate`` of the step that a counter, int64 [], has reached: fp32 [] on its device, which is not read."""
+    steps = step.double()
+    since_start = steps - config.start_warmup_step
+    warm_up = config.base_learning_rate * since_start / max(1, config.num_warmup_steps)
+    decay = config.base_learning_rate * (1 - steps / config.learning_rate_training_steps).clamp(min=0)
+    return torch.where(since_start < config.num_warmup_steps, warm_up, decay).float()
+
+
 class Lamb:
-    """The optimizer: flat parameters, their moments and the step count."""
+    """The optimizer: flat parameters, their moments and the step count, all on the device.
+
+    No number that the host hands over changes from one step to the next, so that a captured step can be replayed.
+    """
+
+    steps: Tensor
+    """int64 [], the steps taken."""
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig) -> None:
         self.flat = flat
         self.config = config
         self.state = LambState.zeros_like(flat.weights_P)
-        self.steps = 0
+        self.steps = torch.zeros((), dtype=torch.int64, device=flat.weights_P.device)
 
     @torch.no_grad()
     def step(self) -> Tensor:
         """Apply the gradients and set them to zero; returns their global norm before clipping, [] on the device."""
+        rate = learning_rate_tensor(self.config, self.steps)
+        self.steps += 1
         norm = lamb_step(
             self.flat.weights_P,
             self.flat.gradients_P,
             self.state,
             self.flat.segments,
-            step=self.steps + 1,
-            learning_rate=learning_rate(self.config, self.steps),
+            step=self.steps,
+            learning_rate=rate,
             beta_1=self.config.beta_1,
             beta_2=self.config.beta_2,
             epsilon=self.config.epsilon,
@@ -94,7 +111,6 @@ class Lamb:
             max_grad_norm=self.config.max_grad_norm,
         )
         self.flat.gradients_P.zero_()
-        self.steps += 1
         return norm
 
     @torch.no_grad()
@@ -103,4 +119,4 @@ class Lamb:
         self.state.momentum_P.zero_()
         self.state.variance_P.zero_()
         self.flat.gradients_P.zero_()
-        self.steps = 0
+        self.steps.zero_()

@@ -1,6 +1,7 @@
 """One training step: forward, loss, backward, reduction, update.
 
-Nothing here reads the device: losses and norms are summed where they are, and the host fetches them once an interval.
+Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
+fetches the sums once an interval.
 """
 
 from collections.abc import Sequence
@@ -23,20 +24,19 @@ class Statistics:
     NAMES = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "tokens")
 
     def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(self.NAMES) + 1, dtype=torch.float64, device=device)
-        self._steps = 0
+        self._sums = torch.zeros(len(self.NAMES) + 2, dtype=torch.float64, device=device)
 
-    def add_micro_batch(self, masked_lm_loss: Tensor, next_sentence_loss: Tensor, tokens: int) -> None:
-        """Add a micro-batch's share of the global batch's mean losses, both [], and its tokens."""
+    def add_micro_batch(self, masked_lm_loss: Tensor, next_sentence_loss: Tensor, tokens: Tensor) -> None:
+        """Add a micro-batch's share of the global batch's mean losses and its tokens, all []."""
         self._sums[0] += masked_lm_loss.detach()
         self._sums[1] += next_sentence_loss.detach()
         self._sums[3] += tokens
 
     def add_step(self, gradient_norm: Tensor, main: bool) -> None:
-        """Count a step; the norm is the same on all ranks, so one of them adds it."""
+        """Count a step; the norm is the same on all ranks, so one of them adds it and counts."""
         if main:
             self._sums[2] += gradient_norm
-        self._steps += 1
+            self._sums[4] += 1
 
     def fetch(self, stop: bool = False) -> tuple[dict[str, float], bool]:
         """Means over the steps since the last fetch, over all ranks, and whether any rank asks to ``stop``.
@@ -44,10 +44,9 @@ class Statistics:
         The one place where the host waits for the device; every rank must call it after the same step.
         """
         self._sums[-1] = float(stop)
-        *sums, stopping = all_reduce_sum_(self._sums).tolist()
-        means = {name: total / max(1, self._steps) for name, total in zip(self.NAMES, sums, strict=True)}
+        *sums, steps, stopping = all_reduce_sum_(self._sums).tolist()
+        means = {name: total / max(1, steps) for name, total in zip(self.NAMES, sums, strict=True)}
         self._sums.zero_()
-        self._steps = 0
         return means, stopping > 0
 
 
@@ -79,15 +78,15 @@ class TrainingStep:
             output = self.model(batch)
         masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
         (masked_lm_loss + next_sentence_loss).backward()
-        self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.tokens)
+        self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
 
     def autocast(self) -> torch.autocast:
         """The context in which the model computes."""
         return torch.autocast(self._mesh.device.type, torch.bfloat16, enabled=self._low_precision)
 
     def warm_up(self, micro_batches: Sequence[Batch], steps: int) -> None:
-        """Run steps on synthetic batches, then restore weights, optimizer, statistics and random state."""
-        weights_P = self.flat.weights_P.clone()
+        """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states."""
+        weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
             for _ in range(steps):
@@ -96,6 +95,7 @@ class TrainingStep:
         self.optimizer.reset()
         with torch.no_grad():
             self.flat.weights_P.copy_(weights_P)
+            self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
 
 

@@ -181,6 +181,7 @@ def initialise(config: Config, inputs: Inputs, mesh: Mesh, seed: int, stopwatch:
     step = TrainingStep(model, config, mesh, stopwatch)
     broadcast_(step.flat.weights_P)
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
+    model.seed_dropout(seed * mesh.world_size + mesh.rank)
     step.warm_up(_synthetic_batches(config, inputs.train, mesh), config.training.warmup_steps)
     return step
 

@@ -49,38 +49,57 @@ def lamb_step(
     state: LambState,
     segments: LambSegments,
     *,
-    step: int,
-    learning_rate: float,
+    step: Tensor,
+    learning_rate: Tensor,
     beta_1: float,
     beta_2: float,
     epsilon: float,
     weight_decay: float,
     max_grad_norm: float,
+    low_precision_P: Tensor | None = None,
 ) -> Tensor:
     """One LAMB update in place; returns the gradient's global norm before clipping, [].
 
-    ``step`` counts from 1. As the MLPerf reference defines it: gradients are clipped by their global norm, moments are
+    ``step``, int64 [], counts from 1; with ``learning_rate``, fp32 [], it lies on the parameters' device, so that a captured
+    step can be replayed. As the MLPerf reference defines it: gradients are clipped by their global norm, moments are
     bias-corrected, epsilon stands outside the root, and the step of an adapted segment is scaled by ||w|| / ||u|| (1 where
-    either is zero). ``gradients_P`` is used up.
+    either is zero). ``gradients_P`` is used up. ``low_precision_P`` [P], if given, becomes a copy of the new parameters.
 
     Source: You et al., arXiv 1904.00962, with the reference's weight-decay and adaptation exclusions.
     """
     momentum_P, variance_P, update_P = state.momentum_P, state.variance_P, state.update_P
+    momentum_correction, root_correction = bias_corrections(step, beta_1, beta_2)
     norm = torch.linalg.vector_norm(gradients_P)
-    gradients_P.mul_(max_grad_norm / norm.clamp(min=max_grad_norm))
+    gradients_P.mul_(clip_factor(norm, max_grad_norm))
     momentum_P.lerp_(gradients_P, 1 - beta_1)
     variance_P.mul_(beta_2).addcmul_(gradients_P, gradients_P, value=1 - beta_2)
     torch.sqrt(variance_P, out=update_P)
-    update_P.mul_((1 - beta_2**step) ** -0.5).add_(epsilon)
+    update_P.mul_(root_correction).add_(epsilon)
     torch.div(momentum_P, update_P, out=update_P)
-    update_P.mul_(1 / (1 - beta_1**step))
+    update_P.mul_(momentum_correction)
     if any(segments.adapted):  # the batched ops refuse empty lists
         weights, updates = _adapted(segments, parameters_P), _adapted(segments, update_P)
         # torch._foreach_*: the batched ops that torch.optim is built on
         torch._foreach_add_(updates, weights, alpha=weight_decay)
         torch._foreach_mul_(updates, _trust_ratios(weights, updates))
-    parameters_P.sub_(update_P, alpha=learning_rate)
+    parameters_P.addcmul_(update_P, learning_rate, value=-1)
+    if low_precision_P is not None:
+        low_precision_P.copy_(parameters_P)
     return norm
+
+
+def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor, Tensor]:
+    """What the momentum, and the root of the variance, are multiplied by at ``step``; both float64 [].
+
+    In double precision, since 1 - beta^step cancels in single.
+    """
+    steps = step.double()
+    return (1 - beta_1**steps).reciprocal(), (1 - beta_2**steps).rsqrt()
+
+
+def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
+    """What brings a gradient of this norm down to ``max_grad_norm``, and leaves a smaller one as it is; []."""
+    return max_grad_norm / norm.clamp(min=max_grad_norm)
 
 
 def _adapted(segments: LambSegments, flat_P: Tensor) -> list[Tensor]:

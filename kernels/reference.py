@@ -1,4 +1,4 @@
-"""Every op in plain PyTorch: the definition, the oracle of the tests, and the path on a CPU.
+"""Every op in plain PyTorch: the definition, and the oracle of the tests.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -7,18 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.random import Dropout
 
-def dropout(x: Tensor, dropout_p: float) -> Tensor:
-    """Each element 0 with probability ``dropout_p``, otherwise divided by ``1 - dropout_p``; any shape, same dtype.
 
-    On a CPU the random numbers are most of the work, so one 64-bit draw serves four elements there; 16 bits each hit the
-    probability to within 1 / 131072.
-    """
-    if dropout_p == 0 or x.is_cuda:
-        return F.dropout(x, dropout_p)
-    words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= round(dropout_p * 2**16) - 2**15
-    return x * kept.to(x.dtype).mul_(1 / (1 - dropout_p))
+def dropout_rows(x_ND: Tensor, dropout: Dropout | None, rows_N: Tensor | None = None) -> Tensor:
+    """Dropout of a matrix by the generator's definition; ``rows_N`` are the rows' numbers there, by default 0 to N - 1."""
+    if dropout is None:
+        return x_ND
+    rows_N = torch.arange(len(x_ND), device=x_ND.device) if rows_N is None else rows_N
+    return torch.where(dropout.mask(rows_N, x_ND.shape[1]), x_ND * dropout.scale, 0.0)
 
 
 def varlen_attention(
@@ -27,28 +24,41 @@ def varlen_attention(
     value_THE: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    dropout_p: float = 0.0,
+    max_seqlen: int,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """Softmax attention inside each sequence, one sequence at a time: the definition.
 
     Sequence s owns query rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]`` and key rows ``cu_seqlens_k[s]:cu_seqlens_k[s + 1]``
-    (both int [S + 1]); scores are scaled by 1 / sqrt(E). Returns [Q, H, E].
+    (both int32 [S + 1]), at most ``max_seqlen`` of each; scores are scaled by 1 / sqrt(E). Dropout falls on the
+    probabilities: those of query row q and head h are row q * H + h of the mask, keys of the sequence its columns.
+    Returns [Q, H, E].
     """
+    heads = query_QHE.shape[1]
     outputs = []
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for start_q, stop_q, start_k, stop_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
+        assert max(stop_q - start_q, stop_k - start_k) <= max_seqlen
         query, key, value = query_QHE[start_q:stop_q], key_THE[start_k:stop_k], value_THE[start_k:stop_k]
-        scores = torch.einsum("qhe,khe->hqk", query, key) * query.shape[-1] ** -0.5
-        probabilities = dropout(scores.softmax(dim=-1), dropout_p)
-        outputs.append(torch.einsum("hqk,khe->qhe", probabilities, value))
+        scores = torch.einsum("qhe,khe->qhk", query, key) * query.shape[-1] ** -0.5
+        rows = torch.arange(start_q * heads, stop_q * heads, device=query.device)
+        probabilities = dropout_rows(scores.softmax(dim=-1).flatten(0, 1), dropout, rows).view_as(scores)
+        outputs.append(torch.einsum("qhk,khe->qhe", probabilities, value))
     return torch.cat(outputs)
 
 
 def dropout_add_layer_norm(
-    x_TD: Tensor, residual_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float, dropout_p: float = 0.0
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    norm_bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None = None,
 ) -> Tensor:
-    """``layer_norm(residual + dropout(x))``, the end of each half of a post-LN layer. Returns [T, D]."""
-    return F.layer_norm(residual_TD + dropout(x_TD, dropout_p), weight_D.shape, weight_D, bias_D, eps)
+    """``layer_norm(residual + dropout(x + bias))``, the end of each half of a post-LN layer. Returns [T, D]."""
+    summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
+    return F.layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
 
 
 def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
@@ -66,15 +76,27 @@ def embedding_layer_norm(
     weight_D: Tensor,
     bias_D: Tensor,
     eps: float,
-    dropout_p: float = 0.0,
+    dropout: Dropout | None = None,
 ) -> Tensor:
     """Sum of the three embeddings, layer norm, dropout. Ids are integers [T]. Returns [T, D]."""
-    summed_TD = (
+    summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
+    return dropout_rows(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout)
+
+
+def summed_embeddings(
+    input_ids_T: Tensor,
+    position_ids_T: Tensor,
+    segment_ids_T: Tensor,
+    word_VD: Tensor,
+    position_LD: Tensor,
+    segment_2D: Tensor,
+) -> Tensor:
+    """[T, D] the three embeddings of each token, added."""
+    return (
         F.embedding(input_ids_T, word_VD)
         + F.embedding(position_ids_T, position_LD)
         + F.embedding(segment_ids_T, segment_2D)
     )
-    return dropout(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout_p)
 
 
 def masked_lm_loss(

@@ -109,7 +109,10 @@ def test_signal_ends_run_as_aborted(
     training: subprocess.Popen[str], number: signal.Signals, status: int, tmp_path: Path
 ) -> None:
     training.send_signal(number)
-    output, _ = training.communicate(timeout=120)
+    try:
+        output, _ = training.communicate(timeout=120)
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"still running after {late.timeout} s: {(late.stdout or b'')[-2000:].decode()}")
     assert training.returncode == status, output
     assert "Traceback" not in output
     assert f"FAIL {tmp_path}/tiny_cpu/bert/result_0.txt: not a valid result (aborted)" in output

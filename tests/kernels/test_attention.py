@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels import reference, varlen_attention
+from kernels import Dropout, reference, varlen_attention
 
 LENGTHS = {
     "one token": [1],
@@ -28,7 +28,7 @@ def random_qkv(queries: int, keys: int, dtype: torch.dtype) -> list[Tensor]:
 
 
 def output_and_gradients(attention, qkv: list[Tensor], lengths_q: list[int], lengths_k: list[int]) -> list[Tensor]:
-    output = attention(*qkv, cu_seqlens(lengths_q), cu_seqlens(lengths_k))
+    output = attention(*qkv, cu_seqlens(lengths_q), cu_seqlens(lengths_k), max([*lengths_q, *lengths_k]))
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return [output, *torch.autograd.grad(output, qkv, upstream.to(output.dtype))]
 
@@ -74,19 +74,19 @@ def test_subset_of_queries(lengths_q: list[int], lengths_k: list[int], dtype: to
 def test_views_of_a_fused_tensor_give_the_same_as_contiguous_ones():
     query, key, value = torch.randn(30, 3, 2, 16, dtype=torch.float64).unbind(1)
     bounds = cu_seqlens([10, 10, 7, 3])
-    from_views = varlen_attention(query, key, value, bounds, bounds)
-    from_copies = varlen_attention(query.contiguous(), key.contiguous(), value.contiguous(), bounds, bounds)
+    from_views = varlen_attention(query, key, value, bounds, bounds, 10)
+    from_copies = varlen_attention(query.contiguous(), key.contiguous(), value.contiguous(), bounds, bounds, 10)
     torch.testing.assert_close(from_views, from_copies, rtol=1e-14, atol=1e-14)
 
 
 def test_no_sequence_sees_another():
     query, key, value = random_qkv(20, 20, torch.float64)
     bounds = cu_seqlens([8, 8, 4])
-    before = varlen_attention(query, key, value, bounds, bounds)
+    before = varlen_attention(query, key, value, bounds, bounds, 10)
     with torch.no_grad():
         key[8:16] += 100
         value[8:16] += 100
-    after = varlen_attention(query, key, value, bounds, bounds)
+    after = varlen_attention(query, key, value, bounds, bounds, 10)
     assert torch.equal(before[:8], after[:8])
     assert torch.equal(before[16:], after[16:])
     assert not torch.equal(before[8:16], after[8:16])
@@ -100,20 +100,35 @@ def test_dropout_rate_and_mean(attention):
     query = torch.zeros(length, 4, length)
     value = torch.eye(length)[:, None].expand(length, 4, length)
     bounds = cu_seqlens([length])
-    seen = torch.stack([attention(query, query, value, bounds, bounds, dropout_p) for _ in range(rounds)]) * length
+    dropouts = [Dropout(dropout_p, torch.tensor([1, step]), 2) for step in range(rounds)]
+    seen = torch.stack([attention(query, query, value, bounds, bounds, length, drop) for drop in dropouts]) * length
     dropped = (seen == 0).double().mean().item()
     count = seen.numel()
     assert abs(dropped - dropout_p) < 5 * (dropout_p * (1 - dropout_p) / count) ** 0.5
     kept = seen[seen != 0]
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (1 - dropout_p)))
-    assert len(torch.unique(seen, dim=0)) == rounds  # a fresh mask every call
+    assert len(torch.unique(seen, dim=0)) == rounds  # a fresh mask every step
+
+
+def test_the_definition_drops_what_the_mask_says():
+    dropout = Dropout(0.3, torch.tensor([7, 8]), 9)
+    length, heads = 21, 3
+    query = torch.zeros(30, heads, 32)
+    value = torch.eye(32)[:, None].expand(32, heads, 32)[:30]
+    bounds = cu_seqlens([9, length])
+    output = reference.varlen_attention(query, query, value, bounds, bounds, length, dropout)
+    kept_QHK = dropout.mask(torch.arange(9 * heads, 30 * heads), length).view(length, heads, length)
+    assert torch.equal(output[9:, :, 9:30] != 0, kept_QHK)
 
 
 def test_dropout_path_is_the_same_attention():
     """A probability that rounds to never dropping: what is left is attention, by another way than without dropout."""
 
-    def with_dropout(*arguments: Tensor) -> Tensor:
-        return varlen_attention(*arguments, dropout_p=1e-12)
+    def with_dropout(
+        query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor, most: int
+    ) -> Tensor:
+        never = Dropout(1e-12, torch.zeros(2, dtype=torch.int64), 0)
+        return varlen_attention(query, key, value, bounds_q, bounds_k, most, never)
 
     lengths = [9, 9, 30, 1]
     qkv = random_qkv(sum(lengths), sum(lengths), torch.float64)
@@ -125,4 +140,4 @@ def test_dropout_path_is_the_same_attention():
 def test_cu_seqlens_of_different_length_are_refused():
     query, key, value = random_qkv(4, 4, torch.float32)
     with pytest.raises(ValueError, match="argument 2 is"):
-        varlen_attention(query, key, value, cu_seqlens([4]), cu_seqlens([2, 2]))
+        varlen_attention(query, key, value, cu_seqlens([4]), cu_seqlens([2, 2]), 4)

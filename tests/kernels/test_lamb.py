@@ -1,6 +1,7 @@
 """LAMB against a plain float64 NumPy version, and the roles and the schedule that drive it."""
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,16 @@ from hypothesis import strategies as st
 
 from bert.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
-from bert.optimizer import FlatParameters, Lamb, lamb_segments, learning_rate
+from bert.optimizer import FlatParameters, Lamb, lamb_segments, learning_rate, learning_rate_tensor
 from kernels import LambSegments, LambState, lamb_step
 
-HYPERPARAMETERS = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}
+HYPERPARAMETERS: dict[str, Any] = {
+    "beta_1": 0.9,
+    "beta_2": 0.999,
+    "epsilon": 1e-6,
+    "weight_decay": 0.01,
+    "max_grad_norm": 1.0,
+}
 
 
 class NumpyLamb:
@@ -48,17 +55,22 @@ class NumpyLamb:
         return norm
 
 
+def at(step: int, rate: float) -> dict[str, Any]:
+    """The arguments that change from step to step; the rate in float64, so that it is the oracle's."""
+    return {"step": torch.tensor(step), "learning_rate": torch.tensor(rate, dtype=torch.float64)}
+
+
 def split(flat: torch.Tensor, sizes: tuple[int, ...]) -> list[np.ndarray]:
     return [part.numpy().copy() for part in flat.split(list(sizes))]
 
 
-def compare(flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSegments, hyper: dict[str, float]) -> None:
+def compare(flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSegments, hyper: dict[str, Any]) -> None:
     """Run both over all the gradients; weights must agree to float64 rounding after each step."""
     plain = NumpyLamb(split(flat, segments.sizes), segments.adapted, **hyper)
     state = LambState.zeros_like(flat)
     for step, gradient in enumerate(gradients, start=1):
         rate = 0.1 / step
-        norm = lamb_step(flat, gradient.clone(), state, segments, step=step, learning_rate=rate, **hyper)
+        norm = lamb_step(flat, gradient.clone(), state, segments, **at(step, rate), **hyper)
         assert norm.item() == pytest.approx(plain.step(split(gradient, segments.sizes), rate), rel=1e-12)
         np.testing.assert_allclose(flat.numpy(), np.concatenate(plain.weights), rtol=1e-9, atol=1e-12)
 
@@ -84,6 +96,15 @@ def test_matches_numpy(parts, zero_weights, gradient_scale, beta_1, beta_2, weig
     compare(flat, gradients, segments, hyper)
 
 
+def test_writes_a_low_precision_copy():
+    segments = LambSegments((5, 3), (True, False))
+    flat = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    copy_P = torch.zeros(8, dtype=torch.bfloat16)
+    state = LambState.zeros_like(flat)
+    lamb_step(flat, torch.ones(8), state, segments, **at(1, 0.1), **HYPERPARAMETERS, low_precision_P=copy_P)
+    assert torch.equal(copy_P, flat.bfloat16())
+
+
 def test_zero_update_and_zero_weight_leave_a_ratio_of_one():
     segments = LambSegments((3, 3), (True, True))
     flat = torch.tensor([0.0, 0, 0, 1, 2, 3], dtype=torch.float64)
@@ -99,7 +120,7 @@ def test_clipping_by_the_global_norm(scale: float, clipped: bool):
     gradient = torch.tensor([0.6, 0.8], dtype=torch.float64) * scale
     state, flat = LambState.zeros_like(gradient), torch.ones(2, dtype=torch.float64)
     segments = LambSegments((1, 1), (True, False))
-    norm = lamb_step(flat, gradient.clone(), state, segments, step=1, learning_rate=0.1, **HYPERPARAMETERS)
+    norm = lamb_step(flat, gradient.clone(), state, segments, **at(1, 0.1), **HYPERPARAMETERS)
     assert norm.item() == pytest.approx(scale)
     expected = torch.tensor([0.06, 0.08], dtype=torch.float64) * (1 if clipped else scale)
     torch.testing.assert_close(state.momentum_P, expected)
@@ -115,7 +136,7 @@ def test_float32_stays_close_to_float64():
         gradient = torch.randn(520, generator=generator, dtype=torch.float64)
         for flat, state in ((exact, exact_state), (single, single_state)):
             used_up = gradient.to(flat.dtype, copy=True)
-            lamb_step(flat, used_up, state, segments, step=step, learning_rate=0.01, **HYPERPARAMETERS)
+            lamb_step(flat, used_up, state, segments, **at(step, 0.01), **HYPERPARAMETERS)
     torch.testing.assert_close(single, exact.float(), rtol=1e-5, atol=1e-6)
 
 
@@ -180,11 +201,11 @@ def test_step_counts_schedules_and_clears_gradients():
         optimizer.step()
         assert not flat.gradients_P.any()
         weights.append(flat.weights_P.clone())
-    assert optimizer.steps == 3
+    assert optimizer.steps.item() == 3
     assert not torch.equal(weights[0], weights[1])
     assert torch.equal(weights[2], weights[3])  # the rate has reached 0
     optimizer.reset()
-    assert optimizer.steps == 0
+    assert optimizer.steps.item() == 0
     assert not optimizer.state.momentum_P.any()
     assert not optimizer.state.variance_P.any()
 
@@ -208,3 +229,27 @@ def test_learning_rate(base: float, train_steps: int, warmup: int, start: int, e
     config = OptimizerConfig(base, train_steps, num_warmup_steps=warmup, start_warmup_step=start)
     for step, rate in expected.items():
         assert learning_rate(config, step) == pytest.approx(rate, rel=1e-12, abs=1e-18), step
+
+
+@pytest.mark.parametrize(
+    ("base", "train_steps", "warmup", "start"),
+    [
+        (4.25e-4, 6700, 0, 0),
+        (1.5e-3, 1271, 100, -25),
+        (2.58e-3, 700, 200330, -200000),
+        (2e-3, 1024, 10000, -9500),
+        (1e-3, 100, 10, 0),
+        (1e-3, 100, 10, 3),
+    ],
+)
+def test_the_schedule_on_the_device_is_the_schedule(base: float, train_steps: int, warmup: int, start: int):
+    """Every step to past the end: the same number, rounded to single precision."""
+    config = OptimizerConfig(base, train_steps, num_warmup_steps=warmup, start_warmup_step=start)
+    steps = train_steps + 20
+    expected = torch.tensor([learning_rate(config, step) for step in range(steps)], dtype=torch.float64).float()
+    found = learning_rate_tensor(config, torch.arange(steps))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+    one = learning_rate_tensor(config, torch.tensor(steps // 2))
+    assert one.shape == ()
+    assert one == expected[steps // 2]

@@ -7,7 +7,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from kernels import dense_gelu, dropout_add_layer_norm, embedding_layer_norm, masked_lm_loss, reference
+from kernels import (
+    Dropout,
+    dense_gelu,
+    dropout_add_layer_norm,
+    embedding_layer_norm,
+    masked_lm_loss,
+    pytorch,
+    reference,
+)
 
 Array = NDArray[np.float64]
 
@@ -26,17 +34,24 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
     return centred / np.sqrt(variance + eps) * weight + bias
 
 
+def with_p(p: float) -> Dropout:
+    return Dropout(p, torch.tensor([3, 4]), 5)
+
+
 @pytest.mark.parametrize(("tokens", "size"), [(1, 8), (13, 7)])
 def test_dropout_add_layer_norm_without_dropout(tokens: int, size: int):
     x, residual = random_array(tokens, size), random_array(tokens, size, seed=1)
-    weight, bias = random_array(size), random_array(size, seed=1)
-    got = dropout_add_layer_norm(tensor(x), tensor(residual), tensor(weight), tensor(bias), 1e-12)
-    np.testing.assert_allclose(got.numpy(), layer_norm(x + residual, weight, bias, 1e-12), rtol=1e-11, atol=1e-11)
+    bias, weight, norm_bias = (random_array(size, seed=seed) for seed in range(3))
+    expected = layer_norm(x + bias + residual, weight, norm_bias, 1e-12)
+    arguments = (tensor(x), tensor(bias), tensor(residual), tensor(weight), tensor(norm_bias), 1e-12)
+    for implementation in (dropout_add_layer_norm, reference.dropout_add_layer_norm):
+        np.testing.assert_allclose(implementation(*arguments).numpy(), expected, rtol=1e-11, atol=1e-11)
 
 
 def test_layer_norm_of_a_constant_row_is_its_bias():
     row, bias = torch.full((1, 6), 3.0, dtype=torch.float64), tensor(random_array(6))
-    got = dropout_add_layer_norm(row, row, torch.ones(6, dtype=torch.float64), bias, 1e-12)
+    zeros = torch.zeros(6, dtype=torch.float64)
+    got = dropout_add_layer_norm(row, zeros, row, torch.ones(6, dtype=torch.float64), bias, 1e-12)
     torch.testing.assert_close(got[0], bias)
 
 
@@ -46,7 +61,7 @@ def test_layer_norm_of_a_constant_row_is_its_bias():
 def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: float, dtype: torch.dtype):
     torch.manual_seed(0)
     x = torch.ones(shape, dtype=dtype, requires_grad=True)
-    dropped = reference.dropout(x, dropout_p)
+    dropped = pytorch.drop(x, with_p(dropout_p))
     assert dropped.dtype == dtype
     scale = torch.tensor(1 / (1 - dropout_p), dtype=dtype)
     assert bool(((dropped == 0) | (dropped == scale)).all())
@@ -59,7 +74,7 @@ def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: floa
 def test_dropped_elements_are_independent_of_their_neighbours():
     """Elements that share one random draw, too: the product of neighbours' indicators has the mean of independent ones."""
     torch.manual_seed(0)
-    dropped = (reference.dropout(torch.ones(400_000), 0.5) == 0).double()
+    dropped = (pytorch.drop(torch.ones(400_000), with_p(0.5)) == 0).double()
     for distance in range(1, 9):
         both = (dropped[distance:] * dropped[:-distance]).mean().item()
         assert abs(both - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(dropped)), distance
@@ -67,17 +82,31 @@ def test_dropped_elements_are_independent_of_their_neighbours():
 
 def test_dropout_follows_the_seed():
     torch.manual_seed(1)
-    first, second = (reference.dropout(torch.ones(1000), 0.5) for _ in range(2))
+    first, second = (pytorch.drop(torch.ones(1000), with_p(0.5)) for _ in range(2))
     torch.manual_seed(1)
-    assert torch.equal(first, reference.dropout(torch.ones(1000), 0.5))
+    assert torch.equal(first, pytorch.drop(torch.ones(1000), with_p(0.5)))
     assert not torch.equal(first, second)
 
 
-def test_dropout_touches_the_new_term_and_not_the_residual():
+@pytest.mark.parametrize("implementation", [dropout_add_layer_norm, reference.dropout_add_layer_norm])
+def test_dropout_touches_the_new_term_and_not_the_residual(implementation):
     x, zeros, gain = torch.randn(6, 32), torch.zeros(6, 32), torch.ones(32)
-    plain = dropout_add_layer_norm(zeros, x, gain, zeros[0], 1e-12)
-    assert torch.equal(dropout_add_layer_norm(zeros, x, gain, zeros[0], 1e-12, dropout_p=0.5), plain)
-    assert not torch.equal(dropout_add_layer_norm(x, zeros, gain, zeros[0], 1e-12, dropout_p=0.5), plain)
+    plain = implementation(zeros, zeros[0], x, gain, zeros[0], 1e-12)
+    assert torch.equal(implementation(zeros, zeros[0], x, gain, zeros[0], 1e-12, with_p(0.5)), plain)
+    assert not torch.equal(implementation(x, zeros[0], zeros, gain, zeros[0], 1e-12, with_p(0.5)), plain)
+    # the bias belongs to what is dropped
+    assert not torch.equal(implementation(zeros, x[0], zeros, gain, zeros[0], 1e-12, with_p(0.5)), plain)
+
+
+def test_the_definition_drops_what_the_mask_says():
+    x, dropout = torch.rand(50, 40) + 1, with_p(0.3)
+    dropped = reference.dropout_rows(x, dropout)
+    mask = dropout.mask(torch.arange(50), 40)
+    assert torch.equal(dropped, torch.where(mask, x * dropout.scale, 0.0))
+    ids, gain = torch.zeros(50, dtype=torch.int64), torch.ones(40)
+    table = torch.randn(1, 40)
+    embedded = reference.embedding_layer_norm(ids, ids, ids, table, table, table, gain, gain + 9, 1e-12, dropout)
+    assert torch.equal(embedded != 0, mask)
 
 
 def test_dense_gelu_is_the_tanh_form():
@@ -114,7 +143,7 @@ def test_embedding_dropout_rate():
     torch.manual_seed(0)
     ids = torch.zeros(2000, dtype=torch.int64)
     table, gain = torch.randn(1, 32), torch.ones(32)
-    dropped = embedding_layer_norm(ids, ids, ids, table, table, table, gain, gain, 1e-12, dropout_p=0.1)
+    dropped = embedding_layer_norm(ids, ids, ids, table, table, table, gain, gain, 1e-12, with_p(0.1))
     assert abs((dropped == 0).float().mean().item() - 0.1) < 5 * math.sqrt(0.09 / dropped.numel())
 
 
@@ -159,7 +188,7 @@ def test_varlen_attention_by_hand():
     """Softmax written out for one head, two sequences, float64."""
     query, key, value = (random_array(5, 1, 4, seed=seed) for seed in range(3))
     bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
-    got = reference.varlen_attention(tensor(query), tensor(key), tensor(value), bounds, bounds).numpy()
+    got = reference.varlen_attention(tensor(query), tensor(key), tensor(value), bounds, bounds, 3).numpy()
     for start, stop in ((0, 2), (2, 5)):
         for row in range(start, stop):
             scores = np.array([query[row, 0] @ key[other, 0] / 2 for other in range(start, stop)])

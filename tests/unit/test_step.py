@@ -1,14 +1,20 @@
 """The step and the evaluation, in one process."""
 
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 from bert.config import Config, ModelConfig, OptimizerConfig
 from bert.evaluate import Accuracy, Evaluator
 from bert.metrics import Stopwatch
+from bert.optimizer import Lamb, learning_rate
 from bert.parallel.mesh import Mesh, join_mesh
 from bert.recipes import tiny_cpu
 from bert.step import TrainingStep, build_model
@@ -37,7 +43,8 @@ def test_warm_up_leaves_no_trace(step: TrainingStep, small_run: SmallRun) -> Non
     step.warm_up(batches, steps=3)
     assert torch.equal(step.flat.weights_P, weights)
     assert torch.equal(torch.get_rng_state(), random_state)
-    assert step.optimizer.steps == 0
+    assert step.optimizer.steps.item() == 0
+    assert step.model.dropout_state.tolist() == [0, 0]
     for state in (step.optimizer.state.momentum_P, step.optimizer.state.variance_P, step.flat.gradients_P):
         assert not state.any()
     assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False)
@@ -64,6 +71,127 @@ def test_parameters_stay_views_of_the_flat_vector(step: TrainingStep, small_run:
     gradient = step.model.embeddings.word.grad
     assert gradient is not None
     assert gradient.untyped_storage().data_ptr() == step.flat.gradients_P.untyped_storage().data_ptr()
+
+
+READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
+    """From now on, ``reads`` gets ``method in module.function`` of every call that hands values to the host."""
+    for name in READS:
+        original = getattr(torch.Tensor, name)
+
+        def counted(
+            tensor: torch.Tensor, *args: Any, name: str = name, original: Callable[..., Any] = original, **kwargs: Any
+        ) -> Any:
+            caller = sys._getframe(1)
+            reads.append(f"{name} in {caller.f_globals['__name__']}.{caller.f_code.co_name}")
+            return original(tensor, *args, **kwargs)
+
+        monkeypatch.setattr(torch.Tensor, name, counted)
+
+
+class Recorder(TorchDispatchMode):
+    """Every operator that runs, with the numbers and other values that the host hands over with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, list[object]]] = []
+        self.waits: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        values, _ = tree_flatten((args, kwargs))
+        self.calls.append((str(func), [value for value in values if isinstance(value, int | float | str)]))
+        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(func.tags):
+            self.waits.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_a_step_reads_nothing_back(step: TrainingStep, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the lengths that attention on a CPU goes by; in Python and below it, in the first step and the second."""
+    batches = [batch_of(small_run.train.slice(first, first + 8)) for first in (0, 8)]
+    reads: list[str] = []
+    with monkeypatch.context() as patch, Recorder() as recorder:
+        count_reads(patch, reads)
+        for _ in range(2):
+            step(batches)
+    assert set(reads) == {"tolist in kernels.pytorch._lengths"}
+    assert recorder.waits == []
+
+
+@pytest.mark.parametrize("read", [torch.Tensor.item, torch.Tensor.cpu, torch.Tensor.tolist, bool, float, int])
+def test_every_way_to_read_is_noticed(
+    step: TrainingStep, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch, read: Callable[[torch.Tensor], object]
+) -> None:
+    """A reading of the gradient norm, slipped into the step, is seen by the means of the test above."""
+    reads: list[str] = []
+    add_step = step.statistics.add_step
+    name = {bool: "__bool__", float: "__float__", int: "__int__"}.get(read, getattr(read, "__name__", ""))
+
+    def reading(gradient_norm: torch.Tensor, main: bool) -> None:
+        getattr(gradient_norm, name)()
+        add_step(gradient_norm, main)
+
+    monkeypatch.setattr(step.statistics, "add_step", reading)
+    with monkeypatch.context() as patch:
+        count_reads(patch, reads)
+        step([batch_of(small_run.train.slice(0, 8))])
+    assert f"{name} in {__name__}.reading" in reads
+
+
+def test_the_host_hands_over_the_same_in_every_step(step: TrainingStep, small_run: SmallRun) -> None:
+    """Operators and their host values: what a captured step would replay. Rate, step count and corrections are not there."""
+    batches = [batch_of(small_run.train.slice(0, 8))]
+    recorders = []
+    for _ in range(3):
+        with Recorder() as recorder:
+            step(batches)
+        recorders.append(recorder)
+    first, *later = recorders
+    assert len(first.calls) > 100
+    assert all(recorder.calls == first.calls for recorder in later)
+
+
+def test_a_host_rate_is_noticed(step: TrainingStep, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above fails for an optimizer whose rate is a number of the host."""
+    counted = iter(range(10))
+
+    def baked(optimizer: Lamb) -> torch.Tensor:
+        rate = learning_rate(optimizer.config, next(counted))
+        with torch.no_grad():
+            optimizer.flat.weights_P.sub_(optimizer.flat.gradients_P, alpha=rate)
+        return optimizer.flat.gradients_P.norm()
+
+    monkeypatch.setattr(Lamb, "step", baked)
+    with pytest.raises(AssertionError):
+        test_the_host_hands_over_the_same_in_every_step(step, small_run)
+
+
+def test_the_rate_follows_the_counter_on_the_device(step: TrainingStep) -> None:
+    """Set from outside, as a replay would: the step is in proportion to the rate of the count that it finds."""
+    flat, optimizer, config = step.flat, step.optimizer, small_config().optimizer
+    weights_P = flat.weights_P.clone()
+    moves = []
+    for count in (10, 55, config.learning_rate_training_steps):
+        optimizer.reset()
+        flat.weights_P.copy_(weights_P)
+        optimizer.steps.fill_(count)
+        optimizer.state.momentum_P.fill_(1e-3)
+        optimizer.state.variance_P.fill_(1e-2)
+        optimizer.step()
+        assert optimizer.steps.item() == count + 1
+        first = flat.segments.adapted.index(True)
+        before, after = (flat.segments.views(flat_P)[first] for flat_P in (weights_P, flat.weights_P))
+        moves.append(((after - before).norm() / before.norm()).item())
+    rates = [learning_rate(config, count) for count in (10, 55, config.learning_rate_training_steps)]
+    assert moves == pytest.approx(rates, rel=1e-5)
+    assert moves[-1] == 0
 
 
 def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: TrainingStep, small_run: SmallRun) -> None:

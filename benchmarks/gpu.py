@@ -1,0 +1,150 @@
+"""Everything that is measured on a GPU, in one command.
+
+    python benchmarks/gpu.py [--part NAME] [--out FOLDER]
+
+Without a part, all of them, each in a process of its own, so that one that fails leaves the others. No network is used and
+no data set needed: samples are random tokens of Wikipedia's lengths. Every part writes a JSON file to the folder, by default
+``benchmarks/results/<device>``; the table comes last. ``--device cpu --tiny`` runs the same code on small shapes, to
+test it; the figures mean nothing.
+"""
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu_scale import FULL, TINY, Context
+from benchmarks.gpu_timing import Report, first_line, folder_name
+
+PARTS: dict[str, tuple[str, int]] = {
+    "ceilings": ("gpu_ceilings", 40),
+    "correctness": ("gpu_kernels", 90),
+    "step": ("gpu_step", 80),
+    "peers": ("gpu_peers", 240),
+    "kernels": ("gpu_kernels", 90),
+    "fp8": ("gpu_step", 60),
+    "memory": ("gpu_step", 60),
+}
+"""Module with a function of the part's name, and the seconds after which the part is cut short."""
+
+SECONDS = 530
+"""Of all parts together."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure, and where the figures go."""
+
+    part: Literal["all", "ceilings", "correctness", "step", "peers", "kernels", "fp8", "memory"] = "all"
+    out: Path | None = None
+    """Folder for the JSON files; by default benchmarks/results/<device>."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    tiny: bool = False
+    """Small shapes: shows that the code runs."""
+
+    def check(self) -> None:
+        """ValueError where nothing can be measured so."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("needs a CUDA device, and PyTorch sees none here")
+        if self.device == "cpu" and not (self.tiny and self.out):
+            raise ValueError("--device cpu only tests the program: it needs --tiny, and a folder by --out")
+
+    @property
+    def folder(self) -> Path:
+        """Where the figures go."""
+        return self.out or Path(__file__).parent / "results" / folder_name(torch.device(self.device))
+
+
+def run_part(settings: Settings) -> int:
+    """Run one part in this process; 1 when it failed."""
+    device = torch.device(settings.device)
+    report = Report(settings.folder / f"{settings.part}.json", settings.part, device)
+    report.write()
+    try:
+        module = importlib.import_module(f"benchmarks.{PARTS[settings.part][0]}")
+        getattr(module, settings.part)(Context(device, TINY if settings.tiny else FULL, report))
+        report.complete = True
+    except Exception as error:  # the file says why it is not complete
+        traceback.print_exc()
+        report.error = first_line(error)
+    report.write()
+    return 0 if report.complete else 1
+
+
+def run_all(settings: Settings) -> int:
+    """Run every part in a process of its own, one after another; 1 when any failed."""
+    begin = time.monotonic()
+    failed = 0
+    for part, (_, limit) in PARTS.items():
+        (settings.folder / f"{part}.json").unlink(missing_ok=True)
+        left = SECONDS - (time.monotonic() - begin)
+        command = [sys.executable, __file__, "--part", part, "--device", settings.device, "--out", str(settings.folder)]
+        try:
+            subprocess.run(
+                [*command, "--tiny"] if settings.tiny else command,
+                timeout=max(1.0, min(limit, left)),
+                check=True,
+                stdout=subprocess.DEVNULL,
+            )
+        except subprocess.SubprocessError as error:
+            failed += 1
+            print(f"{part}: {first_line(error)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def print_table(settings: Settings) -> None:
+    """The rows of every part that has a file."""
+    table = Table("part", "what", "ms", "figure", "", "of ceiling", "note", title=str(settings.folder.name))
+    for part in PARTS if settings.part == "all" else [settings.part]:
+        path = settings.folder / f"{part}.json"
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+        for row in found["rows"]:
+            cells = (_number(row["milliseconds"]), _number(row["figure"]), row["unit"], _percent(row["share"]))
+            table.add_row(part, row["name"], *cells, row["note"])
+        if not found.get("complete"):
+            table.add_row(part, "not complete", "", "", "", "", note_of(found), style="bold red")
+        table.add_section()
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+
+
+def note_of(found: dict[str, Any]) -> str:
+    """Why a part is not complete."""
+    return found.get("error") or "cut short or never started"
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure, write and print; returns the exit status."""
+    try:
+        settings = tyro.cli(Settings, args=arguments, description=__doc__)
+        settings.check()
+        status = run_all(settings) if settings.part == "all" else run_part(settings)
+        print_table(settings)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

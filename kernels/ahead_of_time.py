@@ -1,0 +1,229 @@
+"""Compiles every Triton kernel for GPUs that need not be there, and says what it costs them.
+
+    python -m kernels.ahead_of_time [--out docs/kernels.md]
+
+Each module ``kernels/triton_*.py`` lists the configurations that it can choose in ``configurations()``. Registers, spilled
+bytes and shared memory come from the compiler and cuobjdump that ship with Triton. Neither a GPU nor its driver is needed,
+but a process of its own: with ``TRITON_INTERPRET`` set, Triton has no kernels to compile.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import kernels
+
+if TYPE_CHECKING:
+    from triton.compiler import CompiledKernel
+
+SHARED_MEMORY_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that one block may ask for, by compute capability (CUDA C++ Programming Guide, appendix on
+compute capabilities)."""
+
+BEGIN, END = "<!-- kernels.ahead_of_time writes from here -->", "<!-- to here -->"
+_ALIGNED = ["tt.divisibility", 16]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A kernel with everything that is fixed when it is compiled."""
+
+    name: str
+    """What it is chosen for, such as ``forward, bf16, D = 1024``."""
+    kernel: Any
+    """The function under ``triton.jit``."""
+    signature: dict[str, str]
+    """Type of every parameter, in order: ``*bf16``, ``i32``, ``constexpr``."""
+    constexprs: dict[str, object]
+    """Values of those parameters whose type is ``constexpr``."""
+    num_warps: int
+    num_stages: int
+
+    def __post_init__(self) -> None:
+        constants = {name for name, kind in self.signature.items() if kind == "constexpr"}
+        if list(self.signature) != self.kernel.arg_names or constants != set(self.constexprs):
+            raise ValueError(
+                f"configuration {self.name!r} of {self.kernel.__name__}: the signature must name the parameters "
+                f"{self.kernel.arg_names} in order, and constexprs those of type constexpr; found {list(self.signature)} "
+                f"and {list(self.constexprs)}"
+            )
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a configuration takes of a GPU."""
+
+    module: str
+    kernel: str
+    configuration: str
+    capability: int
+    """Compute capability, 90 for sm_90."""
+    num_warps: int
+    registers: int
+    """Of a thread."""
+    spilled: int
+    """Bytes of local memory that a thread needs for what its registers have no room for."""
+    shared: int
+    """Bytes of shared memory of a block, static and dynamic."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device can run it, without spills."""
+        return self.spilled == 0 and self.shared <= SHARED_MEMORY_LIMITS[self.capability]
+
+
+def all_configurations() -> dict[str, list[Configuration]]:
+    """The configurations of every module ``kernels/triton_*.py``, by its name.
+
+    Raises:
+        ValueError: Triton is missing or interprets kernels, so that there is nothing to compile.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("triton is not installed: pip install triton")
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise ValueError("TRITON_INTERPRET is set, and Triton compiles nothing then: unset it")
+    names = [found.name for found in pkgutil.iter_modules(kernels.__path__) if found.name.startswith("triton_")]
+    return {name: importlib.import_module(f"kernels.{name}").configurations() for name in names}
+
+
+def costs_of(
+    configurations: dict[str, list[Configuration]], capabilities: Iterable[int] = tuple(SHARED_MEMORY_LIMITS)
+) -> list[Cost]:
+    """Compile all of them for all ``capabilities``."""
+    work = [
+        (module, configuration, capability)
+        for module, its_own in configurations.items()
+        for configuration in its_own
+        for capability in capabilities
+    ]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda item: cost(*item), work))
+
+
+def cost(module: str, configuration: Configuration, capability: int) -> Cost:
+    """Compile one configuration for one compute capability.
+
+    Triton compiles integers that are multiples of 16 anew, with other vector widths and pipelines. Each figure is the larger
+    of a compilation with all and one with none of the integers so; pointers are aligned in both, as PyTorch's are.
+    """
+    figures = [
+        _figures(_compiled(configuration, capability, aligned_types)) for aligned_types in (("*",), ("*", "i", "u"))
+    ]
+    registers, spilled, shared = (max(both) for both in zip(*figures, strict=True))
+    return Cost(
+        module,
+        configuration.kernel.__name__,
+        configuration.name,
+        capability,
+        configuration.num_warps,
+        registers,
+        spilled,
+        shared,
+    )
+
+
+def _compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":
+    import triton  # only where there is something to compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kinds = configuration.signature.values()
+    aligned = {(place,): [_ALIGNED] for place, kind in enumerate(kinds) if kind.startswith(aligned_types)}
+    source = ASTSource(configuration.kernel, configuration.signature, configuration.constexprs, aligned)
+    options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _figures(compiled: "CompiledKernel") -> tuple[int, int, int]:
+    """Registers, spilled bytes and shared memory."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
+        binary.write(compiled.asm["cubin"])
+        binary.flush()
+        usage = _resource_usage(knobs.nvidia.cuobjdump.path, binary.name)
+    # Triton has no arrays of its own on the stack: what is there are registers that there was no room for.
+    return _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage), compiled.metadata.shared
+
+
+def _resource_usage(cuobjdump: str, binary: str) -> str:
+    done = subprocess.run([cuobjdump, "-res-usage", binary], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"cuobjdump failed: {done.stderr.strip()}")
+    return done.stdout
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"no {pattern!r} in what cuobjdump prints: {text[:500]}")
+    return int(found[1])
+
+
+def table(costs: Sequence[Cost]) -> str:
+    """Markdown: a row a configuration, a column an architecture with registers / spilled bytes / KiB of shared memory."""
+    capabilities = sorted({cost.capability for cost in costs})
+    rows: dict[tuple[str, str, str, int], dict[int, Cost]] = {}
+    for cost in costs:
+        rows.setdefault((cost.module, cost.kernel, cost.configuration, cost.num_warps), {})[cost.capability] = cost
+    lines = [
+        "| module | kernel | configuration | warps | " + " | ".join(f"sm_{c}" for c in capabilities) + " |",
+        "|---" * (4 + len(capabilities)) + "|",
+    ]
+    for (module, kernel, configuration, num_warps), by_capability in rows.items():
+        cells = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.1f}" for _, c in sorted(by_capability.items())]
+        lines.append(f"| {module} | `{kernel}` | {configuration} | {num_warps} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def rewrite(page: Path, text: str) -> None:
+    """Put ``text`` between the two markers of a page. ValueError where it does not have them."""
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ValueError(f"{page} has no place for the table: it needs the lines {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile, print, and write if asked; 1 when a configuration spills or does not fit, 2 for a wrong setting."""
+    parser = argparse.ArgumentParser("python -m kernels.ahead_of_time", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--out", type=Path, help="a page with the two markers, for the table to be written between them"
+    )
+    out = parser.parse_args(arguments).out
+    try:
+        costs = costs_of(all_configurations())
+        print(table(costs))
+        if out is not None:
+            rewrite(out, _section(costs))
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    unfit = [cost for cost in costs if not cost.fits]
+    for cost in unfit:
+        print(f"does not fit: {cost}", file=sys.stderr)
+    return 1 if unfit else 0
+
+
+def _section(costs: Sequence[Cost]) -> str:
+    import triton
+
+    head = f"Triton {triton.__version__}; registers of a thread / spilled bytes / KiB of shared memory of a block."
+    return f"\n{head}\n\n{table(costs)}\n"
+
+
+if __name__ == "__main__":
+    # The modules import this one by its name: run that one, so that there is a single Configuration.
+    sys.exit(importlib.import_module("kernels.ahead_of_time").main(sys.argv[1:]))

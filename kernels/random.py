@@ -1,0 +1,80 @@
+"""Dropout from a counter: every random bit is a function of a seed, a step, a call site and a place.
+
+Nothing is stored for the backward pass, a captured graph draws anew at each replay because seed and step are read from the
+device, and any implementation can reproduce the mask of any other bit for bit. The generator is Philox 4x32-10 (Salmon et
+al. 2011, "Parallel random numbers: as easy as 1, 2, 3"), as ``triton.language.philox`` computes it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+PLACES_A_DRAW = 8
+"""A draw is 128 bits, of which each of eight neighbouring columns takes 16."""
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Which elements one call drops; ``mask`` is the definition."""
+
+    p: float
+    """Probability of dropping an element, hit to within 1 / 131072."""
+    state: Tensor
+    """int64 [2] on the device of the data: the run's seed and the step, which changes from one micro-batch to the next."""
+    stream: int
+    """Number of the call site in the model, different for each."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p < 1:
+            raise ValueError(f"a dropout probability of {self.p}; expected at least 0 and less than 1")
+
+    @property
+    def threshold(self) -> int:
+        """An element is kept when its 16 bits are no less than this."""
+        return round(self.p * 65536)
+
+    @property
+    def scale(self) -> float:
+        """What kept elements are multiplied by."""
+        return 1 / (1 - self.p)
+
+    def mask(self, rows: Tensor, columns: int) -> Tensor:
+        """bool [len(rows), columns]: what is kept in the rows with these numbers (int64).
+
+        Element (r, c) takes 16 bits of the draw with counter (c // 8, stream, r, step mod 2^32) and the seed as key: word
+        (c % 8) // 2 of four, its low half for even c and its high half for odd c.
+        """
+        draws = torch.arange(-(-columns // PLACES_A_DRAW), device=rows.device)
+        seed, step = self.state.to(rows.device).unbind()
+        words = philox(
+            seed, [draws[None, :], torch.full_like(draws, self.stream)[None, :], rows[:, None], step & _WORD]
+        )
+        halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
+        return halves.flatten(1)[:, :columns] >= self.threshold
+
+
+def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
+    """Four words of 32 bits, in int64, for each counter of four words (broadcast against one another); ``seed`` int64 []."""
+    c0, c1, c2, c3 = torch.broadcast_tensors(*(word & _WORD for word in counter))
+    k0, k1 = seed & _WORD, (seed >> 32) & _WORD
+    for _ in range(_ROUNDS):
+        (high_0, low_0), (high_1, low_1) = (
+            _product(multiplier, word) for multiplier, word in zip(_MULTIPLIERS, (c0, c2), strict=True)
+        )
+        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        k0, k1 = ((key + step) & _WORD for key, step in zip((k0, k1), _KEY_STEPS, strict=True))
+    return [c0, c1, c2, c3]
+
+
+def _product(multiplier: int, word: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a product of 32-bit words, without a 64-bit unsigned type: in halves of 16 bits."""
+    low = (word & 0xFFFF) * multiplier
+    high = (word >> 16) * multiplier
+    total = high + (low >> 16)
+    return (total >> 16) & _WORD, ((total & 0xFFFF) << 16) | (low & 0xFFFF)

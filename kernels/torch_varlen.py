@@ -1,0 +1,37 @@
+"""Attention through PyTorch's own kernel for sequences of different lengths, which knows no dropout.
+
+Same contract as in ``kernels.reference``.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from kernels import flash_attention
+from kernels.random import Dropout
+
+
+def varlen_attention(
+    query_QHE: Tensor,
+    key_THE: Tensor,
+    value_THE: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Softmax attention inside each sequence. Returns [Q, H, E]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    assert dropout is None
+    output = varlen_attn(query_QHE, key_THE, value_THE, cu_seqlens_q, cu_seqlens_k, max_seqlen, max_seqlen)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def unsupported_reasons(query_QHE: Tensor, *args: Any, **kwargs: Any) -> list[str]:
+    """Why these inputs cannot be computed."""
+    reasons = flash_attention.unsupported_reasons(query_QHE)  # the same kernel underneath
+    if any(isinstance(value, Dropout) for value in (*args, *kwargs.values())):
+        reasons.append("it has no dropout")
+    return reasons

@@ -1,0 +1,207 @@
+# ruff: noqa: ANN001, ANN202, ARG001
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""Dense + bias + GELU: matrix products by cuBLAS, everything element-wise in one Triton pass each way.
+
+Shape legend in ``kernels/__init__.py``; R: rows of partial sums, one for each program that walks down the tokens.
+
+The product is kept without its bias (2 bytes an element in bf16, read once in the backward: a quarter of the time that
+computing it again would take at BERT-Large's sizes) and autograd keeps the operands of the product. The backward writes
+the product's gradient and sums it over the tokens in the same pass.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Tiles are wide, so that 128 threads read 16 bytes each along a row. A program of the backward walks down 64 tokens: at
+# 24,576 tokens x 4,096 that is 3,072 programs, and the partial sums are 2 % of what the pass moves and stay in the L2.
+_COLUMNS = 512
+_ROWS = 4
+_ROWS_A_PROGRAM = 64
+_WARPS = 4
+_STAGES = 2
+
+
+def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
+    """``gelu(x @ weight.T + bias)`` in the tanh form that BERT is defined with. Returns [T, F] in the product's dtype.
+
+    The product is taken by ``torch.nn.functional.linear`` and follows autocast; ``bias_F`` may have any dtype of the three
+    (bf16, fp16, fp32) and its gradient has the same.
+    """
+    return bias_gelu(F.linear(x_TD, weight_FD), bias_F)
+
+
+def unsupported_reasons(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> list[str]:
+    """Why ``dense_gelu`` cannot take these; empty when it can."""
+    reasons = []
+    if not (x_TD.is_cuda or triton.knobs.runtime.interpret):
+        reasons.append(f"tensors on {x_TD.device.type}: Triton needs a CUDA device")
+    reasons += [
+        f"{name} of dtype {tensor.dtype}: expected one of bfloat16, float16, float32"
+        for name, tensor in (("x", x_TD), ("weight", weight_FD), ("bias", bias_F))
+        if tensor.dtype not in _DTYPES
+    ]
+    return reasons
+
+
+@triton.jit
+def _gates(y):
+    """Sigmoid(2 u) and sigmoid(-2 u) with u = sqrt(2 / pi) (y + 0.044715 y^3).
+
+    ``gelu(y) = y (1 + tanh u) / 2`` is ``y`` times the first.
+
+    Both to full relative precision, without the cancellation of ``1 - sigmoid`` and without an exponential that overflows.
+    """
+    exponent = 1.5957691216057308 * y * (1.0 + 0.044715 * y * y)
+    small = tl.exp(-tl.abs(exponent))
+    large_gate = 1.0 / (1.0 + small)
+    small_gate = small * large_gate
+    return tl.where(exponent > 0, large_gate, small_gate), tl.where(exponent > 0, small_gate, large_gate)
+
+
+@triton.jit
+def _forward_kernel(product, bias, output, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """One [ROWS, COLUMNS] tile of ``gelu(product + bias)``."""
+    first = tl.program_id(0) * ROWS
+    row = tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows - first)[:, None] & (column < columns)[None, :]
+    place = row[:, None] * columns + column[None, :]
+    product += first.to(tl.int64) * columns
+    output += first.to(tl.int64) * columns
+    y = tl.load(product + place, mask=inside, other=0.0).to(tl.float32)
+    y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+    gate, _ = _gates(y)
+    tl.store(output + place, y * gate, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    output_gradient,
+    product,
+    bias,
+    product_gradient,
+    bias_partials,
+    rows,
+    columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS_A_PROGRAM: tl.constexpr,
+):
+    """Gradient of the product over [ROWS_A_PROGRAM, COLUMNS], and its sum over these rows in fp32."""
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_columns = column < columns
+    b = tl.load(bias + column, mask=in_columns, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    first = tl.program_id(0) * ROWS_A_PROGRAM
+    output_gradient += first.to(tl.int64) * columns
+    product += first.to(tl.int64) * columns
+    product_gradient += first.to(tl.int64) * columns
+    for start in range(0, ROWS_A_PROGRAM, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < rows - first)[:, None] & in_columns[None, :]
+        place = row[:, None] * columns + column[None, :]
+        upstream = tl.load(output_gradient + place, mask=inside, other=0.0).to(tl.float32)
+        y = tl.load(product + place, mask=inside, other=0.0).to(tl.float32) + b
+        gate, rest = _gates(y)
+        slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * y * y)
+        gradient = upstream * gate * (1.0 + y * rest * slope)
+        total += gradient
+        tl.store(product_gradient + place, gradient, mask=inside)
+    tl.store(bias_partials + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=in_columns)
+
+
+@torch.library.custom_op("mlperf_bert::bias_gelu", mutates_args=())
+def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
+    """``gelu(product + bias)`` in the tanh form, [T, F] in the product's dtype. Saves both inputs, nothing else."""
+    product_TF = product_TF.contiguous()
+    output_TF = torch.empty_like(product_TF)
+    rows, columns = product_TF.shape
+    grid = (-(-rows // _ROWS), -(-columns // _COLUMNS))
+    _forward_kernel[grid](
+        product_TF, bias_F, output_TF, rows, columns, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES
+    )
+    return output_TF
+
+
+@torch.library.custom_op("mlperf_bert::bias_gelu_backward", mutates_args=())
+def _bias_gelu_backward(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of the product [T, F] and of the bias [F], each in its own dtype."""
+    output_gradient_TF, product_TF = output_gradient_TF.contiguous(), product_TF.contiguous()
+    product_gradient_TF = torch.empty_like(product_TF)
+    rows, columns = product_TF.shape
+    grid = (-(-rows // _ROWS_A_PROGRAM), -(-columns // _COLUMNS))
+    bias_partials_RF = product_TF.new_empty((grid[0], columns), dtype=torch.float32)
+    _backward_kernel[grid](
+        output_gradient_TF,
+        product_TF,
+        bias_F,
+        product_gradient_TF,
+        bias_partials_RF,
+        rows,
+        columns,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        ROWS_A_PROGRAM=_ROWS_A_PROGRAM,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+    return product_gradient_TF, bias_partials_RF.sum(0).to(bias_F.dtype)
+
+
+@bias_gelu.register_fake
+def _(product_TF: Tensor, bias_F: Tensor) -> Tensor:
+    return product_TF.new_empty(product_TF.shape)
+
+
+@_bias_gelu_backward.register_fake
+def _(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor) -> tuple[Tensor, Tensor]:
+    return product_TF.new_empty(product_TF.shape), bias_F.new_empty(bias_F.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx, output_gradient_TF: Tensor) -> tuple[Tensor, Tensor]:
+    return _bias_gelu_backward(output_gradient_TF, *ctx.saved_tensors)
+
+
+bias_gelu.register_autograd(_backward, setup_context=_setup_context)
+
+
+def configurations() -> "list[Configuration]":
+    """What BERT-Large runs: bf16, the bias in bf16 or, under autocast, in fp32."""
+    from kernels.ahead_of_time import Configuration
+
+    sizes = {"rows": "i32", "columns": "i32"}
+    tile: dict[str, object] = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
+    found = []
+    for bias in ("bf16", "fp32"):
+        read = {"product": "*bf16", "bias": f"*{bias}"}
+        forward = {**read, "output": "*bf16", **sizes}
+        backward = {"output_gradient": "*bf16", **read, "product_gradient": "*bf16", "bias_partials": "*fp32", **sizes}
+        for name, kernel, signature, constexprs in (
+            ("bias_gelu", _forward_kernel, forward, tile),
+            ("bias_gelu_backward", _backward_kernel, backward, {**tile, "ROWS_A_PROGRAM": _ROWS_A_PROGRAM}),
+        ):
+            found.append(
+                Configuration(
+                    name=f"{name}, bias {bias}",
+                    kernel=kernel,
+                    signature={**signature, **dict.fromkeys(constexprs, "constexpr")},
+                    constexprs=constexprs,
+                    num_warps=_WARPS,
+                    num_stages=_STAGES,
+                )
+            )
+    return found

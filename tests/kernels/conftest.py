@@ -1,0 +1,28 @@
+"""The tests of Triton kernels run under its interpreter, on CPU tensors.
+
+Triton reads ``TRITON_INTERPRET`` once, when it is imported: it is set here, before any test module is.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
+    raise RuntimeError("something has imported triton before tests/kernels/conftest.py could set TRITON_INTERPRET")
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+class _WithoutTriton(pytest.Module):
+    """A module that cannot be imported here."""
+
+    def collect(self):
+        pytest.skip("triton is not installed", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    if module_path.name.startswith("test_triton_") and importlib.util.find_spec("triton") is None:
+        return _WithoutTriton.from_parent(parent, path=module_path)
+    return None

@@ -1,0 +1,129 @@
+"""Every configuration compiles for every architecture, spills nothing and fits; and a kernel that does not is noticed."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import ahead_of_time
+from kernels.ahead_of_time import BEGIN, END, Cost
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process where Triton compiles: this one's interprets."""
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=REPOSITORY,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def costs(configurations: str, capabilities: str) -> list[Cost]:
+    """What ``costs_of`` gives for a Python expression."""
+    program = (
+        "import dataclasses, json; from kernels.ahead_of_time import *; from tests.kernels import fat_kernels; "
+        f"print(json.dumps([dataclasses.asdict(cost) for cost in costs_of({configurations}, {capabilities})]))"
+    )
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    return [Cost(**cost) for cost in json.loads(done.stdout.splitlines()[-1])]
+
+
+@needs_triton
+def test_every_configuration_compiles_without_spills_and_fits() -> None:
+    found = costs("all_configurations()", "(80, 90, 100)")
+    assert {cost.module for cost in found} == {path.stem for path in (REPOSITORY / "kernels").glob("triton_*.py")}
+    assert {cost.capability for cost in found} in ({80, 90, 100}, set())
+    assert not [cost for cost in found if cost.spilled]
+    assert not [cost for cost in found if not cost.fits]
+    assert all(0 < cost.registers <= 255 for cost in found)
+
+
+@needs_triton
+def test_kernels_that_ask_for_too_much_are_noticed() -> None:
+    lean, spilling, sharing = costs("{'fat_kernels': fat_kernels.configurations()}", "(90,)")
+    assert lean.fits
+    assert lean.spilled == 0
+    assert spilling.spilled > 50
+    assert not spilling.fits
+    assert sharing.spilled == 0
+    assert sharing.shared > ahead_of_time.SHARED_MEMORY_LIMITS[90]
+    assert not sharing.fits
+
+
+@needs_triton
+def test_interpreting_is_an_error_that_says_so() -> None:
+    done = python("-m", "kernels.ahead_of_time", TRITON_INTERPRET="1")
+    assert done.returncode == 2
+    assert done.stderr == "error: TRITON_INTERPRET is set, and Triton compiles nothing then: unset it\n"
+
+
+def test_missing_triton_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert ahead_of_time.main([]) == 2
+    assert capsys.readouterr().err == "error: triton is not installed: pip install triton\n"
+
+
+def cost(capability: int, **changes: int) -> Cost:
+    figures = {"num_warps": 4, "registers": 40, "spilled": 0, "shared": 1024} | changes
+    return Cost("triton_x", "forward", "small", capability, **figures)
+
+
+def test_one_row_a_configuration_and_one_column_an_architecture() -> None:
+    text = ahead_of_time.table(
+        [cost(90, registers=32), cost(80), cost(80, num_warps=8), cost(90, num_warps=8, spilled=12)]
+    )
+    assert text.splitlines() == [
+        "| module | kernel | configuration | warps | sm_80 | sm_90 |",
+        "|---|---|---|---|---|---|",
+        "| triton_x | `forward` | small | 4 | 40 / 0 / 1.0 | 32 / 0 / 1.0 |",
+        "| triton_x | `forward` | small | 8 | 40 / 0 / 1.0 | 40 / 12 / 1.0 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "changes", "fits"),
+    [
+        (80, {"shared": 163 * 1024}, True),
+        (80, {"shared": 163 * 1024 + 1}, False),
+        (90, {"shared": 163 * 1024 + 1}, True),
+        (100, {"shared": 227 * 1024 + 1}, False),
+        (90, {"spilled": 1}, False),
+    ],
+)
+def test_what_fits(capability: int, changes: dict[str, int], fits: bool) -> None:
+    assert cost(capability, **changes).fits is fits
+
+
+def test_only_what_is_between_the_markers_changes(tmp_path: Path) -> None:
+    page = tmp_path / "kernels.md"
+    page.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
+    for _ in range(2):
+        ahead_of_time.rewrite(page, "new")
+        assert page.read_text() == f"before\n{BEGIN}\nnew\n{END}\nafter\n"
+
+
+def test_a_page_without_markers_stays_as_it_is(tmp_path: Path) -> None:
+    page = tmp_path / "kernels.md"
+    page.write_text(f"{END}\n{BEGIN}\n")
+    with pytest.raises(ValueError, match="no place for the table"):
+        ahead_of_time.rewrite(page, "new")
+    assert page.read_text() == f"{END}\n{BEGIN}\n"
+
+
+def test_the_page_of_the_repository_has_the_markers() -> None:
+    text = (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
+    assert text.index(BEGIN) < text.index(END)

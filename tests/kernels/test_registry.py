@@ -1,0 +1,116 @@
+"""The choice of an implementation: by order and inputs, or as asked, with reasons."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels import OPS, Dropout, dropout_add_layer_norm, varlen_attention
+from kernels.__main__ import main
+from kernels.examples import example_inputs
+from kernels.registry import Implementation, Op
+
+
+def scaled(x: Tensor, factor: float) -> Tensor:
+    """The definition."""
+    return x * factor
+
+
+@pytest.fixture
+def op(monkeypatch: pytest.MonkeyPatch) -> Op[[Tensor, float], Tensor]:
+    def only_float32(x: Tensor, _factor: float) -> list[str]:
+        return [] if x.dtype == torch.float32 else [f"{x.dtype} is not float32"]
+
+    def never(*_: object) -> list[str]:
+        return ["never works"]
+
+    for name, offset, reasons in (
+        ("definition_of_scaled", 0, None),
+        ("fast_scaled", 1, only_float32),
+        ("picky_scaled", 2, never),
+    ):
+        module = ModuleType(name)
+        vars(module)["scaled"] = lambda x, factor, offset=offset: x * factor + offset
+        if reasons is not None:
+            vars(module)["unsupported_reasons"] = reasons
+        monkeypatch.setitem(sys.modules, name, module)
+    order = (
+        Implementation("picky", "picky_scaled"),
+        Implementation("absent", "absent_scaled", requires="a_package_that_is_not_there"),
+        Implementation("fast", "fast_scaled"),
+        Implementation("reference", "definition_of_scaled"),
+    )
+    return Op(scaled, {"cpu": order, "cuda": order})
+
+
+def test_auto_takes_the_first_that_can(op: Op[[Tensor, float], Tensor]):
+    ones = torch.ones(3)
+    assert op(ones, 2.0).tolist() == [3, 3, 3]
+    assert op(ones.double(), 2.0).tolist() == [2, 2, 2]
+    assert op(ones, 2.0).tolist() == [3, 3, 3]
+    assert op.chosen(ones, 2.0).name == "fast"
+
+
+def test_an_explicit_choice_works_or_says_why_not(op: Op[[Tensor, float], Tensor]):
+    ones = torch.ones(3)
+    with op.using("reference"):
+        assert op(ones, 2.0).tolist() == [2, 2, 2]
+    with op.using("fast"), pytest.raises(ValueError, match=r"scaled=fast cannot be used: torch.float64 is not float32"):
+        op(ones.double(), 2.0)
+    with (
+        op.using("picky"),
+        pytest.raises(ValueError, match="never works; set it to auto or to another of picky, absent"),
+    ):
+        op(ones, 2.0)
+    with op.using("absent"), pytest.raises(ValueError, match="a_package_that_is_not_there is not installed"):
+        op(ones, 2.0)
+    with pytest.raises(ValueError, match="no implementation 'slow'"):
+        op.ask_for("slow")
+    assert op.asked == "auto"
+    assert op(ones, 2.0).tolist() == [3, 3, 3]
+
+
+def test_every_op_has_its_definition_for_every_device():
+    for name, op in OPS.items():
+        assert op.name == name
+        assert "reference" in op.implementations
+        assert op.__doc__
+
+
+def test_a_cpu_run_takes_pytorchs_own_kernels():
+    x = torch.randn(4, 8)
+    arguments = (x, x[0], x, x[0], x[0], 1e-12, Dropout(0.1, torch.zeros(2, dtype=torch.int64), 0))
+    assert dropout_add_layer_norm.chosen(*arguments).name == "pytorch"
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    heads = torch.randn(4, 2, 4)
+    assert varlen_attention.chosen(heads, heads, heads, bounds, bounds, 4).name == "pytorch"
+    with dropout_add_layer_norm.using("reference"):
+        assert dropout_add_layer_norm.chosen(*arguments).name == "reference"
+
+
+def test_the_table_of_implementations(capsys: pytest.CaptureFixture[str]):
+    assert main(["--device", "cpu", "--dtype", "fp32"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line[0] != " "] == ["op", *OPS]
+    taken = [line.removesuffix("usable").split()[-2] for line in lines if "<-" in line]
+    assert taken == ["pytorch", "pytorch", "reference", "pytorch", "reference", "reference"]
+    assert any("flash_attn is not installed" in line or "expected a GPU" in line for line in lines)
+    if not torch.cuda.is_available():
+        assert main(["--device", "cuda"]) == 2
+        assert "PyTorch sees no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_examples_are_inputs_of_the_definition(name: str):
+    args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)
+    with OPS[name].using("reference"):
+        output = OPS[name](*args, **kwargs)
+    first = output if isinstance(output, Tensor) else output[0]
+    assert first.isfinite().all()
+    leaves = [value for value in args if isinstance(value, Tensor) and value.requires_grad]
+    if name != "lamb_step":
+        gradients = torch.autograd.grad(first.sum(), leaves)
+        assert len(gradients) >= 3
+        assert all(gradient.isfinite().all() for gradient in gradients)
