@@ -70,10 +70,8 @@ _ELEMENTS = (
     (re.compile(r"<ref[^>]*>"), ""),
     (re.compile(r"<http[^>]*>"), ""),
     (re.compile(r"<Ref[^>]*>"), ""),
-    (
-        re.compile(r"<mapframe [^\\/]*/>"),
-        "",
-    ),  # the escaped slash of the rule leaves a backslash in its set (GNU sed 4.9)
+    # The escaped slash of the rule leaves a backslash in its set (GNU sed 4.9).
+    (re.compile(r"<mapframe [^\\/]*/>"), ""),
     (re.compile(r"<mapframe[^>]*>"), ""),
 )
 _TAGS_BEFORE_DIV = ("</mapframe>", "<poem>", "</poem>", "<math>", "</math>", "<ref>", "</ref>")
