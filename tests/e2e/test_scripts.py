@@ -91,6 +91,8 @@ def training(checkout: Path, tmp_path: Path, request: pytest.FixtureRequest) -> 
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Where the tests run in the background, SIGINT is ignored, and a shell cannot trap what was ignored when it began.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout
     for line in process.stdout:
