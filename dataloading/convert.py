@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.dataset import Dataset, index_shards, require_absent_or_empty, shard_name
-from dataloading.formats import open_shard
+from dataloading.formats import whole_shard
 from dataloading.hdf5 import Compression, write_shard
 from dataloading.jobs import begun, run_tasks
 from dataloading.layouts import write_fixed, write_packed, write_varlength
@@ -94,7 +94,7 @@ _Task = tuple[Dataset, int, Path, Layout, Compression]
 def _convert_shard(task: _Task) -> str:
     """Writes one shard, unless it is there; returns its name."""
     source, index, path, layout, compression = task
-    if not _is_finished(path, source.shards[index].digest):
+    if whole_shard(path, source.shards[index].digest) is None:
         with source.open_listed(index) as shard:
             samples = shard.verify(source.shards[index].digest)
             _write(path, samples, source.info, layout, compression)
@@ -108,15 +108,3 @@ def _write(path: Path, samples: Samples, info: DatasetInfo, layout: Layout, comp
         write_fixed(path, samples, info)
     else:
         write_varlength(path, samples, info)
-
-
-def _is_finished(path: Path, digest: str) -> bool:
-    """Whether a shard of an earlier attempt is there and whole; a digest says the same of samples in any layout."""
-    if not path.exists():
-        return False
-    try:
-        with open_shard(path) as shard:
-            shard.verify(digest)
-    except ValueError:
-        return False
-    return True

@@ -8,7 +8,7 @@ import h5py
 
 from dataloading.hdf5 import open_native
 from dataloading.layouts import RaggedShard, open_fixed, unknown_info
-from dataloading.shard import REMEDY, FlatShard, Shard, map_file
+from dataloading.shard import REMEDY, DatasetInfo, FlatShard, Shard, map_file
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
@@ -35,6 +35,21 @@ def open_shard(path: Path) -> Shard:
             info = unknown_info(file.max_seq_length, file.max_predictions_per_seq)
             return FlatShard(path, info, "tfrecord", file.read(0, len(file)))
     raise ValueError(f"{path}: not an HDF5 or TFRecord file, or its beginning is lost; {REMEDY}")
+
+
+def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int] | None:
+    """What the shard that an earlier attempt left at ``path`` says of itself, and its number of samples.
+
+    None where there is none, or a damaged one, or one whose content does not have ``digest``, by default that which the file
+    carries. A digest says the same of samples in any layout.
+    """
+    if not path.exists():
+        return None
+    try:
+        with open_shard(path) as shard:
+            return shard.info, len(shard.verify(digest))
+    except ValueError:
+        return None
 
 
 def _open_hdf5(path: Path, content: mmap) -> Shard:

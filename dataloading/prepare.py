@@ -18,12 +18,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from dataloading.dataset import Dataset, Part, index_shards, shard_name
-from dataloading.formats import open_shard
+from dataloading.formats import whole_shard
 from dataloading.hdf5 import Compression, write_shard
 from dataloading.jobs import begun, run_tasks
 from dataloading.pretraining_data import PretrainingOptions, create_samples, read_documents, tokenize_documents
 from dataloading.shard import DatasetInfo
-from dataloading.tokenization import Tokenizer
+from dataloading.tokenization import Tokenizer, Vocabulary
 
 JOB_NAME = "prepare.json"
 
@@ -52,14 +52,14 @@ class Job:
         """The texts of each call."""
         return [self.texts] if self.one_call else [(path,) for path in self.texts]
 
-    def info(self, tokenizer: Tokenizer) -> DatasetInfo:
+    def info(self, vocabulary: Vocabulary) -> DatasetInfo:
         """What the samples will be; Python's Unicode tables decide how words are split."""
         return DatasetInfo(
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=vocabulary.size,
             max_seq_length=self.options.max_seq_length,
             max_predictions_per_seq=self.options.max_predictions_per_seq,
-            vocabulary_md5=tokenizer.vocabulary.md5,
-            vocabulary_sha256=tokenizer.vocabulary.sha256,
+            vocabulary_md5=vocabulary.md5,
+            vocabulary_sha256=vocabulary.sha256,
             options=asdict(self.options) | {"unicode": unicodedata.unidata_version},
             sources={},
         )
@@ -96,8 +96,7 @@ def prepare(
         ValueError: a text or the vocabulary cannot be used, ``out`` holds something else or what was made otherwise.
         OSError: the disk is full, or will not be written for another reason.
     """
-    tokenizer = Tokenizer.from_vocab(job.vocab, job.options.do_lower_case)
-    info = job.info(tokenizer)
+    info = job.info(Vocabulary.from_file(job.vocab))
     mine = _share(len(job.calls), part)
     _check_texts([path for index in mine for path in job.calls[index]])
     description = {
@@ -116,7 +115,7 @@ def _make_shards(
     started = time.perf_counter()
     tasks = [(job, info, out, index) for index in mine]
     if jobs > 1:
-        _compile(job)
+        _compile(job, info)
     for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
         report(Progress(name, samples, done, len(tasks), kept, time.perf_counter() - started))
 
@@ -130,36 +129,34 @@ def _make_shard(task: _Task) -> tuple[str, int, bool]:
     texts = job.calls[index]
     info = replace(info, sources={path.as_posix(): _sha256(path) for path in texts})
     path = out / shard_name(index, len(job.calls))
-    if path.exists() and (there := _whole_samples(path, info)) is not None:
-        return path.name, there, True
-    tokenizer = _tokenizer(job.vocab, job.options.do_lower_case)
+    if (there := whole_shard(path)) is not None:
+        found, count = there
+        if found != info:
+            raise ValueError(f"{path}: made from another text, or otherwise; delete it, or name another --out")
+        return path.name, count, True
+    tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
     documents = tokenize_documents(read_documents(texts), tokenizer)
     samples = create_samples(documents, job.options, tokenizer.vocabulary)
     write_shard(path, samples, info, job.compression)
     return path.name, len(samples), False
 
 
-def _whole_samples(path: Path, info: DatasetInfo) -> int | None:
-    """Samples of a shard that is there and whole, or None; ValueError where it is not what was to be made."""
-    try:
-        with open_shard(path) as shard:
-            found, samples = shard.info, len(shard.verify())
-    except ValueError:
-        return None
-    if found != info:
-        raise ValueError(f"{path}: made from another text, or otherwise; delete it, or name another --out")
-    return samples
-
-
 @lru_cache(maxsize=1)
-def _tokenizer(vocab: Path, do_lower_case: bool) -> Tokenizer:
-    """One for all the texts of a process: it remembers the words that it has met."""
-    return Tokenizer.from_vocab(vocab, do_lower_case)
+def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
+    """One for all the texts of a process: it remembers the words that it has met.
+
+    Raises:
+        ValueError: the file at ``vocab`` is no longer the one with the digest ``sha256``.
+    """
+    tokenizer = Tokenizer.from_vocab(vocab, do_lower_case)
+    if tokenizer.vocabulary.sha256 != sha256:
+        raise ValueError(f"{vocab}: changed while it was used; run the command again")
+    return tokenizer
 
 
-def _compile(job: Job) -> None:
+def _compile(job: Job, info: DatasetInfo) -> None:
     """Makes the compiled core ready before processes are forked."""
-    tokenizer = _tokenizer(job.vocab, job.options.do_lower_case)
+    tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
     create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)
 
 

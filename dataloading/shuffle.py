@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dataloading.dataset import Dataset, index_shards, shard_name
 from dataloading.files import read_bounded, write_atomically
-from dataloading.formats import open_shard
+from dataloading.formats import whole_shard
 from dataloading.hdf5 import Compression, write_shard
 from dataloading.jobs import begun
 from dataloading.samples import Samples, concatenate, offsets_of
@@ -162,7 +162,7 @@ def _write_shards(
     for index in range(shards):
         path = out / shard_name(index, shards)
         start, stop = int(bounds[index]), int(bounds[index + 1])
-        if not _is_finished(path, info, stop - start):
+        if whole_shard(path) != (info, stop - start):
             pieces = []
             while start < stop:
                 needed = int(np.searchsorted(firsts, start, side="right")) - 1
@@ -183,18 +183,6 @@ def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples,
     if len(samples) != count:
         raise ValueError(f"{spill}: bucket {bucket} holds {len(samples):,} of {count:,} samples; delete the folder")
     return samples, np.random.default_rng([seed, 1, bucket]).permutation(count)
-
-
-def _is_finished(path: Path, info: DatasetInfo, count: int) -> bool:
-    """Whether a shard of an earlier attempt is there and whole."""
-    if not path.exists():
-        return False
-    try:
-        with open_shard(path) as shard:
-            shard.verify()
-            return shard.info == info and len(shard) == count
-    except ValueError:
-        return False
 
 
 def _check_multiset(dataset: Dataset, expected: int, report: Callable[[Progress], None]) -> None:

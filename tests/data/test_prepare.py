@@ -200,3 +200,17 @@ def test_compressed_shards_hold_the_same(job: Job, tmp_path: Path) -> None:
     assert sum(record.file_bytes for record in packed.shards) < 0.9 * sum(record.file_bytes for record in plain.shards)
     chosen = np.random.default_rng(1).permutation(len(plain))[:100]
     assert packed.take(chosen).digest() == plain.take(chosen).digest()
+
+
+def test_another_vocabulary_under_the_same_name_is_used(job: Job, tmp_path: Path) -> None:
+    vocab, text = tmp_path / "vocab.txt", tmp_path / "text.txt"
+    text.write_text("w1 w2 w3 w4\nw3 w4\n\nw4 w5 w1\n")
+    lines = job.vocab.read_text().splitlines()
+    dumped = []
+    for name, words in (("first", lines), ("second", [*lines[:5], *reversed(lines[5:])])):
+        vocab.write_text("\n".join(words))
+        dataset = prepare(Job((text,), vocab, OPTIONS), tmp_path / name)
+        samples = dataset.take(np.arange(len(dataset)))
+        dumped.append([[words[index] for index in samples.masked_lm_ids], samples.lengths.tolist()])
+        assert set(dumped[-1][0]) <= {"w1", "w2", "w3", "w4", "w5"}
+    assert dumped[0] == dumped[1]
