@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import kernels.pytorch
-from benchmarks import gpu, gpu_kernels
+from benchmarks import gpu, gpu_end_to_end, gpu_kernels
 from benchmarks.gpu_cases import cases
 from benchmarks.gpu_peers import plain_loss
 from benchmarks.gpu_scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
@@ -102,6 +102,36 @@ def test_what_is_not_built_says_so(all_parts: tuple[Path, object]) -> None:
     assert found["step in FP8"]["note"] == "not built yet"
     assert found["step in FP8"]["figure"] is None
     assert found["losses in bf16 against fp32"]["figure"] == 0  # fp32 on both sides where it is tiny: the same losses
+
+
+def test_all_parts_take_less_than_nine_minutes():
+    assert sum(seconds for _, seconds in gpu.PARTS.values()) <= 530
+
+
+def test_a_run_from_end_to_end(tmp_path: Path) -> None:
+    done = command("--device", "cpu", "--tiny", "--part", "end-to-end", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path, "end-to-end")
+    assert found["log"]["note"].startswith("PASS"), found["log"]
+    assert found["inside the clock"]["figure"] > 0
+    assert 0 <= found["host waiting for data"]["share"] < 1
+    assert 0.2 < found["last quarter of the steps against the first"]["figure"] < 5
+
+
+def test_drift_and_waiting_come_from_the_steps() -> None:
+    steps = [
+        {"event": "step", "step_ms": ms, "data_wait_ms": ms / 10, "sequences_per_s": 1e3 / ms}
+        for ms in (10, 10, 10, 10, 20, 20, 30, 30)
+    ]
+    others = [
+        {"event": "eval", "eval_s": 0.5, "count": 7},
+        {"event": "end", "samples": 100, "time_s": 4.0},
+    ]
+    found = {row.name: row for row in gpu_end_to_end.rows_of(steps + others)}
+    assert found["last quarter of the steps against the first"].figure == 3
+    assert found["host waiting for data"].share == pytest.approx(0.1)
+    assert found["inside the clock"].figure == 25
+    assert found["evaluation"].milliseconds == 500
 
 
 def test_memory_ends_with_what_fits(all_parts: tuple[Path, object]) -> None:
