@@ -466,12 +466,19 @@ def _remedy_without_manifest(folder: Path) -> str:
 
 
 def _read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
-    """The length index [count, 2], checked against its digest."""
-    content = read_bounded(path, 4 * count + 4096, REMEDY)
-    if hashlib.sha256(content).hexdigest() != sha256:
+    """The length index [count, 2], checked against its digest: a memory map, which the processes of a machine share."""
+    limit = 4 * count + 4096
+    try:
+        if (size := path.stat().st_size) > limit:
+            raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {REMEDY}")
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
+    if digest != sha256:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
     try:
-        lengths = np.load(io.BytesIO(content), allow_pickle=False)
+        lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {REMEDY}") from None
     if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import mmap
 import multiprocessing
 import pickle
 import resource
@@ -197,6 +198,13 @@ def test_an_oversized_manifest_is_refused(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(dataset_module, "_MAX_MANIFEST_BYTES", 100)
     with pytest.raises(ValueError, match="expected at most 100"):
         open_dataset(folder)
+
+
+def test_the_length_index_stays_on_disk(folder: Path) -> None:
+    lengths = open_dataset(folder).lengths
+    while isinstance(lengths.base, np.ndarray):
+        lengths = lengths.base
+    assert isinstance(lengths.base, mmap.mmap)
 
 
 @pytest.mark.parametrize("content", [b"", b"text", b"\0" * 100_000])
