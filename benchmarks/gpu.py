@@ -94,7 +94,7 @@ def run_all(settings: Settings) -> int:
         try:
             subprocess.run(
                 [*command, "--tiny"] if settings.tiny else command,
-                timeout=max(1, seconds),
+                timeout=seconds,
                 check=True,
                 stdout=subprocess.DEVNULL,
             )

@@ -99,6 +99,12 @@ def cases(
             moved=(4 * row, 12 * row),
         ).typed(dtype),
         Case(
+            "varlen_self_attention",
+            (packed.detach(), bounds, max(lengths), dropout(1)),
+            flop=(2 * scores, 6 * scores),
+            moved=(4 * row, 12 * row),
+        ).typed(dtype),
+        Case(
             "dropout_add_layer_norm",
             (normal(tokens, hidden), normal(hidden), normal(tokens, hidden), *norm, _EPS, dropout(2)),
             moved=(3 * row, 7 * row),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_cases import Case, cases
+from benchmarks.gpu_fp8 import Fp8Case, fp8_cases
 from benchmarks.gpu_scale import Ceilings, Context, samples_of
 from benchmarks.gpu_timing import NotUsableError, Row, measured, timed_row
 from bert.model import BertForPreTraining
@@ -32,6 +33,10 @@ def correctness(context: Context) -> None:
                 if name != "reference":
                     title = f"{case.op}, {name}, {str(dtype).removeprefix('torch.')}"
                     context.report.attempt(title, partial(_error_row, title, case, name, dtype))
+    for case in fp8_cases(context.scale.model, sum(_awkward_lengths(context)), torch.bfloat16, context.device):
+        for name in OPS[case.op].implementations:
+            title = f"{case.op}, {name}"
+            context.report.attempt(title, partial(_fp8_error_row, title, case, name))
     for name in lamb_step.implementations:
         context.report.attempt(f"lamb_step, {name}", partial(_lamb_error_row, context, name))
     wrong = [row.name for row in context.report.rows if row.note.startswith(("WRONG", "failed"))]
@@ -47,12 +52,16 @@ def kernels(context: Context) -> None:
     for case in cases(context.scale.model, lengths, masked, context.low_precision, context.device):
         sides = {name: partial(_with, case.op, name) for name in OPS[case.op].implementations}
         for name, side in (sides | _peers(case, lengths)).items():
-            if case.op == "varlen_attention" and name == "reference" and not context.tiny:
+            if case.op.startswith("varlen") and name == "reference" and not context.tiny:
                 continue  # a sequence at a time: seconds that tell nothing
             for both_ways in (False, True):
                 title = f"{case.op} {'both ways' if both_ways else 'forward'}, {name}"
                 measure = partial(_time_row, context, title, case, side, ceilings, both_ways)
                 context.report.attempt(title, measure)
+    for case in fp8_cases(context.scale.model, sum(lengths), torch.bfloat16, context.device):
+        for name in OPS[case.op].implementations:
+            title = f"{case.op} forward, {name}"
+            context.report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
     for name in lamb_step.implementations:
         context.report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
 
@@ -80,6 +89,21 @@ def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Row:
     oracle = case.typed(torch.float64).forward_and_gradients(definition, upstream.double())
     plain = case.typed(dtype).forward_and_gradients(definition, upstream)
     return _judged(title, oracle, plain, case.typed(dtype).forward_and_gradients(ours, upstream), dtype)
+
+
+def _fp8_error_row(title: str, case: Fp8Case, name: str) -> Row:
+    """The definition rounds as it must; another may fall to the other side where it is between two numbers of FP8."""
+    plain = case.results(OPS[case.op].definition)
+    return _judged(title, case.exact(), plain, case.results(partial(_with, case.op, name)), torch.float32)
+
+
+def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilings: Ceilings) -> Row:
+    function = partial(_with, case.op, name)
+    seconds = measured(lambda: function(*case.arguments), context.device, 3 * context.scale.repeats, cold=True)
+    if case.flop:
+        share, note = case.flop / ceilings.flop_per_s, "of the large bf16 product: 2 at best"
+        return timed_row(title, seconds, case.flop / 1e12, "TFLOP/s", share, note)
+    return timed_row(title, seconds, case.moved / 1e12, "TB/s", case.moved / ceilings.bytes_per_s, "of the large copy")
 
 
 def _judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Tensor], dtype: torch.dtype) -> Row:
@@ -126,6 +150,8 @@ def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
             "PyTorch SDPA, padded, mask": partial(_padded_sdpa, lengths=lengths),
             "flash-attn 3 without dropout": _flash_attention_3,
         }
+    if case.op == "varlen_self_attention":
+        return {}  # those of varlen_attention
     plain: dict[str, Callable[..., object]] = {
         "dropout_add_layer_norm": _plain_add_norm,
         "embedding_layer_norm": _plain_embeddings,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.cpu_step import hugging_face_model, padded
 from benchmarks.gpu_scale import Context, micro_batches, samples_of
-from benchmarks.gpu_step import training_step
+from benchmarks.gpu_step import prepare, training_step
 from benchmarks.gpu_timing import Row, measured, release, timed_row
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm, initialize_
 from dataloading.loader import Batch
@@ -32,7 +32,8 @@ def peers(context: Context) -> None:
     ours: list[float] = []
 
     def our_row() -> Row:
-        trained, batches = training_step(context), micro_batches(context, context.scale.sequences, 1)
+        trained, batches = training_step(context), micro_batches(context, context.scale.sequences, 1, padded=True)
+        prepare(context, trained, batches)
         seconds = measured(lambda: trained(batches), context.device, context.scale.repeats, cold=False)
         ours.append(context.scale.sequences / statistics.median(seconds))
         return timed_row(OURS, seconds, context.scale.sequences, "sequences/s", note="LAMB")

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu_timing import Report, measured
 from bert.config import ModelConfig
+from dataloading.capacity import Capacity
 from dataloading.loader import Batch, batch_of
 from dataloading.samples import Samples
 from dataloading.synthetic import synthetic_samples
@@ -104,12 +105,16 @@ def samples_of(scale: Scale, sequences: int, seed: int = 0) -> Samples:
     return synthetic_samples(lengths, scale.model.vocab_size, seed)
 
 
-def micro_batches(context: Context, sequences: int, count: int, seed: int = 0) -> list[Batch]:
-    """A global batch as ``count`` micro-batches of ``sequences``, on the device."""
-    batches = [batch_of(samples_of(context.scale, sequences, seed + index)) for index in range(count)]
-    masked = sum(batch.global_masked for batch in batches)
-    whole = [replace(batch, global_sequences=sequences * count, global_masked=masked) for batch in batches]
-    return [batch.to(context.device) for batch in whole]
+def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *, padded: bool = False) -> list[Batch]:
+    """A global batch as ``count`` micro-batches of ``sequences``, on the device; ``padded`` to capacities, each its own."""
+    batches = []
+    for index in range(count):
+        samples = samples_of(context.scale, sequences, seed + index)
+        longest = context.scale.model.max_position_embeddings
+        sizes = len(samples.input_ids), sequences, len(samples.masked_lm_ids), longest
+        batches.append(batch_of(samples, capacity=Capacity.around(*sizes) if padded else None))
+    counts = torch.stack([batch.global_counts for batch in batches]).sum(dim=0)
+    return [replace(batch, global_counts=counts).to(context.device) for batch in batches]
 
 
 def training_flop(model: ModelConfig, batch: Batch) -> float:

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch.autograd import DeviceType
@@ -13,10 +14,14 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu_scale import Ceilings, Context, micro_batches, training_flop
 from benchmarks.gpu_timing import Row, first_line, measured, release, timed_row
 from bert.config import Config
+from bert.graphs import CudaRecorder
 from bert.metrics import Stopwatch
 from bert.parallel.mesh import Mesh
 from bert.recipes import dgxa100_1x8, h100_1x1, h100_1x8
 from bert.step import TrainingStep, build_model
+from dataloading.loader import Batch
+
+Precision = Literal["fp32", "bf16", "fp8"]
 
 BUDGET = {
     "loss": ("nll", "cross_entropy", "logsoftmax", "log_softmax", "argmax"),
@@ -47,12 +52,13 @@ _TRITON_ROWS = {
     "triton_lamb": "LAMB",
     "triton_layer_norm": "dropout, residual, norm, embeddings",
     "triton_dense": "GELU",
+    "triton_fp8": "FP8 casts, some with GELU",
     "triton_loss": "loss",
 }
 
 
 def step(context: Context) -> None:
-    """One micro-batch, then the whole global batches of two recipes of eight GPUs on this one."""
+    """One micro-batch, then the whole global batches of two recipes of eight GPUs on this one; recorded, as in training."""
     ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
     sizes: list[tuple[Callable[[], Config], int, int]] = [
         (h100_1x1, sequences, 1),
@@ -62,10 +68,24 @@ def step(context: Context) -> None:
     for recipe, micro, count in sizes:
         name = f"{micro * count} sequences as {count} x {micro}, optimizer of {recipe.__name__}"
         report.attempt(name, partial(_rate, context, name, recipe(), micro, count, ceilings))
-    trained = training_step(context)
-    batches = micro_batches(context, sequences, 1)
-    split(context, lambda: trained(batches), sequences)
-    report.attempt("host synchronisations in a step", lambda: _synchronisations(context, lambda: trained(batches)))
+    for precision in ("bf16", "fp8"):
+        _look_into(context, precision)
+    name = f"{sequences} sequences, operator by operator"
+    report.attempt(name, partial(_rate, context, name, h100_1x1(), sequences, 1, ceilings, recorded=False))
+
+
+def _look_into(context: Context, precision: Precision) -> None:
+    """Where the time of a recorded step goes, and whether the host waits in one."""
+    batches = micro_batches(context, context.scale.sequences, 1, padded=True)
+    name = f"host synchronisations in a step, {precision}"
+    trained = training_step(context, precision=precision)
+
+    def look() -> Row:
+        prepare(context, trained, batches)
+        split(context, lambda: trained(batches), context.scale.sequences, precision)
+        return _synchronisations(context, name, lambda: trained(batches))
+
+    context.report.attempt(name, look)
 
 
 def memory(context: Context) -> None:
@@ -85,34 +105,50 @@ def memory(context: Context) -> None:
 
 
 def fp8(context: Context) -> None:
-    """Losses of some steps in low precision against fp32, from the same weights on the same samples without dropout."""
-    context.report.add(Row("step in FP8", note="not built yet"))
-    context.report.add(Row("losses in FP8 against fp32", note="not built yet"))
+    """The step in FP8, and losses of some steps in low precision against fp32: same weights and samples, no dropout."""
+    ceilings, sequences = Ceilings.of(context), context.scale.sequences
+    config = with_precision(h100_1x1(), "fp8")
+    for name, recorded in (("step in FP8", True), ("step in FP8, operator by operator", False)):
+        context.report.attempt(name, partial(_rate, context, name, config, sequences, 1, ceilings, recorded=recorded))
     reference = _losses(context, "fp32")
     context.report.add(Row("loss in fp32 after the last step", figure=reference[-1]))
 
-    def against_reference() -> Row:
-        losses = _losses(context, "bf16")
+    def against_reference(name: str, precision: Precision) -> Row:
+        losses = _losses(context, precision)
         worst = max(abs(low - high) / high for low, high in zip(losses, reference, strict=True))
-        note = f"largest relative difference over {len(losses)} steps"
-        return Row("losses in bf16 against fp32", figure=worst, note=note)
+        note = f"largest relative difference over {len(losses)} steps; {losses[-1]:.4f} after the last"
+        return Row(name, figure=worst, note=note)
 
-    context.report.attempt("losses in bf16 against fp32", against_reference)
+    for precision in ("bf16", "fp8"):
+        name = f"losses in {precision} against fp32"
+        context.report.attempt(name, partial(against_reference, name, precision))
+
+
+def with_precision(config: Config, precision: Precision) -> Config:
+    """The same recipe with other matrix products."""
+    return replace(config, training=replace(config.training, precision=precision))
 
 
 def training_step(
-    context: Context, config: Config | None = None, *, precision: str = "bf16", dropout: bool = True
+    context: Context, config: Config | None = None, *, precision: Precision | None = None, dropout: bool = True
 ) -> TrainingStep:
-    """The step of a recipe, by default that of one H100, on the model of the context; fp32 where that is tiny."""
+    """The step of a recipe, by default that of one H100, on the model of the context; where that is tiny, fp32 for bf16."""
     config = config or h100_1x1()
     model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
-    training = replace(config.training, precision="fp32" if context.tiny else precision)
-    config = replace(config, log=replace(config.log, division="open"), model=model, training=training)
+    precision = precision or config.training.precision
+    config = replace(config, log=replace(config.log, division="open"), model=model)
+    config = with_precision(config, "fp32" if context.tiny and precision == "bf16" else precision)
     mesh = Mesh(0, 1, 0, context.device)
     return TrainingStep(build_model(config, mesh, seed=0), config, mesh, Stopwatch())
 
 
-def split(context: Context, run: Callable[[], None], sequences: int) -> None:
+def prepare(context: Context, trained: TrainingStep, batches: list[Batch], *, recorded: bool = True) -> None:
+    """Warm a step up for these batches, and record it where there is a GPU, as training does before its clock starts."""
+    recorder = CudaRecorder(context.device) if recorded and context.device.type == "cuda" else None
+    trained.warm_up(batches, 1, recorder, sorted({batch.capacity for batch in batches}, key=lambda size: size.tokens))
+
+
+def split(context: Context, run: Callable[[], None], sequences: int, precision: Precision) -> None:
     """A row for each part of the budget: time on the device in one step, and what is left idle."""
     on_gpu = context.device.type == "cuda"
     seconds = measured(run, context.device, context.scale.repeats, cold=False)
@@ -135,30 +171,34 @@ def split(context: Context, run: Callable[[], None], sequences: int) -> None:
     spent["idle: launches, host"] = max(0.0, whole - sum(spent.values()))
     for row, microseconds in sorted(spent.items(), key=lambda item: -item[1]):
         figure, share = microseconds / sequences, microseconds / whole
-        context.report.add(Row(f"split: {row}", microseconds / 1e3, figure, "us a sequence", share, "of the step"))
+        context.report.add(
+            Row(f"split, {precision}: {row}", microseconds / 1e3, figure, "us a sequence", share, "of the step")
+        )
     for key, microseconds in sorted(kernels.items(), key=lambda item: -item[1])[:12]:
         context.report.add(
-            Row(f"kernel: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step")
+            Row(f"kernel, {precision}: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step")
         )
 
 
-def _rate(context: Context, name: str, config: Config, micro: int, count: int, ceilings: Ceilings) -> Row:
+def _rate(
+    context: Context, name: str, config: Config, micro: int, count: int, ceilings: Ceilings, *, recorded: bool = True
+) -> Row:
     trained = training_step(context, config)
-    batches = micro_batches(context, micro, count)
-    flop = sum(training_flop(context.scale.model, batch) for batch in batches)
+    real = micro_batches(context, micro, count)
+    flop = sum(training_flop(context.scale.model, batch) for batch in real)
+    batches = micro_batches(context, micro, count, padded=True) if recorded else real
+    prepare(context, trained, batches, recorded=recorded)
     repeats = context.scale.repeats if count == 1 else max(1, context.scale.repeats // 3)
     seconds = measured(lambda: trained(batches), context.device, repeats, cold=False)
     median = statistics.median(seconds)
-    tokens = sum(batch.tokens for batch in batches) / (micro * count)
-    note = (
-        f"{flop / median / 1e12:.0f} TFLOP/s of model work, of the large matrix product; {tokens:.1f} tokens a sequence"
-    )
+    tokens = sum(batch.tokens for batch in real) / (micro * count)
+    work = f"{flop / median / 1e12:.0f} TFLOP/s of model work, of the large bf16 product"
+    note = f"{trained.precision}: {work}; {tokens:.1f} tokens a sequence"
     return timed_row(name, seconds, micro * count, "sequences/s", flop / ceilings.flop_per_s, note)
 
 
-def _synchronisations(context: Context, run: Callable[[], None]) -> Row:
+def _synchronisations(context: Context, name: str, run: Callable[[], None]) -> Row:
     """Whether anything makes the host wait, by PyTorch's own watch; on a CPU there is nothing to wait for."""
-    name = "host synchronisations in a step"
     if context.device.type == "cpu":
         return Row(name, note="nothing to see on a CPU")
     torch.cuda.synchronize()
@@ -192,9 +232,10 @@ def _peak(context: Context, trained: TrainingStep, sequences: int) -> bool:
     return True
 
 
-def _losses(context: Context, precision: str) -> list[float]:
+def _losses(context: Context, precision: Precision) -> list[float]:
     """The masked-LM loss of every step, without dropout."""
     trained = training_step(context, precision=precision, dropout=False)
+    prepare(context, trained, micro_batches(context, context.scale.parity_sequences, 1), recorded=False)
     losses = []
     for index in range(context.scale.parity_steps):
         trained(micro_batches(context, context.scale.parity_sequences, 1, seed=index))

@@ -3,7 +3,7 @@
 The docstring under each field is its ``--help`` text. Recipes (``bert/recipes.py``) are functions that return a ``Config``.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
 
@@ -101,9 +101,18 @@ class TrainingConfig:
     seed: int | None = None
     """Seed of sample order and dropout; by default drawn from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Of matrix products; parameters are fp32. fp8: bf16, with the encoder's products in FP8 (bert/fp8.py)."""
     warmup_steps: int = 2
     """Steps on synthetic batches before the clock starts; every state is restored after them."""
+    cuda_graphs: bool = True
+    """On a GPU: pad micro-batches to a few sizes, record the step of each before the clock starts and replay it, so that the
+    host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
+    autotune: bool = True
+    """On a GPU: time what can compute each op before the clock starts, and take the fastest. Times are kept between runs."""
+    implementations: dict[str, str] = field(default_factory=dict)
+    """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
+    taken or the run fails, and what is pinned or measured does not count."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "max_samples", "gradient_accumulation_steps"):
@@ -199,9 +208,22 @@ class Config:
                 f"training.max_samples {self.training.max_samples} is less than one global batch of "
                 f"{self.training.global_batch_size}: raise it or lower training.global_batch_size"
             )
+        if self.training.precision == "fp8":
+            self._check_fp8()
         if self.training.precision == "bf16" and self.training.device == "cpu" and self.model.hidden_size < 256:
             raise ValueError(
                 "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32"
+            )
+
+    def _check_fp8(self) -> None:
+        for name in ("hidden_size", "intermediate_size"):
+            if getattr(self.model, name) % 16:
+                raise ValueError(
+                    f"model.{name} is {getattr(self.model, name)}, but training.precision fp8 needs a multiple of 16"
+                )
+        if self.model.num_hidden_layers == 1:
+            raise ValueError(
+                "model.num_hidden_layers is 1, but training.precision fp8 leaves the last layer in bf16: expected at least 2"
             )
 
 

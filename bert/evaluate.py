@@ -50,8 +50,10 @@ class Evaluator:
         model.eval()
         with autocast:
             for batch in self._batches:
-                counts[0] += model(batch).masked_lm_correct
-                counts[1] += batch.masked_lm_ids.numel()
+                correct = model(batch).masked_lm_correct
+                assert correct is not None  # in evaluation the model counts
+                counts[0] += correct
+                counts[1] += (batch.masked_lm_ids >= 0).sum()
         model.train()
         correct, count = all_reduce_sum_(counts).tolist()
         return Accuracy(correct, count)

@@ -23,6 +23,7 @@ from kernels import (
     embedding_layer_norm,
     masked_lm_loss,
     varlen_attention,
+    varlen_self_attention,
 )
 
 if TYPE_CHECKING:
@@ -37,8 +38,8 @@ class PretrainingOutput:
     """[] sum of cross-entropies over the masked tokens"""
     next_sentence_loss: Tensor
     """[] sum of cross-entropies over the sequences"""
-    masked_lm_correct: Tensor
-    """[] int64, masked tokens whose largest logit is the label"""
+    masked_lm_correct: Tensor | None
+    """[] int64, masked tokens whose largest logit is the label; None in training, which does not ask"""
 
     def mean_losses(self, batch: "Batch") -> tuple[Tensor, Tensor]:
         """This micro-batch's share of the global batch's mean masked-LM and next-sentence losses, both [].
@@ -46,7 +47,8 @@ class PretrainingOutput:
         Divided by the counts of the whole global batch, so that losses and gradients add up over ranks and accumulation
         steps to those of one mean, however the samples are dealt. What is trained on is their sum.
         """
-        return self.masked_lm_loss / max(1, batch.global_masked), self.next_sentence_loss / batch.global_sequences
+        sequences, masked = batch.global_counts.unbind()
+        return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,25 @@ class Embeddings(nn.Module):
         )
 
 
+class MatrixProducts:
+    """How an encoder layer takes its products with weights: in the precision of its input or, under autocast, of autocast.
+
+    ``bert.fp8`` has the same in FP8.
+    """
+
+    def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
+        """``x @ weight.T + bias``."""
+        return dense(x)
+
+    def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
+        """``x @ weight.T``, where the bias is added by what comes next."""
+        return F.linear(x, dense.weight)
+
+    def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
+        """[T, D] ``gelu(x @ wide.T + bias) @ narrow.T``, without the second bias."""
+        return F.linear(dense_gelu(x_TD, wide.weight, wide.bias), narrow.weight)
+
+
 class EncoderLayer(nn.Module):
     """Attention and feed-forward halves, each followed by dropout, residual and norm."""
 
@@ -140,12 +161,12 @@ class EncoderLayer(nn.Module):
         self.intermediate = Dense(hidden, intermediate)
         self.output = Dense(intermediate, hidden)
         self.output_norm = LayerNorm(hidden)
+        self.products = MatrixProducts()
 
     def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
         """[T, D] for all tokens."""
-        query, key, value = self.query_key_value(hidden_TD).unflatten(-1, (3, *self._heads)).unbind(1)
-        dropout = sites.attention(self.index)
-        context_THE = varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
+        qkv_T3HE = self.products.with_bias(hidden_TD, self.query_key_value).unflatten(-1, (3, *self._heads))
+        context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(self.index))
         return self._after_attention(context_THE.flatten(1), hidden_TD, sites)
 
     def forward_rows(
@@ -175,17 +196,24 @@ class EncoderLayer(nn.Module):
         return self.config.num_attention_heads, self.config.hidden_size // self.config.num_attention_heads
 
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
+        projected_TD = self.products.without_bias(context_TD, self.attention_output)
         attended_TD = self._added(
-            context_TD, self.attention_output, residual_TD, self.attention_norm, sites.after_attention(self.index)
+            projected_TD,
+            self.attention_output.bias,
+            residual_TD,
+            self.attention_norm,
+            sites.after_attention(self.index),
         )
-        wide_TF = dense_gelu(attended_TD, self.intermediate.weight, self.intermediate.bias)
-        return self._added(wide_TF, self.output, attended_TD, self.output_norm, sites.after_feed_forward(self.index))
+        narrow_TD = self.products.feed_forward(attended_TD, self.intermediate, self.output)
+        dropout = sites.after_feed_forward(self.index)
+        return self._added(narrow_TD, self.output.bias, attended_TD, self.output_norm, dropout)
 
-    def _added(self, x: Tensor, dense: Dense, residual_TD: Tensor, norm: LayerNorm, dropout: Dropout | None) -> Tensor:
-        """[T, D] the dense layer of ``x``, dropped out, added to the residual, normalized."""
-        projected_TD = F.linear(x, dense.weight)
+    def _added(
+        self, product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, norm: LayerNorm, dropout: Dropout | None
+    ) -> Tensor:
+        """[T, D] product and bias, dropped out, added to the residual, normalized."""
         return dropout_add_layer_norm(
-            projected_TD, dense.bias, residual_TD, norm.weight, norm.bias, self.config.layer_norm_eps, dropout
+            product_TD, bias_D, residual_TD, norm.weight, norm.bias, self.config.layer_norm_eps, dropout
         )
 
 
@@ -216,7 +244,11 @@ class BertForPreTraining(nn.Module):
         """Both losses of a micro-batch, as sums."""
         cls_SD, masked_MD = self.head_inputs(batch)
         loss, correct = masked_lm_loss(
-            self._transformed(masked_MD), self.embeddings.word, self.decoder_bias, batch.masked_lm_ids
+            self._transformed(masked_MD),
+            self.embeddings.word,
+            self.decoder_bias,
+            batch.masked_lm_ids,
+            count_correct=not self.training,
         )
         logits_S2 = self.next_sentence_logits(cls_SD)
         next_sentence_loss = cross_entropy_sum(logits_S2, batch.next_sentence_labels)
@@ -228,7 +260,8 @@ class BertForPreTraining(nn.Module):
         The last layer is computed for these rows alone.
         """
         sites = self._next_sites()
-        hidden_TD = _in_compute_dtype(self.embeddings(batch, sites))
+        embedded_TD = self.embeddings(batch, sites)
+        hidden_TD = embedded_TD.to(compute_dtype(embedded_TD))
         for layer in self.layers[:-1]:
             hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
         cls_S = batch.cu_seqlens[:-1].long()
@@ -243,7 +276,8 @@ class BertForPreTraining(nn.Module):
     def encode(self, batch: "Batch") -> Tensor:
         """The encoder's output for every token, [T, D]."""
         sites = self._next_sites()
-        hidden_TD = _in_compute_dtype(self.embeddings(batch, sites))
+        embedded_TD = self.embeddings(batch, sites)
+        hidden_TD = embedded_TD.to(compute_dtype(embedded_TD))
         for layer in self.layers:
             hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
         return hidden_TD
@@ -270,10 +304,10 @@ class BertForPreTraining(nn.Module):
         return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
 
 
-def _in_compute_dtype(hidden_TD: Tensor) -> Tensor:
-    """The residual stream in the precision of the matrix products: ops that are no matrix product keep what they get."""
-    device = hidden_TD.device.type
-    return hidden_TD.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden_TD
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """That of products with ``x``, and of the residual stream, since ops that are no matrix product keep what they get."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 @torch.no_grad()

@@ -1,21 +1,25 @@
 """One training step: forward, loss, backward, reduction, update.
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
-fetches the sums once an interval.
+fetches the sums once an interval. So both halves can be recorded (``bert.graphs``): forward and backward of a micro-batch
+once for each capacity, reduction and update once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from bert.config import Config
+from bert.fp8 import Fp8State, enable_fp8, require_fp8
+from bert.graphs import BatchGraphs, Recorder
 from bert.metrics import Stopwatch
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
-from dataloading.loader import Batch
+from dataloading.capacity import Capacity
+from dataloading.loader import Batch, inert_batch
 
 
 class Statistics:
@@ -55,48 +59,95 @@ class TrainingStep:
 
     def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
         self.model = model
+        self._fp8 = _fp8_state(model, config, mesh)
         self.flat = FlatParameters.of(model)
         self.optimizer = Lamb(self.flat, config.optimizer)
         self.statistics = Statistics(mesh.device)
         self._mesh = mesh
         self._stopwatch = stopwatch
-        self._low_precision = config.training.precision == "bf16"
+        self.precision = config.training.precision
+        self._accumulate = BatchGraphs(self._forward_backward)
+        self._update: Callable[[], None] = self._reduce_and_update
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on this rank's micro-batches of one global batch."""
         with self._stopwatch.time("forward_backward"):
-            for batch in micro_batches:
-                self._accumulate(batch)
-        with self._stopwatch.time("reduce"):
-            all_reduce_sum_(self.flat.gradients_P)
-        with self._stopwatch.time("update"):
-            norm = self.optimizer.step()
-        self.statistics.add_step(norm, self._mesh.is_main)
+            self._accumulate_all(micro_batches)
+        self._update()
 
-    def _accumulate(self, batch: Batch) -> None:
+    def _accumulate_all(self, micro_batches: Sequence[Batch]) -> None:
+        for batch in micro_batches:
+            self._accumulate(batch)
+
+    def _forward_backward(self, batch: Batch) -> None:
+        """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
         with self.autocast():
             output = self.model(batch)
         masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
         (masked_lm_loss + next_sentence_loss).backward()
         self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
 
+    def _reduce_and_update(self) -> None:
+        with self._stopwatch.time("reduce"):
+            all_reduce_sum_(self.flat.gradients_P)
+        with self._stopwatch.time("update"):
+            self.statistics.add_step(self.optimizer.step(), self._mesh.is_main)
+            if self._fp8 is not None:
+                self._fp8.update_()
+
     def autocast(self) -> torch.autocast:
         """The context in which the model computes."""
-        return torch.autocast(self._mesh.device.type, torch.bfloat16, enabled=self._low_precision)
+        return torch.autocast(self._mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
 
-    def warm_up(self, micro_batches: Sequence[Batch], steps: int) -> None:
-        """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states."""
+    def warm_up(
+        self,
+        micro_batches: Sequence[Batch],
+        steps: int,
+        recorder: Recorder | None = None,
+        capacities: Sequence[Capacity] = (),
+        choose: Callable[[Callable[[], None]], None] | None = None,
+    ) -> None:
+        """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states.
+
+        ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``recorder`` the step
+        is then recorded as well, for each of ``capacities``, and replayed from now on; batches of other capacities run as
+        before. FP8 scales are found last, for the weights that training starts from.
+        """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
+            if choose is not None:
+                choose(lambda: self(micro_batches))
             for _ in range(steps):
                 self(micro_batches)
+            if recorder is not None:
+                self._record(recorder, capacities)
+            with torch.no_grad():
+                self.flat.weights_P.copy_(weights_P)
+            if self._fp8 is not None:
+                self._fp8.calibrate_(lambda: self._accumulate_all(micro_batches))
         self.statistics.fetch()
         self.optimizer.reset()
         with torch.no_grad():
-            self.flat.weights_P.copy_(weights_P)
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
+
+    def _record(self, recorder: Recorder, capacities: Sequence[Capacity]) -> None:
+        self._accumulate.record([inert_batch(capacity).to(self._mesh.device) for capacity in capacities], recorder)
+        replay = recorder.record(self._reduce_and_update)
+
+        def timed() -> None:
+            with self._stopwatch.time("update"):
+                replay()
+
+        self._update = timed
+
+
+def _fp8_state(model: BertForPreTraining, config: Config, mesh: Mesh) -> Fp8State | None:
+    if config.training.precision != "fp8":
+        return None
+    require_fp8(mesh.device)
+    return enable_fp8(model)
 
 
 def build_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:

@@ -11,8 +11,8 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from bert.checkpoint import load_weights, require_weights, save_weights
 from bert.clock import DataGuard
 from bert.config import Config
 from bert.evaluate import Evaluator
+from bert.graphs import CudaRecorder
 from bert.interruption import Interrupted, Interruption
 from bert.metrics import (
     EndRecord,
@@ -39,16 +40,18 @@ from bert.metrics import (
 )
 from bert.mllog import MLLog, evaluation_interval, evaluation_samples
 from bert.optimizer import learning_rate
-from bert.parallel.collectives import agreed_integer, barrier, broadcast_
+from bert.parallel.collectives import agreed_integer, agreed_text, barrier, broadcast_
 from bert.parallel.mesh import Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
 from bert.step import TrainingStep, build_model
+from dataloading.capacity import Capacity, choose_capacities, draw_sizes
 from dataloading.dataset import Dataset, open_dataset
-from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader
+from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
 from dataloading.sampler import Plan
 from dataloading.synthetic import synthetic_samples
 from dataloading.tokenization import Vocabulary
+from kernels import autotune, choose
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,10 @@ def check(config: Config, world_size: int) -> Inputs:
     if config.data.initial_checkpoint is not None:
         require_weights(config.data.initial_checkpoint)
     _plan(config, train, world_size, seed=0)
+    try:
+        choose(config.training.implementations)
+    except ValueError as error:
+        raise ValueError(f"training.implementations: {error}") from None
     choose_loader(config.data.loader, torch.device(config.training.device))
     folder = config.log.results / config.log.system / "bert"
     number = _first_free(folder) if config.log.run is None else config.log.run
@@ -149,10 +156,11 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
         log.init_start()
         _log_settings(log, config, inputs, mesh, seed)
         stopwatch = Stopwatch()
-        step = initialise(config, inputs, mesh, seed, stopwatch)
+        capacities = _capacities(config, inputs.train, mesh)
+        step = initialise(config, inputs, mesh, seed, stopwatch, capacities, log)
         log.weights_initialization(config.model.num_hidden_layers)
         plan = _plan(config, inputs.train, mesh.world_size, seed)
-        loader = _loader(config, inputs.train, plan, mesh)
+        loader = _loader(config, inputs.train, plan, mesh, capacities)
         evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
         with _reporter(config, inputs, mesh, log, step) as reporter:
             timed = TimedRun(config, inputs, mesh, log, reporter, stopwatch, step, loader, evaluator, interruption)
@@ -173,8 +181,19 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
     return 0 if status == "success" else 1
 
 
-def initialise(config: Config, inputs: Inputs, mesh: Mesh, seed: int, stopwatch: Stopwatch) -> TrainingStep:
-    """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data."""
+def initialise(
+    config: Config,
+    inputs: Inputs,
+    mesh: Mesh,
+    seed: int,
+    stopwatch: Stopwatch,
+    capacities: Sequence[Capacity],
+    log: MLLog,
+) -> TrainingStep:
+    """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
+
+    Where there are ``capacities``, the step is recorded for each.
+    """
     model = build_model(config, mesh, seed)
     if config.data.initial_checkpoint is not None:
         load_weights(model, config.data.initial_checkpoint)
@@ -182,8 +201,29 @@ def initialise(config: Config, inputs: Inputs, mesh: Mesh, seed: int, stopwatch:
     broadcast_(step.flat.weights_P)
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * mesh.world_size + mesh.rank)
-    step.warm_up(_synthetic_batches(config, inputs.train, mesh), config.training.warmup_steps)
+    batches = _synthetic_batches(config, inputs.train, mesh, capacities)
+    recorder = CudaRecorder(mesh.device) if capacities else None
+    measured = config.training.autotune and mesh.device.type == "cuda"
+    step.warm_up(
+        batches,
+        config.training.warmup_steps,
+        recorder,
+        capacities,
+        lambda run: _choose_implementations(run if measured else None, mesh, log),
+    )
     return step
+
+
+def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: MLLog) -> None:
+    """The same on every rank: what is pinned on rank 0's machine, else what is fastest there for what ``step`` calls."""
+    with autotune.observed() as requests:
+        if step is not None:
+            step()
+    choices = autotune.tune(requests).to_json() if mesh.is_main else ""
+    choices = autotune.Choices.from_json(agreed_text(choices, mesh))
+    autotune.apply(choices)
+    for line in choices.text().splitlines():
+        log.line(f"# kernels: {line}")
 
 
 @dataclass
@@ -330,25 +370,33 @@ def _plan(config: Config, train: Dataset, world_size: int, seed: int) -> Plan:
     )
 
 
-def _loader(config: Config, train: Dataset, plan: Plan, mesh: Mesh) -> Loader:
+def _capacities(config: Config, train: Dataset, mesh: Mesh) -> list[Capacity]:
+    """What micro-batches are padded to so that the step can be recorded; none where it is not, as on a CPU."""
+    training = config.training
+    if mesh.device.type != "cuda" or not training.cuda_graphs:
+        return []
+    lanes = mesh.world_size * training.gradient_accumulation_steps
+    tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, lanes)
+    return choose_capacities(tokens, masked, training.global_batch_size // lanes, train.info.max_seq_length)
+
+
+def _loader(config: Config, train: Dataset, plan: Plan, mesh: Mesh, capacities: Sequence[Capacity]) -> Loader:
     if choose_loader(config.data.loader, mesh.device) == "dali":
         from dataloading.dali import DaliLoader as Chosen  # an optional dependency
     else:
         Chosen = NumpyLoader
-    return Chosen(train, lambda step: plan.rank_batches(step, mesh.rank), mesh.device, config.data.prefetch)
+    prefetch = config.data.prefetch
+    return Chosen(train, lambda step: plan.rank_batches(step, mesh.rank), mesh.device, prefetch, capacities)
 
 
-def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh) -> list[Batch]:
+def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, capacities: Sequence[Capacity]) -> list[Batch]:
     """Random tokens in the lengths of a drawn global batch: sizes are metadata."""
     micro_batches = _plan(config, train, mesh.world_size, seed=0).rank_batches(0, mesh.rank)
-    return [
-        replace(
-            batch_of(synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)).to(mesh.device),
-            global_sequences=micro.global_sequences,
-            global_masked=micro.global_masked,
-        )
-        for micro in micro_batches
-    ]
+    batches = []
+    for micro in micro_batches:
+        samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
+        batches.append(batch_of(samples, micro, capacity_of(samples, capacities)).to(mesh.device))
+    return batches
 
 
 def _reporter(config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep) -> Reporter:

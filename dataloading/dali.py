@@ -6,7 +6,7 @@ types and copy to the GPU while the model works. Imported only where ``data.load
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ from nvidia.dali.pipeline import pipeline_def
 from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray
 from torch import Tensor
 
-from dataloading.loader import Batch, Prefetcher, SampleSource, flat_arrays, to_batch
+from dataloading.capacity import Capacity
+from dataloading.loader import Batch, Prefetcher, SampleSource, capacity_of, flat_arrays, max_seqlen
 from dataloading.sampler import MicroBatch
 from dataloading.samples import Samples
 
@@ -27,8 +28,9 @@ FIELDS = {
     "position_ids": types.DALIDataType.UINT16,
     "cu_seqlens": types.DALIDataType.INT32,
     "masked_lm_positions": types.DALIDataType.INT32,
-    "masked_lm_ids": types.DALIDataType.UINT16,
-    "next_sentence_labels": types.DALIDataType.UINT8,
+    "masked_lm_ids": types.DALIDataType.INT32,
+    "next_sentence_labels": types.DALIDataType.INT8,
+    "global_counts": types.DALIDataType.INT64,
 }
 """The arrays of ``flat_arrays`` and the types in which they enter the pipeline."""
 
@@ -42,12 +44,15 @@ class DaliLoader:
         rank_batches: Callable[[int], list[MicroBatch]],
         device: torch.device,
         prefetch: int = 4,
+        capacities: Sequence[Capacity] = (),
     ) -> None:
+        self.capacities = capacities
         self._device = device
         self._rank_batches = rank_batches
         self._source = source
         self._micro_batches = Prefetcher(self._read(), prefetch)
-        self._in_flight: deque[tuple[int, MicroBatch]] = deque()
+        self._in_flight: deque[int] = deque()
+        """Of each batch in the pipeline, its ``max_seqlen``."""
         self._steps = itertools.count()
         device_id = (device.index or 0) if device.type == "cuda" else None
         self._pipeline = _pipeline(
@@ -78,22 +83,22 @@ class DaliLoader:
 
     def _feed(self) -> tuple[NDArray[np.generic], ...]:
         samples, micro_batch = next(self._micro_batches)
-        self._in_flight.append((int(samples.lengths.max()), micro_batch))
-        arrays = flat_arrays(samples)
+        capacity = capacity_of(samples, self.capacities)
+        self._in_flight.append(max_seqlen(samples, capacity))
+        arrays = flat_arrays(samples, micro_batch, capacity)
         return tuple(arrays[name] for name in FIELDS)
 
     def _next_batch(self) -> Batch:
         outputs = self._pipeline.run()
-        max_seqlen, micro_batch = self._in_flight.popleft()
         tensors = {name: self._copied(output[0]) for name, output in zip(FIELDS, outputs, strict=True)}
-        return to_batch(tensors, max_seqlen, micro_batch)
+        return Batch(**tensors, max_seqlen=self._in_flight.popleft())
 
     def _copied(self, dali_tensor: Any) -> Tensor:
-        """DALI reuses its buffers, so the batch owns a copy."""
+        """DALI reuses its buffers, so the batch owns a copy, made in the order of PyTorch's stream; no host waits for it."""
         shape, dtype = dali_tensor.shape(), dali_tensor.dtype
         torch_dtype = torch.int32 if dtype == types.DALIDataType.INT32 else torch.int64
         tensor = torch.empty(shape, dtype=torch_dtype, device=self._device)
-        feed_ndarray(dali_tensor, tensor)
+        feed_ndarray(dali_tensor, tensor, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
         return tensor
 
 

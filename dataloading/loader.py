@@ -1,21 +1,22 @@
 """Plan to ``Batch``: the flat token stream of one rank's micro-batch, assembled ahead of time.
 
-Shape legend: T tokens, S sequences, M masked tokens of the micro-batch.
+Shape legend: slots for T tokens, S sequences, M masked tokens of the micro-batch; without a capacity, as many as there are.
 """
 
 import importlib.util
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dataloading.capacity import Capacity, fitting
 from dataloading.sampler import MicroBatch
 from dataloading.samples import Samples
 
@@ -24,7 +25,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Batch:
-    """Real tokens only: sequences one after another in one flat stream, no padding rows."""
+    """Sequences one after another in one flat stream; no padding rows between them.
+
+    A batch of some ``Capacity`` has inert slots at the ends, which nothing in the model asks about: ids are 0, labels -1,
+    ``cu_seqlens`` repeats its last value, and ``masked_lm_positions`` points at the first row that no sequence owns.
+    """
 
     input_ids: Tensor
     """int64 [T]"""
@@ -37,24 +42,34 @@ class Batch:
     masked_lm_positions: Tensor
     """int64 [M], indices into the flat stream, ascending."""
     masked_lm_ids: Tensor
-    """int64 [M]"""
+    """int64 [M], -1 in empty slots"""
     next_sentence_labels: Tensor
-    """int64 [S]"""
+    """int64 [S], -1 in empty slots"""
+    global_counts: Tensor
+    """int64 [2], sequences and masked tokens of the whole global batch, over all ranks and accumulation steps."""
     max_seqlen: int
-    global_sequences: int
-    """Sequences of the whole global batch, over all ranks and accumulation steps."""
-    global_masked: int
-    """Masked tokens of the whole global batch."""
+    """No sequence is longer."""
 
     @property
     def tokens(self) -> int:
-        """Real tokens of this micro-batch."""
+        """Token slots of this micro-batch; ``cu_seqlens[-1]`` of them are real."""
         return self.input_ids.numel()
 
     @property
     def sequences(self) -> int:
-        """Sequences of this micro-batch."""
+        """Sequence slots of this micro-batch."""
         return self.next_sentence_labels.numel()
+
+    @property
+    def capacity(self) -> Capacity:
+        """The shape of this batch: equal for batches that one recording serves."""
+        return Capacity(self.tokens, self.sequences, self.masked_lm_ids.numel(), self.max_seqlen)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The fields that are tensors, by name."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on ``device``; copies from pinned memory do not block the host."""
@@ -65,8 +80,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(value) for name, value in tensors.items() if isinstance(value, Tensor)})
+        return replace(self, **{name: change(value) for name, value in self.tensors.items()})
 
 
 class SampleSource(Protocol):
@@ -77,11 +91,26 @@ class SampleSource(Protocol):
         ...
 
 
-def flat_arrays(samples: Samples) -> dict[str, NDArray[np.generic]]:
-    """The tensors of a ``Batch`` as NumPy arrays in the narrow types in which they are stored and moved."""
+def capacity_of(samples: Samples, capacities: Sequence[Capacity]) -> Capacity | None:
+    """What a batch of ``samples`` is padded to: the first capacity that holds it, or None where none are given.
+
+    A batch that fits none gets one of its own, which nothing was recorded for.
+    """
+    if not capacities:
+        return None
+    longest = max(int(samples.lengths.max()), capacities[-1].max_seqlen)
+    return fitting(
+        Capacity.around(len(samples.input_ids), len(samples), len(samples.masked_lm_ids), longest), capacities
+    )
+
+
+def flat_arrays(
+    samples: Samples, micro_batch: MicroBatch, capacity: Capacity | None = None
+) -> dict[str, NDArray[np.generic]]:
+    """The tensors of a ``Batch`` as NumPy arrays in the narrow types in which they are moved, padded to ``capacity``."""
     starts = samples.sequence_offsets[:-1]
     lengths = samples.lengths
-    return {
+    arrays = {
         "input_ids": samples.input_ids,
         "segment_ids": samples.segment_ids,
         "position_ids": (np.arange(len(samples.input_ids)) - np.repeat(starts, lengths)).astype(np.uint16),
@@ -89,29 +118,60 @@ def flat_arrays(samples: Samples) -> dict[str, NDArray[np.generic]]:
         "masked_lm_positions": (samples.masked_lm_positions + np.repeat(starts, samples.masked_counts)).astype(
             np.int32
         ),
-        "masked_lm_ids": samples.masked_lm_ids,
-        "next_sentence_labels": samples.next_sentence_labels,
+        "masked_lm_ids": samples.masked_lm_ids.astype(np.int32),
+        "next_sentence_labels": samples.next_sentence_labels.astype(np.int8),
+        "global_counts": np.array([micro_batch.global_sequences, micro_batch.global_masked]),
+    }
+    return arrays if capacity is None else arrays | _padded(arrays, capacity)
+
+
+def _padded(arrays: dict[str, NDArray[Any]], capacity: Capacity) -> dict[str, NDArray[Any]]:
+    tokens = len(arrays["input_ids"])
+    slots = {
+        "input_ids": (capacity.tokens, 0),
+        "segment_ids": (capacity.tokens, 0),
+        "position_ids": (capacity.tokens, 0),
+        "cu_seqlens": (capacity.sequences + 1, tokens),
+        "masked_lm_positions": (capacity.masked, tokens),
+        "masked_lm_ids": (capacity.masked, -1),
+        "next_sentence_labels": (capacity.sequences, -1),
+    }
+    assert tokens < capacity.tokens
+    return {
+        name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
+        for name, (size, empty) in slots.items()
     }
 
 
-def to_batch(tensors: Mapping[str, Tensor], max_seqlen: int, micro_batch: MicroBatch) -> Batch:
-    """A ``Batch`` from its tensors, which have the types that it says."""
-    return Batch(
-        **tensors,
-        max_seqlen=max_seqlen,
-        global_sequences=micro_batch.global_sequences,
-        global_masked=micro_batch.global_masked,
-    )
-
-
-def batch_of(samples: Samples, micro_batch: MicroBatch | None = None) -> Batch:
-    """The ``Batch`` of some samples; without a plan they are a global batch of their own."""
+def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, capacity: Capacity | None = None) -> Batch:
+    """The ``Batch`` of some samples, padded to ``capacity``; without a plan they are a global batch of their own."""
     whole = micro_batch or MicroBatch(np.arange(len(samples)), len(samples), len(samples.masked_lm_ids))
     tensors = {
         name: torch.from_numpy(array.astype(np.int32 if name == "cu_seqlens" else np.int64))
-        for name, array in flat_arrays(samples).items()
+        for name, array in flat_arrays(samples, whole, capacity).items()
     }
-    return to_batch(tensors, int(samples.lengths.max()), whole)
+    return Batch(**tensors, max_seqlen=max_seqlen(samples, capacity))
+
+
+def inert_batch(capacity: Capacity) -> Batch:
+    """A batch of empty slots alone: no losses, no gradients. Its counts are 1, which nothing is divided by in earnest."""
+    return batch_of(_NOTHING, MicroBatch(np.empty(0, np.int64), 1, 1), capacity)
+
+
+_NOTHING = Samples(
+    input_ids=np.empty(0, np.uint16),
+    segment_ids=np.empty(0, np.uint8),
+    sequence_offsets=np.zeros(1, np.int64),
+    masked_lm_positions=np.empty(0, np.uint16),
+    masked_lm_ids=np.empty(0, np.uint16),
+    masked_lm_offsets=np.zeros(1, np.int64),
+    next_sentence_labels=np.empty(0, np.uint8),
+)
+
+
+def max_seqlen(samples: Samples, capacity: Capacity | None) -> int:
+    """Of the batch of ``samples``: the capacity's, as it is part of what is recorded, or that of the longest."""
+    return int(samples.lengths.max()) if capacity is None else capacity.max_seqlen
 
 
 class Loader(Protocol):
@@ -168,7 +228,8 @@ class Prefetcher(Generic[Item]):
 class NumpyLoader:
     """Batches assembled by NumPy in a background thread, ``prefetch`` steps ahead.
 
-    ``rank_batches(step)`` gives the micro-batches of a step: ``Plan.rank_batches`` with the rank filled in.
+    ``rank_batches(step)`` gives the micro-batches of a step: ``Plan.rank_batches`` with the rank filled in. They are padded
+    to ``capacities``, ascending, where some are given.
     """
 
     def __init__(
@@ -177,7 +238,9 @@ class NumpyLoader:
         rank_batches: Callable[[int], list[MicroBatch]],
         device: torch.device,
         prefetch: int = 4,
+        capacities: Sequence[Capacity] = (),
     ) -> None:
+        self.capacities = capacities
         self._source = source
         self._rank_batches = rank_batches
         self._device = device
@@ -192,7 +255,10 @@ class NumpyLoader:
         self._prefetcher.close()
 
     def _assemble(self, step: int) -> list[Batch]:
-        batches = [batch_of(self._source.take(micro.indices), micro) for micro in self._rank_batches(step)]
+        batches = []
+        for micro in self._rank_batches(step):
+            samples = self._source.take(micro.indices)
+            batches.append(batch_of(samples, micro, capacity_of(samples, self.capacities)))
         return [batch.pin() for batch in batches] if self._device.type == "cuda" else batches
 
 

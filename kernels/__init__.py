@@ -4,10 +4,11 @@ Shape legend: T tokens of the flat stream, Q query tokens, S sequences, M masked
 F intermediate, V vocabulary, N rows, C classes, P parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
-from kernels import lamb, reference
+from kernels import fp8, lamb, reference
+from kernels.fp8 import new_scales
 from kernels.lamb import LambSegments, LambState
 from kernels.random import Dropout
 from kernels.reference import cross_entropy_sum
@@ -17,7 +18,14 @@ _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 _PYTORCH = Implementation("pytorch", "kernels.pytorch")
+_PYTORCH_FP8 = Implementation("pytorch", "kernels.pytorch_fp8")
 _FLASH_ATTENTION = Implementation("flash_attn", "kernels.flash_attention", requires="flash_attn")
+_FLASH_ATTENTION_3 = Implementation("flash_attn_3", "kernels.flash_attention_3", requires="flash_attn_interface")
+_TRANSFORMER_ENGINE = Implementation(
+    "transformer_engine", "kernels.transformer_engine", requires="transformer_engine_torch"
+)
+_APEX_NORM = Implementation("apex", "kernels.apex", requires="fused_layer_norm_cuda")
+_APEX_LOSS = Implementation("apex", "kernels.apex", requires="xentropy_cuda")
 _TORCH_VARLEN = Implementation("torch_varlen", "kernels.torch_varlen", requires="torch.nn.attention.varlen")
 
 
@@ -30,37 +38,76 @@ def _op(
     return Op(definition, {"cuda": (compiled, *plain), "cpu": (*plain, compiled)})
 
 
-varlen_attention = _op(
-    reference.varlen_attention, "kernels.triton_attention", _FLASH_ATTENTION, _TORCH_VARLEN, _PYTORCH
-)
-dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton_layer_norm", _PYTORCH)
+_ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _TRANSFORMER_ENGINE, _TORCH_VARLEN, _PYTORCH)
+varlen_attention = _op(reference.varlen_attention, "kernels.triton_attention", *_ATTENTIONS)
+varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton_attention", *_ATTENTIONS)
+dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton_layer_norm", _APEX_NORM, _PYTORCH)
 dense_gelu = _op(reference.dense_gelu, "kernels.triton_dense")
-embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton_layer_norm", _PYTORCH)
-masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton_loss")
+embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton_layer_norm", _APEX_NORM, _PYTORCH)
+masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton_loss", _APEX_LOSS)
 lamb_step = _op(lamb.lamb_step, "kernels.triton_lamb")
+cast_fp8 = _op(fp8.cast_fp8, "kernels.triton_fp8")
+cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton_fp8")
+cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton_fp8")
+bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton_fp8")
+bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton_fp8")
+_DEFINITION_FP8 = Implementation("reference", "kernels.fp8")
+# The definition comes first on a CPU, where PyTorch's product is right and several times as slow.
+scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH_FP8, _DEFINITION_FP8), "cpu": (_DEFINITION_FP8, _PYTORCH_FP8)})
 
 OPS = {
     op.name: op
     for op in (
         varlen_attention,
+        varlen_self_attention,
         dropout_add_layer_norm,
         dense_gelu,
         embedding_layer_norm,
         masked_lm_loss,
         lamb_step,
+        cast_fp8,
+        cast_transpose_fp8,
+        cast_transpose_sum_fp8,
+        bias_gelu_cast_fp8,
+        bias_gelu_backward_cast_fp8,
+        scaled_matmul,
     )
 }
+
+
+def choose(implementations: Mapping[str, str]) -> None:
+    """Asks for implementations by op, such as ``{"varlen_attention": "triton"}``; ``auto`` takes an earlier choice back.
+
+    Raises:
+        ValueError: no such op, or no such implementation of it; then nothing has changed.
+    """
+    for op, name in implementations.items():
+        if op not in OPS:
+            raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")
+        OPS[op].check(name)
+    for op, name in implementations.items():
+        OPS[op].ask_for(name)
+
 
 __all__ = [
     "OPS",
     "Dropout",
     "LambSegments",
     "LambState",
+    "bias_gelu_backward_cast_fp8",
+    "bias_gelu_cast_fp8",
+    "cast_fp8",
+    "cast_transpose_fp8",
+    "cast_transpose_sum_fp8",
+    "choose",
     "cross_entropy_sum",
     "dense_gelu",
     "dropout_add_layer_norm",
     "embedding_layer_norm",
     "lamb_step",
     "masked_lm_loss",
+    "new_scales",
+    "scaled_matmul",
     "varlen_attention",
+    "varlen_self_attention",
 ]

@@ -1,40 +1,160 @@
-"""What computes each op here: ``python -m kernels [--device cpu|cuda] [--dtype bf16|fp32]``.
+"""What computes each op here.
+
+    python -m kernels [--device cpu|cuda] [--dtype bf16|fp32]
 
 For every op and implementation: whether it can be used on this machine and why not, and which one ``auto`` takes.
+
+    python -m kernels autotune [OP ...] [--device cpu|cuda] [--dtype bf16|fp32] [--sequences N ...]
+
+measures them at the size of BERT-Large with N sequences, both ways; what was measured before is measured again.
+
+    python -m kernels show              what was measured, for these calls and in training
+    python -m kernels pin OP NAME       from now on this implementation or an error, in training too
+    python -m kernels clear [OP]        forgets what was measured and pinned, of one op or of all
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
-from kernels import OPS
-from kernels.examples import example_inputs
+from kernels import OPS, autotune
+from kernels.autotune_cache import Cache
+from kernels.examples import Size, example_inputs
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_MASKED_PER_SEQUENCE = 38
+"""Wikipedia's mean."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Prints the table; 2 where the device asked for is not there."""
-    parser = argparse.ArgumentParser(prog="python -m kernels", description=__doc__)
+    """Runs a command; 2 with one line on stderr for wrong input."""
+    command = _COMMANDS.get(arguments[0]) if arguments else None
+    try:
+        if command is None:
+            _table(arguments)
+        else:
+            command(arguments[1:])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _table(arguments: Sequence[str]) -> None:
+    parser = _with_device(_Parser(prog="python -m kernels", description=__doc__, formatter_class=_AS_WRITTEN))
+    chosen = parser.parse_args(arguments)
+    device, dtype = _device(chosen), _DTYPES[chosen.dtype]
+    pins = Cache().pins()
+    print(f"{'op':28}{'implementation':20}{'auto':6}on {device}, {chosen.dtype}, with gradients and dropout")
+    for name, op in OPS.items():
+        args, kwargs = example_inputs(name, torch.device(device), dtype)
+        taken = pins.get(name) or op.chosen(*args, **kwargs).name
+        for index, implementation in enumerate(op.order(device)):
+            reasons = "; ".join(implementation.unsupported_reasons(name, *args, **kwargs)) or "usable"
+            mark = ("pin" if name in pins else "<-") if implementation.name == taken else ""
+            print(f"{name if index == 0 else '':28}{implementation.name:20}{mark:6}{reasons}")
+    if lines := _measured_lines():
+        print("\n".join(["", "measured, and taken for such calls in training:", *lines]))
+
+
+def _autotune(arguments: Sequence[str]) -> None:
+    parser = _with_device(_Parser(prog="python -m kernels autotune"))
+    parser.add_argument("ops", nargs="*", metavar="OP", help="by default all")
+    parser.add_argument("--sequences", type=int, nargs="+", metavar="N", help="by default 96 on a GPU, 1 on a CPU")
+    chosen = parser.parse_args(arguments)
+    device = _device(chosen)
+    for op in chosen.ops:
+        autotune.check_names(op)
+    counts = chosen.sequences or [96 if device == "cuda" else 1]
+    if min(counts) < 1:
+        raise ValueError(f"--sequences {min(counts)}, expected at least 1")
+    for count in counts:
+        size = Size(sequences=count, masked=_MASKED_PER_SEQUENCE * count)
+        print(f"{count} sequences of {size.mean_length} tokens on {device}, {chosen.dtype}")
+        for op in chosen.ops or OPS:
+            _measure(op, torch.device(device), _DTYPES[chosen.dtype], size)
+
+
+def _measure(op: str, device: torch.device, dtype: torch.dtype, size: Size) -> None:
+    args, kwargs = example_inputs(op, device, dtype, size)
+    request = autotune.Request.of(op, args, kwargs)
+    del args, kwargs
+    choice = autotune.measure(request)
+    if choice is None:
+        print(f"{op:28}nothing ran")
+        return
+    autotune.keep(request, choice)
+    best = choice.milliseconds[choice.taken]
+    for index, (name, milliseconds) in enumerate(choice.milliseconds.items()):
+        mark = "<-" if name == choice.taken else ""
+        print(f"{op if index == 0 else '':28}{name:20}{milliseconds:12.3f} ms{milliseconds / best:8.2f} x  {mark}")
+    for name, error in choice.errors.items():
+        print(f"{'':28}{name:20}failed: {error}")
+
+
+def _show(arguments: Sequence[str]) -> None:
+    _Parser(prog="python -m kernels show").parse_args(arguments)
+    cache = Cache()
+    lines = [f"{op}: {name}, pinned" for op, name in cache.pins().items()] + _measured_lines()
+    print("\n".join(lines) or f"nothing is measured or pinned in {cache.folder}")
+
+
+def _pin(arguments: Sequence[str]) -> None:
+    parser = _Parser(prog="python -m kernels pin")
+    parser.add_argument("op", metavar="OP")
+    parser.add_argument("name", metavar="NAME")
+    chosen = parser.parse_args(arguments)
+    autotune.check_names(chosen.op, chosen.name)
+    Cache().pin(chosen.op, chosen.name)
+
+
+def _clear(arguments: Sequence[str]) -> None:
+    parser = _Parser(prog="python -m kernels clear")
+    parser.add_argument("op", metavar="OP", nargs="?")
+    chosen = parser.parse_args(arguments)
+    if chosen.op is not None:
+        autotune.check_names(chosen.op)
+    print(f"{Cache().clear(chosen.op)} forgotten")
+
+
+def _measured_lines() -> list[str]:
+    lines: list[str] = []
+    for key, value in Cache().entries():
+        try:
+            lines.append(f"{autotune.Choice.of(value)} [{key.get('device')}]")
+        except ValueError:  # of an op or a version that is no more
+            continue
+    return lines
+
+
+def _with_device(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16" if default == "cuda" else "fp32")
-    chosen = parser.parse_args(arguments)
-    if chosen.device == "cuda" and not torch.cuda.is_available():
-        print("error: --device is cuda, and PyTorch sees no GPU", file=sys.stderr)
-        return 2
-    print(f"{'op':24}{'implementation':16}{'auto':6}on {chosen.device}, {chosen.dtype}, with gradients and dropout")
-    for name, op in OPS.items():
-        args, kwargs = example_inputs(name, torch.device(chosen.device), _DTYPES[chosen.dtype])
-        taken = op.chosen(*args, **kwargs).name
-        for index, implementation in enumerate(op.order(chosen.device)):
-            reasons = "; ".join(implementation.unsupported_reasons(name, *args, **kwargs)) or "usable"
-            mark = "<-" if implementation.name == taken else ""
-            print(f"{name if index == 0 else '':24}{implementation.name:16}{mark:6}{reasons}")
-    return 0
+    return parser
 
+
+def _device(chosen: argparse.Namespace) -> str:
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, and PyTorch sees no GPU")
+    return chosen.device
+
+
+_AS_WRITTEN = argparse.RawDescriptionHelpFormatter
+_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "autotune": _autotune,
+    "show": _show,
+    "pin": _pin,
+    "clear": _clear,
+}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

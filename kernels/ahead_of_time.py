@@ -49,6 +49,8 @@ class Configuration:
     """Values of those parameters whose type is ``constexpr``."""
     num_warps: int
     num_stages: int
+    capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS)
+    """Compute capabilities on which it can be chosen."""
 
     def __post_init__(self) -> None:
         constants = {name for name, kind in self.signature.items() if kind == "constexpr"}
@@ -100,12 +102,13 @@ def all_configurations() -> dict[str, list[Configuration]]:
 def costs_of(
     configurations: dict[str, list[Configuration]], capabilities: Iterable[int] = tuple(SHARED_MEMORY_LIMITS)
 ) -> list[Cost]:
-    """Compile all of them for all ``capabilities``."""
+    """Compile all of them for those of ``capabilities`` on which they can be chosen."""
     work = [
         (module, configuration, capability)
         for module, its_own in configurations.items()
         for configuration in its_own
         for capability in capabilities
+        if capability in configuration.capabilities
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(lambda item: cost(*item), work))
@@ -139,7 +142,11 @@ def _compiled(configuration: Configuration, capability: int, aligned_types: tupl
     from triton.compiler import ASTSource
 
     kinds = configuration.signature.values()
-    aligned = {(place,): [_ALIGNED] for place, kind in enumerate(kinds) if kind.startswith(aligned_types)}
+    aligned = {
+        (place,): [_ALIGNED]
+        for place, (kind, parameter) in enumerate(zip(kinds, configuration.kernel.params, strict=True))
+        if kind.startswith(aligned_types) and not parameter.do_not_specialize
+    }
     source = ASTSource(configuration.kernel, configuration.signature, configuration.constexprs, aligned)
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
@@ -172,7 +179,10 @@ def _number(pattern: str, text: str) -> int:
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """Markdown: a row a configuration, a column an architecture with registers / spilled bytes / KiB of shared memory."""
+    """Markdown: a row a configuration, a column an architecture with registers / spilled bytes / KiB of shared memory.
+
+    ``-`` where a configuration is not for an architecture.
+    """
     capabilities = sorted({cost.capability for cost in costs})
     rows: dict[tuple[str, str, str, int], dict[int, Cost]] = {}
     for cost in costs:
@@ -182,9 +192,13 @@ def table(costs: Sequence[Cost]) -> str:
         "|---" * (4 + len(capabilities)) + "|",
     ]
     for (module, kernel, configuration, num_warps), by_capability in rows.items():
-        cells = [f"{c.registers} / {c.spilled} / {c.shared / 1024:.1f}" for _, c in sorted(by_capability.items())]
+        cells = [_cell(by_capability.get(capability)) for capability in capabilities]
         lines.append(f"| {module} | `{kernel}` | {configuration} | {num_warps} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _cell(cost: Cost | None) -> str:
+    return "-" if cost is None else f"{cost.registers} / {cost.spilled} / {cost.shared / 1024:.1f}"
 
 
 def rewrite(page: Path, text: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.fp8 import E4M3, E5M2
 from kernels.lamb import LambSegments, LambState
 from kernels.random import Dropout
 
@@ -39,7 +40,8 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size = SMALL) -> Arguments:
     """Arguments of the op ``op``, by position and by name: random tensors that ask for gradients, dropout at BERT's rate.
 
-    LAMB gets fp32 vectors whatever the dtype: as many parameters as a layer's feed-forward half has.
+    LAMB gets fp32 vectors whatever the dtype: as many parameters as a layer's feed-forward half has. Ops in FP8 have no
+    gradients.
     """
     make = _Maker(device, dtype, size)
     return _lamb_step(make) if op == "lamb_step" else (_MAKERS[op](make), {})
@@ -80,6 +82,12 @@ def _varlen_attention(make: _Maker) -> tuple[Any, ...]:
     return query, key, value, make.cu_seqlens(), make.cu_seqlens(), size.max_seqlen, make.dropout()
 
 
+def _varlen_self_attention(make: _Maker) -> tuple[Any, ...]:
+    size = make.size
+    qkv = make.values(make.tokens, 3, size.heads, size.hidden // size.heads)
+    return qkv, make.cu_seqlens(), size.max_seqlen, make.dropout()
+
+
 def _dropout_add_layer_norm(make: _Maker) -> tuple[Any, ...]:
     rows, row = (make.tokens, make.size.hidden), (make.size.hidden,)
     shapes = (rows, row, rows, row, row)
@@ -110,6 +118,42 @@ def _masked_lm_loss(make: _Maker) -> tuple[Any, ...]:
     return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels
 
 
+def _cast_fp8(make: _Maker) -> tuple[Any, ...]:
+    """An activation."""
+    return *_detached(make, (make.tokens, make.size.hidden)), *_scale_and_amax(make), E4M3
+
+
+def _cast_transpose_sum_fp8(make: _Maker) -> tuple[Any, ...]:
+    """The gradient of query, key and value."""
+    return *_detached(make, (make.tokens, 3 * make.size.hidden)), *_scale_and_amax(make), E5M2
+
+
+def _bias_gelu_cast_fp8(make: _Maker) -> tuple[Any, ...]:
+    wide = (make.tokens, make.size.intermediate)
+    return *_detached(make, wide, wide[1:]), *_scale_and_amax(make)
+
+
+def _bias_gelu_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
+    wide = (make.tokens, make.size.intermediate)
+    return *_detached(make, wide, wide, wide[1:]), *_scale_and_amax(make)
+
+
+def _scaled_matmul(make: _Maker) -> tuple[Any, ...]:
+    """The feed-forward half's first product."""
+    size = make.size
+    operands = _detached(make, (make.tokens, size.hidden), (size.intermediate, size.hidden))
+    inverses = (torch.ones((), device=make.device) for _ in operands)
+    return *(operand.to(E4M3) for operand in operands), *inverses, make.dtype
+
+
+def _detached(make: _Maker, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [make.values(*shape).detach() for shape in shapes]
+
+
+def _scale_and_amax(make: _Maker) -> tuple[Tensor, Tensor]:
+    return torch.ones((), device=make.device), torch.zeros((), device=make.device)
+
+
 def _lamb_step(make: _Maker) -> Arguments:
     size = make.size
     segments = LambSegments((size.hidden * size.intermediate, size.intermediate, size.hidden), (True, False, False))
@@ -125,8 +169,15 @@ def _lamb_step(make: _Maker) -> Arguments:
 
 _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "varlen_attention": _varlen_attention,
+    "varlen_self_attention": _varlen_self_attention,
     "dropout_add_layer_norm": _dropout_add_layer_norm,
     "dense_gelu": _dense_gelu,
     "embedding_layer_norm": _embedding_layer_norm,
     "masked_lm_loss": _masked_lm_loss,
+    "cast_fp8": _cast_fp8,
+    "cast_transpose_fp8": _cast_fp8,
+    "cast_transpose_sum_fp8": _cast_transpose_sum_fp8,
+    "bias_gelu_cast_fp8": _bias_gelu_cast_fp8,
+    "bias_gelu_backward_cast_fp8": _bias_gelu_backward_cast_fp8,
+    "scaled_matmul": _scaled_matmul,
 }

@@ -32,13 +32,23 @@ def varlen_attention(
     lengths = zip(_lengths(cu_seqlens_q), _lengths(cu_seqlens_k), strict=True)
     groups = [(*pair, len(list(equal))) for pair, equal in groupby(lengths)]
     # split, not slices: its backward is one concatenation, where each slice's would fill a whole stream with zeros
-    queries = query_QHE.split([length_q * count for length_q, _, count in groups])
-    keys, values = (x_THE.split([length_k * count for _, length_k, count in groups]) for x_THE in (key_THE, value_THE))
+    *queries, unowned = _split(query_QHE, [length_q * count for length_q, _, count in groups])
+    *keys, _ = _split(key_THE, [length_k * count for _, length_k, count in groups])
+    *values, _ = _split(value_THE, [length_k * count for _, length_k, count in groups])
     outputs = [
         _padless_attention(query, key, value, count, dropout)
-        for query, key, value, (_, _, count) in zip(queries, keys, values, groups, strict=True)
+        for query, key, value, (length_q, _, count) in zip(queries, keys, values, groups, strict=True)
+        if length_q
     ]
-    return torch.cat(outputs)
+    return torch.cat([*outputs, torch.zeros_like(unowned)])
+
+
+def varlen_self_attention(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
+) -> Tensor:
+    """``varlen_attention`` of the three parts of one tensor [T, 3, H, E]. Returns [T, H, E]."""
+    query, key, value = qkv_T3HE.unbind(1)
+    return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
 
 
 def dropout_add_layer_norm(
@@ -92,6 +102,11 @@ def _kept(x: Tensor, dropout: Dropout) -> Tensor:
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15
     return kept.to(x.dtype).mul_(dropout.scale)
+
+
+def _split(x_NHE: Tensor, rows: list[int]) -> tuple[Tensor, ...]:
+    """The leading rows in parts of so many, and the rest."""
+    return x_NHE.split([*rows, len(x_NHE) - sum(rows)])
 
 
 def _lengths(cu_seqlens: Tensor) -> list[int]:

@@ -32,7 +32,7 @@ def varlen_attention(
     Sequence s owns query rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]`` and key rows ``cu_seqlens_k[s]:cu_seqlens_k[s + 1]``
     (both int32 [S + 1]), at most ``max_seqlen`` of each; scores are scaled by 1 / sqrt(E). Dropout falls on the
     probabilities: those of query row q and head h are row q * H + h of the mask, keys of the sequence its columns.
-    Returns [Q, H, E].
+    Rows past the last sequence get zeros and hand no gradient on. Returns [Q, H, E].
     """
     heads = query_QHE.shape[1]
     outputs = []
@@ -44,7 +44,16 @@ def varlen_attention(
         rows = torch.arange(start_q * heads, stop_q * heads, device=query.device)
         probabilities = dropout_rows(scores.softmax(dim=-1).flatten(0, 1), dropout, rows).view_as(scores)
         outputs.append(torch.einsum("qhk,khe->qhe", probabilities, value))
+    outputs.append(torch.zeros_like(query_QHE[bounds_q[-1] :]))
     return torch.cat(outputs)
+
+
+def varlen_self_attention(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
+) -> Tensor:
+    """``varlen_attention`` of every token: query, key and value are the parts of one tensor. Returns [T, H, E]."""
+    query, key, value = qkv_T3HE.unbind(1)
+    return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
 
 
 def dropout_add_layer_norm(
@@ -100,17 +109,24 @@ def summed_embeddings(
 
 
 def masked_lm_loss(
-    hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, labels_M: Tensor, ignore_index: int = -1
-) -> tuple[Tensor, Tensor]:
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int = -1,
+    count_correct: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Sum of the cross-entropies of the masked tokens, and how many have the label as their largest logit.
 
-    Rows whose label is ``ignore_index`` count for neither. Returns (loss [] in at least fp32, correct [] int64); the caller
+    Rows whose label is ``ignore_index`` count for neither. Returns (loss [] in at least fp32, correct [] int64), or None for
+    the second where ``count_correct`` is False, since the search for the largest logit costs a pass of its own; the caller
     divides, because the number of masked tokens of the whole global batch is known to the plan and not to this rank.
     """
     logits_MV = F.linear(hidden_MD, decoder_VD, bias_V)
     loss = cross_entropy_sum(logits_MV, labels_M, ignore_index)
-    correct = (logits_MV.detach().argmax(dim=-1) == labels_M).sum()
-    return loss, correct
+    if not count_correct:
+        return loss, None
+    return loss, (logits_MV.detach().argmax(dim=-1) == labels_M).sum()
 
 
 def cross_entropy_sum(logits_NC: Tensor, labels_N: Tensor, ignore_index: int = -1) -> Tensor:

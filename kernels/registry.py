@@ -1,23 +1,32 @@
 """Which implementation of an op runs: the first that can, or the one that was asked for.
 
-An op has one signature and several implementations. ``auto`` takes the first in the order for the device that has nothing
-against the inputs, and remembers its choice by what matters of them, so that a call costs one look-up. An explicit choice
-works or raises, with the reasons.
+An op has one signature and several implementations. ``auto`` takes the one that was measured to be the fastest
+(``kernels.autotune``), otherwise the first in the order for the device that has nothing against the inputs, and remembers
+its choice by what matters of them, so that a call costs one look-up. An explicit choice works or raises, with the reasons.
 """
 
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 Parameters = ParamSpec("Parameters")
 Returned = TypeVar("Returned")
 
 AUTO = "auto"
+
+_DEVICES = ("cuda", "cpu")
+_BY_VALUE = (bool, str, torch.dtype)
+_LOG = logging.getLogger(__name__)
+
+Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
+"""Gets an op and the arguments of a call."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class Implementation:
         """Why this cannot be imported here, or nothing."""
         try:
             there = self.requires is None or importlib.util.find_spec(self.requires) is not None
-        except ModuleNotFoundError:  # a parent of it is missing
+        except (ImportError, ValueError):  # a parent of it is missing, or is another package of the same name
             there = False
         return [] if there else [f"{self.requires} is not installed"]
 
@@ -63,6 +72,9 @@ class Op(Generic[Parameters, Returned]):
         self.__doc__ = definition.__doc__
         self._orders = orders
         self._asked = AUTO
+        self._measured: Mapping[str, str] = {}
+        self._said: set[str] = set()
+        self._observer: Observer | None = None
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     @property
@@ -81,10 +93,14 @@ class Op(Generic[Parameters, Returned]):
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
         """Runs the chosen implementation; ValueError where an explicit choice cannot do it."""
-        key = tuple(_trait(value) for value in (*args, *kwargs.values()))
+        key = _key(args, kwargs)
         function = self._chosen.get(key)
         if function is None:
-            function = self._chosen[key] = self.chosen(*args, **kwargs).function(self.name)
+            if self._observer is not None:
+                self._observer(self, args, kwargs)
+            chosen = self.chosen(*args, **kwargs)
+            self._say_fall_back(chosen, *args, **kwargs)
+            function = self._chosen[key] = chosen.function(self.name)
         return function(*args, **kwargs)
 
     def chosen(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
@@ -101,19 +117,42 @@ class Op(Generic[Parameters, Returned]):
                     f"{', '.join(self.implementations)}"
                 )
             return asked
-        for implementation in self.order(device_type(*args, **kwargs)):
+        measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
+        order = self.order(device_type(*args, **kwargs))
+        for implementation in sorted(order, key=lambda implementation: implementation.name != measured):
             if not implementation.unsupported_reasons(self.name, *args, **kwargs):
                 return implementation
         raise AssertionError(f"{self.name}: no implementation, not even the definition")
 
     def ask_for(self, name: str) -> None:
         """Makes ``name`` the explicit choice; ``auto`` takes it back. ValueError for an unknown name."""
+        self.check(name)
+        self._asked = name
+        self._chosen.clear()
+
+    def check(self, name: str) -> None:
+        """ValueError unless ``name`` can be asked for."""
         if name != AUTO and name not in self.implementations:
             raise ValueError(
                 f"{self.name} has no implementation {name!r}; expected {AUTO}, {', '.join(self.implementations)}"
             )
-        self._asked = name
+
+    def prefer(self, measured: Mapping[str, str]) -> None:
+        """Makes ``auto`` take, for calls with these signatures, these implementations where they can; {} forgets them."""
+        if unknown := set(measured.values()) - set(self.implementations):
+            raise ValueError(f"{self.name} has no implementation {', '.join(sorted(unknown))}")
+        self._measured = dict(measured)
         self._chosen.clear()
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        """For the length of a block, shows ``observer`` the first call of every kind that the op tells apart."""
+        self._observer = observer
+        self._chosen.clear()
+        try:
+            yield
+        finally:
+            self._observer = None
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
@@ -125,14 +164,44 @@ class Op(Generic[Parameters, Returned]):
         finally:
             self.ask_for(before)
 
+    def _say_fall_back(self, chosen: Implementation, *args: Any, **kwargs: Any) -> None:
+        """Say once, with the reasons, that a GPU does not get the implementation meant for it.
+
+        On a CPU the first in the order is what is installed; there nothing was given up.
+        """
+        first = self.order("cuda")[0]
+        if self._asked != AUTO or self._measured or chosen is first or device_type(*args, **kwargs) != "cuda":
+            return
+        reasons = "; ".join(first.unsupported_reasons(self.name, *args, **kwargs))
+        if reasons not in self._said:
+            self._said.add(reasons)
+            _LOG.warning("%s: %s instead of %s: %s", self.name, chosen.name, first.name, reasons)
+
 
 def device_type(*args: Any, **kwargs: Any) -> str:
     """``cuda`` when a tensor among the arguments is there, otherwise ``cpu``."""
     return "cuda" if any(isinstance(value, Tensor) and value.is_cuda for value in (*args, *kwargs.values())) else "cpu"
 
 
+def signature(*args: Any, **kwargs: Any) -> str:
+    """What of a call may decide which implementation is usable or fastest, as text: equal for calls that share a choice."""
+    autocast, gradients, names, *traits = _key(args, kwargs)
+    texts = [trait.__name__ if isinstance(trait, type) else str(trait) for trait in traits]
+    return f"autocast {autocast}, {'with' if gradients else 'without'} gradients, {names}: {'; '.join(texts)}"
+
+
+def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The signature, in the form that is quick to make: a call computes it each time."""
+    autocast = [torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)]
+    traits = [_trait(value) for value in args]
+    traits += [_trait(value) for value in kwargs.values()]
+    return tuple(autocast), torch.is_grad_enabled(), tuple(kwargs), *traits
+
+
 def _trait(value: object) -> object:
-    """What of an argument may decide which implementations can compute the op."""
+    """Of a tensor all but the values, its first size up to the next power of two; of a number its type alone."""
     if isinstance(value, Tensor):
-        return value.device.type, value.dtype, value.shape[1:], value.requires_grad
-    return type(value)
+        shape = value.shape
+        doublings = (shape[0] - 1).bit_length() if shape else None
+        return value.device.type, value.dtype, doublings, shape[1:], value.requires_grad
+    return value if isinstance(value, _BY_VALUE) else type(value)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kernels import flash_attention
+from kernels.flash_attention import owned_rows
 from kernels.random import Dropout
 
 
@@ -24,9 +25,19 @@ def varlen_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     assert dropout is None
+    query_QHE = owned_rows(query_QHE, cu_seqlens_q)
+    key_THE, value_THE = owned_rows(key_THE, cu_seqlens_k), owned_rows(value_THE, cu_seqlens_k)
     output = varlen_attn(query_QHE, key_THE, value_THE, cu_seqlens_q, cu_seqlens_k, max_seqlen, max_seqlen)
     assert isinstance(output, Tensor)
-    return output
+    return owned_rows(output, cu_seqlens_q)
+
+
+def varlen_self_attention(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
+) -> Tensor:
+    """``varlen_attention`` of the three parts of one tensor [T, 3, H, E]. Returns [T, H, E]."""
+    query_THE, key_THE, value_THE = qkv_T3HE.unbind(1)
+    return varlen_attention(query_THE, key_THE, value_THE, cu_seqlens, cu_seqlens, max_seqlen, dropout)
 
 
 def unsupported_reasons(query_QHE: Tensor, *args: Any, **kwargs: Any) -> list[str]:

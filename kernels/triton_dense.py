@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202, ARG001
+# ruff: noqa: ANN001, ANN201, ANN202, ARG001
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """Dense + bias + GELU: matrix products by cuBLAS, everything element-wise in one Triton pass each way.
 
@@ -30,6 +30,8 @@ _ROWS_A_PROGRAM = 64
 _WARPS = 4
 _STAGES = 2
 
+_VARYING = ["rows"]  # no number of tokens is compiled anew
+
 
 def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
     """``gelu(x @ weight.T + bias)`` in the tanh form that BERT is defined with. Returns [T, F] in the product's dtype.
@@ -54,7 +56,7 @@ def unsupported_reasons(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> list
 
 
 @triton.jit
-def _gates(y):
+def gelu_gates(y):
     """Sigmoid(2 u) and sigmoid(-2 u) with u = sqrt(2 / pi) (y + 0.044715 y^3).
 
     ``gelu(y) = y (1 + tanh u) / 2`` is ``y`` times the first.
@@ -69,6 +71,14 @@ def _gates(y):
 
 
 @triton.jit
+def gelu_derivative(y):
+    """Of ``gelu(y)`` by ``y``."""
+    gate, rest = gelu_gates(y)
+    slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * y * y)
+    return gate * (1.0 + y * rest * slope)
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def _forward_kernel(product, bias, output, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """One [ROWS, COLUMNS] tile of ``gelu(product + bias)``."""
     first = tl.program_id(0) * ROWS
@@ -80,11 +90,11 @@ def _forward_kernel(product, bias, output, rows, columns, ROWS: tl.constexpr, CO
     output += first.to(tl.int64) * columns
     y = tl.load(product + place, mask=inside, other=0.0).to(tl.float32)
     y += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
-    gate, _ = _gates(y)
+    gate, _ = gelu_gates(y)
     tl.store(output + place, y * gate, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_VARYING)
 def _backward_kernel(
     output_gradient,
     product,
@@ -112,9 +122,7 @@ def _backward_kernel(
         place = row[:, None] * columns + column[None, :]
         upstream = tl.load(output_gradient + place, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(product + place, mask=inside, other=0.0).to(tl.float32) + b
-        gate, rest = _gates(y)
-        slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * y * y)
-        gradient = upstream * gate * (1.0 + y * rest * slope)
+        gradient = upstream * gelu_derivative(y)
         total += gradient
         tl.store(product_gradient + place, gradient, mask=inside)
     tl.store(bias_partials + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=in_columns)

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.random import PLACES_A_DRAW, Dropout
+from kernels.random import PLACES_A_DRAW, ROUNDS, Dropout
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 MAX_COLUMNS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLACES = tl.constexpr(PLACES_A_DRAW)
+_ROUNDS = tl.constexpr(ROUNDS)
 # A captured graph or a new length must not compile anew because a number happens to be 1 or a multiple of 16.
 _VARYING = ["tokens", "threshold", "stream"]
 
@@ -61,7 +62,8 @@ def _kept(rows, state, threshold, stream, ROWS: tl.constexpr, BLOCK: tl.constexp
     zeros = tl.zeros([ROWS, BLOCK // _PLACES], tl.int32)
     draws, calls = zeros + tl.arange(0, BLOCK // _PLACES)[None, :], zeros + stream
     steps = zeros + tl.load(state + 1).to(tl.int32)
-    word_0, word_1, word_2, word_3 = tl.philox(tl.load(state), draws, calls, zeros + rows[:, None], steps)
+    places = draws, calls, zeros + rows[:, None], steps
+    word_0, word_1, word_2, word_3 = tl.philox(tl.load(state), *places, n_rounds=_ROUNDS)
     # The last dimension that join adds is the fastest: bits of the word's number, high to low, then the half.
     words = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))
     halves = tl.join(words & 0xFFFF, words >> 16).to(tl.int32)
@@ -269,12 +271,14 @@ class _Layout:
 
     def options(self, columns: int, dropout: bool) -> dict[str, Any]:
         """Keyword arguments of the launch."""
-        return {"D": columns, "BLOCK": self.block, "ROWS": self.rows, "DROPOUT": dropout, "num_warps": self.num_warps}
+        tile = {"D": columns, "BLOCK": self.block, "ROWS": self.rows, "DROPOUT": dropout}
+        return {**tile, "num_warps": self.num_warps, "num_stages": 1}
 
 
 ADD_NORM_WARPS, EMBEDDING_NORM_WARPS = 20, 16
 """Warps a multiprocessor of the backward kernels: as many as their registers let be there at once, so that none waits."""
 _SUM_TILE = {"PROGRAMS": 64, "COLUMNS": 32}
+_SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
 
 
 def _backward_programs(device: torch.device, tokens: int, layout: _Layout, warps: int) -> int:
@@ -292,7 +296,8 @@ def _sums(partials_PND: Tensor, dtype: torch.dtype) -> Tensor:
     programs, vectors, columns = partials_PND.shape
     sums_ND = partials_PND.new_empty(vectors, columns, dtype=dtype)
     width = vectors * columns
-    _sum_partials[(triton.cdiv(width, _SUM_TILE["COLUMNS"]),)](partials_PND, sums_ND, programs, width, **_SUM_TILE)
+    grid = (triton.cdiv(width, _SUM_TILE["COLUMNS"]),)
+    _sum_partials[grid](partials_PND, sums_ND, programs, width, **_SUM_TILE, **_SUM_PIPELINE)
     return sums_ND
 
 
@@ -585,13 +590,13 @@ def configurations() -> "list[Configuration]":
         ):
             for dropout in (True, False):
                 options = layout.options(columns, dropout)
-                num_warps = options.pop("num_warps")
+                num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
                 constexprs = options if dropout else options | {"state": None}
                 signature = {
                     name: "constexpr" if name in constexprs else types.get(name, "*bf16") for name in kernel.arg_names
                 }
                 name = f"bf16, D = {columns}{', dropout' if dropout else ''}"
-                found.append(Configuration(name, kernel, signature, constexprs, num_warps, 1))
+                found.append(Configuration(name, kernel, signature, constexprs, num_warps, num_stages))
     signature = {"partials": "*fp32", "sums": "*bf16", "programs": "i32", "width": "i32"}
     signature |= dict.fromkeys(_SUM_TILE, "constexpr")
-    return [*found, Configuration("bf16", _sum_partials, signature, dict(_SUM_TILE), 4, 1)]
+    return [*found, Configuration("bf16", _sum_partials, signature, dict(_SUM_TILE), **_SUM_PIPELINE)]

@@ -37,26 +37,37 @@ _NARROW = _Tile(columns=1024, warps=4, stages=1)
 
 
 def masked_lm_loss(
-    hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, labels_M: Tensor, ignore_index: int = -1
-) -> tuple[Tensor, Tensor]:
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int = -1,
+    count_correct: bool = True,
+) -> tuple[Tensor, Tensor | None]:
     """Sum of the cross-entropies of the masked tokens, and how many have the label as their largest logit.
 
     Equal logits count for the lowest index. Rows whose label is ``ignore_index`` count for nothing; any other label outside
     0 to V - 1 makes the loss NaN. The products follow autocast. Saved for the backward: the two operands and the gradient of
     the logits, [M, V] in the operands' dtype; without gradients nothing is saved or written.
-    Returns (loss [] in fp32, correct [] int64).
+    Returns (loss [] in fp32, correct [] int64 or None as ``count_correct`` says).
     """
     device_type = hidden_MD.device.type
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
         hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_MD, decoder_VD, bias_V))
-    loss, correct, _ = _masked_lm_loss(hidden_MD, decoder_VD, bias_V, labels_M, ignore_index, with_gradient)
-    return loss, correct
+    operands = hidden_MD, decoder_VD, bias_V, labels_M
+    loss, correct, _ = _masked_lm_loss(*operands, ignore_index, with_gradient, count_correct)
+    return loss, correct if count_correct else None
 
 
 def unsupported_reasons(
-    hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, labels_M: Tensor, ignore_index: int = -1
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int = -1,
+    count_correct: bool = True,
 ) -> list[str]:
     """Why ``masked_lm_loss`` cannot take these; empty when it can."""
     reasons = []
@@ -97,6 +108,7 @@ def _kernel(
     width,
     ignore_index,
     WITH_GRADIENT: tl.constexpr,
+    COUNT_CORRECT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """One row: its loss, whether its label is first, and its logits overwritten by the gradient of its loss."""
@@ -105,7 +117,8 @@ def _kernel(
     label = tl.load(labels + row).to(tl.int32)
     if label == ignore_index:
         tl.store(losses + row, 0.0)
-        tl.store(correct + row, 0)
+        if COUNT_CORRECT:
+            tl.store(correct + row, 0)
         if WITH_GRADIENT:
             for start in range(0, width, COLUMNS):
                 column = start + tl.arange(0, COLUMNS)
@@ -123,11 +136,13 @@ def _kernel(
             before = largest
             largest = tl.maximum(before, tl.max(x, axis=0))
             total = total * tl.exp(before - largest) + tl.exp(x - largest)
-            behind = (x < label_logit) | ((x == label_logit) & (column >= label))
-            beaten |= tl.where(behind, 0, 1)  # what is not behind is ahead, NaN included
+            if COUNT_CORRECT:
+                behind = (x < label_logit) | ((x == label_logit) & (column >= label))
+                beaten |= tl.where(behind, 0, 1)  # what is not behind is ahead, NaN included
         summed = tl.sum(total, axis=0)
         tl.store(losses + row, largest - label_logit + tl.log(summed))
-        tl.store(correct + row, 1 - tl.max(beaten, axis=0))
+        if COUNT_CORRECT:
+            tl.store(correct + row, 1 - tl.max(beaten, axis=0))
         if WITH_GRADIENT:
             for start in range(0, width, COLUMNS):
                 column = start + tl.arange(0, COLUMNS)
@@ -138,15 +153,24 @@ def _kernel(
 
 @torch.library.custom_op("mlperf_bert::masked_lm_loss", mutates_args=())
 def _masked_lm_loss(
-    hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, labels_M: Tensor, ignore_index: int, with_gradient: bool
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int,
+    with_gradient: bool,
+    count_correct: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss [] fp32, correct [] int64, and the gradient of the loss by the logits, [M, W], 0 past V; [0, W] without."""
+    """Loss [] fp32, correct [] int64, and the gradient of the loss by the logits, [M, W], 0 past V.
+
+    Without counting ``correct`` is [0], without gradient the last is [0, W].
+    """
     rows, vocabulary = len(hidden_MD), len(decoder_VD)
     logits_MW = hidden_MD.new_empty((rows, _width(vocabulary)))
     width = logits_MW.shape[1]
     torch.mm(hidden_MD, decoder_VD.t(), out=logits_MW[:, :vocabulary])
     losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
-    correct_M = hidden_MD.new_empty(rows, dtype=torch.int32)
+    correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
     tile = _tile(vocabulary)
     _kernel[(rows,)](
         logits_MW,
@@ -158,12 +182,14 @@ def _masked_lm_loss(
         width,
         ignore_index,
         WITH_GRADIENT=with_gradient,
+        COUNT_CORRECT=count_correct,
         COLUMNS=tile.columns,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
     kept_MW = logits_MW if with_gradient else logits_MW.new_empty((0, width))
-    return losses_M.sum(), correct_M.sum(), kept_MW
+    correct = correct_M.sum() if count_correct else hidden_MD.new_empty(0, dtype=torch.int64)
+    return losses_M.sum(), correct, kept_MW
 
 
 @torch.library.custom_op("mlperf_bert::masked_lm_loss_backward", mutates_args=())
@@ -197,12 +223,18 @@ def _tile(vocabulary: int) -> _Tile:
 
 @_masked_lm_loss.register_fake
 def _(
-    hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor, labels_M: Tensor, ignore_index: int, with_gradient: bool
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int,
+    with_gradient: bool,
+    count_correct: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     kept = len(hidden_MD) if with_gradient else 0
     return (
         hidden_MD.new_empty((), dtype=torch.float32),
-        hidden_MD.new_empty((), dtype=torch.int64),
+        hidden_MD.new_empty(() if count_correct else (0,), dtype=torch.int64),
         hidden_MD.new_empty((kept, _width(len(decoder_VD)))),
     )
 
@@ -224,8 +256,8 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if upstream is None:
-        return (None,) * 6
-    return *_masked_lm_loss_backward(upstream, *ctx.saved_tensors), None, None, None
+        return (None,) * 7
+    return *_masked_lm_loss_backward(upstream, *ctx.saved_tensors), None, None, None, None
 
 
 _masked_lm_loss.register_autograd(_backward, setup_context=_setup_context)
@@ -249,9 +281,10 @@ def configurations() -> "list[Configuration]":
                 "width": "i32",
                 "ignore_index": "i32",
                 "WITH_GRADIENT": "constexpr",
+                "COUNT_CORRECT": "constexpr",
                 "COLUMNS": "constexpr",
             },
-            constexprs={"WITH_GRADIENT": with_gradient, "COLUMNS": tile.columns},
+            constexprs={"WITH_GRADIENT": with_gradient, "COUNT_CORRECT": not with_gradient, "COLUMNS": tile.columns},
             num_warps=tile.warps,
             num_stages=tile.stages,
         )

@@ -1,5 +1,7 @@
 """Small data sets and run settings that several tests share."""
 
+import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from dataloading.tokenization import Vocabulary
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# What a developer has pinned or measured is not for the tests.
+os.environ["MLPERF_BERT_CACHE"] = tempfile.mkdtemp(prefix="mlperf-bert-tests-")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 VOCAB_SIZE = 200

@@ -26,6 +26,14 @@ def agreed_integer(value: int, mesh: Mesh) -> int:
     return int(broadcast_(torch.tensor([value], dtype=torch.int64, device=mesh.device)).item())
 
 
+def agreed_text(text: str, mesh: Mesh) -> str:
+    """Rank 0's ``text``, on every rank. Reads the device: for start-up only."""
+    content = text.encode()
+    size = agreed_integer(len(content), mesh)
+    numbers = list(content) if mesh.is_main else [0] * size
+    return bytes(broadcast_(torch.tensor(numbers, dtype=torch.uint8, device=mesh.device)).tolist()).decode()
+
+
 def barrier() -> None:
     """Wait for every rank."""
     if dist.is_initialized():

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+from dataloading.capacity import Capacity, fitting
 from dataloading.dataset import open_dataset
-from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader
+from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader, inert_batch
 from dataloading.sampler import MicroBatch, Plan
 from dataloading.samples import Samples
 from dataloading.synthetic import synthetic_samples
-from tests.conftest import VOCAB_SIZE, SmallRun
+from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
 CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ def test_a_batch_holds_each_sample_at_its_place() -> None:
     assert batch.masked_lm_positions.diff().min() > 0
     assert batch.masked_lm_ids.tolist() == samples.masked_lm_ids.tolist()
     assert batch.next_sentence_labels.tolist() == samples.next_sentence_labels.tolist()
-    assert (batch.global_sequences, batch.global_masked) == (3, len(samples.masked_lm_ids))
+    assert batch.global_counts.tolist() == [3, len(samples.masked_lm_ids)]
 
 
 def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:
@@ -52,15 +53,24 @@ def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int],
     return lambda step: plan.rank_batches(step, rank)
 
 
+CAPACITIES = {
+    1: [Capacity(256, 12, 48, MAX_SEQ_LENGTH), Capacity(320, 12, 64, MAX_SEQ_LENGTH)],
+    3: [Capacity(128, 4, 16, MAX_SEQ_LENGTH)],
+}
+"""By accumulation steps: some batches fit each, and some none."""
+
+
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: int) -> None:
+def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: int, padded: bool) -> None:
     pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
     from dataloading.dali import DaliLoader
 
     dataset = open_dataset(small_run.folder / "train")
     for rank in range(2):
         chosen = rank_batches(small_run, accumulation, rank)
-        loaders: list[Loader] = [loader(dataset, chosen, CPU, 2) for loader in (NumpyLoader, DaliLoader)]
+        given = CAPACITIES[accumulation] if padded else []
+        loaders: list[Loader] = [loader(dataset, chosen, CPU, 2, given) for loader in (NumpyLoader, DaliLoader)]
         for _ in range(25):  # 600 samples of 250: over two epochs
             ours, theirs = (next(loader) for loader in loaders)
             assert len(ours) == len(theirs) == accumulation
@@ -68,6 +78,49 @@ def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: 
                 assert_same(one, other)
         for loader in loaders:
             loader.close()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_loader_pads_to_the_smallest_capacity_that_holds_the_batch(small_run: SmallRun, accumulation: int) -> None:
+    given, chosen = CAPACITIES[accumulation], rank_batches(small_run, accumulation, 0)
+    loaders = [NumpyLoader(small_run.train, chosen, CPU, 4, some) for some in ([], given)]
+    seen = set()
+    for _ in range(40):
+        for plain, padded in zip(*(next(loader) for loader in loaders), strict=True):
+            needed = Capacity.around(plain.tokens, plain.sequences, plain.masked_lm_ids.numel(), MAX_SEQ_LENGTH)
+            assert padded.capacity == fitting(needed, given)
+            seen.add(padded.capacity)
+            assert_padded(padded, plain)
+    assert seen - set(given)
+    assert seen >= set(given)
+    for loader in loaders:
+        loader.close()
+
+
+def assert_padded(padded: Batch, plain: Batch) -> None:
+    """Every real slot is where it was, and every other one holds what makes it inert."""
+    empty = {
+        "cu_seqlens": plain.tokens,
+        "masked_lm_positions": plain.tokens,
+        "masked_lm_ids": -1,
+        "next_sentence_labels": -1,
+    }
+    assert padded.tensors.keys() == plain.tensors.keys()
+    for name, values in padded.tensors.items():
+        real = plain.tensors[name]
+        assert values.dtype == real.dtype
+        assert torch.equal(values[: len(real)], real), name
+        assert (values[len(real) :] == empty.get(name, 0)).all(), name
+    assert padded.tokens > plain.tokens
+    assert padded.tokens % 64 == padded.masked_lm_ids.numel() % 16 == 0
+
+
+def test_an_inert_batch_has_the_shape_of_its_capacity() -> None:
+    capacity = Capacity(128, 3, 32, 40)
+    batch = inert_batch(capacity)
+    assert batch.capacity == capacity
+    assert not batch.cu_seqlens.any()
+    assert (batch.masked_lm_ids == -1).all()
 
 
 def test_batches_of_the_files_are_those_of_the_samples(small_run: SmallRun) -> None:

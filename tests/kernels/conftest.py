@@ -6,13 +6,25 @@ Triton reads ``TRITON_INTERPRET`` once, when it is imported: it is set here, bef
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
     raise RuntimeError("something has imported triton before tests/kernels/conftest.py could set TRITON_INTERPRET")
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(autouse=True)
+def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a kernel leaves out is not zero by chance: PyTorch fills new tensors with NaN, integers with their largest."""
+    asked = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    if request.path.name.startswith("test_triton_"):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(asked[0], warn_only=asked[1])
 
 
 class _WithoutTriton(pytest.Module):

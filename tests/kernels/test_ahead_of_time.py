@@ -94,6 +94,19 @@ def test_one_row_a_configuration_and_one_column_an_architecture() -> None:
     ]
 
 
+def test_a_configuration_that_is_not_for_an_architecture() -> None:
+    newer = [cost(90, num_warps=8), cost(100, num_warps=8)]
+    lines = ahead_of_time.table([cost(80), cost(90), cost(100), *newer]).splitlines()
+    assert lines[0].endswith("| sm_80 | sm_90 | sm_100 |")
+    assert lines[-1] == "| triton_x | `forward` | small | 8 | - | 40 / 0 / 1.0 | 40 / 0 / 1.0 |"
+
+
+@needs_triton
+def test_an_architecture_older_than_a_configurations_is_left_out() -> None:
+    newer = "{'fat_kernels': [dataclasses.replace(fat_kernels.configurations()[0], capabilities=(90, 100))]}"
+    assert [cost.capability for cost in costs(newer, "(80, 90)")] == [90]
+
+
 @pytest.mark.parametrize(
     ("capability", "changes", "fits"),
     [

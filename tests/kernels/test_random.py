@@ -15,17 +15,17 @@ def words(*values: int) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("counter", "key", "expected"),
     [
-        ((0, 0, 0, 0), 0, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-        ((0xFFFFFFFF,) * 4, -1, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        ((0, 0, 0, 0), 0, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((0xFFFFFFFF,) * 4, -1, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
         (
             (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
             0x299F31D0_A4093822,
-            (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+            (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A),
         ),
     ],
 )
 def test_known_answers(counter: tuple[int, ...], key: int, expected: tuple[int, ...]):
-    """The vectors that the authors publish with Random123 (kat_vectors, philox 4x32-10)."""
+    """The vectors that the authors publish with Random123 (kat_vectors, philox 4x32-7)."""
     assert tuple(int(word) for word in philox(torch.tensor(key), words(*counter))) == expected
 
 

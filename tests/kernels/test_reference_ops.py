@@ -167,21 +167,21 @@ def test_masked_lm_loss_sums_and_counts(ignored: list[int]):
     loss, correct = masked_lm_loss(tensor(hidden), tensor(decoder), tensor(bias), torch.from_numpy(labels))
     expected_loss, expected_correct = logits_and_loss(hidden, decoder, bias, labels)
     assert loss.item() == pytest.approx(expected_loss, rel=1e-12)
-    assert correct.item() == expected_correct
+    assert correct == expected_correct
 
 
 def test_masked_lm_loss_of_no_masked_tokens_is_zero():
     empty = torch.empty(0, dtype=torch.int64)
     loss, correct = masked_lm_loss(torch.zeros(0, 5), torch.zeros(11, 5), torch.zeros(11), empty)
     assert loss.item() == 0
-    assert correct.item() == 0
+    assert correct == 0
 
 
 def test_masked_lm_loss_survives_large_logits():
     hidden = torch.tensor([[1e4, 0.0]])
     loss, correct = masked_lm_loss(hidden, torch.eye(2), torch.zeros(2), torch.tensor([0]))
     assert loss.item() == 0
-    assert correct.item() == 1
+    assert correct == 1
 
 
 def test_varlen_attention_by_hand():

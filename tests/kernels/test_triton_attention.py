@@ -2,11 +2,15 @@
 
 # pyright: reportCallIssue=false
 
+import os
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
@@ -15,7 +19,8 @@ from kernels.triton_attention import (
     configurations,
     unsupported_reasons,
     varlen_attention,
-    varlen_attention_packed,
+    varlen_self_attention,
+    varlen_self_attention_unsupported_reasons,
 )
 
 HEADS = 2
@@ -136,7 +141,7 @@ def test_rows_of_strided_views_and_a_packed_tensor():
     expected = run_triton(apart, lengths, lengths, dropout)
     packed = torch.stack(apart, 1)
     attentions = {
-        "packed": lambda qkv: varlen_attention_packed(qkv, bounds, longest, dropout),
+        "packed": lambda qkv: varlen_self_attention(qkv, bounds, longest, dropout),
         "views": lambda qkv: varlen_attention(*qkv.unbind(1), bounds, bounds, longest, dropout),
         "transposed": lambda qkv: varlen_attention(
             *(x.transpose(0, 1).contiguous().transpose(0, 1) for x in qkv.unbind(1)), bounds, bounds, longest, dropout
@@ -148,10 +153,16 @@ def test_rows_of_strided_views_and_a_packed_tensor():
         assert torch.equal(gradient, torch.stack(expected[1:], 1)), name
 
 
+def test_memory_that_nobody_wrote_is_noticed():
+    assert torch.empty(3).isnan().all()
+    assert torch.empty_like(torch.zeros(3)).isnan().all()
+    assert torch.zeros(3).new_empty(3).isnan().all()
+
+
 def test_packed_gradient_of_empty_slots_is_zero():
     packed = torch.randn(90, 3, HEADS, 32, generator=torch.Generator().manual_seed(0))
     bounds = cu_seqlens([20, 7, 0, 0])
-    output, gradient = output_and_gradients(lambda qkv: varlen_attention_packed(qkv, bounds, 20, None), [packed])
+    output, gradient = output_and_gradients(lambda qkv: varlen_self_attention(qkv, bounds, 20, None), [packed])
     assert output[:27].any(-1).all()
     assert gradient[:27].any(-1).all()
     assert not output[27:].any()
@@ -221,14 +232,25 @@ def test_operators_pass_opcheck():
     for drawn, p in ((state, 0.1), (None, 0.0)):
         arguments = (query, key, value, bounds_q, bounds_k, 11, drawn, p, 2)
         torch.library.opcheck(ops.varlen_attention.default, arguments)
-        torch.library.opcheck(ops.varlen_attention_packed.default, (packed, bounds_k, 11, drawn, p, 2))
-    output, lse = ops.varlen_attention(query, key, value, bounds_q, bounds_k, 11, state, 0.1, 2)
+        torch.library.opcheck(ops.varlen_self_attention.default, (packed, bounds_k, 11, drawn, p, 2))
+    output, lse, kept = ops.varlen_attention(query, key, value, bounds_q, bounds_k, 11, state, 0.1, 2)
     saved = [x.detach() for x in (output, query, key, value)]
-    backward = (*saved, bounds_q, bounds_k, state, output.detach(), lse, 11, 0.1, 2)
+    backward = (*saved, bounds_q, bounds_k, output.detach(), lse, kept, 11, 0.1)
     torch.library.opcheck(ops.varlen_attention_backward.default, backward)
-    output, lse = ops.varlen_attention_packed(packed.detach(), bounds_k, 11, state, 0.1, 2)
-    backward = (output, packed.detach(), bounds_k, state, output, lse, 11, 0.1, 2)
-    torch.library.opcheck(ops.varlen_attention_packed_backward.default, backward)
+    output, lse, kept = ops.varlen_self_attention(packed.detach(), bounds_k, 11, state, 0.1, 2)
+    backward = (output, packed.detach(), bounds_k, output, lse, kept, 11, 0.1)
+    torch.library.opcheck(ops.varlen_self_attention_backward.default, backward)
+
+
+def test_self_attention_without_data():
+    """Shapes and strides of output and gradient follow from the inputs alone, so that nothing waits for the device."""
+    with FakeTensorMode():
+        packed = torch.randn(90, 3, HEADS, 32, requires_grad=True)
+        bounds = torch.zeros(4, dtype=torch.int32)
+        output = varlen_self_attention(packed, bounds, 40, Dropout(0.1, torch.zeros(2, dtype=torch.int64), 1))
+        (gradient,) = torch.autograd.grad(output.sum(), packed)
+    assert (output.shape, output.is_contiguous()) == ((90, HEADS, 32), True)
+    assert (gradient.shape, gradient.is_contiguous()) == (packed.shape, True)
 
 
 def test_reasons():
@@ -239,8 +261,26 @@ def test_reasons():
     wide = random_qkv(6, 6, 48, torch.float32)
     assert "head size 48" in unsupported_reasons(*wide, bounds, bounds, 6, None)[0]
     assert "int64" in unsupported_reasons(*qkv, bounds.long(), bounds, 6, None)[0]
+    packed = torch.stack(qkv, 1)
+    assert varlen_self_attention_unsupported_reasons(packed, bounds, 6, dropout_of(0.1)) == []
+    assert "float64" in varlen_self_attention_unsupported_reasons(packed.double(), bounds, 6)[0]
+
+
+def test_numbers_that_vary_are_not_compiled_in():
+    """Triton compiles anew for a 1 and for multiples of 16: of token counts and call sites, in the midst of training."""
+    program = """
+from kernels import triton_attention, triton_dense, triton_layer_norm
+for module in (triton_attention, triton_dense, triton_layer_norm):
+    for configuration in module.configurations():
+        for parameter in configuration.kernel.params:
+            if configuration.signature[parameter.name] in ("i32", "i64") and not parameter.do_not_specialize:
+                print(parameter.name)
+"""
+    compiling = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run([sys.executable, "-c", program], env=compiling, capture_output=True, text=True, check=True)
+    assert set(found.stdout.split()) <= {"columns", "width", "programs"}  # of the model and the device
 
 
 def test_configurations_name_every_parameter_once():
     names = [configuration.name for configuration in configurations()]
-    assert len(set(names)) == len(names) == 24
+    assert len(set(names)) == len(names) == 48

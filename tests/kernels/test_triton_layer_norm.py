@@ -1,7 +1,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 """Triton's layer norms against the definitions in float64, under its interpreter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -57,9 +57,13 @@ MAKE = {"dropout_add_layer_norm": add_norm_inputs, "embedding_layer_norm": embed
 
 
 def errors(got: list[list[Tensor]], exact: list[list[Tensor]]) -> list[float]:
-    """Of the output and of each gradient the largest error in any draw, over the largest exact value."""
+    """Of the output and of each gradient the root mean square of the errors in all draws, over that of the exact values."""
+
+    def root_mean_square(tensors: Iterable[Tensor]) -> float:
+        return torch.cat([x.flatten() for x in tensors]).square().mean().sqrt().item()
+
     return [
-        max(((x - y).abs().max() / y.abs().max().clamp(min=1e-300)).item() for x, y in zip(xs, ys, strict=True))
+        root_mean_square(x - y for x, y in zip(xs, ys, strict=True)) / max(root_mean_square(ys), 1e-300)
         for xs, ys in zip(zip(*got, strict=True), zip(*exact, strict=True), strict=True)
     ]
 
@@ -67,9 +71,11 @@ def errors(got: list[list[Tensor]], exact: list[list[Tensor]]) -> list[float]:
 def assert_as_exact_as_pytorch(
     name: str, tokens: int, size: int, dtype: torch.dtype, dropout: Dropout | None, **options: Any
 ) -> None:
-    """Output and every gradient: at most twice plain PyTorch's error, or one unit in the last place.
+    """Output and every gradient: at most twice plain PyTorch's error, and an eighth of a unit in the last place.
 
-    The largest error of few values is luck, so small shapes are drawn several times.
+    Errors are root mean squares over several draws of small shapes, because the largest of few values is luck: PyTorch
+    divides rows among threads, and with their number the largest error of its sums halves or doubles. What is free is for
+    the interpreter's casts to bf16, which cut off and so make twice the error of rounding.
     """
     definition, function = getattr(reference, name), getattr(triton_layer_norm, name)
     draws = [
@@ -78,7 +84,7 @@ def assert_as_exact_as_pytorch(
     exact = [results(definition, inputs, dropout, torch.float64) for inputs in draws]
     plain = errors([results(definition, inputs, dropout) for inputs in draws], exact)
     own = errors([results(function, inputs, dropout) for inputs in draws], exact)
-    limits = [max(2 * theirs, torch.finfo(dtype).eps) for theirs in plain]
+    limits = [2 * theirs + torch.finfo(dtype).eps / 8 for theirs in plain]
     assert all(ours <= limit for ours, limit in zip(own, limits, strict=True)), f"errors {own}, at most {limits}"
 
 

@@ -82,6 +82,8 @@ def test_correct_and_loss_are_those_of_the_definition(vocabulary: int):
     labels[5] = -1
     expected_loss, expected = reference.masked_lm_loss(hidden, decoder, bias, labels)
     loss, correct = triton_loss.masked_lm_loss(hidden, decoder, bias, labels)
+    assert correct is not None
+    assert expected is not None
     assert correct.dtype == torch.int64
     assert correct.shape == loss.shape == ()
     assert 0 < int(expected) < 40
@@ -96,10 +98,8 @@ def test_equal_logits_count_for_the_lowest_index(vocabulary: int):
     bias = torch.zeros(vocabulary)
     bias[tied] = 1.0
     hidden, decoder = torch.zeros(1, 4), torch.ones(vocabulary, 4)
-    found = [
-        int(triton_loss.masked_lm_loss(hidden, decoder, bias, torch.tensor([label]))[1]) for label in (*tied, 2, 0)
-    ]
-    assert found == [1, 0, 0, 0, 0]
+    labels = [torch.tensor([label]) for label in (*tied, 2, 0)]
+    assert [triton_loss.masked_lm_loss(hidden, decoder, bias, label)[1] for label in labels] == [1, 0, 0, 0, 0]
 
 
 def test_ignored_slots_are_inert_whatever_they_hold():
@@ -161,13 +161,26 @@ def test_evaluation_writes_no_gradients(monkeypatch: pytest.MonkeyPatch):
     hidden.requires_grad_()
     asked = []
     inner = triton_loss._masked_lm_loss
-    monkeypatch.setattr(triton_loss, "_masked_lm_loss", lambda *args: (asked.append(args[-1]), inner(*args))[1])
+    monkeypatch.setattr(triton_loss, "_masked_lm_loss", lambda *args: (asked.append(args[-2]), inner(*args))[1])
     with torch.no_grad():
         loss, _ = triton_loss.masked_lm_loss(hidden, decoder, bias, labels)
     with_gradient, _ = triton_loss.masked_lm_loss(hidden, decoder, bias, labels)
     assert asked == [False, True]
     assert loss == with_gradient
-    assert inner(hidden.detach(), decoder, bias, labels, -1, False)[2].shape[0] == 0
+    assert inner(hidden.detach(), decoder, bias, labels, -1, False, True)[2].shape[0] == 0
+
+
+@pytest.mark.parametrize("vocabulary", [70, 5000])
+@pytest.mark.parametrize("masked_lm_loss", [triton_loss.masked_lm_loss, reference.masked_lm_loss])
+def test_without_counting_the_rest_is_the_same(masked_lm_loss, vocabulary: int):
+    hidden, decoder, bias, labels = inputs(7, 8, vocabulary, torch.float32)
+    leaves = [leaf.requires_grad_() for leaf in (hidden, decoder, bias)]
+    results = []
+    for count_correct in (True, False):
+        loss, correct = masked_lm_loss(hidden, decoder, bias, labels, count_correct=count_correct)
+        assert (correct is not None) == count_correct
+        results.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
 
 
 def test_backward_twice_and_in_part():
@@ -202,11 +215,12 @@ def test_autocast():
     assert error(loss.detach(), exact.double()) < 0.02
 
 
+@pytest.mark.parametrize("count_correct", [True, False])
 @pytest.mark.parametrize("with_gradient", [True, False])
-def test_opcheck(with_gradient: bool):
+def test_opcheck(with_gradient: bool, count_correct: bool):
     hidden, decoder, bias, labels = inputs(4, 8, 70, torch.float32)
     leaves = [leaf.requires_grad_(with_gradient) for leaf in (hidden, decoder, bias)]
-    torch.library.opcheck(torch.ops.mlperf_bert.masked_lm_loss, (*leaves, labels, -1, with_gradient))
+    torch.library.opcheck(torch.ops.mlperf_bert.masked_lm_loss, (*leaves, labels, -1, with_gradient, count_correct))
     gradient = torch.randn(4, 128)
     plain = [leaf.detach() for leaf in leaves]
     torch.library.opcheck(torch.ops.mlperf_bert.masked_lm_loss_backward, (torch.tensor(0.5), gradient, *plain))

@@ -232,12 +232,13 @@ def test_grouping_into_batches_does_not_matter():
     groupings = [[list(range(6))], [[i] for i in range(6)], [[4, 0, 5], [2, 1, 3]]]
     results = []
     for groups in groupings:
-        model = random_model()
+        model = random_model().eval()
         total, correct = 0.0, 0
         for indices in groups:
             output = model(batch_of(block.take(np.array(indices))))
             (output.masked_lm_loss + output.next_sentence_loss).backward()
             total += (output.masked_lm_loss + output.next_sentence_loss).item()
+            assert output.masked_lm_correct is not None
             correct += int(output.masked_lm_correct)
         results.append((total, correct, gradients(model)))
     whole_total, whole_correct, whole_gradients = results[0]
@@ -257,11 +258,12 @@ def test_sequences_do_not_see_each_other():
 
 
 def test_correct_counts_the_largest_logits():
-    model, batch = random_model(), batch_of(samples())
+    model, batch = random_model().eval(), batch_of(samples())
     _, masked_MD = model.head_inputs(batch)
     logits = model.masked_lm_logits(masked_MD)
     expected = int((logits.argmax(-1) == batch.masked_lm_ids).sum())
-    assert int(model(batch).masked_lm_correct) == expected
+    assert model(batch).masked_lm_correct == expected
+    assert model.train()(batch).masked_lm_correct is None
 
 
 def test_dropout_acts_in_training_and_not_in_evaluation():

@@ -166,7 +166,7 @@ def one_by_one(block: Samples) -> tuple[list[float], dict[str, Tensor]]:
     model, totals = random_model(), [0.0, 0.0]
     for sample in range(len(block)):
         batch = batch_of(block.slice(sample, sample + 1))
-        whole = replace(batch, global_sequences=len(block), global_masked=len(block.masked_lm_ids))
+        whole = replace(batch, global_counts=torch.tensor([len(block), len(block.masked_lm_ids)]))
         masked_lm_loss, next_sentence_loss = model(whole).mean_losses(whole)
         (masked_lm_loss + next_sentence_loss).backward()
         totals = [totals[0] + masked_lm_loss.item(), totals[1] + next_sentence_loss.item()]

@@ -18,6 +18,7 @@ from bert.optimizer import Lamb, learning_rate
 from bert.parallel.mesh import Mesh, join_mesh
 from bert.recipes import tiny_cpu
 from bert.step import TrainingStep, build_model
+from dataloading.capacity import Capacity
 from dataloading.dataset import open_dataset
 from dataloading.loader import batch_of
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
@@ -217,6 +218,14 @@ def test_accuracy_is_counted_exactly(step: TrainingStep, small_run: SmallRun, ba
     correct = int((logits.argmax(-1) == batch.masked_lm_ids).sum())
     assert accuracy == Accuracy(correct, len(small_run.evaluation.masked_lm_ids))
     assert accuracy.value == correct / accuracy.count
+
+
+def test_empty_slots_are_not_counted(step: TrainingStep, small_run: SmallRun) -> None:
+    dataset = open_dataset(small_run.folder / "evaluation")
+    plain, padded = (Evaluator(dataset, Mesh(0, 1, 0, CPU), 64) for _ in range(2))
+    capacity = Capacity(2048, 64, 512, MAX_SEQ_LENGTH)
+    padded._batches = [batch_of(small_run.evaluation, capacity=capacity)]
+    assert padded(step.model, step.autocast()) == plain(step.model, step.autocast())
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 64])

@@ -1,0 +1,281 @@
+"""FP8 for the matrix products of the encoder: delayed scaling, FP8 copies of the weights, forward and backward.
+
+The products QKV, attention output, FC1 and FC2 of every encoder layer but the last, with the gradients of their inputs and
+weights, multiply E4M3 by E4M3 going forward and E5M2 by E4M3 going back, as MLPerf Training's published FP8 results do
+(v3.0, H100; formats: Micikevicius et al. 2022, arXiv 2209.05433). They are 91 % of BERT-Large's work at Wikipedia's
+lengths. The last layer, which computes little more than the rows that the heads read, has 1 % of it and stays in the
+precision of autocast, as attention, heads, norms, embeddings and the residual stream do. The fp32 parameters stay masters.
+
+Each quantized tensor is a site with a scale of its own: the largest power of two that kept the largest magnitude of the
+step before inside the format. All scales are on the device and the host reads none, so that a captured step can be
+replayed. They are each rank's own where they are of activations and gradients; those of the weights agree, as weights do.
+
+On a CPU the definitions of ``kernels.fp8`` stand in: right, and several times slower than fp32. They are for tests.
+
+Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden, F intermediate, S sites; columns of what is
+transposed are padded to a multiple of 16.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, compute_dtype
+from kernels import (
+    bias_gelu_backward_cast_fp8,
+    bias_gelu_cast_fp8,
+    cast_fp8,
+    cast_transpose_fp8,
+    cast_transpose_sum_fp8,
+    new_scales,
+    scaled_matmul,
+)
+from kernels.fp8 import E4M3, E5M2, LARGEST
+
+_CALIBRATION_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Site:
+    """One quantized tensor: views [] of the state's vectors."""
+
+    scale: Tensor
+    inverse: Tensor
+    amax: Tensor
+
+
+class Fp8Dense:
+    """A dense layer's weight in FP8, both ways round, and its three sites.
+
+    The buffers keep their addresses, which captured graphs read.
+    """
+
+    def __init__(self, dense: Dense, inputs: Site, weight: Site, gradient: Site) -> None:
+        self.dense = dense
+        self.input = inputs
+        self.weight = weight
+        self.gradient = gradient
+        outputs, width = dense.weight.shape
+        self.weight_NK = torch.zeros(outputs, width, dtype=E4M3, device=dense.weight.device)
+        self.weight_KN = torch.zeros(width, outputs, dtype=E4M3, device=dense.weight.device)
+
+    def refresh_(self) -> None:
+        """Cast the weight as it is now."""
+        weight_NK, weight_KN = cast_transpose_fp8(self.dense.weight.detach(), self.weight.scale, self.weight.amax, E4M3)
+        self.weight_NK.copy_(weight_NK)
+        self.weight_KN.copy_(weight_KN)
+
+    def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
+        """[T, N] of the quantized input."""
+        return scaled_matmul(input_TK, self.weight_NK, self.input.inverse, self.weight.inverse, dtype, bias_N)
+
+    def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, K] of the quantized gradient."""
+        return scaled_matmul(gradient_TN, self.weight_KN, self.gradient.inverse, self.weight.inverse, dtype)
+
+    def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor:
+        """fp32 [N, K] of the quantized and transposed gradient and input."""
+        return scaled_matmul(gradient_NT, input_KT, self.gradient.inverse, self.input.inverse, torch.float32)
+
+
+class Fp8State:
+    """All sites and FP8 weights of a model.
+
+    After every optimizer step ``update_``; after any other change of the weights ``refresh_weights_``, or ``calibrate_``
+    where they or the data are new altogether. No state of training: a run computes it from its weights and a few batches.
+    """
+
+    scale_S: Tensor
+    """fp32: what a tensor is multiplied by before it is rounded."""
+    inverse_S: Tensor
+    """fp32 1 / scale, exact."""
+    amax_S: Tensor
+    """fp32, the largest magnitude since the last update; of a weight, at its last cast."""
+
+    def __init__(self, denses: Iterable[Dense], device: torch.device) -> None:
+        denses = list(denses)
+        self._largest_S = torch.tensor([LARGEST[E4M3], LARGEST[E4M3], LARGEST[E5M2]] * len(denses), device=device)
+        self.scale_S = torch.ones_like(self._largest_S)
+        self.inverse_S = torch.ones_like(self._largest_S)
+        self.amax_S = torch.zeros_like(self._largest_S)
+        vectors = self.scale_S, self.inverse_S, self.amax_S
+        sites = [Site(*(vector.select(0, at) for vector in vectors)) for at in range(len(self.scale_S))]
+        self.denses = [Fp8Dense(dense, *sites[3 * at : 3 * at + 3]) for at, dense in enumerate(denses)]
+
+    def update_(self) -> None:
+        """Scales from what the last step has seen, and the weights as the optimizer left them."""
+        self._update_scales_()
+        self.refresh_weights_()
+
+    @torch.no_grad()
+    def refresh_weights_(self) -> None:
+        """Cast the weights again, with the scales as they are."""
+        for dense in self.denses:
+            dense.refresh_()
+
+    def calibrate_(self, forward_backward: Callable[[], object]) -> None:
+        """Find the scales from no knowledge, by some runs of ``forward_backward``: a loss and its gradients.
+
+        A scale of 1 lets gradients of 1e-7 vanish in E5M2. The residual stream still brings every layer a gradient, from
+        which FC2's and the attention output's scales follow in the first run; FC1's and QKV's in the second, and the rest
+        makes them those of gradients that were not rounded badly on the way.
+
+        It belongs before the clock starts: the batches may be synthetic, because scales are nothing that is learned. They
+        say how far numbers reach, drop out of the result but for rounding, and are replaced after the first step. What the
+        runs leave in gradients and random states is the caller's to restore; weights are not touched.
+        """
+        self.refresh_weights_()
+        for _ in range(_CALIBRATION_ROUNDS):
+            self.update_()
+            forward_backward()
+        self.update_()
+
+    @torch.no_grad()
+    def _update_scales_(self) -> None:
+        self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
+        torch.reciprocal(self.scale_S, out=self.inverse_S)
+        self.amax_S.zero_()
+
+
+class Fp8Products(MatrixProducts):
+    """An encoder layer's products in FP8. Passes without gradients use the scales and leave the state alone."""
+
+    def __init__(self, denses: Iterable[Fp8Dense]) -> None:
+        self._fp8 = {fp8.dense: fp8 for fp8 in denses}
+
+    def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
+        """``x @ weight.T + bias``."""
+        return _product(x, self._fp8[dense], dense.bias)
+
+    def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
+        """``x @ weight.T``."""
+        return _product(x, self._fp8[dense], None)
+
+    def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
+        """[T, D] ``gelu(x @ wide.T + bias) @ narrow.T``, without the second bias."""
+        fp8_wide, fp8_narrow = self._fp8[wide], self._fp8[narrow]
+        if torch.is_grad_enabled():
+            output_TD = _FeedForward.apply(
+                x_TD, wide.weight, wide.bias, narrow.weight, fp8_wide, fp8_narrow, compute_dtype(x_TD)
+            )
+            assert isinstance(output_TD, Tensor)
+            return output_TD
+        unrecorded = torch.zeros_like(fp8_wide.input.amax)
+        quantized_TD = cast_fp8(x_TD, fp8_wide.input.scale, unrecorded, E4M3)
+        product_TF = fp8_wide.product(quantized_TD, compute_dtype(x_TD))
+        wide_TF, _ = bias_gelu_cast_fp8(product_TF, wide.bias, fp8_narrow.input.scale, unrecorded)
+        return fp8_narrow.product(wide_TF, product_TF.dtype)
+
+
+def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
+    if torch.is_grad_enabled():
+        output_TN = _Product.apply(x_TK, fp8.dense.weight, bias_N, fp8, compute_dtype(x_TK))
+        assert isinstance(output_TN, Tensor)
+        return output_TN
+    quantized_TK = cast_fp8(x_TK, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
+    return fp8.product(quantized_TK, compute_dtype(x_TK), bias_N)
+
+
+class _Product(torch.autograd.Function):
+    """Keeps the transposed quantized input, one byte an element.
+
+    Weights are arguments for their gradients. The FP8 weight is saved only so that autograd refuses a backward pass that
+    comes after ``update_``, which overwrites it and the scales.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TK: Tensor, _weight_NK: Tensor, bias_N: Tensor | None, fp8: Fp8Dense, dtype: torch.dtype
+    ) -> Tensor:
+        quantized_TK, input_KT = cast_transpose_fp8(x_TK, fp8.input.scale, fp8.input.amax, E4M3)
+        ctx.fp8, ctx.dtype, ctx.biased = fp8, x_TK.dtype, bias_N is not None
+        ctx.save_for_backward(input_KT, fp8.weight_KN)
+        return fp8.product(quantized_TK, dtype, bias_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient_TN: Tensor) -> tuple[Tensor | None, ...]:
+        fp8: Fp8Dense = ctx.fp8
+        input_KT, *_ = ctx.saved_tensors
+        site = fp8.gradient
+        bias_gradient_N = None
+        if ctx.biased:
+            gradient_TN, gradient_NT, bias_gradient_N = cast_transpose_sum_fp8(
+                output_gradient_TN, site.scale, site.amax, E5M2
+            )
+        else:
+            gradient_TN, gradient_NT = cast_transpose_fp8(output_gradient_TN, site.scale, site.amax, E5M2)
+        weight_gradient_NK = fp8.weight_gradient(gradient_NT, input_KT)
+        return fp8.input_gradient(gradient_TN, ctx.dtype), weight_gradient_NK, bias_gradient_N, None, None
+
+
+class _FeedForward(torch.autograd.Function):
+    """FC1, bias, GELU and FC2 in one, so that GELU writes FP8 only.
+
+    Keeps FC1's product in 16 bits under autocast, and both inputs transposed and quantized.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        _wide_weight_FD: Tensor,
+        bias_F: Tensor,
+        _narrow_weight_DF: Tensor,
+        wide: Fp8Dense,
+        narrow: Fp8Dense,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        quantized_TD, input_DT = cast_transpose_fp8(x_TD, wide.input.scale, wide.input.amax, E4M3)
+        product_TF = wide.product(quantized_TD, dtype)
+        wide_TF, wide_FT = bias_gelu_cast_fp8(product_TF, bias_F, narrow.input.scale, narrow.input.amax)
+        ctx.wide, ctx.narrow, ctx.dtype = wide, narrow, x_TD.dtype
+        ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, wide.weight_KN)
+        return narrow.product(wide_TF, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient_TD: Tensor) -> tuple[Tensor | None, ...]:
+        wide: Fp8Dense = ctx.wide
+        narrow: Fp8Dense = ctx.narrow
+        input_DT, product_TF, bias_F, wide_FT, *_ = ctx.saved_tensors
+        gradient_TD, gradient_DT = cast_transpose_fp8(
+            output_gradient_TD, narrow.gradient.scale, narrow.gradient.amax, E5M2
+        )
+        narrow_weight_gradient_DF = narrow.weight_gradient(gradient_DT, wide_FT)
+        wide_gradient_TF = narrow.input_gradient(gradient_TD, product_TF.dtype)
+        gradient_TF, gradient_FT, bias_gradient_F = bias_gelu_backward_cast_fp8(
+            wide_gradient_TF, product_TF, bias_F, wide.gradient.scale, wide.gradient.amax
+        )
+        wide_weight_gradient_FD = wide.weight_gradient(gradient_FT, input_DT)
+        input_gradient_TD = wide.input_gradient(gradient_TF, ctx.dtype)
+        return input_gradient_TD, wide_weight_gradient_FD, bias_gradient_F, narrow_weight_gradient_DF, None, None, None
+
+
+def enable_fp8(model: BertForPreTraining) -> Fp8State:
+    """Let the encoder compute in FP8, on the device where its parameters are.
+
+    The state reads parameters when it casts them: they may move into flat buffers afterwards. Weights have their scales at
+    once, activations and gradients have 1 until ``calibrate_``.
+    """
+    layers = [layer for layer in model.layers[:-1] if isinstance(layer, EncoderLayer)]
+    by_layer = [(layer.query_key_value, layer.attention_output, layer.intermediate, layer.output) for layer in layers]
+    state = Fp8State((dense for denses in by_layer for dense in denses), model.dropout_state.device)
+    for index, layer in enumerate(layers):
+        layer.products = Fp8Products(state.denses[4 * index : 4 * index + 4])
+    state.refresh_weights_()
+    state.update_()
+    return state
+
+
+def require_fp8(device: torch.device) -> None:
+    """ValueError where ``device`` is a GPU that cannot multiply FP8, which Ada and Hopper were the first to do."""
+    if device.type == "cuda" and (capability := torch.cuda.get_device_capability(device)) < (8, 9):
+        raise ValueError(
+            f"training.precision is fp8, but {torch.cuda.get_device_name(device)} has compute capability "
+            f"{capability[0]}.{capability[1]} and FP8 needs 8.9: set training.precision to bf16"
+        )

@@ -1,0 +1,69 @@
+"""``python -m kernels``: measure, show, pin, clear."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.__main__ import main
+from kernels.autotune_cache import Cache
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
+
+
+def test_the_commands(capsys: pytest.CaptureFixture[str]):
+    assert main(["show"]) == 0
+    assert "nothing is measured or pinned" in capsys.readouterr().out
+    assert main(["autotune", "dropout_add_layer_norm", "--device", "cpu", "--dtype", "fp32", "--sequences", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "1 sequences of 256 tokens on cpu, fp32"
+    assert sum(line.endswith("<-") for line in lines) == 1
+    assert main(["pin", "varlen_attention", "reference"]) == 0
+    assert main(["--device", "cpu", "--dtype", "fp32"]) == 0
+    table = capsys.readouterr().out
+    assert "reference           pin   usable" in table
+    assert "dropout_add_layer_norm (256 x 1024, float32): pytorch" in table
+    assert main(["show"]) == 0
+    assert capsys.readouterr().out.startswith("varlen_attention: reference, pinned\ndropout_add_layer_norm (256")
+    assert main(["clear", "varlen_attention"]) == 0
+    assert capsys.readouterr().out == "1 forgotten\n"
+    assert Cache().pins() == {}
+    assert main(["clear"]) == 0
+    assert capsys.readouterr().out == "1 forgotten\n"
+    assert Cache().entries() == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["pin", "varlen_attention", "gone"],
+        ["pin", "gone", "triton"],
+        ["pin", "varlen_attention"],
+        ["clear", "gone"],
+        ["autotune", "gone"],
+        ["autotune", "--sequences", "0"],
+        ["autotune", "--sequences", "many"],
+        ["--device", "tpu"],
+        ["tune"],
+        ["show", "all"],
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+
+
+def test_a_process_of_its_own_finds_what_another_measured(tmp_path: Path):
+    code = "import sys; from kernels.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["autotune", "dense_gelu", "--device", "cpu", "--dtype", "fp32"]
+    assert main(arguments) == 0
+    ran = subprocess.run([sys.executable, "-c", code, "show"], capture_output=True, text=True, check=True, timeout=120)
+    assert ran.stdout.startswith("dense_gelu (256 x 1024, float32): reference")
+    assert (tmp_path / "cache" / "kernels").is_dir()
