@@ -1,6 +1,6 @@
 """LAMB over the model's parameters: flat buffers, roles, schedule.
 
-Shape legend: P parameters in all.
+Shape legend: P parameters in all, N that number rounded up to equal shards.
 """
 
 from dataclasses import dataclass
@@ -23,21 +23,30 @@ class FlatParameters:
     weights_P: Tensor
     gradients_P: Tensor
     segments: LambSegments
+    weights_N: Tensor
+    """``weights_P`` and the zeros after it."""
+    gradients_N: Tensor
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: BertForPreTraining) -> "FlatParameters":
-        """Move the model's parameters into flat buffers on their device; their values stay."""
+    def of(cls, model: BertForPreTraining, shards: int = 1) -> "FlatParameters":
+        """Move the model's parameters into flat buffers on their device; their values stay.
+
+        The buffers go on with zeros up to a multiple of ``shards``, so that ranks can divide them equally.
+        """
         parameters = list(model.parameters())
-        weights_P = torch.cat([parameter.detach().flatten() for parameter in parameters]).float()
-        gradients_P = torch.zeros_like(weights_P)
+        size = sum(parameter.numel() for parameter in parameters)
+        weights_N = torch.zeros(-(-size // shards) * shards, device=parameters[0].device)
+        gradients_N = torch.zeros_like(weights_N)
+        weights_P, gradients_P = weights_N[:size], gradients_N[:size]
+        torch.cat([parameter.detach().flatten().float() for parameter in parameters], out=weights_P)
         start = 0
         for parameter in parameters:
             stop = start + parameter.numel()
             parameter.data = weights_P[start:stop].view_as(parameter)
             parameter.grad = gradients_P[start:stop].view_as(parameter)
             start = stop
-        return cls(weights_P, gradients_P, lamb_segments(model))
+        return cls(weights_P, gradients_P, lamb_segments(model), weights_N, gradients_N)
 
 
 def lamb_segments(model: BertForPreTraining) -> LambSegments:

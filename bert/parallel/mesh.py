@@ -1,53 +1,131 @@
-"""Who this process is among the others, from the launcher's environment."""
+"""Who this process is among the others: rank, host, and the neighbours on the host.
+
+The launcher's environment says rank and world size; who shares a host is found by asking all ranks.
+"""
 
 import os
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+TIMEOUT = timedelta(minutes=10)
+"""After this long in one collective, or in waiting for all ranks to join, a rank gives up."""
+
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the run."""
+    """This process's place in the run: a grid of nodes by ranks of a node."""
 
     rank: int
     world_size: int
     local_rank: int
+    """Of the process on its host, as the launcher numbers it: the device to use."""
     device: torch.device
+    nodes: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each host, by local rank; ``()`` stands for one host. Neighbours need not have neighbouring ranks."""
 
     @property
     def is_main(self) -> bool:
         """Whether this is the process that logs."""
         return self.rank == 0
 
+    @cached_property
+    def node_ranks(self) -> tuple[int, ...]:
+        """The ranks on this host, by local rank."""
+        return next((ranks for ranks in self.nodes if self.rank in ranks), tuple(range(self.world_size)))
+
+    @cached_property
+    def rail_ranks(self) -> tuple[int, ...]:
+        """The ranks with this one's place on their hosts, one a host: they share a network path, a rail."""
+        place = self.node_ranks.index(self.rank)
+        return tuple(ranks[place] for ranks in self.nodes) or (self.rank,)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says in the environment. ``local_size`` is 0 where it says nothing."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 0
+    rank_variable: str = "RANK"
+    world_size_variable: str = "WORLD_SIZE"
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        """Read torchrun's variables, else mpirun's (Open MPI), else those of an srun step, else be alone.
+
+        torchrun comes first because mpirun and srun may have started it, and mpirun before srun for the same reason. Raises
+        ``ValueError`` when a variable is no whole number or the rank lies outside the world.
+        """
+        launch = cls._read()
+        if not 0 <= launch.rank < launch.world_size:
+            raise ValueError(
+                f"{launch.rank_variable}={launch.rank} with {launch.world_size_variable}={launch.world_size}: "
+                "start the run with torchrun, srun or mpirun, or unset both"
+            )
+        return launch
+
+    @classmethod
+    def _read(cls) -> "Launch":
+        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        elif "OMPI_COMM_WORLD_RANK" in os.environ:
+            names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        elif "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
+            # A batch script has a SLURM_PROCID too, but is no step.
+            tasks, nodes = _environment("SLURM_NTASKS", 1), _environment("SLURM_NNODES", 1)
+            rank, local_rank = _environment("SLURM_PROCID", 0), _environment("SLURM_LOCALID", 0)
+            local_size = tasks // nodes if nodes > 0 and tasks % nodes == 0 else 0
+            return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", "SLURM_NTASKS")
+        else:
+            return cls()
+        rank, world_size, local_rank, local_size = (
+            _environment(name, default) for name, default in zip(names, (0, 1, 0, 0), strict=True)
+        )
+        return cls(rank, world_size, local_rank, local_size, names[0], names[1])
+
 
 def join_mesh(device: str) -> Mesh:
-    """Join the run that torchrun describes in the environment; without one, a run of a single process.
+    """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
-    NCCL between GPUs, gloo between CPUs. Raises ``ValueError`` when the environment or the device does not fit.
+    NCCL between GPUs, gloo between CPUs. Raises ``ValueError`` when the environment, the device or the hosts do not fit.
     """
-    rank, world_size, local_rank = (_environment(name, default) for name, default in _VARIABLES)
-    if not 0 <= rank < world_size:
-        raise ValueError(f"RANK={rank} with WORLD_SIZE={world_size}: start the run with torchrun or unset both")
+    launch = Launch.from_environment()
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
-        if local_rank >= torch.cuda.device_count():
+        if launch.local_rank >= torch.cuda.device_count():
             raise ValueError(
-                f"LOCAL_RANK={local_rank}, but PyTorch sees {torch.cuda.device_count()} GPUs here: "
+                f"LOCAL_RANK={launch.local_rank}, but PyTorch sees {torch.cuda.device_count()} GPUs here: "
                 "start at most one process a GPU"
             )
-        torch.cuda.set_device(local_rank)
-    place = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
-    if world_size > 1:
-        dist.init_process_group("nccl" if device == "cuda" else "gloo", rank=rank, world_size=world_size)
-    return Mesh(rank, world_size, local_rank, place)
+        torch.cuda.set_device(launch.local_rank)
+    place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
+    nodes: tuple[tuple[int, ...], ...] = ()
+    if launch.world_size > 1:
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if name not in os.environ:
+                raise ValueError(
+                    f"{launch.world_size_variable}={launch.world_size}, but {name} is not set: export rank 0's address as "
+                    "MASTER_ADDR and a free port there as MASTER_PORT"
+                )
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT)
+        nodes = group_by_host(_all_identities(launch, place), one_launcher=device == "cuda")
+    return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes)
 
 
 def launched_world_size() -> int:
     """The number of processes that the launcher announces, known before joining them. Raises as ``join_mesh``."""
-    return _environment("WORLD_SIZE", 1)
+    return Launch.from_environment().world_size
 
 
 def leave_mesh() -> None:
@@ -56,7 +134,62 @@ def leave_mesh() -> None:
         dist.destroy_process_group()
 
 
-_VARIABLES = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+@dataclass(frozen=True)
+class Identity:
+    """Where a rank runs: host name and the kernel's boot id, since names alone may repeat, as localhost does."""
+
+    host: str
+    boot: str
+    local_rank: int
+    local_size: int
+
+
+def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> tuple[tuple[int, ...], ...]:
+    """The ranks of each host by local rank, hosts by their lowest rank, from every rank's identity.
+
+    Raises ``ValueError`` when hosts hold different numbers of ranks, or when a launcher says that more ranks share a host
+    than do; with ``one_launcher`` also when two ranks of a host have the same local rank, and hence the same device.
+    """
+    hosts: dict[tuple[str, str], list[int]] = {}
+    for rank, identity in enumerate(identities):
+        hosts.setdefault((identity.host, identity.boot), []).append(rank)
+    for (host, _), ranks in hosts.items():
+        ranks.sort(key=lambda rank: (identities[rank].local_rank, rank))
+        announced = max(identities[rank].local_size for rank in ranks)
+        if len(ranks) < announced:
+            raise ValueError(
+                f"host {host} runs {len(ranks)} ranks ({_listed(ranks)}), but its launcher announces {announced} a host: "
+                "containers of one host need its host name"
+            )
+        if one_launcher and len({identities[rank].local_rank for rank in ranks}) < len(ranks):
+            raise ValueError(
+                f"host {host} runs ranks {_listed(ranks)} with local ranks "
+                f"{_listed([identities[rank].local_rank for rank in ranks])}: start one launcher a host"
+            )
+    if len({len(ranks) for ranks in hosts.values()}) > 1:
+        counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
+        raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:16])) + (", ..." if len(numbers) > 16 else "")
+
+
+_IDENTITY_BYTES = 256
+
+
+def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
+    """Every rank's identity, by rank; as bytes of fixed size, so that nothing is unpickled."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    own = (socket.gethostname()[:128], boot.read_text().strip() if boot.exists() else "")
+    text = "\n".join((*own, str(launch.local_rank), str(launch.local_size))).encode()
+    sent = torch.tensor(list(text.ljust(_IDENTITY_BYTES)), dtype=torch.uint8, device=device)
+    received = sent.new_empty(launch.world_size * _IDENTITY_BYTES)
+    dist.all_gather_single(received, sent)
+    rows = received.view(launch.world_size, _IDENTITY_BYTES).cpu().numpy()
+    fields = [row.tobytes().decode().strip(" ").split("\n") for row in rows]
+    return [Identity(host, boot, int(local), int(size)) for host, boot, local, size in fields]
 
 
 def _environment(name: str, default: int) -> int:

@@ -1,0 +1,292 @@
+"""Ways to sum a gradient between hosts: bytes on the wire, times, the choice at start-up, and overlap with backward.
+
+    sudo python benchmarks/collectives.py [--quick] [--out FILE]
+
+Network namespaces with host names of their own stand for hosts, joined by a bridge; ``tc tbf`` shapes what each sends. Ranks
+talk over gloo. Bytes are those that the interface counted. In the step of the overlap figures the computation is a wait: as
+that of an accelerator it takes no core from the communication.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+
+from benchmarks.conditions import write_figures
+from bert.optimizer import FlatParameters
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.reduction import Communicators, Reduction, Strategy, measured_choice
+from kernels import LambSegments
+
+LAYERS = 16
+STRATEGIES: tuple[Strategy, ...] = ("flat", "hierarchical")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hosts, ranks and links of one measurement."""
+
+    hosts: int
+    local_size: int
+    order: str
+    rate: str | None
+    """Of each host's link, as ``tc`` writes it; None: not shaped."""
+    megabytes: int
+    rounds: int
+    overlap: bool = False
+
+
+class Network:
+    """Namespaces as hosts on one bridge, for the body of a ``with``."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._names = [f"reduce{os.getpid()}h{host}" for host in range(case.hosts)]
+        self._switch = f"reduce{os.getpid()}sw"
+
+    def __enter__(self) -> list[str]:
+        switch = self._switch
+        try:
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", switch, "link", "set", "br0", "up")
+            for host, name in enumerate(self._names):
+                _ip("netns", "add", name)
+                _ip("-n", name, "link", "set", "lo", "up")
+                _ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
+                _ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
+                _ip("-n", name, "link", "set", "v0", "up")
+                _ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
+                _ip("-n", switch, "link", "set", f"p{host}", "up")
+                if self._case.rate:
+                    shape = ("qdisc", "add", "dev", "v0", "root", "tbf", "rate", self._case.rate)
+                    _run("ip", "netns", "exec", name, "tc", *shape, "burst", "256kb", "latency", "50ms")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._names
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*self._names, self._switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def main(quick: bool = False, out: Path | None = None) -> None:
+    """Prints a line a case, and last the ratios. Needs root.
+
+    Args:
+        quick: Small messages, unshaped links and few rounds: whether it works, and bytes.
+        out: Write the figures here as JSON.
+    """
+    missing = why_not()
+    if missing:
+        print(f"error: {missing}", file=sys.stderr)
+        raise SystemExit(2)
+    if quick:
+        cases = [Case(2, 2, "block", None, 8, 1), Case(2, 2, "cyclic", None, 8, 1)]
+    else:
+        cases = [Case(2, 4, o, r, 64, 2) for r in (None, "1gbit", "300mbit") for o in ("block", "cyclic")]
+        cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, overlap=True)]
+    figures = []
+    for case in cases:
+        figures.append(measure(case))
+        print(_line(figures[-1]), flush=True)
+    ratios = _ratios(figures)
+    if out:
+        write_figures(out, {"cases": figures, "ratios": ratios})
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f}")
+
+
+def why_not() -> str | None:
+    """What is missing to make hosts here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root: run it with sudo"
+    absent = [program for program in ("ip", "tc", "unshare", "hostname") if shutil.which(program) is None]
+    if absent:
+        return f"{absent[0]} is not installed: install iproute2, util-linux and hostname"
+    name = f"reduce{os.getpid()}probe"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return "the kernel refuses network namespaces here"
+    _ip("netns", "del", name)
+    return None
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Run one case on namespaces of its own."""
+    world = case.hosts * case.local_size
+    with Network(case) as names, tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        ranks = []
+        for rank in range(world):
+            host, local = (
+                divmod(rank, case.local_size) if case.order == "block" else (rank % case.hosts, rank // case.hosts)
+            )
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(case.local_size),
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29600",
+                "GLOO_SOCKET_IFNAME": "v0",
+                "OMP_NUM_THREADS": "1",
+            }
+            script = f'hostname h{host} && exec "$0" "$@"'
+            inside = ["ip", "netns", "exec", names[host], "unshare", "--uts", "sh", "-c", script]
+            command = [*inside, sys.executable, __file__, "--rank", json.dumps(case.__dict__), str(found)]
+            ranks.append(subprocess.Popen(command, env=environment))
+        try:
+            codes = [rank.wait(timeout=300) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        return case.__dict__ | json.loads(found.read_text())
+
+
+class _Layer(torch.autograd.Function):
+    """Hands its input on; its backward takes ``seconds`` and gives the weight a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.weight, ctx.seconds = weight, seconds
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(ctx.seconds)
+        return gradients[0], torch.ones(()).expand_as(ctx.weight), None
+
+
+def _rank(case: Case, found: Path) -> None:
+    mesh = join_mesh("cpu")
+    communicators = Communicators.create(mesh)
+    size = case.megabytes * 250_000 // LAYERS
+    model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(LAYERS))
+    flat = _flat(model, size)
+    figures: dict[str, Any]
+    if case.overlap:
+        figures = _exposed(case, model, flat, communicators)
+    else:
+        figures = {s: _reduced(case, mesh, Reduction(model, flat, communicators, s)) for s in STRATEGIES}
+        figures["choice"] = measured_choice(model, flat, communicators, STRATEGIES, rounds=1).strategy
+    if mesh.is_main:
+        found.write_text(json.dumps(figures))
+    dist.barrier()
+    leave_mesh()
+
+
+def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
+    weights, gradients = torch.zeros(LAYERS * size), torch.zeros(LAYERS * size)
+    for place, parameter in enumerate(model):
+        own = slice(place * size, (place + 1) * size)
+        parameter.data, parameter.grad = weights[own], gradients[own]
+    return FlatParameters(weights, gradients, LambSegments((size,) * LAYERS, (True,) * LAYERS), weights, gradients)
+
+
+def _reduced(case: Case, mesh: Mesh, reduction: Reduction) -> dict[str, Any]:
+    counter = Path("/sys/class/net/v0/statistics/tx_bytes")
+    seconds = []
+    reduction.finish()
+    dist.barrier()
+    before = int(counter.read_text())
+    for _ in range(case.rounds):
+        dist.barrier()
+        begin = time.perf_counter()
+        reduction.finish()
+        dist.barrier()
+        seconds.append(time.perf_counter() - begin)
+    sent = torch.zeros(mesh.world_size, dtype=torch.float64)
+    sent[mesh.rank] = (int(counter.read_text()) - before) / case.rounds
+    dist.all_reduce(sent)
+    reduction.close()
+    return {"seconds": min(seconds), "megabytes_per_host": sent.max().item() / 1e6}
+
+
+def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communicators: Communicators) -> dict[str, Any]:
+    """Seconds of a step beyond its computation, which is made as long as its communication."""
+    reduction = Reduction(model, flat, communicators, "hierarchical", bucket_bytes=4_000_000)
+    waits = torch.zeros(2, dtype=torch.float64)
+
+    def step(seconds: float, overlapped: bool) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        x = torch.zeros(1, requires_grad=True)
+        for parameter in model:
+            x = _Layer.apply(x, parameter, seconds / LAYERS)
+        if overlapped:
+            with reduction.overlapped():
+                x.sum().backward()
+        else:
+            x.sum().backward()
+        reduction.finish()
+        dist.barrier()
+        flat.gradients_N.zero_()
+        return time.perf_counter() - begin
+
+    step(0, False)
+    computation = torch.tensor([min(step(0, False) for _ in range(case.rounds))], dtype=torch.float64)
+    dist.all_reduce(computation, dist.ReduceOp.MAX)
+    seconds = computation.item()
+    for place in range(2):
+        waits[place] = min(step(seconds, bool(place)) for _ in range(case.rounds)) - seconds
+    dist.all_reduce(waits, dist.ReduceOp.MAX)
+    return {"communication_seconds": seconds, "exposed_off": waits[0].item(), "exposed_on": waits[1].item()}
+
+
+def _line(figure: dict[str, Any]) -> str:
+    place = f"{figure['hosts']} hosts x {figure['local_size']}, {figure['order']:<6} {figure['rate'] or 'unshaped':<9}"
+    if figure["overlap"]:
+        off, on = figure["exposed_off"], figure["exposed_on"]
+        return f"{place} exposed communication {off:.2f} s without overlap, {on:.2f} s with"
+    ways = (f"{s} {figure[s]['seconds']:.2f} s {figure[s]['megabytes_per_host']:.1f} MB" for s in STRATEGIES)
+    return f"{place} {', '.join(ways)}; chosen {figure['choice']}"
+
+
+def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
+    ratios = {}
+    for figure in figures:
+        place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {figure['rate'] or 'unshaped'}"
+        if figure["overlap"]:
+            ratios[f"{place}, exposed communication with overlap over without"] = (
+                figure["exposed_on"] / figure["exposed_off"]
+            )
+            continue
+        flat, hierarchical = figure["flat"], figure["hierarchical"]
+        bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"]
+        ratios[f"{place}, hierarchical bytes over the bound"] = hierarchical["megabytes_per_host"] / bound
+        ratios[f"{place}, flat bytes over the bound"] = flat["megabytes_per_host"] / bound
+        ratios[f"{place}, time of flat over hierarchical"] = flat["seconds"] / hierarchical["seconds"]
+    return ratios
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        _rank(Case(**json.loads(sys.argv[2])), Path(sys.argv[3]))
+    else:
+        tyro.cli(main)

@@ -1,0 +1,289 @@
+"""The sum of the flat gradient over all ranks: in buckets, while backward still runs, by the way that is fastest here.
+
+Losses are divided by counts of the whole global batch, so that gradients add up: nothing is scaled before or after.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bert.optimizer import FlatParameters
+from bert.parallel.mesh import TIMEOUT, Mesh
+
+Strategy = Literal["flat", "hierarchical", "sharded"]
+"""flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
+its rail, all-gather in the node. sharded: the same without the all-gather; ``ShardedLamb`` gathers parameters instead."""
+
+WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """Groups of their own, so that reductions meet no other traffic: all ranks, this node's, this rail's.
+
+    None where this rank would be alone.
+    """
+
+    everyone: dist.ProcessGroup | None
+    node: dist.ProcessGroup | None
+    rail: dist.ProcessGroup | None
+    node_size: int
+
+    @classmethod
+    def create(cls, mesh: Mesh, in_network: bool = False) -> "Communicators":
+        """Every rank must call it at the same time.
+
+        ``in_network`` asks NCCL to add up in the switches (CollNet, SHARP) between nodes, and forbids it elsewhere, since
+        switches have few trees to give. It has never been run.
+        """
+        return cls(
+            _group(tuple(range(mesh.world_size)), mesh, collnet=False if in_network else None),
+            _group(mesh.node_ranks, mesh, collnet=False if in_network else None),
+            _group(mesh.rail_ranks, mesh, collnet=True if in_network else None),
+            len(mesh.node_ranks),
+        )
+
+
+def _group(ranks: tuple[int, ...], mesh: Mesh, collnet: bool | None) -> dist.ProcessGroup | None:
+    if len(ranks) == 1:
+        return None
+    options = None
+    if mesh.device.type == "cuda" and collnet is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        if not hasattr(options.config, "collnet_enable"):
+            raise ValueError("this PyTorch cannot ask NCCL for in-network reduction: choose another reduction")
+        setattr(options.config, "collnet_enable", int(collnet))  # noqa: B010  absent from PyTorch's type stubs
+    group = dist.new_group(
+        list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, sort_ranks=False
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class Lane:
+    """Where collectives run in order beside the computation: a stream on a GPU, a thread otherwise.
+
+    On a GPU neither ``run`` nor ``join`` makes the host wait, so that both can be captured in a CUDA graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="reduction")
+        self._pending: list[Future[None]] = []
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do ``work`` after all that was computed, and all that was handed over, before."""
+        if self._stream:
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                work()
+        else:
+            assert self._thread is not None
+            self._pending.append(self._thread.submit(work))
+
+    def join(self) -> None:
+        """What is computed from now on comes after all that was handed over. Raises what the work raised."""
+        if self._stream:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.result()
+
+
+def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
+    """Slices of a flat fp32 vector in the order in which backward fills it, from its end to its start.
+
+    Each divides into ``shards`` equal pieces, as ``size`` must.
+    """
+    assert size % shards == 0
+    step = max(1, bucket_bytes // (4 * shards)) * shards
+    return [slice(max(0, stop - step), stop) for stop in range(size, 0, -step)]
+
+
+class Reduction:
+    """Sums the flat gradient over all ranks, bucket by bucket.
+
+    In the backward of the last micro-batch, under ``overlapped``, a bucket starts when the last of its gradients is there;
+    ``finish`` starts the rest and waits. Without ``overlapped``, ``finish`` does it all.
+
+    ``wire`` is the type that travels. With bf16 or fp16 partial sums are rounded at every hop, unless ``fp32_sums`` is set:
+    then each rank gets all contributions to its piece, adds them in fp32 and rounds once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        flat: FlatParameters,
+        communicators: Communicators,
+        strategy: Strategy,
+        wire: Literal["fp32", "bf16", "fp16"] = "fp32",
+        fp32_sums: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        self.strategy = strategy
+        self.communicators = communicators
+        self._gradients_N = flat.gradients_N
+        self.buckets = bucket_slices(len(flat.gradients_N), communicators.node_size, bucket_bytes)
+        self.lane = Lane(flat.gradients_N.device)
+        self._wire_N = None if wire == "fp32" else torch.empty_like(flat.gradients_N, dtype=WIRES[wire])
+        self._fp32_sums = fp32_sums and wire != "fp32"
+        self._armed = False
+        self._started = 0
+        self._waiting: list[int] = []
+        self._parameters_of: list[int] = [0] * len(self.buckets)
+        self._hooks = list(self._hook(model)) if communicators.everyone else []
+
+    @contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """Buckets start during the backward pass in the body; there must be exactly one."""
+        self._waiting = list(self._parameters_of)
+        self._armed = True
+        try:
+            yield
+        finally:
+            self._armed = False
+
+    def finish(self) -> None:
+        """Reduce what has not been started; afterwards the gradients, or with sharded this rank's pieces, are the sums."""
+        self._start(len(self.buckets))
+        self._started = 0
+        self.lane.join()
+
+    def piece(self, flat_N: Tensor, bucket: slice) -> Tensor:
+        """This rank's part of a bucket of a flat vector, as a view."""
+        return _piece(flat_N[bucket], self.communicators.node)
+
+    def close(self) -> None:
+        """Take the hooks off the model again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, model: nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        start = 0
+        for parameter in model.parameters():
+            stop = start + parameter.numel()
+            touched = [i for i, bucket in enumerate(self.buckets) if bucket.start < stop and start < bucket.stop]
+            for bucket in touched:
+                self._parameters_of[bucket] += 1
+            # Of a shared parameter all uses have been added up when its hook runs.
+            yield parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._filled(touched))
+            start = stop
+
+    def _filled(self, buckets: list[int]) -> None:
+        if self._armed:
+            for bucket in buckets:
+                self._waiting[bucket] -= 1
+            ready = self._started
+            while ready < len(self._waiting) and self._waiting[ready] <= 0:
+                ready += 1
+            self._start(ready)
+
+    def _start(self, stop: int) -> None:
+        """In order, so that all ranks start the same bucket next."""
+        if self.communicators.everyone:
+            for bucket in self.buckets[self._started : stop]:
+                self.lane.run(lambda bucket=bucket: self._reduce(bucket))
+        self._started = stop
+
+    @torch.no_grad()
+    def _reduce(self, bucket: slice) -> None:
+        gradients = self._gradients_N[bucket]
+        sent = gradients if self._wire_N is None else self._wire_N[bucket].copy_(gradients)
+        node, rail = self.communicators.node, self.communicators.rail
+        if self.strategy == "flat":
+            self._all_reduce(sent, self.communicators.everyone)
+        else:
+            self._reduce_scatter(sent, node)
+            piece = _piece(sent, node)
+            self._all_reduce(piece, rail)
+            if self.strategy == "hierarchical" and node is not None:
+                dist.all_gather_single(sent, piece, group=node)
+            elif sent is not gradients:
+                _piece(gradients, node).copy_(piece)
+                return
+        if sent is not gradients:
+            gradients.copy_(sent)
+
+    def _reduce_scatter(self, sent: Tensor, group: dist.ProcessGroup | None) -> None:
+        if group is None:
+            return
+        piece = _piece(sent, group)
+        if not self._fp32_sums:
+            dist.reduce_scatter_single(piece, sent, group=group)
+            return
+        contributions = torch.empty_like(sent)
+        dist.all_to_all_single(contributions, sent, group=group)
+        piece.copy_(contributions.view(group.size(), -1).sum(0, dtype=torch.float32))
+
+    def _all_reduce(self, sent: Tensor, group: dist.ProcessGroup | None) -> None:
+        if group is None:
+            return
+        if not self._fp32_sums:
+            dist.all_reduce(sent, group=group)
+            return
+        whole = sent
+        if len(sent) % group.size():
+            whole = sent.new_zeros(-(-len(sent) // group.size()) * group.size())
+            whole[: len(sent)] = sent
+        self._reduce_scatter(whole, group)
+        dist.all_gather_single(whole, _piece(whole, group), group=group)
+        if whole is not sent:
+            sent.copy_(whole[: len(sent)])
+
+
+def _piece(bucket: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return bucket if group is None else bucket.chunk(group.size())[group.rank()]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to reduce, and the seconds that each took."""
+
+    strategy: Strategy
+    seconds: dict[Strategy, float]
+
+    def __str__(self) -> str:
+        """One line to show."""
+        times = ", ".join(f"{strategy} {1000 * seconds:.1f} ms" for strategy, seconds in self.seconds.items())
+        return f"reduction: {self.strategy} ({times})"
+
+
+def measured_choice(
+    model: nn.Module,
+    flat: FlatParameters,
+    communicators: Communicators,
+    strategies: tuple[Strategy, ...] = ("flat", "hierarchical"),
+    rounds: int = 3,
+    wire: Literal["fp32", "bf16", "fp16"] = "fp32",
+) -> Choice:
+    """The fastest way to reduce a gradient of this size here, the same on all ranks. For start-up: it zeroes gradients.
+
+    Rounds alternate; a round takes as long as on the slowest rank, and a strategy as its best round.
+    """
+    reductions = {strategy: Reduction(model, flat, communicators, strategy, wire) for strategy in strategies}
+    flat.gradients_N.zero_()
+    device = flat.gradients_N.device
+    times = torch.zeros(1 + rounds, len(strategies), dtype=torch.float64, device=device)
+    for turn in range(1 + rounds):
+        for place, reduction in enumerate(reductions.values()):
+            if communicators.everyone:
+                dist.barrier(group=communicators.everyone)
+            begin = time.perf_counter()
+            reduction.finish()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times[turn, place] = time.perf_counter() - begin
+    for reduction in reductions.values():
+        reduction.close()
+    if communicators.everyone:
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=communicators.everyone)
+    seconds = dict(zip(strategies, times[1:].amin(0).tolist(), strict=True))  # the first round connects
+    return Choice(min(strategies, key=lambda strategy: seconds[strategy]), seconds)

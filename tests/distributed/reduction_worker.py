@@ -1,0 +1,156 @@
+"""One rank of ``test_reduction.py``: trains 20 steps and writes what it saw.
+
+torchrun ... reduction_worker.py OUT.json STRATEGY WIRE ORDER RANKS_OF_A_NODE
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bert.config import ModelConfig, OptimizerConfig
+from bert.model import BertForPreTraining, initialize_
+from bert.optimizer import FlatParameters, Lamb
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.reduction import Communicators, Reduction, Strategy, measured_choice
+from bert.parallel.sharded_lamb import ShardedLamb
+from dataloading.loader import batch_of
+from dataloading.sampler import Plan
+from tests.convergence.golden import predictable_samples
+
+STEPS = 20
+MICRO_BATCHES = 2
+
+
+def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
+    """As if ranks were on hosts of ``local_size``, in block or cyclic order."""
+    count = mesh.world_size // local_size
+    if order == "block":
+        nodes = tuple(tuple(range(node * local_size, (node + 1) * local_size)) for node in range(count))
+    else:
+        nodes = tuple(tuple(range(node, mesh.world_size, count)) for node in range(count))
+    return replace(mesh, nodes=nodes)
+
+
+def fresh_model() -> BertForPreTraining:
+    model = BertForPreTraining(ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.0, attention_dropout=0.0))
+    initialize_(model, torch.Generator().manual_seed(1))
+    return model
+
+
+def train(mesh: Mesh, strategy: Strategy, wire: str) -> dict[str, object]:
+    """The loop that a step would run: micro-batches, overlap in the last backward, finish, update."""
+    model = fresh_model()
+    communicators = Communicators.create(mesh)
+    flat = FlatParameters.of(model, communicators.node_size)
+    fp32_sums = wire.endswith("+")
+    reduction = Reduction(model, flat, communicators, strategy, wire.rstrip("+"), fp32_sums, bucket_bytes=40_000)  # type: ignore[arg-type]
+    config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
+    optimizer = ShardedLamb(flat, config, reduction) if strategy == "sharded" else Lamb(flat, config)
+    samples = predictable_samples()
+    plan = Plan(samples.lengths, samples.masked_counts, 16, mesh.world_size, MICRO_BATCHES, 2)
+    losses, norms, early = [], [], []
+    for step in range(STEPS):
+        loss = torch.zeros(2, dtype=torch.float64)
+        micros = plan.rank_batches(step, mesh.rank)
+        for place, micro in enumerate(micros):
+            batch = batch_of(samples.take(micro.indices), micro)
+            means = model(batch).mean_losses(batch)
+            if place < len(micros) - 1:
+                sum(means).backward()  # type: ignore[union-attr]
+            else:
+                with reduction.overlapped():
+                    sum(means).backward()  # type: ignore[union-attr]
+                early.append(reduction._started)
+            loss += torch.stack([mean.detach() for mean in means])
+        reduction.finish()
+        norms.append(float(optimizer.step()))
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+        losses.append(loss.tolist())
+    weights = flat.weights_P.double()
+    seen = [weights.clone() for _ in range(mesh.world_size)]
+    if dist.is_initialized():
+        dist.all_gather(seen, weights)
+    result: dict[str, object] = {
+        "losses": losses,
+        "norms": norms,
+        "early": early,
+        "buckets": len(reduction.buckets),
+        "same_weights": all(torch.equal(seen[0], other) for other in seen),
+        "weights": weights[::97].tolist(),
+    }
+    if isinstance(optimizer, ShardedLamb):
+        result["sharded"] = sharded_facts(flat, optimizer, reduction, mesh)
+    return result
+
+
+def sharded_facts(flat: FlatParameters, optimizer: ShardedLamb, reduction: Reduction, mesh: Mesh) -> dict[str, object]:
+    """Bytes of state, and whether a step with one rank's NaN changes nothing anywhere."""
+    tensors = [
+        value for value in vars(optimizer).values() if isinstance(value, torch.Tensor) and value.is_floating_point()
+    ]
+    facts: dict[str, object] = {"state_bytes": sum(value.numel() * 4 for value in tensors), "P": len(flat.weights_N)}
+    before = [
+        tensor.clone() for tensor in (flat.weights_N, optimizer.momentum_W, optimizer.variance_W, optimizer.steps)
+    ]
+    for bad in (float("nan"), float("inf")):
+        flat.gradients_P.normal_()
+        if mesh.rank == mesh.world_size - 1:
+            flat.gradients_P[1234] = bad
+        reduction.finish()
+        optimizer.step()
+    after = (flat.weights_N, optimizer.momentum_W, optimizer.variance_W, optimizer.steps)
+    unchanged = torch.tensor([int(all(torch.equal(one, other) for one, other in zip(before, after, strict=True)))])
+    if dist.is_initialized():
+        dist.all_reduce(unchanged, dist.ReduceOp.MIN)
+    facts |= {"unchanged": bool(unchanged), "skipped": int(optimizer.skipped), "zeroed": not flat.gradients_N.any()}
+    flat.gradients_P.fill_(0.01)
+    reduction.finish()
+    optimizer.step()
+    return facts | {"steps_after": int(optimizer.steps), "goes_on": not torch.equal(before[0], flat.weights_N)}
+
+
+def difference_from_unsharded(mesh: Mesh, communicators: Communicators, bucket_bytes: int) -> float:
+    """The largest difference of a tensor, as a part of its norm, over 20 steps on equal gradients."""
+    config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
+    whole, divided = (FlatParameters.of(model, communicators.node_size) for model in (fresh_model(), fresh_model()))
+    reduction = Reduction(fresh_model(), divided, communicators, "sharded", bucket_bytes=bucket_bytes)
+    lamb, sharded = Lamb(whole, config), ShardedLamb(divided, config, reduction)
+    generator = torch.Generator().manual_seed(11)
+    worst = 0.0
+    for step in range(STEPS):
+        gradients = torch.randn(len(whole.gradients_P), generator=generator) * (1e-4 if step % 2 else 1.0)
+        whole.gradients_P.copy_(gradients)
+        divided.gradients_P.copy_(gradients * mesh.is_main)  # a sum without rounding
+        norm = lamb.step()
+        reduction.finish()
+        torch.testing.assert_close(sharded.step(), norm, rtol=1e-6, atol=0)
+        for one, other in zip(*(flat.segments.views(flat.weights_P) for flat in (whole, divided)), strict=True):
+            worst = max(worst, float((one - other).norm() / one.norm()))
+    return worst
+
+
+def main(out: str, strategy: Strategy, wire: str, order: str, local_size: str) -> None:
+    mesh = regrouped(join_mesh("cpu"), order, int(local_size))
+    result = train(mesh, strategy, wire)
+    model = fresh_model()
+    communicators = Communicators.create(mesh)
+    choice = measured_choice(model, FlatParameters.of(model, communicators.node_size), communicators)
+    result["difference"] = difference_from_unsharded(mesh, communicators, 40_000)
+    result["undivided_difference"] = difference_from_unsharded(mesh, communicators, 10**9)
+    agreed = [None] * mesh.world_size
+    if dist.is_initialized():
+        dist.all_gather_object(agreed, choice.strategy)
+    result["agreed"] = len(set(agreed)) == 1
+    result["choice"] = str(choice)
+    if mesh.is_main:
+        Path(out).write_text(json.dumps(result))
+    leave_mesh()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])  # type: ignore[arg-type]

@@ -1,0 +1,98 @@
+"""Ways to reduce and the sharded optimizer, on ranks over gloo: the numbers of one rank."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert.parallel.reduction import bucket_slices
+from bert.parallel.sharded_lamb import shard_pieces
+from tests.conftest import REPOSITORY
+
+
+def run_worker(out: Path, ranks: int, *arguments: object) -> dict[str, Any]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    worker = ["-m", "tests.distributed.reduction_worker", str(out), *map(str, arguments)]
+    done = subprocess.run(
+        [*launcher, *worker],
+        cwd=REPOSITORY,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return run_worker(tmp_path_factory.mktemp("alone") / "out.json", 1, "flat", "fp32", "block", 1)
+
+
+CASES = [
+    (2, "flat", "block", 2),
+    (2, "sharded", "block", 1),
+    (4, "hierarchical", "cyclic", 2),
+    (4, "sharded", "cyclic", 2),
+    (8, "hierarchical", "block", 4),
+    (8, "sharded", "block", 8),
+]
+
+
+@pytest.mark.parametrize(("ranks", "strategy", "order", "local_size"), CASES)
+def test_twenty_steps_are_those_of_one_rank(
+    tmp_path: Path, alone: dict[str, Any], ranks: int, strategy: str, order: str, local_size: int
+) -> None:
+    found = run_worker(tmp_path / "out.json", ranks, strategy, "fp32", order, local_size)
+    for step, (one, other) in enumerate(zip(alone["losses"], found["losses"], strict=True)):
+        assert other == pytest.approx(one, rel=2e-5, abs=2e-6), step
+    assert found["norms"] == pytest.approx(alone["norms"], rel=5e-5)
+    assert found["weights"] == pytest.approx(alone["weights"], rel=1e-3, abs=2e-5)
+    assert found["same_weights"]
+    assert found["agreed"]
+    assert found["choice"].startswith("reduction: ")
+    assert found["buckets"] > 5
+    # Backward fills the last bucket, of the first parameters, at its very end: all have started by then.
+    assert set(found["early"]) == {found["buckets"]}
+    assert found["difference"] < 1e-6
+    if local_size == 1:  # the same order of sums: equal to the last bit
+        assert found["undivided_difference"] == 0
+    if strategy == "sharded":
+        sharded = found["sharded"]
+        assert sharded["state_bytes"] == 5 * 4 * sharded["P"] // local_size
+        assert sharded["unchanged"]
+        assert sharded["zeroed"]
+        assert (sharded["skipped"], sharded["steps_after"]) == (2, 21)
+        assert sharded["goes_on"]
+
+
+@pytest.mark.parametrize(("wire", "error"), [("bf16", 2e-2), ("bf16+", 2e-2), ("fp16", 2e-3), ("fp16+", 2e-3)])
+def test_narrow_wires_stay_close(tmp_path: Path, alone: dict[str, Any], wire: str, error: float) -> None:
+    found = run_worker(tmp_path / "out.json", 4, "hierarchical", wire, "block", 2)
+    assert found["norms"][:3] == pytest.approx(alone["norms"][:3], rel=error)
+    assert found["norms"][:3] != pytest.approx(alone["norms"][:3], rel=1e-7)  # it did travel narrow
+    for one, other in zip(alone["losses"], found["losses"], strict=True):
+        assert other == pytest.approx(one, rel=0.05)
+    assert found["same_weights"]
+
+
+@pytest.mark.parametrize(("size", "shards", "bytes_"), [(64, 8, 4), (1000, 4, 400), (24, 3, 10**9), (7, 1, 4)])
+def test_buckets_cover_the_vector_from_its_end_in_equal_pieces(size: int, shards: int, bytes_: int) -> None:
+    buckets = bucket_slices(size, shards, bytes_)
+    assert [place for bucket in reversed(buckets) for place in range(size)[bucket]] == list(range(size))
+    assert all((bucket.stop - bucket.start) % shards == 0 for bucket in buckets)
+
+
+def test_pieces_cover_the_shard_and_know_their_segment() -> None:
+    pieces = shard_pieces((5, 1, 6), [(8, 10), (3, 7)])
+    assert pieces == [(2, 0, 2), (0, 2, 4), (1, 4, 5), (2, 5, 6)]
+    assert shard_pieces((5,), [(6, 8)]) == []  # padding

@@ -1,0 +1,132 @@
+"""Launchers' environments, and which ranks share a host."""
+
+import os
+import random
+
+import pytest
+import torch
+
+from bert.parallel.mesh import Identity, Launch, Mesh, group_by_host, join_mesh, launched_world_size
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "OMPI_")) or name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+MPIRUN = {
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in zip(("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "6832", strict=True)
+}
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "7",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "3",
+    "SLURM_NNODES": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1, 0, 0)),
+        (TORCHRUN, (5, 8, 1, 4)),
+        (MPIRUN, (6, 8, 3, 2)),
+        (SRUN, (7, 8, 3, 4)),
+        (SRUN | MPIRUN, (6, 8, 3, 2)),
+        (SRUN | MPIRUN | TORCHRUN, (5, 8, 1, 4)),
+        ({name: value for name, value in SRUN.items() if name != "SLURM_STEP_ID"}, (0, 1, 0, 0)),
+        (SRUN | {"SLURM_NNODES": "3"}, (7, 8, 3, 0)),
+    ],
+)
+def test_a_launcher_is_read(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: tuple[int, ...]
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    launch = Launch.from_environment()
+    assert (launch.rank, launch.world_size, launch.local_rank, launch.local_size) == expected
+    assert launched_world_size() == expected[1]
+
+
+@pytest.mark.parametrize(
+    ("environment", "complaint"),
+    [
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 with WORLD_SIZE=4"),
+        (SRUN | {"SLURM_PROCID": "8"}, "SLURM_PROCID=8 with SLURM_NTASKS=8"),
+        ({"RANK": "two"}, "RANK='two' in the environment: expected a whole number"),
+        (SRUN, "MASTER_ADDR is not set"),
+        (MPIRUN | {"MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
+    ],
+)
+def test_a_wrong_environment_is_named(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], complaint: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=complaint.replace("(", r"\(")):
+        join_mesh("cpu")
+
+
+def hosts(order: str, nodes: int, local_size: int) -> list[Identity]:
+    size = nodes * local_size
+    places = [divmod(rank, local_size) if order == "block" else (rank % nodes, rank // nodes) for rank in range(size)]
+    return [Identity(f"n{node}", "boot", local, local_size) for node, local in places]
+
+
+def test_block_and_cyclic_orders_are_understood() -> None:
+    assert group_by_host(hosts("block", 2, 3)) == ((0, 1, 2), (3, 4, 5))
+    assert group_by_host(hosts("cyclic", 2, 3)) == ((0, 2, 4), (1, 3, 5))
+
+
+def test_any_order_makes_a_grid() -> None:
+    identities = hosts("block", 4, 8)
+    random.Random(1).shuffle(identities)
+    nodes = group_by_host(identities)
+    for ranks in nodes:
+        assert [identities[rank].local_rank for rank in ranks] == list(range(8))
+        assert len({identities[rank].host for rank in ranks}) == 1
+    for rank in range(32):
+        mesh = Mesh(rank, 32, identities[rank].local_rank, CPU, nodes)
+        assert rank in mesh.node_ranks
+        assert rank in mesh.rail_ranks
+        assert {identities[other].local_rank for other in mesh.rail_ranks} == {identities[rank].local_rank}
+        assert len(mesh.rail_ranks) == 4
+
+
+def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
+    identities = [Identity("localhost", f"boot{rank // 2}", rank % 2, 2) for rank in range(4)]
+    assert group_by_host(identities) == ((0, 1), (2, 3))
+
+
+def test_uneven_hosts_are_refused_by_name() -> None:
+    identities = [Identity("a", "", 0, 0), Identity("a", "", 1, 0), Identity("b", "", 0, 0)]
+    with pytest.raises(ValueError, match=r"different numbers of ranks \(a 2, b 1\)"):
+        group_by_host(identities)
+
+
+def test_ranks_that_only_seem_to_share_a_host_are_refused() -> None:
+    identities = [Identity(f"pod{rank}", "boot", rank, 2) for rank in range(2)]
+    with pytest.raises(ValueError, match=r"host pod0 runs 1 ranks .* announces 2"):
+        group_by_host(identities)
+
+
+def test_two_launchers_on_a_host_may_share_cpus_but_not_gpus() -> None:
+    identities = [Identity("a", "boot", 0, 1), Identity("a", "boot", 0, 1)]
+    assert group_by_host(identities, one_launcher=False) == ((0, 1),)
+    with pytest.raises(ValueError, match="start one launcher a host"):
+        group_by_host(identities)
+
+
+def test_a_mesh_without_hosts_is_one_host() -> None:
+    mesh = Mesh(2, 4, 2, CPU)
+    assert mesh.node_ranks == (0, 1, 2, 3)
+    assert mesh.rail_ranks == (2,)
