@@ -7,7 +7,9 @@
 # settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the repository's root.
 # Environment: NPROC, the number of processes (default: one a GPU; for tiny_cpu two, or one on a single core);
 # OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); PYTHON, what .venv is made with.
-# Where RANK and WORLD_SIZE are set already (torchrun, a cluster's launcher), this is one process of that run.
+# Several nodes, one of these commands on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as of torchrun; they share results/.
+# Started by a launcher (torchrun, srun with MASTER_ADDR, mpirun), this is one process of its run, and RUNS is 1. Launchers call
+# ./run_and_time.sh --prepare RECIPE [-- settings] before and ./run_and_time.sh --verdict RESULT_FILE... after their runs.
 # Exit status: 0 all runs are valid; 1 one is not; 2 wrong input, nothing was started; 130, 143 after Ctrl-C, SIGTERM.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
@@ -17,9 +19,12 @@ if [[ ${1-} == -h || ${1-} == --help ]]; then
   sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' run_and_time.sh
   exit
 fi
+part=all
+[[ ${1-} != --prepare && ${1-} != --verdict ]] || { part=${1#--} && shift; }
 recipe=tiny_cpu runs=1
-[[ ${1--} == -* ]] || { recipe=$1 && shift; }
-[[ ${1--} == -* ]] || { runs=$1 && shift; }
+results=("$@")
+[[ $part == verdict || ${1--} == -* ]] || { recipe=$1 && shift; }
+[[ $part != all || ${1--} == -* ]] || { runs=$1 && shift; }
 [[ ${1-} != -- ]] || shift
 settings=("$@")
 [[ $runs =~ ^[1-9][0-9]*$ ]] || fail "RUNS is '$runs', expected a whole number of at least 1"
@@ -30,7 +35,27 @@ extras=()
 prepare_venv "${extras[@]}"
 python=.venv/bin/python
 train=(-m bert.train "$recipe")
-[[ -z ${RANK-}${WORLD_SIZE-} ]] || exec "$python" "${train[@]}" "${settings[@]}"
+
+# Check the result files, and show and write the table and the report of their folder.
+verdict() {
+  local folder system description checked
+  folder=$(dirname "$1")
+  system=$(dirname "$folder")
+  description=$(dirname "$system")/systems/$(basename "$system").json
+  say "check, summary and report"
+  [[ -e $description ]] || "$python" -m compliance system --out "$description" \
+    --division "$(sed -n 's/^# config.log.division: //p' "$1")"
+  "$python" -m compliance check "$@" && checked=0 || checked=$?
+  "$python" -m compliance summary "$folder" || return
+  "$python" -m compliance report "$folder" || return
+  return "$checked"
+}
+[[ $part != verdict ]] || { verdict "${results[@]}" && exit 0 || exit; }
+
+# One process of a launcher's run. In the batch script of a Slurm job, SLURM_PROCID is set, but no step.
+if [[ $part == all && (${RANK-}${WORLD_SIZE-} || ${OMPI_COMM_WORLD_RANK-} || (${SLURM_STEP_ID-} && ${MASTER_ADDR-})) ]]; then
+  exec "$python" "${train[@]}" "${settings[@]}"
+fi
 
 cores=$(env -u OMP_NUM_THREADS nproc)
 if [[ $recipe == tiny_cpu ]]; then
@@ -41,6 +66,8 @@ else
   ((${#extras[@]})) || NPROC=${NPROC:-1} # no GPU
   : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 fi
+world_size=$((${NNODES:-1} * NPROC))
+[[ $part != prepare ]] || WORLD_SIZE=${WORLD_SIZE:-$world_size} exec "$python" "${train[@]}" "${settings[@]}" --dry-run
 threads=$((cores > NPROC ? cores / NPROC : 1))
 [[ $recipe != tiny_cpu ]] || threads=$((threads < 2 ? threads : 2)) # so small a model gains nothing from more
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
@@ -53,7 +80,7 @@ stop() {
   stopped=$2
   [[ $launched ]] || exit "$stopped"
   local workers=
-  ((NPROC == 1)) || workers=$(grep -lsx "PPid:[[:space:]]*$launched" /proc/[0-9]*/status | cut -d/ -f3) || true
+  ((world_size == 1)) || workers=$(grep -lsx "PPid:[[:space:]]*$launched" /proc/[0-9]*/status | cut -d/ -f3) || true
   [[ -e $result ]] || { kill -s KILL "$launched" && set -- TERM; }
   # shellcheck disable=SC2086  # one word a process
   kill -s "$1" ${workers:-"$launched"} 2>/dev/null || true
@@ -77,30 +104,26 @@ supervise() {
   return "$status"
 }
 
+nodes=(--standalone --local-addr 127.0.0.1) # the name of a container may have no address
+((world_size == NPROC)) || nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
+  --master-port "${MASTER_PORT:-29500}")
+
 results=() status=0
 for ((run = 1; run <= runs && !stopped; run++)); do
-  ready=$(WORLD_SIZE=$NPROC "$python" "${train[@]}" "${settings[@]}" --dry-run) || { status=$? && break; }
+  ready=$(WORLD_SIZE=$world_size "$python" "${train[@]}" "${settings[@]}" --dry-run) || { status=$? && break; }
   [[ $ready == *"results would go to "* ]] || { echo "$ready" && exit; } # --help
   result=${ready##*results would go to }
   say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each, log in $result"
   cache=()
   { sync && echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null && cache=(--log.cache-cleared) || true # needs root
   launcher=("$python")
-  ((NPROC == 1)) || launcher+=(-m torch.distributed.run --standalone --nproc-per-node "$NPROC")
+  ((world_size == 1)) || launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" "${nodes[@]}")
   supervise "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
   [[ ! -e $result ]] || results+=("$result")
 done
 
-if ((${#results[@]})); then
-  folder=$(dirname "${results[0]}")
-  system=$(dirname "$folder")
-  description=$(dirname "$system")/systems/$(basename "$system").json
-  say "check, summary and report"
-  [[ -e $description ]] || "$python" -m compliance system --out "$description" \
-    --division "$(sed -n 's/^# config.log.division: //p' "${results[0]}")"
-  "$python" -m compliance check "${results[@]}" && checked=0 || checked=$?
-  "$python" -m compliance summary "$folder"
-  "$python" -m compliance report "$folder"
+if ((${#results[@]} && ${NODE_RANK:-0} == 0)); then
+  verdict "${results[@]}" && checked=0 || checked=$?
   status=$((checked ? checked : status))
 fi
 exit $((stopped ? stopped : status))

@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced by the commands: .venv holds pinned packages, is made once and reused. Needs CPython >= 3.11 with pip, and
-# neither python3-venv nor ensurepip. The environment variable PYTHON names another interpreter than python3.
+# neither python3-venv nor ensurepip. The environment variable PYTHON names another interpreter than python3. With
+# SYSTEM_TORCH=1, its PyTorch and Triton stay in use, at their versions (for containers that bring a build of their own).
 
 say() { echo "==> $*"; }
 fail() { echo "error: $*" >&2 && exit 2; }
@@ -35,7 +36,7 @@ install_venv() {
     fail "$python has no pip of version 22.3 or newer: install it (Debian and Ubuntu: apt install python3-pip)"
   if ! .venv/bin/python -V &>/dev/null; then
     say "making .venv with $("$python" -V)"
-    "$python" -m venv --without-pip --clear .venv || fail "could not make .venv in $PWD, see above"
+    "$python" -m venv --without-pip --clear ${SYSTEM_TORCH:+--system-site-packages} .venv || fail "could not make .venv in $PWD, see above"
   fi
   say "installing pinned packages into .venv (once, a minute or two)"
   requirements=$("$python" -c '
@@ -43,9 +44,17 @@ import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 print(*project["dependencies"], *(name for extra in sys.argv[1:] for name in project["optional-dependencies"][extra]))
 ' "$@")
+  "$python" -c '
+import importlib.metadata, os, sys
+kept = ("torch", "triton") if os.environ.get("SYSTEM_TORCH") else ()
+there = {package.name.lower(): package.version for package in importlib.metadata.distributions() if package.name}
+for line in open("constraints.txt"):
+    name = line.partition("==")[0].lower()
+    print(f"{name}=={there[name]}" if name in kept and name in there else line.rstrip())
+' >.venv/constraints.txt
   # shellcheck disable=SC2086  # one word a requirement
   "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
-    --only-binary=:all: --constraint constraints.txt $requirements || fail "pip could not install the packages, see above"
+    --only-binary=:all: --constraint .venv/constraints.txt $requirements || fail "pip could not install the packages, see above"
   mkdir -p .venv/installed
   for part in run "$@"; do
     venv_pins >".venv/installed/$part"

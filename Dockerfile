@@ -1,0 +1,48 @@
+# The program and its pinned packages; `docker run --rm IMAGE` trains tiny_cpu. See docs/launching.md.
+#
+#   GPUs:  docker build --tag mlperf-bert .
+#   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= \
+#            --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+#
+# BASE needs bash and CPython 3.11 or newer with pip. If it has a PyTorch, as NGC's has, that one is used; else the pinned one.
+ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3
+FROM ${BASE}
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+
+RUN useradd --create-home --uid 10001 bert
+WORKDIR /workspace/bert
+
+# Packages first: this layer is made again only when a pin changes. NGC's image pins packages with PIP_CONSTRAINT, and the
+# versions of this repository are others: .venv holds them beside the base's, which stay as they are.
+COPY pyproject.toml constraints.txt ./
+COPY launch/venv.sh launch/
+ARG EXTRAS=dali
+ARG PIP_EXTRA_INDEX_URL=
+# hadolint ignore=SC2086  # one word an extra
+RUN set -eu; unset PIP_CONSTRAINT; export PIP_NO_CACHE_DIR=1; \
+    ! python3 -c 'import torch' 2>/dev/null || export SYSTEM_TORCH=1; \
+    . launch/venv.sh; \
+    prepare_venv ${EXTRAS}; \
+    .venv/bin/python -m compileall -qq .venv/lib || true; \
+    .venv/bin/python -c 'import torch; print("PyTorch", torch.__version__, torch.__file__)'
+
+COPY . .
+RUN mkdir data results && chown bert: data results && .venv/bin/python -m compileall -qq bert compliance dataloading kernels
+
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="mlperf-bert" \
+      org.opencontainers.image.description="MLPerf Training BERT, from Wikipedia text to a log that the official checkers accept" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.revision="${REVISION}"
+
+# Any user can run this (docker run --user): nothing but data/, results/ and /tmp is written.
+ENV HOME=/tmp PYTHONDONTWRITEBYTECODE=1
+USER 10001
+VOLUME ["/workspace/bert/data", "/workspace/bert/results"]
+
+# A run is one or more Python processes, from its data to its report. Light, so that it does not disturb what is timed.
+HEALTHCHECK --interval=60s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["bash", "-c", "grep -qs '[.]venv/bin/python' /proc/[0-9]*/cmdline"]
+
+ENTRYPOINT ["./run_and_time.sh"]
+CMD ["tiny_cpu"]

@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Run one process of a node's on the cores and the network card nearest to its GPU:
+#
+#   launch/bind.sh COMMAND [ARGUMENT...]
+#
+# The local rank comes from the launcher (LOCAL_RANK, SLURM_LOCALID, OMPI_COMM_WORLD_LOCAL_RANK). GPU i is the i-th NVIDIA
+# display device in the order of PCI addresses, as with CUDA_DEVICE_ORDER=PCI_BUS_ID, which is set. Processes that share a
+# NUMA node split its cores; without GPUs or NUMA, all processes split the allowed cores. A core's hardware threads stay
+# together. Memory comes from the same NUMA node first. Where nothing is known, and without a local rank, the command runs
+# unbound. Set already, NCCL_IB_HCA, UCX_NET_DEVICES and OMP_NUM_THREADS stay as they are. BIND=off binds nothing, BIND=show
+# prints what would be done. SYSFS (default /sys) is where the topology is read.
+set -euo pipefail
+shopt -s nullglob
+sys=${SYSFS:-/sys}
+rank=${LOCAL_RANK:-${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-}}}
+# Slurm writes "8" or "8(x2)" for the tasks a node.
+ranks=${LOCAL_WORLD_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-${OMPI_COMM_WORLD_LOCAL_SIZE:-}}}
+ranks=${ranks%%[(,]*}
+(($# || 0)) || { echo "error: launch/bind.sh: no command given" >&2 && exit 2; }
+if [[ ${BIND-} == off || ! $rank =~ ^[0-9]+$ || ! $ranks =~ ^[0-9]+$ ]] || ((rank >= ranks)); then
+  exec "$@"
+fi
+
+value() { [[ ! -r $1 ]] || cat "$1"; }
+# "0-3,8" as one number a line.
+expand() {
+  local part
+  for part in ${1//,/ }; do seq "${part%-*}" "${part#*-}"; done
+}
+# PCI addresses (0000:07:00.0) of the devices whose class starts so and that this vendor made, in order.
+pci_devices() {
+  local device
+  for device in "$sys"/bus/pci/devices/*; do
+    [[ $(value "$device/class") != "$1"* || $(value "$device/vendor") != "$2" ]] || echo "${device##*/}"
+  done
+}
+numa_node() { value "$sys/bus/pci/devices/$1/numa_node"; }
+# How many leading parts of their paths (devices/pci0000:00/SWITCH/...) two devices share.
+closeness() {
+  local -a one two
+  local depth=0
+  IFS=/ read -ra one <<<"$(realpath --relative-to="$sys" "$sys/bus/pci/devices/$1")"
+  IFS=/ read -ra two <<<"$(realpath --relative-to="$sys" "$2")"
+  while [[ ${one[depth]-} && ${one[depth]-} == "${two[depth]-}" ]]; do depth=$((depth + 1)); done
+  echo "$depth"
+}
+
+allowed=$(expand "${ALLOWED_CPUS:-$(sed -n 's/^Cpus_allowed_list:[[:space:]]*//p' /proc/self/status)}")
+mapfile -t gpus < <(pci_devices 0x03 0x10de)
+node='' position=$rank sharers=$ranks hca=
+if ((${#gpus[@]} >= ranks)); then
+  node=$(numa_node "${gpus[rank]}")
+  [[ $node =~ ^[0-9]+$ ]] || node= # -1: the firmware does not say
+fi
+cpus=$allowed
+if [[ $node && -r $sys/devices/system/node/node$node/cpulist ]]; then
+  near=$(comm -12 <(sort <<<"$allowed") <(expand "$(<"$sys/devices/system/node/node$node/cpulist")" | sort))
+  if [[ $near ]]; then
+    cpus=$near position=0 sharers=0
+    for ((other = 0; other < ranks; other++)); do
+      [[ $(numa_node "${gpus[other]}") == "$node" ]] || continue
+      ((other >= rank)) || position=$((position + 1))
+      sharers=$((sharers + 1))
+    done
+  else
+    node=
+  fi
+else
+  node=
+fi
+
+# Cores, not hardware threads, are dealt out: the allowed threads of one core are one line here.
+mapfile -t cores < <(sort -n <<<"$cpus" | while read -r cpu; do
+  siblings=$(value "$sys/devices/system/cpu/cpu$cpu/topology/thread_siblings_list")
+  comm -12 <(expand "${siblings:-$cpu}" | sort) <(sort <<<"$cpus") | sort -n | paste -sd,
+done | awk '!seen[$0]++')
+if ((${#cores[@]} >= sharers)); then
+  begin=$((position * ${#cores[@]} / sharers)) end=$(((position + 1) * ${#cores[@]} / sharers))
+else # fewer cores than processes: one each, some twice
+  begin=$((position % ${#cores[@]})) end=$((position % ${#cores[@]} + 1))
+fi
+mine=$(IFS=, && echo "${cores[*]:begin:end-begin}")
+
+# The nearest active cards behind the same root complex; of several, GPUs take turns. No nearest: NCCL and UCX choose.
+if ((${#gpus[@]} >= ranks)); then
+  best=2 nearest=() # devices/pci0000:00
+  for device in "$sys"/class/infiniband/*; do
+    grep -qs ACTIVE "$device"/ports/*/state || continue
+    near=$(closeness "${gpus[rank]}" "$device/device")
+    ((near <= best)) || { best=$near && nearest=(); }
+    ((near < best)) || nearest+=("${device##*/}")
+  done
+  ((${#nearest[@]} == 0)) || hca=${nearest[rank % ${#nearest[@]}]}
+fi
+
+environment=(OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((end - begin))}")
+((${#gpus[@]} == 0)) || environment+=(CUDA_DEVICE_ORDER=PCI_BUS_ID)
+[[ ! $hca ]] || environment+=(NCCL_IB_HCA="${NCCL_IB_HCA:-=$hca}" UCX_NET_DEVICES="${UCX_NET_DEVICES:-$hca:1}")
+place=(taskset --cpu-list "$mine")
+if command -v numactl >/dev/null; then
+  place=(numactl --physcpubind="$mine")
+  [[ ! $node ]] || place+=(--preferred="$node")
+fi
+if [[ ${BIND-} == show ]]; then
+  echo "local rank $rank of $ranks: GPU ${gpus[rank]-none}, NUMA node ${node:-unknown}, ${environment[*]}, ${place[*]}"
+elif "${place[@]}" true 2>/dev/null; then
+  exec env "${environment[@]}" "${place[@]}" "$@"
+else # no permission, or neither program
+  exec env "${environment[@]}" "$@"
+fi

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Run the image of Dockerfile on this machine, with its GPUs; arguments are those of run_and_time.sh:
+#
+#   IMAGE=mlperf-bert launch/docker.sh h100_1x8 10 [-- --section.field value ...]
+#
+# Environment: IMAGE (default: mlperf-bert); ENGINE, docker or podman (default: what is there); DATA and RESULTS, the folders
+# on this machine that are data/ and results/ inside (default: those of the repository). NPROC and OMP_NUM_THREADS are passed
+# on. Ctrl-C and SIGTERM end the run with its log complete. The exit status is that of run_and_time.sh.
+set -euo pipefail
+cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
+fail() { echo "error: $*" >&2 && exit 2; }
+
+engine=${ENGINE:-$(command -v docker || command -v podman)} || fail "there is neither docker nor podman here"
+command -v "$engine" >/dev/null || fail "there is no $engine here: set ENGINE to docker or podman"
+mkdir -p "${DATA:=data}" "${RESULTS:=results}"
+
+options=(
+  run --rm --init --user "$(id -u):$(id -g)" --network host --ipc host # NCCL shares memory between processes
+  --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # page-locked buffers; numactl --preferred
+  --stop-timeout 120
+  --volume "$(readlink -f "$DATA"):/workspace/bert/data" --volume "$(readlink -f "$RESULTS"):/workspace/bert/results"
+  --env NPROC --env OMP_NUM_THREADS --env PYTHONUNBUFFERED=1
+)
+[[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # the panel
+if command -v nvidia-smi >/dev/null; then
+  case ${engine##*/} in
+    podman) options+=(--device nvidia.com/gpu=all) ;; # CDI; /etc/cdi/nvidia.yaml comes from nvidia-ctk cdi generate
+    *) options+=(--gpus all) ;;
+  esac
+fi
+[[ ${engine##*/} != podman || $(id -u) == 0 ]] || options+=(--userns keep-id)
+[[ ! -e /dev/infiniband ]] || options+=(--device /dev/infiniband)
+exec "$engine" "${options[@]}" "${IMAGE:-mlperf-bert}" "$@"

@@ -1,0 +1,60 @@
+"""The image of ``Dockerfile``: built by buildah from a small base, it trains ``tiny_cpu``, as an ordinary user.
+
+Takes minutes and gigabytes, so it runs only where BERT_TEST_BASE names an image that buildah has, with Python 3.11 and pip;
+BUILDAH_OPTIONS are global options of buildah (--root, --storage-driver). See docs/launching.md.
+"""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+BASE = os.environ.get("BERT_TEST_BASE")
+IMAGE = "localhost/mlperf-bert-test"
+pytestmark = pytest.mark.skipif(
+    not BASE or not shutil.which("buildah"), reason="no buildah here, or BERT_TEST_BASE does not name a base image"
+)
+
+
+def buildah(*arguments: str) -> str:
+    options = shlex.split(os.environ.get("BUILDAH_OPTIONS", ""))
+    done = subprocess.run(
+        ["buildah", *options, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def image() -> str:
+    certificates = [
+        f"--volume={folder}:{folder}:ro" for folder in ("/etc/ssl/certs", "/usr/local/share/ca-certificates")
+    ]
+    given = (f"--build-arg=BASE={BASE}", "--build-arg=EXTRAS=", "--build-arg=REVISION=abc")
+    buildah("bud", "--format=docker", "--isolation=chroot", *certificates, *given, f"--tag={IMAGE}", ".")
+    return IMAGE
+
+
+def test_image_trains_out_of_the_box(image: str) -> None:
+    config = json.loads(buildah("inspect", "--type=image", image))["Docker"]["config"]
+    assert (config["Entrypoint"], config["Cmd"]) == (["./run_and_time.sh"], ["tiny_cpu"])
+    assert config["User"] == "10001"
+    assert config["Labels"]["org.opencontainers.image.revision"] == "abc"
+    assert config["Healthcheck"]
+    container = buildah("from", image).strip()
+    try:
+        short = ("--", "--evaluation.interval-samples", "320", "--evaluation.target", "0.02")
+        command = (*config["Entrypoint"], *config["Cmd"], "1", *short)
+        shown = buildah("run", "--isolation=chroot", "--user", config["User"], container, "--", *command)
+        files = buildah(
+            "run", "--isolation=chroot", container, "--", "find", ".", "-path", "./.venv", "-prune", "-o", "-print"
+        )
+    finally:
+        buildah("rm", container)
+    assert "1 of 1 runs valid" in shown
+    assert not {"./.git", "./tests", "./.ci"} & set(files.split())

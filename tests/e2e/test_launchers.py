@@ -1,0 +1,303 @@
+"""Launchers without a cluster manager: nodes by hand, mpirun, binding to cores and network cards, files for containers."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, environment, one_error, start
+
+BIND = REPOSITORY / "launch/bind.sh"
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
+    settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path))
+    subprocess.run([checkout / "run_and_time.sh", "--prepare"], env=environment(), check=True, capture_output=True)
+    shared = {
+        "NNODES": "2",
+        "NPROC": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+        "OMP_NUM_THREADS": "1",
+    }
+    nodes = [
+        subprocess.Popen(
+            [checkout / "run_and_time.sh", "tiny_cpu", "1", *settings],
+            env=environment(NODE_RANK=str(node), **shared),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert ["1 of 1 runs valid" in output for output in outputs] == [True, False]
+    assert "# processes: 2 x 1 threads" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun here: apt-get install openmpi-bin")
+def test_mpirun_starts_the_processes_of_one_run(checkout: Path, tmp_path: Path) -> None:
+    settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path))
+    ready = start(checkout / "run_and_time.sh", "--prepare", "tiny_cpu", *settings, cwd=checkout, WORLD_SIZE="2")
+    assert ready.stdout.endswith(f"results would go to {tmp_path}/tiny_cpu/bert/result_0.txt\n"), ready.stderr
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    command = ("--oversubscribe", "-np", "2", "launch/bind.sh", "./run_and_time.sh", "tiny_cpu", "1", *settings)
+    done = start(Path("mpirun"), *command, cwd=checkout, **root, **address)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = tmp_path / "tiny_cpu/bert/result_0.txt"
+    assert "# processes: 2 x 1 threads" in result.read_text()
+    shown = start(checkout / "run_and_time.sh", "--verdict", str(result), cwd=checkout)
+    assert shown.returncode == 0
+    assert "1 of 1 runs valid" in shown.stdout
+
+
+def test_verdict_of_a_bad_log_is_its_status(checkout: Path, tmp_path: Path) -> None:
+    log = tmp_path / "system/bert/result_0.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("# config.log.division: open\n")
+    done = start(checkout / "run_and_time.sh", "--verdict", str(log), cwd=checkout)
+    assert done.returncode == 1
+    assert f"FAIL {log}" in done.stdout
+
+
+def test_wrong_settings_are_found_in_preparation(checkout: Path, tmp_path: Path) -> None:
+    done = start(checkout / "run_and_time.sh", "--prepare", "tiny_cpu", cwd=tmp_path, WORLD_SIZE="5")
+    assert "does not divide over 5 ranks" in one_error(done)
+
+
+class Machine:
+    """A tree of files as under /sys: NUMA nodes, cores with two hardware threads, PCI devices, InfiniBand cards."""
+
+    def __init__(self, folder: Path) -> None:
+        self.sys = folder / "sys"
+        (self.sys / "bus/pci/devices").mkdir(parents=True)
+        (self.sys / "class/infiniband").mkdir(parents=True)
+
+    def write(self, path: str, text: str) -> None:
+        (self.sys / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.sys / path).write_text(text + "\n")
+
+    def cpus(self, per_node: dict[int, str], siblings: list[str]) -> None:
+        for node, cpus in per_node.items():
+            self.write(f"devices/system/node/node{node}/cpulist", cpus)
+        for threads in siblings:
+            for cpu in threads.split(","):
+                self.write(f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", threads)
+
+    def pci(self, path: str, vendor: str, kind: str, numa: int) -> None:
+        """A device at ``path`` below the root complex, ending in its address."""
+        for name, text in (("vendor", vendor), ("class", kind), ("numa_node", str(numa))):
+            self.write(f"devices/{path}/{name}", text)
+        (self.sys / "bus/pci/devices" / Path(path).name).symlink_to(self.sys / "devices" / path)
+
+    def gpu(self, path: str, numa: int) -> None:
+        self.pci(path, "0x10de", "0x030200", numa)
+
+    def hca(self, name: str, path: str, state: str = "4: ACTIVE") -> None:
+        self.pci(path, "0x15b3", "0x020700", 0)
+        self.write(f"devices/{path}/infiniband/{name}/ports/1/state", state)
+        (self.sys / f"devices/{path}/infiniband/{name}/device").symlink_to(self.sys / "devices" / path)
+        (self.sys / "class/infiniband" / name).symlink_to(self.sys / f"devices/{path}/infiniband/{name}")
+
+    def binding(self, rank: int, ranks: int, allowed: str, **env: str) -> str:
+        """What ``bind.sh`` would do for a process; ``allowed`` are the cores that the machine lets it use."""
+        done = subprocess.run(
+            [BIND, "true"],
+            env=os.environ
+            | {"SYSFS": str(self.sys), "ALLOWED_CPUS": allowed, "BIND": "show"}
+            | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+            | env,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        return done.stdout
+
+    def cores(self, rank: int, ranks: int, allowed: str) -> set[int]:
+        found = re.search(r"(?:--physcpubind=|--cpu-list )([\d,]+)", self.binding(rank, ranks, allowed))
+        assert found
+        return {int(cpu) for cpu in found[1].split(",")}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Two NUMA nodes of four cores with two threads each, two GPUs on each, and cards; GPU order is not node order."""
+    machine = Machine(tmp_path)
+    machine.cpus({0: "0-3,8-11", 1: "4-7,12-15"}, [f"{core},{core + 8}" for core in range(8)])
+    machine.gpu("pci0000:80/0000:80:01.0/0000:01:00.0", numa=1)
+    machine.gpu("pci0000:80/0000:80:02.0/0000:02:00.0", numa=1)
+    machine.gpu("pci0000:00/0000:00:01.0/0000:81:00.0", numa=0)
+    machine.gpu("pci0000:00/0000:00:02.0/0000:82:00.0", numa=0)
+    machine.pci("pci0000:00/0000:00:1f.0", "0x1a03", "0x030000", 0)  # the screen of a server
+    machine.hca("mlx5_0", "pci0000:80/0000:80:02.0/0000:03:00.0")
+    machine.hca("mlx5_1", "pci0000:80/0000:80:01.0/0000:04:00.0")
+    machine.hca("mlx5_2", "pci0000:00/0000:00:02.0/0000:83:00.0", state="1: DOWN")
+    return machine
+
+
+def test_processes_get_the_cores_of_their_gpus_node(machine: Machine) -> None:
+    cores = [machine.cores(rank, 4, "0-15") for rank in range(4)]
+    assert cores == [{4, 5, 12, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
+    assert "NUMA node 1" in machine.binding(0, 4, "0-15")
+    assert "OMP_NUM_THREADS=2" in machine.binding(0, 4, "0-15", OMP_NUM_THREADS="")
+    assert "OMP_NUM_THREADS=3" in machine.binding(0, 4, "0-15", OMP_NUM_THREADS="3")
+
+
+def test_processes_stay_on_the_cores_they_were_given(machine: Machine) -> None:
+    assert machine.cores(0, 4, "0-4") == {4}
+    assert machine.cores(1, 4, "0-4") == {4}
+    # Nothing of the node of GPUs 0 and 1 is allowed: their share of an even split of what is.
+    assert [machine.cores(rank, 4, "0-3") for rank in range(4)] == [{0}, {1}, {0, 1}, {2, 3}]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8, 20])
+def test_without_gpus_the_allowed_cores_are_split(tmp_path: Path, ranks: int) -> None:
+    machine = Machine(tmp_path)
+    shares = [machine.cores(rank, ranks, "2-9,12") for rank in range(ranks)]
+    assert set.union(*shares) == {*range(2, 10), 12}
+    if ranks <= 9:
+        assert sum(map(len, shares)) == 9
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_nearest_network_card_is_named(machine: Machine) -> None:
+    assert "NCCL_IB_HCA==mlx5_1 UCX_NET_DEVICES=mlx5_1:1" in machine.binding(0, 4, "0-15")
+    assert "NCCL_IB_HCA==mlx5_0 " in machine.binding(1, 4, "0-15")
+    for rank in (2, 3):  # one has no card behind its root complex, the other's is down
+        assert "NCCL_IB_HCA" not in machine.binding(rank, 4, "0-15")
+    assert "NCCL_IB_HCA=mlx5_7 " in machine.binding(0, 4, "0-15", NCCL_IB_HCA="mlx5_7")
+
+
+def test_equally_near_cards_are_taken_in_turns(machine: Machine) -> None:
+    machine.hca("mlx5_3", "pci0000:80/0000:80:01.0/0000:05:00.0")
+    machine.gpu("pci0000:80/0000:80:01.0/0000:00:1e.0", numa=1)  # now the first of the machine
+    named = [re.findall(r"NCCL_IB_HCA==(\w+)", machine.binding(rank, 5, "0-15")) for rank in (0, 1)]
+    assert named == [["mlx5_1"], ["mlx5_3"]]
+
+
+@pytest.mark.parametrize(
+    "env", [{}, {"LOCAL_RANK": "0"}, {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, {"BIND": "off"}]
+)
+def test_without_a_place_the_command_runs_as_it_is(env: dict[str, str]) -> None:
+    command = [BIND, "bash", "-c", "grep Cpus_allowed_list /proc/self/status; echo $OMP_NUM_THREADS; exit 7"]
+    done = subprocess.run(command, env=environment(**env), capture_output=True, text=True, check=False)
+    assert done.returncode == 7
+    assert done.stdout.split() == ["Cpus_allowed_list:", allowed_here()]
+
+
+def test_the_process_itself_is_bound() -> None:
+    first = min(os.sched_getaffinity(0))
+    here = environment(SLURM_LOCALID="0", SLURM_STEP_TASKS_PER_NODE="4096(x2)")
+    command = [BIND, "grep", "Cpus_allowed_list", "/proc/self/status"]
+    done = subprocess.run(command, env=here, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["Cpus_allowed_list:", str(first)], done.stderr
+
+
+def allowed_here() -> str:
+    status = Path("/proc/self/status").read_text()
+    return status.partition("Cpus_allowed_list:")[2].split()[0]
+
+
+@pytest.mark.parametrize("script", ["run_and_time.sh", "run_tests.sh", ".ci/run", "launch/slurm.sub", "launch/*.sh"])
+def test_scripts_are_clean_for_shellcheck(script: str) -> None:
+    files = [str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob(script)]
+    assert files
+    done = subprocess.run(["shellcheck", "-x", *files], cwd=REPOSITORY, env=tools(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def tools() -> dict[str, str]:
+    """The environment with the programs of ``.venv`` in reach."""
+    return os.environ | {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
+
+
+def test_dockerfile_is_clean_for_hadolint() -> None:
+    done = subprocess.run(["hadolint", "Dockerfile"], cwd=REPOSITORY, env=tools(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    """A container engine that says how it was called: which options reach it is what docker.sh is about."""
+    path = tmp_path / "bin" / "docker"
+    path.parent.mkdir()
+    path.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 3\n')
+    path.chmod(0o755)
+    return path
+
+
+def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) -> None:
+    folders = {"DATA": str(tmp_path / "data"), "RESULTS": str(tmp_path / "my results")}
+    done = start(
+        REPOSITORY / "launch/docker.sh",
+        "tiny_cpu",
+        "2",
+        "--",
+        "--log.run",
+        "5",
+        cwd=tmp_path,
+        ENGINE=str(engine),
+        **folders,
+    )
+    given = done.stdout.splitlines()
+    assert done.returncode == 3
+    assert given[-6:] == ["mlperf-bert", "tiny_cpu", "2", "--", "--log.run", "5"]
+    assert f"{tmp_path}/my results:/workspace/bert/results" in given
+    assert given[given.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    assert "--tty" not in given
+    assert (tmp_path / "my results").is_dir()
+
+
+def test_docker_gets_gpus_where_there_are_some(engine: Path, tmp_path: Path) -> None:
+    (engine.parent / "nvidia-smi").symlink_to("/bin/true")
+    (engine.parent / "podman").symlink_to(engine)
+    path = f"{engine.parent}:{os.environ['PATH']}"
+    folders = {"DATA": str(tmp_path), "RESULTS": str(tmp_path), "PATH": path}
+    assert "--gpus\nall\n" in start(REPOSITORY / "launch/docker.sh", cwd=tmp_path, ENGINE="docker", **folders).stdout
+    assert (
+        "nvidia.com/gpu=all" in start(REPOSITORY / "launch/docker.sh", cwd=tmp_path, ENGINE="podman", **folders).stdout
+    )
+
+
+def test_docker_without_an_engine_is_one_line(tmp_path: Path) -> None:
+    assert "there is no nowhere here" in one_error(
+        start(REPOSITORY / "launch/docker.sh", cwd=tmp_path, ENGINE="nowhere")
+    )
+
+
+def test_kubernetes_objects_are_valid_and_agree() -> None:
+    import kubernetes_validate
+
+    service, job = yaml.safe_load_all((REPOSITORY / "launch/kubernetes.yaml").read_text(encoding="utf-8"))
+    for thing in (service, job):
+        kubernetes_validate.validate(thing, "1.31", strict=True)
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert spec["completionMode"] == "Indexed"
+    assert {str(spec["completions"]), str(spec["parallelism"])} == {env["NNODES"]}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == env["NPROC"]
+    assert env["MASTER_ADDR"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    volumes = {volume["name"] for volume in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    dockerfile = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
+    assert f"USER {pod['securityContext']['runAsUser']}\n" in dockerfile
+    workdir = re.findall(r"^WORKDIR (.+)$", dockerfile, re.M)[-1]
+    assert f"{workdir}/data" in {mount["mountPath"] for mount in container["volumeMounts"]}

@@ -1,0 +1,165 @@
+"""``launch/slurm.sub`` on a real Slurm cluster of this machine: two nodes, a task each, from sbatch to the report."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.slurm_cluster import Cluster, missing
+
+SHORT = ("--", "--evaluation.interval-samples", "320", "--log.interval-steps", "5", "--evaluation.target")
+REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
+RESULTS = Path("results/tiny_cpu/bert")
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(autouse=True)
+def no_results(checkout: Path) -> None:
+    shutil.rmtree(checkout / "results", ignore_errors=True)
+    (checkout / "results").mkdir()
+
+
+def submit(cluster: Cluster, checkout: Path, *arguments: str, options: tuple[str, ...] = ("-N2",), **env: str) -> str:
+    """Submit ``launch/slurm.sub`` from the checkout; the job's number."""
+    command = ("sbatch", "--parsable", *options, "launch/slurm.sub", *arguments)
+    return cluster.run(*command, cwd=checkout, OMP_NUM_THREADS="1", **env).strip()
+
+
+def output(checkout: Path, job: str) -> str:
+    path = checkout / f"results/slurm-{job}.out"
+    return path.read_text() if path.exists() else ""
+
+
+def status_of(log: Path) -> str:
+    """The status of the only ``run_stop`` of a log."""
+    (line,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
+    return json.loads(line.partition(":::MLLOG ")[2])["metadata"]["status"]
+
+
+def training(cluster: Cluster, checkout: Path, number: int) -> None:
+    """Wait until run ``number`` has trained for some steps."""
+    path = checkout / RESULTS / f"output_{number}.txt"
+    cluster.wait_for(lambda: path.exists() and "\nstep " in path.read_text(), 90)
+
+
+def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
+    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, REACHED_AT_ONCE)
+    ended = cluster.finish(job)
+    assert ended["ExitCode"] == "0:0", output(checkout, job)
+    shown = output(checkout, job)
+    assert "2 of 2 runs valid" in shown
+    for run in (0, 1):
+        assert f"PASS {RESULTS}/result_{run}.txt" in shown
+        log = (checkout / RESULTS / f"result_{run}.txt").read_text()
+        assert "# processes: 2 x 1 threads" in log
+        assert "end: success" in (checkout / RESULTS / f"output_{run}.txt").read_text()
+        dropped = "# config.log.cache_cleared: True" in log
+        assert dropped == ('"cache_clear", "value": true' in log)
+    assert (checkout / RESULTS / "report.html").exists()
+
+
+def test_scancel_leaves_an_aborted_log(cluster: Cluster, checkout: Path) -> None:
+    job = submit(cluster, checkout, "tiny_cpu", "3", *SHORT, NEVER_REACHED)
+    training(cluster, checkout, 0)
+    cluster.run("scancel", job)
+    assert cluster.finish(job)["JobState"] == "CANCELLED"
+    assert status_of(checkout / RESULTS / "result_0.txt") == "aborted"
+    assert not (checkout / RESULTS / "result_1.txt").exists()
+    assert "not a valid result (aborted)" in output(checkout, job)
+
+
+def test_time_limit_ahead_ends_the_run_in_order(cluster: Cluster, checkout: Path) -> None:
+    """What ``#SBATCH --signal=B:TERM@120`` sends: a signal to the batch script alone."""
+    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED)
+    training(cluster, checkout, 0)
+    cluster.run("scancel", "--batch", "--signal=TERM", job)
+    assert cluster.finish(job)["ExitCode"] == "143:0", output(checkout, job)
+    assert status_of(checkout / RESULTS / "result_0.txt") == "aborted"
+    assert not (checkout / RESULTS / "result_1.txt").exists()
+    assert "not a valid result (aborted)" in output(checkout, job)
+
+
+def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path) -> None:
+    """Run 0 ends by itself at its sample limit, run 1 is cut off: only run 1 is repeated, under its number."""
+    limits = ("--training.max-samples", "1600")
+    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED, *limits)
+    training(cluster, checkout, 1)
+    first = (checkout / RESULTS / "result_0.txt").read_bytes()
+    cluster.run("scontrol", "requeue", job)
+    cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING", 60)
+    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm holds requeued jobs back for two minutes
+    assert cluster.finish(job)["ExitCode"] == "1:0", output(checkout, job)
+    assert "restart 1: 1 of 2 run(s) are done" in output(checkout, job)
+    assert (checkout / RESULTS / "result_0.txt").read_bytes() == first
+    assert "train_samples" in (checkout / RESULTS / "result_1.txt").read_text()
+    assert (checkout / RESULTS / "result_1.txt.cut-off-1").exists()
+    assert sorted(path.name for path in (checkout / RESULTS).glob("result_*.txt")) == ["result_0.txt", "result_1.txt"]
+
+
+def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path) -> None:
+    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED)
+    training(cluster, checkout, 0)
+    (victim, *_) = (
+        int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_task(path, job, rank=1)
+    )
+    started = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    ended = cluster.finish(job)
+    assert re.fullmatch(r"[1-9]\d*:0", ended["ExitCode"]), output(checkout, job)
+    assert time.monotonic() - started < 100
+    assert not (checkout / RESULTS / "result_1.txt").exists()
+
+
+def is_task(environ: Path, job: str, rank: int) -> bool:
+    try:
+        variables = environ.read_bytes().split(b"\0")
+        command = (environ.parent / "cmdline").read_bytes()
+    except OSError:
+        return False
+    return b"bert.train" in command and {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={rank}".encode()} <= set(
+        variables
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "complaint"),
+    [
+        (("tiny_cpu", "two"), ("-N2",), "RUNS is 'two'"),
+        ((), ("-N2",), "no recipe given"),
+        (("tiny_gpu", "1"), ("-N2",), "unknown recipe 'tiny_gpu'"),
+        (("tiny_cpu", "1"), ("-N2", "--ntasks-per-node=3"), "does not divide over 6 ranks"),
+        (("tiny_cpu", "1", "--log.run", "3"), ("-N2",), "expected -- and settings"),
+    ],
+)
+def test_nonsense_is_one_line_and_trains_nothing(
+    cluster: Cluster, checkout: Path, arguments: tuple[str, ...], options: tuple[str, ...], complaint: str
+) -> None:
+    job = submit(cluster, checkout, *arguments, options=options)
+    assert cluster.finish(job)["ExitCode"] == "2:0", output(checkout, job)
+    (error,) = (line for line in output(checkout, job).splitlines() if line.startswith("error: "))
+    assert complaint in error
+    assert not list(checkout.glob("results/*/bert/result_*"))
+
+
+def test_submitted_from_elsewhere_is_one_line(cluster: Cluster, checkout: Path, tmp_path: Path) -> None:
+    (tmp_path / "results").mkdir()
+    job = cluster.run("sbatch", "--parsable", str(checkout / "launch/slurm.sub"), "tiny_cpu", cwd=tmp_path).strip()
+    assert cluster.finish(job)["ExitCode"] == "2:0"
+    assert "is not the repository's root" in output(tmp_path, job)
