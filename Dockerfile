@@ -1,6 +1,6 @@
 # The program and its pinned packages; `docker run --rm IMAGE` trains tiny_cpu. See docs/launching.md.
 #
-#   GPUs:  docker build --tag mlperf-bert .
+#   GPUs:  docker build --tag mlperf-bert --build-arg REVISION="$(git rev-parse HEAD)" .
 #   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= \
 #            --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
 #
@@ -35,8 +35,8 @@ LABEL org.opencontainers.image.title="mlperf-bert" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.revision="${REVISION}"
 
-# Any user can run this (docker run --user): nothing but data/, results/ and /tmp is written.
-ENV HOME=/tmp PYTHONDONTWRITEBYTECODE=1
+# Any user can run this (docker run --user): nothing but data/, results/ and /tmp is written. Results name the commit.
+ENV HOME=/tmp PYTHONDONTWRITEBYTECODE=1 MLPERF_BERT_COMMIT=${REVISION}
 USER 10001
 VOLUME ["/workspace/bert/data", "/workspace/bert/results"]
 

@@ -184,7 +184,7 @@ def _rank(case: Case, found: Path) -> None:
         figures = _exposed(case, model, flat, communicators)
     else:
         figures = {s: _reduced(case, mesh, Reduction(model, flat, communicators, s)) for s in STRATEGIES}
-        figures["choice"] = measured_choice(model, flat, communicators, STRATEGIES, rounds=1).strategy
+        figures["choice"] = measured_choice(model, flat, communicators, STRATEGIES, rounds=2).strategy
     if mesh.is_main:
         found.write_text(json.dumps(figures))
     dist.barrier()

@@ -21,8 +21,9 @@ from bert.model import BertForPreTraining
 from bert.optimizer import lamb_segments
 from kernels import OPS, LambSegments, LambState, lamb_step
 
-_LAMB_BYTES = 44
-"""A parameter and step: the gradient's norm (4 read), moments and direction (16 read, 12 written), the step (8 and 4)."""
+_LAMB_BYTES = 48
+"""A parameter and step: the gradient's norm (4 read), moments and direction (16 read, 12 written, and the gradient's
+zeros, 4), the step (8 and 4)."""
 
 
 def correctness(context: Context) -> None:

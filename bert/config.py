@@ -103,6 +103,11 @@ class TrainingConfig:
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Literal["fp32", "bf16", "fp8"] = "fp32"
     """Of matrix products; parameters are fp32. fp8: bf16, with the encoder's products in FP8 (bert/fp8.py)."""
+    bad_intervals: int = 10
+    """After so many log intervals in a row without one step whose gradients were finite, the run ends as aborted."""
+    fault_seconds: float = 60.0
+    """After this long without a sign of life from a rank, or with all ranks waiting for one, the run ends on all ranks. A
+    phase may take ten times its longest so far, and ten times as long as this when it comes for the first time."""
     warmup_steps: int = 2
     """Steps on synthetic batches before the clock starts; every state is restored after them."""
     cuda_graphs: bool = True
@@ -110,6 +115,13 @@ class TrainingConfig:
     host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
     autotune: bool = True
     """On a GPU: time what can compute each op before the clock starts, and take the fastest. Times are kept between runs."""
+    reduction: Literal["auto", "flat", "hierarchical", "sharded"] = "auto"
+    """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
+    sharded: hierarchical, with the optimizer divided among the ranks of a host. auto: the faster of the first two."""
+    wire: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type in which gradients travel between ranks."""
+    fp32_sums: bool = False
+    """With a wire of 16 bits: add in fp32 and round once, instead of at every hop. It needs more memory and messages."""
     implementations: dict[str, str] = field(default_factory=dict)
     """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
     taken or the run fails, and what is pinned or measured does not count."""
@@ -118,6 +130,13 @@ class TrainingConfig:
         for name in ("global_batch_size", "max_samples", "gradient_accumulation_steps"):
             _at_least(1, f"training.{name}", getattr(self, name))
         _at_least(0, "training.warmup_steps", self.warmup_steps)
+        _at_least(1, "training.bad_intervals", self.bad_intervals)
+        if not 1 <= self.fault_seconds <= 3600:
+            raise ValueError(f"training.fault_seconds is {self.fault_seconds}: expected 1 to 3600")
+        if self.fp32_sums and self.wire == "fp32":
+            raise ValueError(
+                "training.fp32_sums is set, but training.wire is fp32, whose sums are: set the wire or leave it"
+            )
         if self.seed is not None and not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")
 
@@ -139,6 +158,22 @@ class EvaluationConfig:
         if self.interval_samples is not None:
             _at_least(1, "evaluation.interval_samples", self.interval_samples)
         _at_least(1, "evaluation.batch_size", self.batch_size)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """From what a run goes on after a fault."""
+
+    folder: Path | None = None
+    """Where checkpoints are written: weights, moments and position. None: nowhere."""
+    every_steps: int = 1000
+    """Steps from one to the next; also when a signal ends the run."""
+    keep: int = 2
+    """Older ones are removed."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "checkpoint.every_steps", self.every_steps)
+        _at_least(1, "checkpoint.keep", self.keep)
 
 
 @dataclass(frozen=True)
@@ -181,6 +216,10 @@ class Config:
     training: TrainingConfig
     evaluation: EvaluationConfig
     log: LogConfig
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: Path | None = None
+    """Go on from the newest whole checkpoint in this folder, on any number of ranks. The log is a new one, and no timed
+    result."""
     save_checkpoint: Path | None = None
     """Write the trained weights here (safetensors) after the run."""
     dry_run: bool = False
@@ -196,6 +235,11 @@ class Config:
             raise ValueError(
                 f"evaluation.target is {self.evaluation.target}, but the closed division's is 0.720: "
                 "set log.division to open, or the target to 0.720"
+            )
+        if self.log.division == "closed" and self.resume is not None:
+            raise ValueError(
+                "resume is set in the closed division, whose results are timed from the start in one piece: "
+                "leave it out, or set log.division to open"
             )
         changed = [field.name for field in fields(ModelConfig) if getattr(self.model, field.name) != field.default]
         if self.log.division == "closed" and changed:

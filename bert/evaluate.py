@@ -1,15 +1,20 @@
 """Masked-LM accuracy over the evaluation set, as exact integer counts."""
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from bert.graphs import BatchGraphs, Recorder
 from bert.model import BertForPreTraining
-from bert.parallel.collectives import all_reduce_sum_
+from bert.parallel.collectives import start_all_reduce_sum_
 from bert.parallel.mesh import Mesh
+from dataloading.capacity import Capacity, choose_capacities
 from dataloading.dataset import Dataset
-from dataloading.loader import Batch, batch_of
+from dataloading.loader import Batch, batch_of, capacity_of, inert_batch
 
 
 @dataclass(frozen=True)
@@ -25,11 +30,41 @@ class Accuracy:
         return self.correct / self.count
 
 
+class PendingAccuracy:
+    """An evaluation that the device has been given, and whose counts are on their way over all ranks to the host.
+
+    Whatever the device gets next does not wait for them: on a GPU they take a stream of their own.
+    """
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts  # must live until they are summed and copied
+        self._work = start_all_reduce_sum_(counts)
+        if counts.is_cuda:
+            stream = torch.cuda.Stream(counts.device)
+            stream.wait_stream(torch.cuda.current_stream(counts.device))
+            with torch.cuda.stream(stream):
+                if self._work is not None:
+                    self._work.wait()
+                self._host_counts = torch.empty(2, dtype=counts.dtype, pin_memory=True)
+                self._host_counts.copy_(counts, non_blocking=True)
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+
+    def result(self) -> Accuracy:
+        """The accuracy over all ranks; waits for it."""
+        if self._counts.is_cuda:
+            self._arrived.synchronize()
+            return Accuracy(*self._host_counts.tolist())
+        if self._work is not None:
+            self._work.wait()
+        return Accuracy(*self._counts.tolist())
+
+
 class Evaluator:
     """Evaluates the model on every sample of the set, each rank on its share.
 
-    Ranks take every ``world_size``-th sample in order of length, so shares are alike and batches hold similar lengths. The
-    batches stay on the device after the first evaluation.
+    Ranks take every ``world_size``-th sample in order of length, so shares are alike and batches hold similar lengths. They
+    are read once, in the background if ``read_ahead`` was called, and stay on the device.
     """
 
     def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
@@ -39,21 +74,71 @@ class Evaluator:
         self._dataset = dataset
         self._device = mesh.device
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+        self._capacities: list[Capacity] = []
+        self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
+        self._recorded: BatchGraphs | None = None
+        self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
 
     @torch.inference_mode()
-    def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
-        """The accuracy over all ranks; dropout is off while it runs."""
-        if not self._batches:
-            self._batches = [batch_of(self._dataset.take(indices)).to(self._device) for indices in self._indices]
-        counts = torch.zeros(2, dtype=torch.int64, device=self._device)
+    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, recorder: Recorder | None) -> None:
+        """Compile what an evaluation calls, on empty batches and before the clock starts; nothing to do on a CPU.
+
+        With a ``recorder`` it is recorded too, by capacity, and replayed from now on: for this ``model`` alone.
+        """
+        if not self._indices or (recorder is None and self._device.type == "cpu"):
+            return
+        tokens_N, masked_N = (
+            np.array([counts[indices].sum(dtype=np.int64) for indices in self._indices])
+            for counts in (self._dataset.lengths, self._dataset.masked_counts)
+        )
+        sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
+        capacities = choose_capacities(tokens_N, masked_N, sequences, longest)
+        batches = [inert_batch(capacity).to(self._device) for capacity in capacities]
+        count = partial(self._count, model, autocast)
         model.eval()
-        with autocast:
-            for batch in self._batches:
-                correct = model(batch).masked_lm_correct
-                assert correct is not None  # in evaluation the model counts
-                counts[0] += correct
-                counts[1] += (batch.masked_lm_ids >= 0).sum()
+        if recorder is None:
+            count(batches[-1])
+        else:
+            self._capacities, self._recorded = capacities, BatchGraphs(count)
+            self._recorded.record(batches, recorder)
         model.train()
-        correct, count = all_reduce_sum_(counts).tolist()
-        return Accuracy(correct, count)
+
+    def read_ahead(self) -> None:
+        """Begin to read this rank's share in the background, once the data may be touched."""
+        reader = ThreadPoolExecutor(1, "evaluation")
+        self._read = reader.submit(self._read_all)
+        reader.shutdown(wait=False)
+
+    def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
+        """The accuracy over all ranks; waits for it."""
+        return self.start(model, autocast).result()
+
+    @torch.inference_mode()
+    def start(self, model: BertForPreTraining, autocast: torch.autocast) -> PendingAccuracy:
+        """Hand an evaluation to the device; dropout is off while it runs. One at a time may be pending on all ranks."""
+        if not self._batches:
+            batches = self._read.result() if self._read is not None else self._read_all()
+            self._batches = [batch.to(self._device) for batch in batches]
+        count = self._recorded or partial(self._count, model, autocast)
+        self._counts.zero_()
+        model.eval()
+        for batch in self._batches:
+            count(batch)
+        model.train()
+        return PendingAccuracy(self._counts.clone())
+
+    def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
+        """Add the batch's correct predictions and masked tokens to the counts."""
+        with autocast:
+            correct = model(batch).masked_lm_correct
+        assert correct is not None  # in evaluation the model counts
+        self._counts[0] += correct
+        self._counts[1] += (batch.masked_lm_ids >= 0).sum()
+
+    def _read_all(self) -> list[Batch]:
+        batches = []
+        for indices in self._indices:
+            samples = self._dataset.take(indices)
+            batches.append(batch_of(samples, capacity=capacity_of(samples, self._capacities)))
+        return [batch.pin() for batch in batches] if self._device.type == "cuda" else batches

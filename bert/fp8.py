@@ -135,6 +135,13 @@ class Fp8State:
         self.update_()
 
     @torch.no_grad()
+    def set_scales_(self, scale_S: Tensor) -> None:
+        """Take the scales of an earlier run, for weights that are cast next."""
+        self.scale_S.copy_(scale_S)
+        torch.reciprocal(self.scale_S, out=self.inverse_S)
+        self.amax_S.zero_()
+
+    @torch.no_grad()
     def _update_scales_(self) -> None:
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
         torch.reciprocal(self.scale_S, out=self.inverse_S)

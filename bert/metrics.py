@@ -8,33 +8,74 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
+import torch
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
 
 
-class Stopwatch:
-    """Seconds spent in each phase of the steps since the last ``take``, by the host's clock.
+def cuda_event(recorded: bool) -> torch.cuda.Event:
+    """A point on the current stream; ``recorded``: one that a CUDA graph passes at each replay."""
+    return torch.cuda.Event(enable_timing=True, external=recorded)
 
-    On a CPU that is the work itself; on a GPU it is the time to hand the work over.
-    """
+
+def is_recording() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+class Stage:
+    """Where a rank is: read by ``bert.faults`` from its own thread, and written here for a microsecond a phase."""
 
     def __init__(self) -> None:
+        self.step = 0
+        """The optimizer step that is being taken, from 1."""
+        self.phase = "start"
+        self.entered = 0
+        """Phases entered so far: it changes as long as the rank gets on."""
+        self.longest: dict[str, float] = {}
+        """Seconds that each phase has taken at most."""
+        self._since = time.perf_counter()
+
+    def enter(self, phase: str) -> None:
+        """Leave the phase before for this one."""
+        now = time.perf_counter()
+        self.longest[self.phase] = max(self.longest.get(self.phase, 0.0), now - self._since)
+        self.phase, self._since = phase, now
+        self.entered += 1
+
+    def forget(self) -> None:
+        """Forget how long phases took: start-up says nothing about what follows."""
+        self.longest = {}
+        self._since = time.perf_counter()
+
+
+class Stopwatch:
+    """Seconds spent in each phase of the steps since the last ``take``, by the host's clock, as is right on a CPU."""
+
+    def __init__(self) -> None:
+        self.stage = Stage()
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._inside = 0.0
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Count the body towards ``phase``."""
-        begin = time.perf_counter()
+        """Count the body towards ``phase``, without what it counts towards other phases."""
+        self.stage.enter(phase)
+        begin, inside = time.perf_counter(), self._inside
+        self._inside = 0.0
         try:
             yield
         finally:
-            self._seconds[phase] += time.perf_counter() - begin
+            seconds = time.perf_counter() - begin
+            self._seconds[phase] += seconds - self._inside
+            self._inside = inside + seconds
 
     def take(self) -> dict[str, float]:
         """The seconds by phase, which start again from zero."""
@@ -45,6 +86,99 @@ class Stopwatch:
     def reset(self) -> None:
         """Forget what was counted."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
+
+
+class Mark(Protocol):
+    """A point on the device's timeline: an event of CUDA."""
+
+    def record(self) -> None:
+        """Put it behind what the device has been given so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to there."""
+        ...
+
+
+Span = tuple[Mark, Mark]
+
+
+class DeviceStopwatch(Stopwatch):
+    """Seconds spent in each phase on a GPU's own timeline, at no wait: events are left there and read at ``take``.
+
+    So waiting for data or for other ranks counts where the device stands still for it, and not where it still has work. A
+    phase inside a recorded step leaves its events in the recording, which every replay passes again: of those, ``take``
+    knows the last replay. It stands for the phase's part of every step, taken out of the phase around it.
+    """
+
+    def __init__(self, mark: Callable[[bool], Mark] = cuda_event, recording: Callable[[], bool] = is_recording) -> None:
+        super().__init__()
+        self._mark, self._recording = mark, recording
+        self._spans: dict[str, list[Span]] = {phase: [] for phase in PHASES}
+        self._inside_of: list[tuple[str, Span]] = []
+        """Spans that lie inside another phase, and its name."""
+        self._open: list[str] = []
+        self._recorded: dict[str, Span] = {phase: (mark(True), mark(True)) for phase in PHASES}
+        for begin, end in self._recorded.values():
+            begin.record()
+            end.record()
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Count the device's time for the body towards ``phase``, without what it counts towards other phases."""
+        self.stage.enter(phase)
+        recording = self._recording()
+        begin, end = self._recorded[phase] if recording else (self._mark(False), self._mark(False))
+        begin.record()
+        self._open.append(phase)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            end.record()
+            if not recording:
+                self._spans[phase].append((begin, end))
+                if self._open:
+                    self._inside_of.append((self._open[-1], (begin, end)))
+
+    def take(self) -> dict[str, float]:
+        """The seconds by phase, which start again from zero. Waits for the device to end the phases."""
+        for spans in self._spans.values():
+            if spans:
+                spans[-1][1].synchronize()
+        for phase, spans in self._spans.items():
+            self._seconds[phase] += sum(map(_seconds, spans))
+        for around, span in self._inside_of:
+            self._seconds[around] -= _seconds(span)
+        for phase, recorded in self._recorded.items():
+            self._take_out(phase, recorded)
+        return super().take()
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        super().reset()
+        self._spans = {phase: [] for phase in PHASES}
+        self._inside_of = []
+
+    def _take_out(self, phase: str, recorded: Span) -> None:
+        """Move a recorded phase's seconds out of the phase whose last span it lies in, if there is one."""
+        for around, spans in self._spans.items():
+            if around != phase and spans and _lies_in(recorded, spans[-1]):
+                seconds = len(spans) * _seconds(recorded)
+                self._seconds[phase] += seconds
+                self._seconds[around] -= seconds
+
+
+def _seconds(span: Span) -> float:
+    return span[0].elapsed_time(span[1]) / 1000
+
+
+def _lies_in(inner: Span, outer: Span) -> bool:
+    return outer[0].elapsed_time(inner[0]) >= 0 and inner[1].elapsed_time(outer[1]) >= 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +201,8 @@ class StepRecord:
     gradient_norm: float
     tokens_per_s: float
     sequences_per_s: float
+    skipped_steps: int = 0
+    """Of these steps, those that changed nothing because a gradient was not finite."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +219,15 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True)
+class WarningRecord:
+    """Something that a person should look at while the run goes on."""
+
+    step: int
+    time_s: float
+    text: str
+
+
+@dataclass(frozen=True)
 class EndRecord:
     """How the run ended."""
 
@@ -92,8 +237,8 @@ class EndRecord:
     masked_lm_accuracy: float | None
 
 
-Record = StepRecord | EvaluationRecord | EndRecord
-_EVENTS = {StepRecord: "step", EvaluationRecord: "eval", EndRecord: "end"}
+Record = StepRecord | EvaluationRecord | WarningRecord | EndRecord
+_EVENTS = {StepRecord: "step", EvaluationRecord: "eval", WarningRecord: "warning", EndRecord: "end"}
 
 
 class Sink(Protocol):
@@ -135,6 +280,7 @@ class Progress:
     target: float
     max_samples: int
     latest: StepRecord | None = None
+    warning: WarningRecord | None = None
     evaluations: list[EvaluationRecord] = field(default_factory=list)
 
     def add(self, record: Record) -> None:
@@ -143,6 +289,8 @@ class Progress:
             self.latest = record
         elif isinstance(record, EvaluationRecord):
             self.evaluations.append(record)
+        elif isinstance(record, WarningRecord):
+            self.warning = record
 
     @property
     def accuracy(self) -> str:
@@ -184,17 +332,20 @@ class PlainLines:
 
     def _text(self, record: Record) -> str:
         if isinstance(record, StepRecord):
+            skipped = f"  WARNING: {record.skipped_steps} skipped, gradients not finite" if record.skipped_steps else ""
             return (
                 f"step {record.step:>6}  samples {record.samples:>9}  {record.step_ms:7.1f} ms  "
                 f"{record.sequences_per_s:8.1f} seq/s  {record.tokens_per_s:9.0f} tok/s  "
                 f"wait {100 * record.data_wait_ms / record.step_ms:4.1f} %  loss {record.loss:.4f}  "
-                f"lr {record.learning_rate:.2e}  eta {self._progress.eta}"
+                f"lr {record.learning_rate:.2e}  eta {self._progress.eta}{skipped}"
             )
         if isinstance(record, EvaluationRecord):
             return (
                 f"eval {record.step:>6}  samples {record.samples:>9}  accuracy {record.masked_lm_accuracy:.4f} "
                 f"({record.correct}/{record.count})  target {self._progress.target:.4f}  {record.eval_s:.2f} s"
             )
+        if isinstance(record, WarningRecord):
+            return f"warning at step {record.step}: {record.text}"
         return f"end: {record.status} after {record.samples} samples and {record.time_s:.1f} s"
 
 
@@ -228,6 +379,8 @@ class LivePanel:
         rows += [("accuracy", self._progress.accuracy), ("time left", self._progress.eta)]
         if isinstance(record, EndRecord):
             rows[-1] = ("ended", f"{record.status} after {_clock(record.time_s)}")
+        if self._progress.warning is not None:
+            rows.append(("warning", f"step {self._progress.warning.step}: {escape(self._progress.warning.text)}"))
         for name, value in rows:
             table.add_row(f"[dim]{name}[/dim]", value)
         reached = self._progress.evaluations[-1].masked_lm_accuracy if self._progress.evaluations else 0.0

@@ -8,6 +8,8 @@ The order of a run:
 
     cache_clear  init_start  submission  seed  hyperparameters  weights_initialization  init_stop
     run_start  { block_start, train, block_stop, eval_start, eval_accuracy, eval_stop } ...  run_stop
+
+The next block may start before the result of an evaluation is known.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import logging
 import os
 import re
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -43,9 +46,9 @@ class RuleViolation(ValueError):  # noqa: N818 - it names what happened to the r
 class MLLog:
     """Writes the result file of one run, and refuses to write a wrong one.
 
-    Only the process with a path writes; elsewhere (`path=None`) every method returns at once. Use it from one thread
-    and not from a signal handler. As a context manager it closes the file, and completes the log as aborted when the
-    block is left with an exception.
+    Only the process with a path writes; elsewhere (`path=None`) every method returns at once. Use it from one thread, and
+    not from a signal handler; only `line`, `abort` and `close` may come from another one, for which the first may be stuck.
+    As a context manager it closes the file, and completes the log as aborted when the block is left with an exception.
 
     Args:
         path: the result file, results/<system>/bert/result_<n>.txt; its folder is created. None: write nothing.
@@ -60,6 +63,7 @@ class MLLog:
         self._logger = None if self._file is None else _logger_into(self._file)
         self._clock_ms = clock_ms or _steady_clock()
         self._state = _LogState()
+        self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
         return self
@@ -91,7 +95,8 @@ class MLLog:
             return
         if TOKEN in text or "\n" in text or "\r" in text:
             raise RuleViolation(f"plain line {text!r}: expected one line without {TOKEN}")
-        _write_line(self._file, text)
+        with self._lock:
+            _write_line(self._file, text)
 
     # Before the clock
 
@@ -147,6 +152,14 @@ class MLLog:
         """
         self.end("init_stop")
 
+    def resumed(self, checkpoint: str, samples: int) -> None:
+        """Note that the run goes on from a checkpoint after `samples` sequences, so that its evaluations go on from there.
+
+        Such a log is no timed result. The check objects to it.
+        """
+        self.line(f"# resumed from: {checkpoint}")
+        self._state.resumed_samples = self._state.samples = samples
+
     # The timed run; `samples` counts sequences trained since run_start
 
     def run_start(self) -> None:
@@ -196,6 +209,10 @@ class MLLog:
         Args:
             samples: sequences trained; default the last count that was logged.
         """
+        with self._lock:
+            self._abort(samples)
+
+    def _abort(self, samples: int | None) -> None:
         state = self._state
         if self._logger is None or state.phase in ("before", "done"):
             return
@@ -244,10 +261,11 @@ class MLLog:
     ) -> None:
         if self._logger is None:
             return
-        time_ms = max(self._clock_ms(), self._state.time_ms)
-        self._state.check(event_type, key, value, metadata, time_ms)
-        write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
-        self._state.advance(key, value, metadata, time_ms)
+        with self._lock:
+            time_ms = max(self._clock_ms(), self._state.time_ms)
+            self._state.check(event_type, key, value, metadata, time_ms)
+            write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
+            self._state.advance(key, value, metadata, time_ms)
 
 
 class _LogState:
@@ -260,6 +278,7 @@ class _LogState:
         self.counts: Counter[str] = Counter()
         self.open_at: dict[str, int] = {}  # key of an open interval -> samples at its start
         self.samples = 0  # the largest count logged
+        self.resumed_samples = 0  # trained before the run went on from a checkpoint
         self._values: dict[str, object] = {}
         self._tensors: list[object] = []
         self._init_start_ms = 0
@@ -367,6 +386,8 @@ class _LogState:
             )
         if division == "closed":
             self._check_closed()
+        while evaluation_samples(self._evaluations + 1, interval, batch) < self.resumed_samples:
+            self._evaluations += 1
 
     def _check_closed(self) -> None:
         interval = rules.evaluation_interval(self._integer("global_batch_size"))

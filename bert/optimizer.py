@@ -103,15 +103,17 @@ class Lamb:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Apply the gradients and set them to zero; returns their global norm before clipping, [] on the device."""
+        """Apply the gradients and set them to zero; returns their global norm before clipping, [] on the device.
+
+        A step whose gradients are not all finite changes nothing but ``state.skipped``.
+        """
         rate = learning_rate_tensor(self.config, self.steps)
-        self.steps += 1
         norm = lamb_step(
             self.flat.weights_P,
             self.flat.gradients_P,
             self.state,
             self.flat.segments,
-            step=self.steps,
+            step=self.steps + 1,
             learning_rate=rate,
             beta_1=self.config.beta_1,
             beta_2=self.config.beta_2,
@@ -119,13 +121,29 @@ class Lamb:
             weight_decay=self.config.weight_decay_rate,
             max_grad_norm=self.config.max_grad_norm,
         )
-        self.flat.gradients_P.zero_()
+        self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
         return norm
+
+    @property
+    def skipped(self) -> Tensor:
+        """int64 [], the steps not taken because a gradient was not finite."""
+        return self.state.skipped
+
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Momentum and variance of all parameters, fp32 [P] each: the optimizer's own."""
+        return self.state.momentum_P, self.state.variance_P
+
+    @torch.no_grad()
+    def set_moments_(self, momentum_P: Tensor, variance_P: Tensor) -> None:
+        """Overwrite both."""
+        self.state.momentum_P.copy_(momentum_P)
+        self.state.variance_P.copy_(variance_P)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Forget moments and step count, as after warm-up."""
+        """Forget moments and counts, as after warm-up."""
         self.state.momentum_P.zero_()
         self.state.variance_P.zero_()
+        self.state.skipped.zero_()
         self.flat.gradients_P.zero_()
         self.steps.zero_()

@@ -38,12 +38,12 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
 
 @functools.cache
 def commit() -> str:
-    """The checkout's commit, marked when files differ from it; "unknown" outside a checkout."""
+    """The checkout's commit, marked when files differ from it; in an image, the one that it was built from, or "unknown"."""
     try:
         revision = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
-        return "unknown"
+        return os.environ.get("MLPERF_BERT_COMMIT", "unknown")
     return f"{revision} with local changes" if changed else revision
 
 

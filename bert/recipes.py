@@ -1,7 +1,7 @@
 """Named full configurations. A run is one of these, with settings changed by name on the command line.
 
-Hyperparameters of the GPU recipes are those of published results at the same global batch size (MLPerf Training v2.1 and
-v3.0; the rules allow borrowing them).
+Hyperparameters of the GPU recipes are those of published results at the same global batch size (MLPerf Training v2.0 to
+v3.0; the rules allow borrowing them), and so is the format: on up to 64 H100 those ran in FP8, on more they did not.
 """
 
 from collections.abc import Callable
@@ -58,25 +58,16 @@ def tiny_model() -> ModelConfig:
 
 
 def h100_1x1() -> Config:
-    """BERT-Large on one H100."""
+    """BERT-Large on one H100, with the schedule of the v2.0 results on four A100 of ASUS, Dell and Lenovo."""
     return _bert_large(
         "h100_1x1",
-        OptimizerConfig(3.5e-4, 13700, num_warmup_steps=0),
+        OptimizerConfig(3.5e-4, 13700),
         TrainingConfig(256, 4_500_000, gradient_accumulation_steps=4, device="cuda", precision="bf16"),
     )
 
 
-def dgxa100_1x8() -> Config:
-    """BERT-Large on one node of eight A100."""
-    return _bert_large(
-        "dgxa100_1x8",
-        OptimizerConfig(4.25e-4, 6700),
-        TrainingConfig(448, 4_500_000, device="cuda", precision="bf16"),
-    )
-
-
 def h100_1x8() -> Config:
-    """BERT-Large on one node of eight H100, in FP8 as the published result with these hyperparameters."""
+    """BERT-Large on one node of eight H100, in FP8, as NVIDIA's v3.0 result."""
     return _bert_large(
         "h100_1x8",
         OptimizerConfig(9.6e-4, 3680, beta_1=0.60466, beta_2=0.85437, weight_decay_rate=0.1),
@@ -84,12 +75,133 @@ def h100_1x8() -> Config:
     )
 
 
+def h100_8x8() -> Config:
+    """BERT-Large on eight nodes of eight H100, in FP8, as NVIDIA's v3.0 result: even for 330 steps, then falling."""
+    return _bert_large(
+        "h100_8x8",
+        OptimizerConfig(
+            2.58e-3,
+            700,
+            beta_1=0.6,
+            beta_2=0.7,
+            weight_decay_rate=0.1,
+            num_warmup_steps=200_330,
+            start_warmup_step=-200_000,
+        ),
+        TrainingConfig(4608, 4_500_000, device="cuda", precision="fp8"),
+    )
+
+
+def h100_64x8() -> Config:
+    """BERT-Large on 64 nodes of eight H100, as NVIDIA's v3.0 result: nearly even for 500 steps, then falling."""
+    return _bert_large(
+        "h100_64x8",
+        OptimizerConfig(
+            2e-3,
+            1024,
+            beta_1=0.62,
+            beta_2=0.9,
+            weight_decay_rate=0.01,
+            num_warmup_steps=10_000,
+            start_warmup_step=-9500,
+        ),
+        TrainingConfig(3072, 4_500_000, device="cuda", precision="bf16"),
+    )
+
+
+def h100_384x8() -> Config:
+    """BERT-Large on 384 nodes of eight H100, with the schedule of CoreWeave's and NVIDIA's v3.0 result."""
+    return _bert_large(
+        "h100_384x8",
+        OptimizerConfig(
+            3.1e-3,
+            500,
+            beta_1=0.8,
+            beta_2=0.925,
+            weight_decay_rate=0.0166629,
+            num_warmup_steps=300,
+            start_warmup_step=-100,
+        ),
+        TrainingConfig(12288, 12_000_000, device="cuda", precision="bf16"),
+    )
+
+
+def dgxa100_1x1() -> Config:
+    """BERT-Large on one A100, with the schedule of H3C's v2.0 result."""
+    return _bert_large(
+        "dgxa100_1x1",
+        OptimizerConfig(3.5e-4, 47540),
+        TrainingConfig(92, 4_500_000, gradient_accumulation_steps=2, device="cuda", precision="bf16"),
+    )
+
+
+def dgxa100_1x4() -> Config:
+    """BERT-Large on four A100, with the schedule of the v2.0 results of ASUS, Dell and Lenovo."""
+    return _bert_large(
+        "dgxa100_1x4",
+        OptimizerConfig(3.5e-4, 13700),
+        TrainingConfig(256, 4_500_000, device="cuda", precision="bf16"),
+    )
+
+
+def dgxa100_1x8() -> Config:
+    """BERT-Large on one node of eight A100, with the schedule of NVIDIA's v2.1 result."""
+    return _bert_large(
+        "dgxa100_1x8",
+        OptimizerConfig(4.25e-4, 6700),
+        TrainingConfig(448, 4_500_000, device="cuda", precision="bf16"),
+    )
+
+
 def dgxa100_8x8() -> Config:
-    """BERT-Large on eight nodes of eight A100."""
+    """BERT-Large on eight nodes of eight A100, with the schedule of the v2.1 results of Baidu, NVIDIA and HazyResearch."""
     return _bert_large(
         "dgxa100_8x8",
         OptimizerConfig(2.0992e-3, 1059, beta_1=0.60466, beta_2=0.85437, weight_decay_rate=0.1),
         TrainingConfig(3072, 4_500_000, device="cuda", precision="bf16"),
+    )
+
+
+def dgxa100_16x8() -> Config:
+    """BERT-Large on 16 nodes of eight A100, with the schedule of HazyResearch's v2.1 result."""
+    return _bert_large(
+        "dgxa100_16x8",
+        OptimizerConfig(2.0992e-3, 1059, beta_1=0.60466, beta_2=0.85437, weight_decay_rate=0.1),
+        TrainingConfig(3072, 4_500_000, device="cuda", precision="bf16"),
+    )
+
+
+def dgxa100_128x8() -> Config:
+    """BERT-Large on 128 nodes of eight A100, with the schedule of NVIDIA's v2.1 result."""
+    return _bert_large(
+        "dgxa100_128x8",
+        OptimizerConfig(
+            2.55e-3,
+            820,
+            beta_1=0.71,
+            beta_2=0.88,
+            weight_decay_rate=0.0166629,
+            num_warmup_steps=256,
+            start_warmup_step=-76,
+        ),
+        TrainingConfig(4096, 7_000_000, device="cuda", precision="bf16"),
+    )
+
+
+def dgxa100_512x8() -> Config:
+    """BERT-Large on 512 nodes of eight A100, with the schedule of NVIDIA's v2.1 result."""
+    return _bert_large(
+        "dgxa100_512x8",
+        OptimizerConfig(
+            3.3e-3,
+            470,
+            beta_1=0.75,
+            beta_2=0.9,
+            weight_decay_rate=0.0166629,
+            num_warmup_steps=290,
+            start_warmup_step=-100,
+        ),
+        TrainingConfig(16384, 12_000_000, device="cuda", precision="bf16"),
     )
 
 
@@ -111,5 +223,20 @@ def _bert_large(name: str, optimizer: OptimizerConfig, training: TrainingConfig)
 
 
 RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe for recipe in (tiny_cpu, h100_1x1, h100_1x8, dgxa100_1x8, dgxa100_8x8)
+    recipe.__name__: recipe
+    for recipe in (
+        tiny_cpu,
+        h100_1x1,
+        h100_1x8,
+        h100_8x8,
+        h100_64x8,
+        h100_384x8,
+        dgxa100_1x1,
+        dgxa100_1x4,
+        dgxa100_1x8,
+        dgxa100_8x8,
+        dgxa100_16x8,
+        dgxa100_128x8,
+        dgxa100_512x8,
+    )
 }

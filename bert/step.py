@@ -2,7 +2,8 @@
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
 fetches the sums once an interval. So both halves can be recorded (``bert.graphs``): forward and backward of a micro-batch
-once for each capacity, reduction and update once.
+once for each capacity, the update once. On several ranks the last micro-batch of a step has recordings of its own, because
+the reduction runs beside its backward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,17 +19,24 @@ from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
+from bert.parallel.reduction import Communicators, Reduction, choose
+from bert.parallel.sharded_lamb import ShardedLamb
 from dataloading.capacity import Capacity
 from dataloading.loader import Batch, inert_batch
 
 
 class Statistics:
-    """Running sums over this rank's steps, on the device: mean losses, gradient norm, tokens."""
+    """Running sums over this rank's steps, on the device: mean losses, gradient norm, tokens, steps that were skipped."""
 
-    NAMES = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "tokens")
+    NAMES = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "tokens", "skipped_steps")
 
-    def __init__(self, device: torch.device) -> None:
-        self._sums = torch.zeros(len(self.NAMES) + 2, dtype=torch.float64, device=device)
+    def __init__(self, mesh: Mesh) -> None:
+        self.own_seconds = [0.0] * mesh.world_size
+        """What each rank gave at the last fetch, by rank."""
+        self._rank = mesh.rank
+        size = mesh.world_size + len(self.NAMES) + 2
+        self._all = torch.zeros(size, dtype=torch.float64, device=mesh.device)
+        self._sums = self._all[mesh.world_size :]
 
     def add_micro_batch(self, masked_lm_loss: Tensor, next_sentence_loss: Tensor, tokens: Tensor) -> None:
         """Add a micro-batch's share of the global batch's mean losses and its tokens, all []."""
@@ -37,20 +45,32 @@ class Statistics:
         self._sums[3] += tokens
 
     def add_step(self, gradient_norm: Tensor, main: bool) -> None:
-        """Count a step; the norm is the same on all ranks, so one of them adds it and counts."""
-        if main:
-            self._sums[2] += gradient_norm
-            self._sums[4] += 1
+        """Count a step; the norm is the same on all ranks, so one of them adds it and counts.
 
-    def fetch(self, stop: bool = False) -> tuple[dict[str, float], bool]:
+        Optimizers skip a step whose norm is not finite; it has no part in the mean norm.
+        """
+        if main:
+            taken = torch.isfinite(gradient_norm)
+            self._sums[2] += torch.where(taken, gradient_norm, 0.0)
+            self._sums[4] += ~taken
+            self._sums[5] += 1
+
+    def fetch(self, stop: bool = False, own_seconds: float = 0.0) -> tuple[dict[str, float], bool]:
         """Means over the steps since the last fetch, over all ranks, and whether any rank asks to ``stop``.
 
+        ``skipped_steps`` is a number of steps; ``gradient_norm`` is the mean over the others. ``own_seconds`` is what this
+        rank tells all others of its own work.
         The one place where the host waits for the device; every rank must call it after the same step.
         """
         self._sums[-1] = float(stop)
-        *sums, steps, stopping = all_reduce_sum_(self._sums).tolist()
+        self._all[self._rank] = own_seconds
+        values = all_reduce_sum_(self._all).tolist()
+        ranks = len(self.own_seconds)
+        self.own_seconds, (*sums, steps, stopping) = values[:ranks], values[ranks:]
         means = {name: total / max(1, steps) for name, total in zip(self.NAMES, sums, strict=True)}
-        self._sums.zero_()
+        skipped = means["skipped_steps"] = sums[self.NAMES.index("skipped_steps")]
+        means["gradient_norm"] *= max(1, steps) / max(1, steps - skipped)
+        self._all.zero_()
         return means, stopping > 0
 
 
@@ -59,15 +79,31 @@ class TrainingStep:
 
     def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
         self.model = model
-        self._fp8 = _fp8_state(model, config, mesh)
-        self.flat = FlatParameters.of(model)
-        self.optimizer = Lamb(self.flat, config.optimizer)
-        self.statistics = Statistics(mesh.device)
+        self.fp8 = _fp8_state(model, config, mesh)
+        communicators = Communicators.create(mesh)
+        self.flat = FlatParameters.of(model, communicators.node_size)
+        self.way = choose(config.training, model, self.flat, communicators)
+        """How gradients are summed over ranks, and why so."""
+        training = config.training
+        self._reduction = Reduction(
+            model, self.flat, communicators, self.way.strategy, training.wire, training.fp32_sums
+        )
+        self.optimizer: Lamb | ShardedLamb = (
+            ShardedLamb(self.flat, config.optimizer, self._reduction)
+            if self.way.strategy == "sharded"
+            else Lamb(self.flat, config.optimizer)
+        )
+        self.statistics = Statistics(mesh)
         self._mesh = mesh
         self._stopwatch = stopwatch
-        self.precision = config.training.precision
+        self.precision = training.precision
+        alone = mesh.world_size == 1
         self._accumulate = BatchGraphs(self._forward_backward)
-        self._update: Callable[[], None] = self._reduce_and_update
+        self._complete = self._accumulate if alone else BatchGraphs(self._forward_backward_reduce)
+        self._recordable = [self._complete]
+        if training.gradient_accumulation_steps > 1 and not alone:
+            self._recordable.append(self._accumulate)
+        self._update: Callable[[], None] = self._update_weights
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on this rank's micro-batches of one global batch."""
@@ -76,8 +112,10 @@ class TrainingStep:
         self._update()
 
     def _accumulate_all(self, micro_batches: Sequence[Batch]) -> None:
-        for batch in micro_batches:
+        *others, last = micro_batches
+        for batch in others:
             self._accumulate(batch)
+        self._complete(last)
 
     def _forward_backward(self, batch: Batch) -> None:
         """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
@@ -87,13 +125,18 @@ class TrainingStep:
         (masked_lm_loss + next_sentence_loss).backward()
         self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
 
-    def _reduce_and_update(self) -> None:
+    def _forward_backward_reduce(self, batch: Batch) -> None:
+        """The same for a step's last micro-batch: buckets of gradients are summed over the ranks as they fill."""
+        with self._reduction.overlapped():
+            self._forward_backward(batch)
         with self._stopwatch.time("reduce"):
-            all_reduce_sum_(self.flat.gradients_P)
+            self._reduction.finish()
+
+    def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
             self.statistics.add_step(self.optimizer.step(), self._mesh.is_main)
-            if self._fp8 is not None:
-                self._fp8.update_()
+            if self.fp8 is not None:
+                self.fp8.update_()
 
     def autocast(self) -> torch.autocast:
         """The context in which the model computes."""
@@ -124,8 +167,8 @@ class TrainingStep:
                 self._record(recorder, capacities)
             with torch.no_grad():
                 self.flat.weights_P.copy_(weights_P)
-            if self._fp8 is not None:
-                self._fp8.calibrate_(lambda: self._accumulate_all(micro_batches))
+            if self.fp8 is not None:
+                self.fp8.calibrate_(lambda: self._accumulate_all(micro_batches))
         self.statistics.fetch()
         self.optimizer.reset()
         with torch.no_grad():
@@ -133,8 +176,10 @@ class TrainingStep:
         self._stopwatch.reset()
 
     def _record(self, recorder: Recorder, capacities: Sequence[Capacity]) -> None:
-        self._accumulate.record([inert_batch(capacity).to(self._mesh.device) for capacity in capacities], recorder)
-        replay = recorder.record(self._reduce_and_update)
+        batches = [inert_batch(capacity).to(self._mesh.device) for capacity in capacities]
+        for graphs in self._recordable:
+            graphs.record(batches, recorder)
+        replay = recorder.record(self._update_weights)
 
         def timed() -> None:
             with self._stopwatch.time("update"):

@@ -1,8 +1,9 @@
 """The timed run, from configuration to result file: ``python -m bert.train RECIPE [--section.field value ...]``.
 
 Under torchrun it is one rank of many, and by itself a run of one process. It exits with 0 when the target was reached, 1
-when the run ended without, 2 when an input or a setting is wrong, 128 + n after signal n. Under torchrun every orderly end
-is 0, because torchrun takes anything else for a crash and says so at length; the log tells how the run ended.
+when the run ended without, 2 when an input or a setting is wrong, 3 after a fault (``bert.faults``), 128 + n after signal n.
+Under torchrun every orderly end is 0, because torchrun takes anything else for a crash and says so at length; the log tells
+how the run ended.
 """
 
 import contextlib
@@ -10,9 +11,7 @@ import io
 import itertools
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -24,46 +23,35 @@ from bert.checkpoint import load_weights, require_weights, save_weights
 from bert.clock import DataGuard
 from bert.config import Config
 from bert.evaluate import Evaluator
+from bert.faults import FaultWatch
 from bert.graphs import CudaRecorder
 from bert.interruption import Interrupted, Interruption
 from bert.metrics import (
-    EndRecord,
-    EvaluationRecord,
+    DeviceStopwatch,
     JsonLines,
     LivePanel,
     PlainLines,
     Progress,
     Reporter,
     Sink,
-    StepRecord,
     Stopwatch,
 )
-from bert.mllog import MLLog, evaluation_interval, evaluation_samples
-from bert.optimizer import learning_rate
+from bert.mllog import MLLog, evaluation_interval
 from bert.parallel.collectives import agreed_integer, agreed_text, barrier, broadcast_
-from bert.parallel.mesh import Mesh, join_mesh, launched_world_size, leave_mesh
+from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
+from bert.resume import Checkpoints, RunState, checkpoint_folders, find, restore
+from bert.slow_ranks import SlowRanks
 from bert.step import TrainingStep, build_model
+from bert.timed_run import Inputs, TimedRun
 from dataloading.capacity import Capacity, choose_capacities, draw_sizes
 from dataloading.dataset import Dataset, open_dataset
 from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
-from dataloading.sampler import Plan
+from dataloading.sampler import MicroBatch, Plan
 from dataloading.synthetic import synthetic_samples
 from dataloading.tokenization import Vocabulary
 from kernels import autotune, choose
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a run reads, opened as far as metadata go, and where it writes."""
-
-    train: Dataset
-    evaluation: Dataset
-    result: Path
-    metrics: Path
-    interval: int
-    """Training samples between evaluations."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -137,6 +125,15 @@ def check(config: Config, world_size: int) -> Inputs:
         raise ValueError(f"training.implementations: {error}") from None
     choose_loader(config.data.loader, torch.device(config.training.device))
     folder = config.log.results / config.log.system / "bert"
+    if (
+        config.checkpoint.folder
+        and not config.resume
+        and not _restarted()
+        and checkpoint_folders(config.checkpoint.folder)
+    ):
+        raise ValueError(
+            f"{config.checkpoint.folder} holds checkpoints of another run: go on from them with resume, or move them away"
+        )
     number = _first_free(folder) if config.log.run is None else config.log.run
     result, metrics = folder / f"result_{number}.txt", folder / f"metrics_{number}.jsonl"
     for path in (result, metrics):
@@ -148,37 +145,76 @@ def check(config: Config, world_size: int) -> Inputs:
 
 def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> int:
     """Initialise, start the clock, train to the target, stop the clock. Returns the exit status."""
-    seed = agreed_integer(_seed(config), mesh)
+    resumed = _resumed(config, inputs, mesh)
+    seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
-    with MLLog(inputs.result if mesh.is_main else None) as log:
+    with MLLog(inputs.result if mesh.is_main else None) as log, _together(config, mesh, log) as watch:
         log.header(provenance(config, mesh, seed))
+        if resumed:
+            log.resumed(resumed.path, resumed.samples)
         log.cache_clear(config.log.cache_cleared)
         log.init_start()
         _log_settings(log, config, inputs, mesh, seed)
-        stopwatch = Stopwatch()
+        stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
         capacities = _capacities(config, inputs.train, mesh)
-        step = initialise(config, inputs, mesh, seed, stopwatch, capacities, log)
+        evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
+        step = initialise(config, inputs, mesh, seed, stopwatch, capacities, log, evaluator)
+        if resumed:
+            restore(step, resumed, mesh)
         log.weights_initialization(config.model.num_hidden_layers)
         plan = _plan(config, inputs.train, mesh.world_size, seed)
-        loader = _loader(config, inputs.train, plan, mesh, capacities)
-        evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
+        loader = _loader(config, inputs.train, plan, mesh, capacities, resumed.step if resumed else 0)
         with _reporter(config, inputs, mesh, log, step) as reporter:
             timed = TimedRun(config, inputs, mesh, log, reporter, stopwatch, step, loader, evaluator, interruption)
+            # Weights that are saved must be those that were evaluated; a step that is not recorded takes the host long.
+            timed.overlapping = bool(capacities) and config.save_checkpoint is None
+            timed.slow_ranks = SlowRanks(watch.hosts) if mesh.is_main and mesh.world_size > 1 else None
+            if config.checkpoint.folder is not None:
+                timed.checkpoints = Checkpoints(config, inputs.train, mesh, seed)
+            if resumed:
+                timed.steps, timed.samples = resumed.step, resumed.samples
             log.init_stop()
             barrier()
             log.run_start()
             guard.release()
-            status = timed.train()
+            with watch.getting_on(stopwatch.stage):
+                status = timed.train()
         loader.close()
         if config.save_checkpoint and mesh.is_main:
             save_weights(step.model, config.save_checkpoint, {"recipe": config.recipe, "commit": commit()})
         if mesh.is_main:
-            print(f"{status}: {inputs.result}")
+            print(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return 0
     if interruption.number is not None:
         return 128 + interruption.number
     return 0 if status == "success" else 1
+
+
+@contextlib.contextmanager
+def _together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[FaultWatch]:
+    """Whatever ends this rank before its time ends the run on all of them, and the log says why."""
+    watch = FaultWatch(mesh, config.training.fault_seconds)
+
+    def close_log(reason: str) -> None:
+        log.line(f"# ended by a fault: {' '.join(reason.split())}")
+        log.abort()
+        log.close()
+
+    watch.on_fault = close_log
+    try:
+        yield watch
+    except Interrupted as interrupted:
+        watch.failed(str(interrupted), _status(interrupted))
+        raise
+    except (ValueError, OSError) as error:
+        watch.failed(str(error), 2)
+        raise
+    except Exception as error:
+        watch.failed(f"{type(error).__name__}: {error}", error=error)
+        raise
+    finally:
+        watch.close()
 
 
 def initialise(
@@ -189,15 +225,20 @@ def initialise(
     stopwatch: Stopwatch,
     capacities: Sequence[Capacity],
     log: MLLog,
+    evaluator: Evaluator,
 ) -> TrainingStep:
     """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
 
-    Where there are ``capacities``, the step is recorded for each.
+    Where there are ``capacities``, the step is recorded for each, and so is the evaluation for its own.
     """
     model = build_model(config, mesh, seed)
     if config.data.initial_checkpoint is not None:
         load_weights(model, config.data.initial_checkpoint)
     step = TrainingStep(model, config, mesh, stopwatch)
+    if mesh.world_size > 1:
+        log.line(f"# {step.way}")
+        if mesh.is_main:
+            print(step.way, flush=True)
     broadcast_(step.flat.weights_P)
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * mesh.world_size + mesh.rank)
@@ -211,6 +252,7 @@ def initialise(
         capacities,
         lambda run: _choose_implementations(run if measured else None, mesh, log),
     )
+    evaluator.warm_up(model, step.autocast(), recorder)
     return step
 
 
@@ -224,104 +266,6 @@ def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: ML
     autotune.apply(choices)
     for line in choices.text().splitlines():
         log.line(f"# kernels: {line}")
-
-
-@dataclass
-class TimedRun:
-    """Everything between ``run_start`` and ``run_stop``."""
-
-    config: Config
-    inputs: Inputs
-    mesh: Mesh
-    log: MLLog
-    reporter: Reporter
-    stopwatch: Stopwatch
-    step: TrainingStep
-    loader: Loader
-    evaluator: Evaluator
-    interruption: Interruption
-    steps: int = 0
-    samples: int = 0
-
-    def train(self) -> str:
-        """Train and evaluate in turn until the target is reached, the samples are used up or a signal comes."""
-        self.started = self.recorded = time.perf_counter()
-        self.recorded_steps = 0
-        self.interruption.deferred = True
-        status, accuracy, evaluations = None, None, 0
-        while status is None:
-            evaluations += 1
-            due = evaluation_samples(evaluations, self.inputs.interval, self.config.training.global_batch_size)
-            stopping = self._block(due)
-            if stopping or self.samples < due:
-                status = "aborted"
-            else:
-                accuracy = self._evaluate()
-                status = "success" if accuracy >= self.config.evaluation.target else None
-        self.log.run_stop(status, samples=self.samples, eval_samples=self.evaluator.samples)
-        self.reporter.write(EndRecord(status, time.perf_counter() - self.started, self.samples, accuracy))
-        return status
-
-    def _block(self, due: int) -> bool:
-        """Train up to ``due`` samples; returns whether to stop at once."""
-        training = self.config.training
-        stopping = False
-        self.log.block_start(self.samples)
-        while not stopping and self.samples < due and self.samples < training.max_samples:
-            with self.stopwatch.time("data_wait"):
-                micro_batches = next(self.loader)
-            self.step(micro_batches)
-            self.steps += 1
-            self.samples += training.global_batch_size
-            if self.steps % self.config.log.interval_steps == 0 or self.samples >= due:
-                stopping = self._record()
-        self.log.block_stop(self.samples)
-        return stopping
-
-    def _record(self) -> bool:
-        """Fetch the statistics and report them; returns whether some rank was told to stop."""
-        means, stopping = self.step.statistics.fetch(stop=self.interruption.number is not None)
-        now = time.perf_counter()
-        steps, seconds = self.steps - self.recorded_steps, now - self.recorded
-        phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self.stopwatch.take().items()}
-        self.reporter.write(
-            StepRecord(
-                step=self.steps,
-                samples=self.samples,
-                time_s=now - self.started,
-                step_ms=1000 * seconds / steps,
-                **phases,
-                loss=means["masked_lm_loss"] + means["next_sentence_loss"],
-                masked_lm_loss=means["masked_lm_loss"],
-                next_sentence_loss=means["next_sentence_loss"],
-                learning_rate=learning_rate(self.config.optimizer, self.steps - 1),
-                gradient_norm=means["gradient_norm"],
-                tokens_per_s=means["tokens"] * steps / seconds,
-                sequences_per_s=self.config.training.global_batch_size * steps / seconds,
-            )
-        )
-        self.recorded, self.recorded_steps = now, self.steps
-        return stopping
-
-    def _evaluate(self) -> float:
-        begin = time.perf_counter()
-        self.log.eval_start(self.samples)
-        accuracy = self.evaluator(self.step.model, self.step.autocast())
-        self.log.eval_accuracy(accuracy.value, self.samples)
-        self.log.eval_stop(self.samples)
-        now = self.recorded = time.perf_counter()
-        self.reporter.write(
-            EvaluationRecord(
-                step=self.steps,
-                samples=self.samples,
-                time_s=now - self.started,
-                eval_s=now - begin,
-                masked_lm_accuracy=accuracy.value,
-                correct=accuracy.correct,
-                count=accuracy.count,
-            )
-        )
-        return accuracy.value
 
 
 def _log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:
@@ -380,13 +324,35 @@ def _capacities(config: Config, train: Dataset, mesh: Mesh) -> list[Capacity]:
     return choose_capacities(tokens, masked, training.global_batch_size // lanes, train.info.max_seq_length)
 
 
-def _loader(config: Config, train: Dataset, plan: Plan, mesh: Mesh, capacities: Sequence[Capacity]) -> Loader:
+def _resumed(config: Config, inputs: Inputs, mesh: Mesh) -> RunState | None:
+    """Where the run goes on, if it does: asked to, or started again by torchrun after a fault."""
+    folder = config.resume
+    if folder is None and _restarted() and config.checkpoint.folder and checkpoint_folders(config.checkpoint.folder):
+        if config.log.division == "closed":
+            raise ValueError(
+                "a run of the closed division is timed in one piece and does not go on after a fault: start it anew"
+            )
+        folder = config.checkpoint.folder
+    return None if folder is None else find(folder, config, inputs.train, mesh)
+
+
+def _restarted() -> bool:
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def _loader(
+    config: Config, train: Dataset, plan: Plan, mesh: Mesh, capacities: Sequence[Capacity], first_step: int
+) -> Loader:
     if choose_loader(config.data.loader, mesh.device) == "dali":
         from dataloading.dali import DaliLoader as Chosen  # an optional dependency
     else:
         Chosen = NumpyLoader
     prefetch = config.data.prefetch
-    return Chosen(train, lambda step: plan.rank_batches(step, mesh.rank), mesh.device, prefetch, capacities)
+
+    def rank_batches(step: int) -> list[MicroBatch]:
+        return plan.rank_batches(first_step + step, mesh.rank)
+
+    return Chosen(train, rank_batches, mesh.device, prefetch, capacities)
 
 
 def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, capacities: Sequence[Capacity]) -> list[Batch]:
@@ -446,6 +412,10 @@ def _first_free(folder: Path) -> int:
 
 def _stopped(interrupted: Interrupted) -> int:
     _complain(interrupted)
+    return _status(interrupted)
+
+
+def _status(interrupted: Interrupted) -> int:
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + interrupted.number
 
 
@@ -456,8 +426,11 @@ def _refused(error: ValueError | OSError) -> int:
 
 def _complain(error: Exception) -> None:
     """One line, from every rank that has one: what is wrong may be wrong on a single machine."""
-    rank = os.environ.get("RANK", "0")
-    print(f"error: {error}" if rank == "0" else f"error: rank {rank}: {error}", file=sys.stderr)
+    try:
+        rank = Launch.from_environment().rank
+    except ValueError:  # the environment is what is wrong
+        rank = 0
+    print(f"error: rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Line charts as inline SVG. Colours and type come from the style sheet of the page, so they follow its scheme."""
+"""Charts as inline SVG. Colours and type come from the style sheet of the page, so they follow its scheme."""
 
 from __future__ import annotations
 
@@ -38,8 +38,38 @@ def line_chart(
 ) -> str:
     """An SVG element with all lines over shared axes, and a dashed line at the target."""
     points = [point for line in lines for point in line.points]
-    x_ticks = ticks(0.0, max(x for x, _ in points))
     levels = [y for _, y in points] + ([target] if target is not None else [])
+    parts, x_of, y_of = _axes(max(x for x, _ in points), levels, title, x_title, y_format)
+    parts += [_draw(line, x_of, y_of, markers) for line in lines]
+    if target is not None:
+        y = y_of(target)
+        parts.append(f'<line class="target" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(f'<text class="target" x="{LEFT + 6}" y="{y - 6:.1f}">target {y_format(target)}</text>')
+    return "".join([*parts, "</svg>"])
+
+
+def stacked_chart(lines: Sequence[Line], *, title: str, x_title: str, y_format: Callable[[float], str]) -> str:
+    """An SVG element with an area for each line, one on top of the other; all have the same x, and `kind` is the colour."""
+    xs = [x for x, _ in lines[0].points]
+    levels = [[0.0] * len(xs)]
+    for line in lines:
+        levels.append([below + y for below, (_, y) in zip(levels[-1], line.points, strict=True)])
+    edges = [thin(list(zip(xs, level, strict=True))) for level in levels]
+    parts, x_of, y_of = _axes(max(xs), [0.0, *levels[-1]], title, x_title, y_format)
+    for line, lower, upper in zip(lines, edges, edges[1:], strict=False):
+        corners = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*upper, *reversed(lower)])
+        parts.append(f'<polygon class="{line.kind}" points="{corners}"><title>{escape(line.name)}</title></polygon>')
+    return "".join([*parts, "</svg>"])
+
+
+Scale = Callable[[float], float]
+
+
+def _axes(
+    x_high: float, levels: Sequence[float], title: str, x_title: str, y_format: Callable[[float], str]
+) -> tuple[list[str], Scale, Scale]:
+    """The open SVG element with grid and numbers, and where x and y lie in it."""
+    x_ticks = ticks(0.0, x_high)
     y_ticks = ticks(min(levels), max(levels))
     x_of = _scale(x_ticks[0], x_ticks[-1], LEFT, WIDTH - RIGHT)
     y_of = _scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
@@ -53,15 +83,10 @@ def line_chart(
         parts.append(f'<text class="tick" {position} text-anchor="middle">{short_count(tick)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_title)}</text>')
-    parts += [_draw(line, x_of, y_of, markers) for line in lines]
-    if target is not None:
-        y = y_of(target)
-        parts.append(f'<line class="target" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="target" x="{LEFT + 6}" y="{y - 6:.1f}">target {y_format(target)}</text>')
-    return "".join([*parts, "</svg>"])
+    return parts, x_of, y_of
 
 
-def _draw(line: Line, x_of: Callable[[float], float], y_of: Callable[[float], float], markers: bool) -> str:
+def _draw(line: Line, x_of: Scale, y_of: Scale, markers: bool) -> str:
     places = [(x_of(x), y_of(y)) for x, y in thin(line.points)]
     coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     drawn = f'<polyline points="{coordinates}"/>'
@@ -70,7 +95,7 @@ def _draw(line: Line, x_of: Callable[[float], float], y_of: Callable[[float], fl
     return f'<g class="line {line.kind}"><title>{escape(line.name)}</title>{drawn}</g>'
 
 
-def _scale(low: float, high: float, start: float, stop: float) -> Callable[[float], float]:
+def _scale(low: float, high: float, start: float, stop: float) -> Scale:
     return lambda value: start + (value - low) / (high - low) * (stop - start)
 
 

@@ -162,6 +162,13 @@ def _check_lines(context: _Context) -> Iterator[Finding]:
         yield Finding(None, "", "no MLLOG record in the file", "the log of a run", "log format", remedy)
 
 
+def _check_whole_run(context: _Context) -> Iterator[Finding]:
+    if resumed := context.log.header.get("resumed from"):
+        remedy = "submit a run that was timed from its start to its end"
+        found = f"the run went on from a checkpoint, {_show(resumed)}"
+        yield Finding(None, "", found, "a run trained from run_start on", "TR 11", remedy)
+
+
 def _check_presence(context: _Context) -> Iterator[Finding]:
     if not context.log.token_lines:
         return
@@ -381,6 +388,7 @@ def _check_result(context: _Context) -> Iterator[Finding]:
 
 _CHECKS: tuple[Callable[[_Context], Iterator[Finding]], ...] = (
     _check_lines,
+    _check_whole_run,
     _check_presence,
     _check_repeats,
     _check_values,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from compliance.artefact import write_whole
-from compliance.charts import Line, line_chart
+from compliance.charts import Line, line_chart, stacked_chart
 from compliance.results import Results, Run, load_results, numbers
 from compliance.rules import NEWEST_RULESET
 from compliance.summary import COLUMNS, NOT_A_RESULT, cells, count, duration, fraction, rate, score_line
@@ -18,13 +18,14 @@ STYLE_SHEET = Path(__file__).with_name("report.css")
 
 PARTS = (
     ("forward and backward", "compute", "forward_backward_ms"),
-    ("reduction", "reduce", "reduce_ms"),
+    ("exposed communication", "reduce", "reduce_ms"),
     ("update", "update", "update_ms"),
     ("waiting for data", "data-wait", "data_wait_ms"),
 )
 """Parts of a step: name, class of the style sheet, key of the metrics."""
 
 MAX_LOSS = 1e6
+MAX_STEP_MS = 1e9
 
 STEP_PARTS = {name for name, _, _ in PARTS}
 
@@ -51,7 +52,7 @@ def render(results: Results) -> str:
         _figures(results),
         _section("Runs", _table(results), _findings(results.runs)),
         _section("Accuracy and loss", _curves(results.runs)),
-        _section("Where the time went", _breakdown(results.runs)),
+        _section("Where the time went", _breakdown(results.runs), _timeline(shown)),
         _section("System", _facts(_named(results.description))),
         _section("Configuration", _configuration(shown)),
         f"<footer>Checked with the official compliance checker, ruleset {escape(shown.verdict.ruleset)}, and this "
@@ -211,6 +212,30 @@ def _breakdown(runs: Iterable[Run]) -> str:
         each = f", {1000 * part / steps:.3g} ms a step" if name in STEP_PARTS and steps > 0 else ""
         key.append(f'<li><i class="{classes[name]}"></i>{name} {100 * part / whole:.1f} %{each}</li>')
     return f'{"".join(rows)}<ul class="key">{"".join(key)}</ul>'
+
+
+def _timeline(run: Run) -> str:
+    """The parts of a step over the run, stacked; empty with fewer than two step records."""
+    keys = ("samples", "step_ms", *(key for _, _, key in PARTS))
+    rows = [tuple(value for key in keys for value in numbers([step], key)) for step in run.metrics["step"]]
+    rows = [row for row in rows if len(row) == len(keys) and min(row) >= 0 and max(row[1:]) < MAX_STEP_MS]
+    if len(rows) < 2:
+        return ""
+    xs, wholes, *parts = zip(*rows, strict=True)
+    rests = tuple(max(0.0, whole - sum(row[2:])) for whole, row in zip(wholes, rows, strict=True))
+    names = [(name, css) for name, css, _ in PARTS] + [("other", "other")]
+    lines = [
+        Line(name, list(zip(xs, heights, strict=True)), css)
+        for (name, css), heights in zip(names, [*parts, rests], strict=True)
+    ]
+    chart = stacked_chart(
+        lines,
+        title="parts of a step over sequences trained",
+        x_title="sequences trained",
+        y_format=lambda value: f"{value:.3g}",
+    )
+    heading = f"<h3>Parts of a step of run {run.number}, milliseconds</h3>"
+    return f'<div class="charts timeline"><figure>{heading}{chart}</figure></div>'
 
 
 def _named(description: dict[str, str]) -> dict[str, str]:

@@ -291,6 +291,7 @@ class Dataset:
             shard = self.open_listed(index)
             if self._verified_in_passing:
                 shard.verify(self.shards[index].digest)
+            shard.expect_random_reads()
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
                 held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes

@@ -225,6 +225,37 @@ class Prefetcher(Generic[Item]):
             self._ready.put((None, error))
 
 
+Step = tuple[list[Batch], torch.cuda.Event | None]
+"""Micro-batches of a step, and what tells that they have arrived on the GPU."""
+
+
+class Uploads:
+    """Copies of micro-batches to a GPU, on a stream of their own: they take place beside the step that runs meanwhile."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def start(self, batches: list[Batch]) -> Step:
+        """Hand over the copies, from any thread. The allocator keeps the pinned memory until they have taken place."""
+        with torch.cuda.stream(self._stream):
+            copies = [batch.pin().to(self._device) for batch in batches]
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return copies, arrived
+
+    def finish(self, step: Step) -> list[Batch]:
+        """The copies, for the current stream, which waits for them; the host does not."""
+        copies, arrived = step
+        assert arrived is not None
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(arrived)
+        for batch in copies:
+            for tensor in batch.tensors.values():
+                tensor.record_stream(current)  # else its memory may be written again while this stream reads it
+        return copies
+
+
 class NumpyLoader:
     """Batches assembled by NumPy in a background thread, ``prefetch`` steps ahead.
 
@@ -243,23 +274,24 @@ class NumpyLoader:
         self.capacities = capacities
         self._source = source
         self._rank_batches = rank_batches
-        self._device = device
+        self._uploads = Uploads(device) if device.type == "cuda" else None
         self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
 
     def __next__(self) -> list[Batch]:
         """The micro-batches of the next step, on the loader's device."""
-        return [batch.to(self._device) for batch in next(self._prefetcher)]
+        step = next(self._prefetcher)
+        return step[0] if self._uploads is None else self._uploads.finish(step)
 
     def close(self) -> None:
         """Stop the background thread."""
         self._prefetcher.close()
 
-    def _assemble(self, step: int) -> list[Batch]:
+    def _assemble(self, step: int) -> Step:
         batches = []
         for micro in self._rank_batches(step):
             samples = self._source.take(micro.indices)
             batches.append(batch_of(samples, micro, capacity_of(samples, self.capacities)))
-        return [batch.pin() for batch in batches] if self._device.type == "cuda" else batches
+        return (batches, None) if self._uploads is None else self._uploads.start(batches)
 
 
 def choose_loader(kind: str, device: torch.device) -> str:

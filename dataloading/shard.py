@@ -181,6 +181,11 @@ class Shard(ABC):
         if self._content is not None:
             self._content.madvise(mmap.MADV_DONTNEED)
 
+    def expect_random_reads(self) -> None:
+        """Tells the system that what lies around a sample is not wanted, which it would read ahead otherwise."""
+        if self._content is not None:
+            self._content.madvise(mmap.MADV_RANDOM)
+
     def close(self) -> None:
         """Lets go of the file; samples that were read stay valid."""
         for name in ("_content", "_samples", "_columns", "_bytes", "_labels", "_offsets"):

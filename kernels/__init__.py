@@ -46,6 +46,8 @@ dense_gelu = _op(reference.dense_gelu, "kernels.triton_dense")
 embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton_layer_norm", _APEX_NORM, _PYTORCH)
 masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton_loss", _APEX_LOSS)
 lamb_step = _op(lamb.lamb_step, "kernels.triton_lamb")
+lamb_directions = _op(lamb.lamb_directions, "kernels.triton_lamb")
+lamb_apply = _op(lamb.lamb_apply, "kernels.triton_lamb")
 cast_fp8 = _op(fp8.cast_fp8, "kernels.triton_fp8")
 cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton_fp8")
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton_fp8")
@@ -65,6 +67,8 @@ OPS = {
         embedding_layer_norm,
         masked_lm_loss,
         lamb_step,
+        lamb_directions,
+        lamb_apply,
         cast_fp8,
         cast_transpose_fp8,
         cast_transpose_sum_fp8,
@@ -104,6 +108,8 @@ __all__ = [
     "dense_gelu",
     "dropout_add_layer_norm",
     "embedding_layer_norm",
+    "lamb_apply",
+    "lamb_directions",
     "lamb_step",
     "masked_lm_loss",
     "new_scales",

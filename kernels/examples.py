@@ -44,7 +44,7 @@ def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size
     gradients.
     """
     make = _Maker(device, dtype, size)
-    return _lamb_step(make) if op == "lamb_step" else (_MAKERS[op](make), {})
+    return _LAMB_MAKERS[op](make) if op in _LAMB_MAKERS else (_MAKERS[op](make), {})
 
 
 class _Maker:
@@ -155,18 +155,33 @@ def _scale_and_amax(make: _Maker) -> tuple[Tensor, Tensor]:
 
 
 def _lamb_step(make: _Maker) -> Arguments:
+    args, kwargs = _lamb_directions(make)
+    del kwargs["norm"]
+    return args, kwargs | {"learning_rate": torch.full((), 1e-3, device=make.device)}
+
+
+def _lamb_directions(make: _Maker) -> Arguments:
     size = make.size
     segments = LambSegments((size.hidden * size.intermediate, size.intermediate, size.hidden), (True, False, False))
     weights, gradients = (make.values(sum(segments.sizes)).detach().float() for _ in range(2))
     numbers = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}
     step = torch.ones((), dtype=torch.int64, device=make.device)
+    norm = torch.full((), len(gradients) ** 0.5, device=make.device)
+    return (weights, gradients, LambState.zeros_like(weights), segments), numbers | {"step": step, "norm": norm}
+
+
+def _lamb_apply(make: _Maker) -> Arguments:
+    (weights, _, state, segments), kwargs = _lamb_directions(make)
+    squares = torch.ones(2, sum(segments.adapted), dtype=torch.float64, device=make.device)
     rate = torch.full((), 1e-3, device=make.device)
-    return (weights, gradients, LambState.zeros_like(weights), segments), numbers | {
-        "step": step,
-        "learning_rate": rate,
-    }
+    return (weights, state, segments, squares), {"norm": kwargs["norm"], "learning_rate": rate}
 
 
+_LAMB_MAKERS: dict[str, Callable[[_Maker], Arguments]] = {
+    "lamb_step": _lamb_step,
+    "lamb_directions": _lamb_directions,
+    "lamb_apply": _lamb_apply,
+}
 _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "varlen_attention": _varlen_attention,
     "varlen_self_attention": _varlen_self_attention,

@@ -1,7 +1,7 @@
 # pyright: reportPrivateImportUsage=false
 """LAMB on flat buffers: one pass for the moments, one norm a segment, one pass for the step.
 
-Shape legend in ``kernels/__init__.py``.
+Shape legend in ``kernels/__init__.py``; besides, A adapted segments.
 """
 
 from dataclasses import dataclass
@@ -27,20 +27,27 @@ class LambSegments:
         """The segments of a flat vector, as views."""
         return list(torch.split(flat_P, list(self.sizes)))
 
+    def adapted_views(self, flat_P: Tensor) -> list[Tensor]:
+        """The adapted segments of a flat vector, as views."""
+        return [view for view, adapted in zip(self.views(flat_P), self.adapted, strict=True) if adapted]
+
 
 @dataclass(frozen=True)
 class LambState:
-    """The optimizer's flat vectors, all fp32 [P] on the parameters' device."""
+    """The optimizer's flat vectors, all fp32 [P] on the parameters' device, and a count."""
 
     momentum_P: Tensor
     variance_P: Tensor
     update_P: Tensor
     """Scratch for the update direction, kept so that no step allocates."""
+    skipped: Tensor
+    """int64 [], the steps that were not taken because a gradient was not finite."""
 
     @classmethod
     def zeros_like(cls, parameters_P: Tensor) -> "LambState":
         """Fresh state for a flat parameter vector."""
-        return cls(*(torch.zeros_like(parameters_P) for _ in range(3)))
+        momentum_P, variance_P, update_P = (torch.zeros_like(parameters_P) for _ in range(3))
+        return cls(momentum_P, variance_P, update_P, torch.zeros((), dtype=torch.int64, device=parameters_P.device))
 
 
 def lamb_step(
@@ -58,43 +65,119 @@ def lamb_step(
     max_grad_norm: float,
     low_precision_P: Tensor | None = None,
 ) -> Tensor:
-    """One LAMB update in place; returns the gradient's global norm before clipping, [].
+    """One LAMB update in place; returns the gradient's global norm before clipping, [], and sets the gradient to zero.
 
     ``step``, int64 [], counts from 1; with ``learning_rate``, fp32 [], it lies on the parameters' device, so that a captured
     step can be replayed. As the MLPerf reference defines it: gradients are clipped by their global norm, moments are
     bias-corrected, epsilon stands outside the root, and the step of an adapted segment is scaled by ||w|| / ||u|| (1 where
-    either is zero). ``gradients_P`` is used up. ``low_precision_P`` [P], if given, becomes a copy of the new parameters.
+    either is zero). ``low_precision_P`` [P], if given, becomes a copy of the new parameters.
+
+    Where the norm is not finite, the step is skipped: parameters and moments stay, and ``state.skipped`` goes up. The caller
+    then gives the same ``step`` again.
 
     Source: You et al., arXiv 1904.00962, with the reference's weight-decay and adaptation exclusions.
     """
-    momentum_P, variance_P, update_P = state.momentum_P, state.variance_P, state.update_P
-    momentum_correction, root_correction = bias_corrections(step, beta_1, beta_2)
     norm = torch.linalg.vector_norm(gradients_P)
-    gradients_P.mul_(clip_factor(norm, max_grad_norm))
-    momentum_P.lerp_(gradients_P, 1 - beta_1)
-    variance_P.mul_(beta_2).addcmul_(gradients_P, gradients_P, value=1 - beta_2)
-    torch.sqrt(variance_P, out=update_P)
-    update_P.mul_(root_correction).add_(epsilon)
-    torch.div(momentum_P, update_P, out=update_P)
-    update_P.mul_(momentum_correction)
-    if any(segments.adapted):  # the batched ops refuse empty lists
-        weights, updates = _adapted(segments, parameters_P), _adapted(segments, update_P)
-        # torch._foreach_*: the batched ops that torch.optim is built on
-        torch._foreach_add_(updates, weights, alpha=weight_decay)
-        torch._foreach_mul_(updates, _trust_ratios(weights, updates))
-    parameters_P.addcmul_(update_P, learning_rate, value=-1)
-    if low_precision_P is not None:
-        low_precision_P.copy_(parameters_P)
+    squares_2A = lamb_directions(
+        parameters_P,
+        gradients_P,
+        state,
+        segments,
+        norm=norm,
+        step=step,
+        beta_1=beta_1,
+        beta_2=beta_2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+    )
+    lamb_apply(
+        parameters_P,
+        state,
+        segments,
+        squares_2A,
+        norm=norm,
+        learning_rate=learning_rate,
+        low_precision_P=low_precision_P,
+    )
     return norm
 
 
-def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor, Tensor]:
-    """What the momentum, and the root of the variance, are multiplied by at ``step``; both float64 [].
+def lamb_directions(
+    parameters_P: Tensor,
+    gradients_P: Tensor,
+    state: LambState,
+    segments: LambSegments,
+    *,
+    norm: Tensor,
+    step: Tensor,
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+    weight_decay: float,
+    max_grad_norm: float,
+) -> Tensor:
+    """The first half of ``lamb_step``: moments and directions; sets the gradient to zero, leaves the parameters.
 
-    In double precision, since 1 - beta^step cancels in single.
+    Returns sums of squares, fp64 [2, A]: of the parameters and of the directions of each adapted segment. ``norm``, [], is
+    that of the whole gradient. Where the vectors are a shard of it, ``segments`` are the pieces that segments have in the
+    shard, padding among them; their sums are to be added up over pieces and shards before ``lamb_apply``.
+    """
+    momentum_P, variance_P, update_P = state.momentum_P, state.variance_P, state.update_P
+    root_factor, epsilon_factor = bias_corrections(step, beta_1, beta_2)
+    # Factors lie on the device: of a step that is skipped they are those that change nothing.
+    taken = norm < torch.inf  # False for NaN
+    clip = torch.where(taken, clip_factor(norm, max_grad_norm), 0.0)
+    torch.nan_to_num(gradients_P, nan=0.0, posinf=0.0, neginf=0.0, out=gradients_P)  # NaN times zero is NaN
+    gradients_P.mul_(clip)
+    momentum_P.lerp_(gradients_P, (1 - beta_1) * taken.to(momentum_P.dtype))
+    variance_P.mul_(1 - (1 - beta_2) * taken.double())
+    variance_P.addcmul_(gradients_P, gradients_P, value=1 - beta_2)
+    gradients_P.zero_()
+    state.skipped.add_(~taken)
+    torch.sqrt(variance_P, out=update_P)
+    update_P.mul_(root_factor).add_(epsilon * epsilon_factor)
+    torch.div(momentum_P, update_P, out=update_P)
+    weights, updates = segments.adapted_views(parameters_P), segments.adapted_views(update_P)
+    if not updates:  # the batched ops refuse empty lists
+        return root_factor.new_zeros(2, 0)
+    # torch._foreach_*: the batched ops that torch.optim is built on
+    torch._foreach_add_(updates, weights, alpha=weight_decay)
+    # The root of a square in double precision rounds to the norm itself.
+    return torch.stack([*torch._foreach_norm(weights), *torch._foreach_norm(updates)]).double().square().view(2, -1)
+
+
+def lamb_apply(
+    parameters_P: Tensor,
+    state: LambState,
+    segments: LambSegments,
+    squares_2A: Tensor,
+    *,
+    norm: Tensor,
+    learning_rate: Tensor,
+    low_precision_P: Tensor | None = None,
+) -> None:
+    """The second half of ``lamb_step``: the step along the directions, by the norms that ``squares_2A`` are the squares of.
+
+    Of a shard, the squares are those of the whole segment that each piece belongs to.
+    """
+    updates = segments.adapted_views(state.update_P)
+    if updates:
+        torch._foreach_mul_(updates, list(_trust_ratios(squares_2A.sqrt().to(state.update_P.dtype)).unbind()))
+    parameters_P.addcmul_(state.update_P, learning_rate * (norm < torch.inf), value=-1)
+    if low_precision_P is not None:
+        low_precision_P.copy_(parameters_P)
+
+
+def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor, Tensor]:
+    """What the root of the variance, and epsilon, are multiplied by at ``step``; both float64 [].
+
+    The momentum's own is divided out: the direction is momentum / (root_factor * root + epsilon_factor * epsilon), with a
+    rounding less, and a pass. In double precision, since 1 - beta^step cancels in single.
     """
     steps = step.double()
-    return (1 - beta_1**steps).reciprocal(), (1 - beta_2**steps).rsqrt()
+    epsilon_factor = 1 - beta_1**steps
+    return (1 - beta_2**steps).rsqrt() * epsilon_factor, epsilon_factor
 
 
 def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
@@ -102,12 +185,7 @@ def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
     return max_grad_norm / norm.clamp(min=max_grad_norm)
 
 
-def _adapted(segments: LambSegments, flat_P: Tensor) -> list[Tensor]:
-    return [view for view, adapted in zip(segments.views(flat_P), segments.adapted, strict=True) if adapted]
-
-
-def _trust_ratios(weights: list[Tensor], updates: list[Tensor]) -> list[Tensor]:
-    weight_norms = torch.stack(torch._foreach_norm(weights))
-    update_norms = torch.stack(torch._foreach_norm(updates))
-    usable = (weight_norms > 0) & (update_norms > 0)
-    return list(torch.where(usable, weight_norms / update_norms, 1.0).unbind())
+def _trust_ratios(norms_2A: Tensor) -> Tensor:
+    weight_norms_A, update_norms_A = norms_2A.unbind()
+    usable_A = (weight_norms_A > 0) & (update_norms_A > 0)
+    return torch.where(usable_A, weight_norms_A / update_norms_A, 1.0)

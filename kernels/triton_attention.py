@@ -130,7 +130,7 @@ def configurations() -> "list[Configuration]":
         packed = (2 if last_layer else 3) * heads * size
         strides = [heads * size if last_layer else packed, packed, packed]
         gradient_strides = [heads * size] * 3 if last_layer else strides
-        case = f"{model}{', last layer' if last_layer else ''}{', dropout' if dropout else ''}"
+        case = f"{model}{', last layer' if last_layer else ''}{', dropout' if dropout else ''}, from sm_{capability}"
         for name, kernel in kernels.items():
             launch = _LAUNCHES[capability][name]
             constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch)

@@ -2,10 +2,10 @@
 # ruff: noqa: ANN001, ANN202
 """LAMB on flat buffers in Triton: the norm, one pass for the moments and the direction, one for the step.
 
-Shape legend in ``kernels/__init__.py``; besides, G segments and C chunks. A chunk is what one program works on: up to
-``CHUNK`` neighbouring elements of one segment. Bytes of memory traffic a parameter: 4 for the norm, 28 for moments and
-direction, 12 for the step, 2 more with a low-precision copy: 44 or 46 in all. Nothing is added atomically: equal inputs give
-equal results.
+Shape legend in ``kernels/__init__.py``; besides, G segments, A of them adapted, and C chunks. A chunk is what one program
+works on: up to ``CHUNK`` neighbouring elements of one segment. Bytes of memory traffic a parameter: 4 for the norm, 32 for
+moments, direction and the gradient's zeros, 12 for the step, 2 more with a low-precision copy: 48 or 50 in all. Nothing is
+added atomically: equal inputs give equal results.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.lamb import LambSegments, LambState, bias_corrections, clip_factor
+from kernels.lamb import LambSegments, LambState, bias_corrections
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
@@ -46,23 +46,64 @@ def lamb_step(
     max_grad_norm: float,
     low_precision_P: Tensor | None = None,
 ) -> Tensor:
-    """As ``kernels.lamb.lamb_step``, on fp32 buffers; ``gradients_P`` is left as it is.
+    """As ``kernels.lamb.lamb_step``, on fp32 buffers.
 
     The first call for some segments makes their table of chunks on the device: make one before capturing a graph.
     """
+    norm = torch.linalg.vector_norm(gradients_P)
+    squares_2A = lamb_directions(
+        parameters_P,
+        gradients_P,
+        state,
+        segments,
+        norm=norm,
+        step=step,
+        beta_1=beta_1,
+        beta_2=beta_2,
+        epsilon=epsilon,
+        weight_decay=weight_decay,
+        max_grad_norm=max_grad_norm,
+    )
+    lamb_apply(
+        parameters_P,
+        state,
+        segments,
+        squares_2A,
+        norm=norm,
+        learning_rate=learning_rate,
+        low_precision_P=low_precision_P,
+    )
+    return norm
+
+
+def lamb_directions(
+    parameters_P: Tensor,
+    gradients_P: Tensor,
+    state: LambState,
+    segments: LambSegments,
+    *,
+    norm: Tensor,
+    step: Tensor,
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+    weight_decay: float,
+    max_grad_norm: float,
+) -> Tensor:
+    """As ``kernels.lamb.lamb_directions``, on fp32 buffers, with a first call as in ``lamb_step``."""
     chunks = _chunks(segments, parameters_P.device)
-    return _lamb_step(
+    return _lamb_directions(
         parameters_P,
         gradients_P,
         state.momentum_P,
         state.variance_P,
         state.update_P,
-        low_precision_P,
+        state.skipped,
         chunks.table_C4,
-        chunks.bounds_G1,
-        chunks.adapted_G,
+        chunks.places_G,
+        chunks.spans_A2,
+        norm,
         step,
-        learning_rate,
         beta_1,
         beta_2,
         epsilon,
@@ -71,7 +112,31 @@ def lamb_step(
     )
 
 
-def unsupported_reasons(
+def lamb_apply(
+    parameters_P: Tensor,
+    state: LambState,
+    segments: LambSegments,
+    squares_2A: Tensor,
+    *,
+    norm: Tensor,
+    learning_rate: Tensor,
+    low_precision_P: Tensor | None = None,
+) -> None:
+    """As ``kernels.lamb.lamb_apply``, on fp32 buffers, with a first call as in ``lamb_step``."""
+    chunks = _chunks(segments, parameters_P.device)
+    _lamb_apply(
+        parameters_P,
+        state.update_P,
+        low_precision_P,
+        squares_2A,
+        chunks.table_C4,
+        chunks.places_G,
+        norm,
+        learning_rate,
+    )
+
+
+def lamb_step_unsupported_reasons(
     parameters_P: Tensor,
     gradients_P: Tensor,
     state: LambState,
@@ -88,12 +153,60 @@ def unsupported_reasons(
 ) -> list[str]:
     """Why ``lamb_step`` cannot work on these arguments; empty when it can."""
     del beta_1, beta_2, epsilon, weight_decay, max_grad_norm  # any numbers will do
+    flat = (gradients_P, state.momentum_P, state.variance_P, state.update_P)
+    return _reasons(segments, parameters_P, flat, low_precision_P, (step, learning_rate, state.skipped))
+
+
+def lamb_directions_unsupported_reasons(
+    parameters_P: Tensor,
+    gradients_P: Tensor,
+    state: LambState,
+    segments: LambSegments,
+    *,
+    norm: Tensor,
+    step: Tensor,
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+    weight_decay: float,
+    max_grad_norm: float,
+) -> list[str]:
+    """Why ``lamb_directions`` cannot work on these arguments; empty when it can."""
+    del beta_1, beta_2, epsilon, weight_decay, max_grad_norm  # any numbers will do
+    flat = (gradients_P, state.momentum_P, state.variance_P, state.update_P)
+    return _reasons(segments, parameters_P, flat, None, (norm, step, state.skipped))
+
+
+def lamb_apply_unsupported_reasons(
+    parameters_P: Tensor,
+    state: LambState,
+    segments: LambSegments,
+    squares_2A: Tensor,
+    *,
+    norm: Tensor,
+    learning_rate: Tensor,
+    low_precision_P: Tensor | None = None,
+) -> list[str]:
+    """Why ``lamb_apply`` cannot work on these arguments; empty when it can."""
+    reasons = _reasons(segments, parameters_P, (state.update_P,), low_precision_P, (squares_2A, norm, learning_rate))
+    if squares_2A.shape != (2, sum(segments.adapted)):
+        reasons.append(f"squares of shape {list(squares_2A.shape)} for {sum(segments.adapted)} adapted segments")
+    return reasons
+
+
+def _reasons(
+    segments: LambSegments,
+    parameters_P: Tensor,
+    buffers: tuple[Tensor, ...],
+    low_precision_P: Tensor | None,
+    others: tuple[Tensor, ...],
+) -> list[str]:
     reasons = []
     if not parameters_P.is_cuda and not triton.knobs.runtime.interpret:
         reasons.append(f"parameters on {parameters_P.device.type}, expected a CUDA device")
     if sum(segments.sizes) != len(parameters_P):
         reasons.append(f"segments of {sum(segments.sizes)} elements for {len(parameters_P)} parameters")
-    flat = (parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P)
+    flat = (parameters_P, *buffers)
     if any(buffer_P.dtype != torch.float32 for buffer_P in flat):
         reasons.append("a buffer that is not float32")
     copies = () if low_precision_P is None else (low_precision_P,)
@@ -101,7 +214,7 @@ def unsupported_reasons(
         reasons.append("a low-precision copy that is neither bfloat16 nor float16")
     if any(buffer_P.shape != parameters_P.shape or not buffer_P.is_contiguous() for buffer_P in (*flat, *copies)):
         reasons.append("buffers of different shapes, or not contiguous")
-    if any(tensor.device != parameters_P.device for tensor in (*flat, *copies, step, learning_rate)):
+    if any(tensor.device != parameters_P.device for tensor in (*flat, *copies, *others)):
         reasons.append("tensors on more than one device")
     return reasons
 
@@ -112,9 +225,11 @@ def configurations() -> "list[Configuration]":
 
     constants = {"CHUNK": CHUNK, "ALIGNMENT": ALIGNMENT}
     types = dict.fromkeys(("parameters", "gradients", "momentum", "variance", "update", "partial_sums"), "*fp32")
-    types |= {"step_sizes": "*fp32", "scalars": "*fp32", "low_precision": "*bf16"}
-    types |= dict.fromkeys(("table", "adapted", "bounds"), "*i32") | {"chunks": "i32"}
-    types |= dict.fromkeys(("beta_1", "rest_1", "beta_2", "rest_2", "epsilon", "weight_decay"), "fp32")
+    types |= {"norm": "*fp32", "learning_rate": "*fp32", "low_precision": "*bf16", "skipped": "*i64"}
+    types |= dict.fromkeys(("squares", "root_correction", "epsilon_correction"), "*fp64")
+    types |= dict.fromkeys(("table", "places", "spans"), "*i32") | {"chunks": "i32", "adapted": "i32"}
+    numbers = ("beta_1", "rest_1", "beta_2", "rest_2", "epsilon", "weight_decay", "max_grad_norm")
+    types |= dict.fromkeys(numbers, "fp32")
 
     def configuration(name: str, kernel: Any, constants: dict[str, object], warps: int) -> Configuration:
         signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
@@ -122,7 +237,7 @@ def configurations() -> "list[Configuration]":
 
     return [
         configuration("lamb, direction", _direction_kernel, {**constants}, WARPS),
-        configuration("lamb, step sizes", _step_sizes_kernel, {"REDUCTION": REDUCTION}, 4),
+        configuration("lamb, sums of squares", _squares_kernel, {"REDUCTION": REDUCTION}, 4),
         configuration("lamb, step", _apply_kernel, {**constants, "low_precision": None}, WARPS),
         configuration("lamb, step and bf16 copy", _apply_kernel, {**constants}, WARPS),
     ]
@@ -135,106 +250,136 @@ class _Chunks:
     table_C4: Tensor
     """Of each chunk: its segment, its start in units of ``ALIGNMENT``, and the first and the end of the places after the
     start that are the segment's. Only a segment's first and last chunk can be less than whole."""
-    bounds_G1: Tensor
-    """First chunk of each segment, and C."""
-    adapted_G: Tensor
-    """1 or 0."""
+    places_G: Tensor
+    """Of each segment: its place among the adapted ones, or -1."""
+    spans_A2: Tensor
+    """Of each adapted segment: its first chunk, and the one after its last."""
 
 
 @lru_cache(maxsize=8)
 def _chunks(segments: LambSegments, device: torch.device) -> _Chunks:
     rows: list[tuple[int, int, int, int]] = []
-    bounds = [0]
+    places: list[int] = []
+    spans: list[tuple[int, int]] = []
     starts = accumulate(segments.sizes, initial=0)
     for segment, (start, size) in enumerate(zip(starts, segments.sizes, strict=False)):
         stop = start + size
+        before = len(rows)
         for chunk in range(start // ALIGNMENT * ALIGNMENT, stop, CHUNK):
             rows.append((segment, chunk // ALIGNMENT, max(start - chunk, 0), min(stop - chunk, CHUNK)))
-        bounds.append(len(rows))
-    table_C4, bounds_G1, adapted_G = (
-        torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, bounds, segments.adapted)
+        places.append(len(spans) if segments.adapted[segment] else -1)
+        if segments.adapted[segment]:
+            spans.append((before, len(rows)))
+    table, places_G, flat_spans = (
+        torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, places, spans)
     )
-    return _Chunks(table_C4, bounds_G1, adapted_G)
+    return _Chunks(table.view(-1, 4), places_G, flat_spans.view(-1, 2))
 
 
 @torch.library.custom_op(
-    "mlperf_bert::lamb_step",
-    mutates_args=("parameters_P", "momentum_P", "variance_P", "update_P", "low_precision_P"),
+    "mlperf_bert::lamb_directions",
+    mutates_args=("gradients_P", "momentum_P", "variance_P", "update_P", "skipped"),
 )
-def _lamb_step(
+def _lamb_directions(
     parameters_P: Tensor,
     gradients_P: Tensor,
     momentum_P: Tensor,
     variance_P: Tensor,
     update_P: Tensor,
-    low_precision_P: Tensor | None,
+    skipped: Tensor,
     table_C4: Tensor,
-    bounds_G1: Tensor,
-    adapted_G: Tensor,
+    places_G: Tensor,
+    spans_A2: Tensor,
+    norm: Tensor,
     step: Tensor,
-    learning_rate: Tensor,
     beta_1: float,
     beta_2: float,
     epsilon: float,
     weight_decay: float,
     max_grad_norm: float,
 ) -> Tensor:
-    norm = torch.linalg.vector_norm(gradients_P)
-    clip = clip_factor(norm, max_grad_norm)
-    corrections = bias_corrections(step, beta_1, beta_2)
-    scalars_4 = torch.stack([scalar.float() for scalar in (clip, *corrections, learning_rate)])
-    chunks, segments = len(table_C4), len(adapted_G)
+    chunks, adapted = len(table_C4), len(spans_A2)
     partial_sums_2C = parameters_P.new_empty(2, chunks)
-    step_sizes_G = parameters_P.new_empty(segments)
+    squares_2A = parameters_P.new_empty(2, adapted, dtype=torch.float64)
     _direction_kernel[(chunks,)](
         parameters_P,
         gradients_P,
         momentum_P,
         variance_P,
         update_P,
+        skipped,
         partial_sums_2C,
         table_C4,
-        adapted_G,
-        scalars_4,
+        places_G,
+        norm,
+        *bias_corrections(step, beta_1, beta_2),
         beta_1,
         1 - beta_1,
         beta_2,
         1 - beta_2,
         epsilon,
         weight_decay,
+        max_grad_norm,
         CHUNK=CHUNK,
         ALIGNMENT=ALIGNMENT,
         num_warps=WARPS,
         num_stages=1,
     )
-    _step_sizes_kernel[(segments,)](
-        partial_sums_2C,
-        step_sizes_G,
-        bounds_G1,
-        adapted_G,
-        scalars_4,
-        chunks,
-        REDUCTION=REDUCTION,
-        num_warps=4,
-        num_stages=1,
-    )
-    _apply_kernel[(chunks,)](
+    if adapted:
+        _squares_kernel[(adapted,)](
+            partial_sums_2C, squares_2A, spans_A2, chunks, REDUCTION=REDUCTION, num_warps=4, num_stages=1
+        )
+    return squares_2A
+
+
+@_lamb_directions.register_fake
+def _(
+    parameters_P: Tensor,
+    gradients_P: Tensor,
+    momentum_P: Tensor,
+    variance_P: Tensor,
+    update_P: Tensor,
+    skipped: Tensor,
+    table_C4: Tensor,
+    places_G: Tensor,
+    spans_A2: Tensor,
+    *_others: object,
+) -> Tensor:
+    del gradients_P, momentum_P, variance_P, update_P, skipped, table_C4, places_G
+    return parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
+
+
+@torch.library.custom_op("mlperf_bert::lamb_apply", mutates_args=("parameters_P", "low_precision_P"))
+def _lamb_apply(
+    parameters_P: Tensor,
+    update_P: Tensor,
+    low_precision_P: Tensor | None,
+    squares_2A: Tensor,
+    table_C4: Tensor,
+    places_G: Tensor,
+    norm: Tensor,
+    learning_rate: Tensor,
+) -> None:
+    _apply_kernel[(len(table_C4),)](
         parameters_P,
         update_P,
         low_precision_P,
-        step_sizes_G,
+        squares_2A.contiguous(),
         table_C4,
+        places_G,
+        norm,
+        learning_rate,
+        squares_2A.shape[1],
         CHUNK=CHUNK,
         ALIGNMENT=ALIGNMENT,
         num_warps=WARPS,
         num_stages=1,
     )
-    return norm
 
 
-@_lamb_step.register_fake
-def _(parameters_P: Tensor, *_others: object) -> Tensor:
-    return parameters_P.new_empty(())
+@_lamb_apply.register_fake
+def _(parameters_P: Tensor, *_others: object) -> None:
+    del parameters_P
 
 
 # The parameters of kernels have Triton's types, and hence no annotations.
@@ -247,31 +392,42 @@ def _direction_kernel(
     momentum,
     variance,
     update,
+    skipped,
     partial_sums,
     table,
-    adapted,
-    scalars,
+    places,
+    norm,
+    root_correction,
+    epsilon_correction,
     beta_1,
     rest_1,
     beta_2,
     rest_2,
     epsilon,
     weight_decay,
+    max_grad_norm,
     CHUNK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
     """Moments and update direction of a chunk, and its sums of squared parameters and directions."""
     segment, offsets, first, stop = _chunk(table, CHUNK, ALIGNMENT)
-    decay = tl.where(tl.load(adapted + segment) != 0, weight_decay, 0.0)
+    size = tl.load(norm)
+    taken = _finite(size)
+    if tl.program_id(0) == 0:
+        tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
+    clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))
+    root_factor = tl.load(root_correction).to(tl.float32)
+    epsilon *= tl.load(epsilon_correction).to(tl.float32)
+    decay = tl.where(tl.load(places + segment) >= 0, weight_decay, 0.0)
     # Without a mask when the chunk is whole: with one, elements would be read one by one.
     if stop - first == CHUNK:
         _directions(
-            parameters, gradients, momentum, variance, update, partial_sums, scalars,
+            parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,
             beta_1, rest_1, beta_2, rest_2, epsilon, decay, offsets, None,
         )  # fmt: skip
     else:
         _directions(
-            parameters, gradients, momentum, variance, update, partial_sums, scalars,
+            parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,
             beta_1, rest_1, beta_2, rest_2, epsilon, decay, offsets, _inside(first, stop, CHUNK),
         )  # fmt: skip
 
@@ -284,7 +440,9 @@ def _directions(
     variance,
     update,
     partial_sums,
-    scalars,
+    taken,
+    clip,
+    root_factor,
     beta_1,
     rest_1,
     beta_2,
@@ -294,15 +452,16 @@ def _directions(
     offsets,
     mask,
 ):
-    clip, momentum_correction, root_correction = tl.load(scalars), tl.load(scalars + 1), tl.load(scalars + 2)
     weight = _load(parameters + offsets, mask)
     gradient = _load(gradients + offsets, mask) * clip
-    mean = _load(momentum + offsets, mask) * beta_1 + gradient * rest_1
-    square = _load(variance + offsets, mask) * beta_2 + gradient * gradient * rest_2
+    mean, square = _load(momentum + offsets, mask), _load(variance + offsets, mask)
+    # Selected, not multiplied by zero: a gradient that is not finite would go on being so.
+    mean = tl.where(taken, mean * beta_1 + gradient * rest_1, mean)
+    square = tl.where(taken, square * beta_2 + gradient * gradient * rest_2, square)
     tl.store(momentum + offsets, mean, mask=mask)
     tl.store(variance + offsets, square, mask=mask)
-    direction = tl.div_rn(mean, tl.sqrt_rn(square) * root_correction + epsilon) * momentum_correction
-    direction += decay * weight
+    tl.store(gradients + offsets, tl.zeros_like(gradient), mask=mask)
+    direction = tl.div_rn(mean, tl.sqrt_rn(square) * root_factor + epsilon) + decay * weight
     tl.store(update + offsets, direction, mask=mask)
     partial_sum = partial_sums + tl.program_id(0)
     tl.store(partial_sum, tl.sum(weight * weight))
@@ -310,48 +469,62 @@ def _directions(
 
 
 @triton.jit
-def _step_sizes_kernel(
-    partial_sums,
-    step_sizes,
-    bounds,
+def _squares_kernel(partial_sums, squares, spans, chunks, REDUCTION: tl.constexpr):
+    """Sums of squared parameters and directions of an adapted segment."""
+    place = tl.program_id(0)
+    begin, end = tl.load(spans + 2 * place), tl.load(spans + 2 * place + 1)
+    weights, directions = tl.zeros((REDUCTION,), tl.float64), tl.zeros((REDUCTION,), tl.float64)
+    for start in range(begin, end, REDUCTION):
+        places = start + tl.arange(0, REDUCTION)
+        weights += tl.load(partial_sums + places, mask=places < end, other=0.0)
+        directions += tl.load(partial_sums + chunks + places, mask=places < end, other=0.0)
+    tl.store(squares + place, tl.sum(weights))
+    tl.store(squares + tl.num_programs(0) + place, tl.sum(directions))
+
+
+@triton.jit
+def _apply_kernel(
+    parameters,
+    update,
+    low_precision,
+    squares,
+    table,
+    places,
+    norm,
+    learning_rate,
     adapted,
-    scalars,
-    chunks,
-    REDUCTION: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
-    """Learning rate times trust ratio of a segment."""
-    segment = tl.program_id(0)
-    step_size = tl.load(scalars + 3)
-    if tl.load(adapted + segment) != 0:
-        begin, end = tl.load(bounds + segment), tl.load(bounds + segment + 1)
-        weights, directions = tl.zeros((REDUCTION,), tl.float32), tl.zeros((REDUCTION,), tl.float32)
-        for start in range(begin, end, REDUCTION):
-            places = start + tl.arange(0, REDUCTION)
-            weights += tl.load(partial_sums + places, mask=places < end, other=0.0)
-            directions += tl.load(partial_sums + chunks + places, mask=places < end, other=0.0)
-        weight_norm, direction_norm = tl.sqrt_rn(tl.sum(weights)), tl.sqrt_rn(tl.sum(directions))
+    """The step of a chunk; ``low_precision`` is None or receives a copy. ``squares`` has rows of ``adapted``."""
+    segment, offsets, first, stop = _chunk(table, CHUNK, ALIGNMENT)
+    taken = _finite(tl.load(norm))
+    step_size = tl.load(learning_rate).to(tl.float32)
+    place = tl.load(places + segment)
+    if place >= 0:
+        weight_norm = tl.sqrt_rn(tl.load(squares + place).to(tl.float32))
+        direction_norm = tl.sqrt_rn(tl.load(squares + adapted + place).to(tl.float32))
         if (weight_norm > 0) & (direction_norm > 0):
             step_size *= tl.div_rn(weight_norm, direction_norm)
-    tl.store(step_sizes + segment, step_size)
-
-
-@triton.jit
-def _apply_kernel(parameters, update, low_precision, step_sizes, table, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """The step of a chunk; ``low_precision`` is None or receives a copy."""
-    segment, offsets, first, stop = _chunk(table, CHUNK, ALIGNMENT)
-    step_size = tl.load(step_sizes + segment)
     if stop - first == CHUNK:
-        _apply(parameters, update, low_precision, step_size, offsets, None)
+        _apply(parameters, update, low_precision, taken, step_size, offsets, None)
     else:
-        _apply(parameters, update, low_precision, step_size, offsets, _inside(first, stop, CHUNK))
+        _apply(parameters, update, low_precision, taken, step_size, offsets, _inside(first, stop, CHUNK))
 
 
 @triton.jit
-def _apply(parameters, update, low_precision, step_size, offsets, mask):
-    weight = _load(parameters + offsets, mask) - step_size * _load(update + offsets, mask)
+def _apply(parameters, update, low_precision, taken, step_size, offsets, mask):
+    weight = _load(parameters + offsets, mask)
+    weight = tl.where(taken, weight - step_size * _load(update + offsets, mask), weight)
     tl.store(parameters + offsets, weight, mask=mask)
     if low_precision is not None:
         tl.store(low_precision + offsets, weight.to(low_precision.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _finite(norm):
+    """Whether a norm is; False for NaN."""
+    return norm < float("inf")
 
 
 @triton.jit

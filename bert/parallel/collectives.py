@@ -14,6 +14,11 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def start_all_reduce_sum_(tensor: Tensor) -> dist.Work | None:
+    """Begin what ``all_reduce_sum_`` does: the sum is there after ``wait()`` on what this returns, at once if it is None."""
+    return dist.all_reduce(tensor, async_op=True) if dist.is_initialized() else None
+
+
 def broadcast_(tensor: Tensor) -> Tensor:
     """Overwrite ``tensor`` on every rank with rank 0's, and return it."""
     if dist.is_initialized():

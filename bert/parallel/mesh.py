@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 TIMEOUT = timedelta(minutes=10)
 """After this long in one collective, or in waiting for all ranks to join, a rank gives up."""
@@ -118,7 +120,10 @@ def join_mesh(device: str) -> Mesh:
                     "MASTER_ADDR and a free port there as MASTER_PORT"
                 )
         backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT)
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=TIMEOUT))
+        # torchrun's store outlives its restarts: what the ranks before have left there must not be found.
+        store = PrefixStore(f"attempt_{_environment('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT)
         nodes = group_by_host(_all_identities(launch, place), one_launcher=device == "cuda")
     return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes)
 

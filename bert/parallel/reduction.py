@@ -3,6 +3,7 @@
 Losses are divided by counts of the whole global batch, so that gradients add up: nothing is scaled before or after.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bert.config import TrainingConfig
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import TIMEOUT, Mesh
 
@@ -133,8 +135,9 @@ class Reduction:
         self._gradients_N = flat.gradients_N
         self.buckets = bucket_slices(len(flat.gradients_N), communicators.node_size, bucket_bytes)
         self.lane = Lane(flat.gradients_N.device)
-        self._wire_N = None if wire == "fp32" else torch.empty_like(flat.gradients_N, dtype=WIRES[wire])
-        self._fp32_sums = fp32_sums and wire != "fp32"
+        narrow = wire != "fp32" and communicators.everyone is not None
+        self._wire_N = torch.empty_like(flat.gradients_N, dtype=WIRES[wire]) if narrow else None
+        self._fp32_sums = fp32_sums and narrow
         self._armed = False
         self._started = 0
         self._waiting: list[int] = []
@@ -245,15 +248,31 @@ def _piece(bucket: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """A way to reduce, and the seconds that each took."""
+    """A way to reduce, and why."""
 
     strategy: Strategy
-    seconds: dict[Strategy, float]
+    reason: str
 
     def __str__(self) -> str:
         """One line to show."""
-        times = ", ".join(f"{strategy} {1000 * seconds:.1f} ms" for strategy, seconds in self.seconds.items())
-        return f"reduction: {self.strategy} ({times})"
+        return f"reduction: {self.strategy} ({self.reason})"
+
+
+def choose(config: TrainingConfig, model: nn.Module, flat: FlatParameters, communicators: Communicators) -> Choice:
+    """How this run reduces, the same on all ranks. For start-up: it may zero gradients.
+
+    What ``training.reduction`` says; auto measures only where flat and hierarchical differ: with several ranks on each of
+    several hosts. It does not choose sharded, which saves memory, and whose gathering of parameters backward does not hide.
+    """
+    if communicators.everyone is None:
+        return Choice("flat", "one rank")
+    if config.reduction != "auto":
+        return Choice(config.reduction, "as set")
+    if communicators.rail is None:
+        return Choice("flat", "one host")
+    if communicators.node is None:
+        return Choice("flat", "one rank a host")
+    return measured_choice(model, flat, communicators, wire=config.wire, fp32_sums=config.fp32_sums)
 
 
 def measured_choice(
@@ -261,29 +280,37 @@ def measured_choice(
     flat: FlatParameters,
     communicators: Communicators,
     strategies: tuple[Strategy, ...] = ("flat", "hierarchical"),
-    rounds: int = 3,
+    rounds: int = 4,
     wire: Literal["fp32", "bf16", "fp16"] = "fp32",
+    fp32_sums: bool = False,
+    enough_seconds: float = 3.0,
 ) -> Choice:
     """The fastest way to reduce a gradient of this size here, the same on all ranks. For start-up: it zeroes gradients.
 
-    Rounds alternate; a round takes as long as on the slowest rank, and a strategy as its best round.
+    Rounds alternate; a round takes as long as on the slowest rank, and a strategy as its best round, since the first one
+    connects. No round begins after ``enough_seconds``.
     """
-    reductions = {strategy: Reduction(model, flat, communicators, strategy, wire) for strategy in strategies}
+    reductions = [Reduction(model, flat, communicators, strategy, wire, fp32_sums) for strategy in strategies]
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
-    times = torch.zeros(1 + rounds, len(strategies), dtype=torch.float64, device=device)
-    for turn in range(1 + rounds):
-        for place, reduction in enumerate(reductions.values()):
+    best, spent = [math.inf] * len(strategies), 0.0
+    for _ in range(rounds):
+        times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
+        for place, reduction in enumerate(reductions):
             if communicators.everyone:
                 dist.barrier(group=communicators.everyone)
             begin = time.perf_counter()
             reduction.finish()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            times[turn, place] = time.perf_counter() - begin
-    for reduction in reductions.values():
+            times[place] = time.perf_counter() - begin
+        if communicators.everyone:
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=communicators.everyone)
+        best = list(map(min, best, times.tolist()))
+        spent += times.sum().item()
+        if spent > enough_seconds:  # the same sum, and so the same answer, everywhere
+            break
+    for reduction in reductions:
         reduction.close()
-    if communicators.everyone:
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=communicators.everyone)
-    seconds = dict(zip(strategies, times[1:].amin(0).tolist(), strict=True))  # the first round connects
-    return Choice(min(strategies, key=lambda strategy: seconds[strategy]), seconds)
+    shown = ", ".join(f"{strategy} {1000 * seconds:.1f} ms" for strategy, seconds in zip(strategies, best, strict=True))
+    return Choice(strategies[best.index(min(best))], shown)

@@ -1,4 +1,3 @@
-# pyright: reportPrivateImportUsage=false
 """LAMB with its state divided among the ranks of a node: every node holds the whole of it.
 
 Shape legend: N flat parameters with padding, R ranks of the node, W = N / R elements of a shard, G segments, K pieces.
@@ -14,7 +13,7 @@ from torch import Tensor
 from bert.config import OptimizerConfig
 from bert.optimizer import FlatParameters, learning_rate_tensor
 from bert.parallel.reduction import Reduction
-from kernels.lamb import bias_corrections, clip_factor
+from kernels import LambSegments, LambState, lamb_apply, lamb_directions
 
 
 class ShardedLamb:
@@ -39,11 +38,12 @@ class ShardedLamb:
         """int64 [], the steps taken."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], the steps not taken because a gradient was not finite."""
+        self._state = LambState(self.momentum_W, self.variance_W, self._update_W, self.skipped)
         pieces = shard_pieces(flat.segments.sizes, [self._own(bucket) for bucket in reduction.buckets])
-        adapted = [piece for piece in pieces if flat.segments.adapted[piece[0]]]
-        self._slices = [slice(start, stop) for _, start, stop in adapted]
-        self._segments_K = torch.tensor([segment for segment, _, _ in adapted], dtype=torch.int64, device=device)
-        self._rows_GK = _rows([segment for segment, _, _ in adapted], len(flat.segments.sizes)).to(device)
+        self._pieces = _layout(pieces, flat.segments.adapted, shard)
+        adapted = [segment for segment, _, _ in pieces if flat.segments.adapted[segment]]
+        self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
+        self._rows_GK = _rows(adapted, len(flat.segments.sizes)).to(device)
 
     @torch.no_grad()
     def step(self) -> Tensor:
@@ -54,26 +54,30 @@ class ShardedLamb:
         config, flat = self.config, self.flat
         self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
-        gradient_W, weight_W, update_W = self._gradient_W, self._weight_W, self._update_W
-        norm = self._norm_over_shards(torch.linalg.vector_norm(gradient_W))
-        taken = torch.isfinite(norm)
-        rate = learning_rate_tensor(config, self.steps) * taken
-        self.steps += taken
-        self.skipped += ~taken
-        gradient_W.mul_(clip_factor(norm, config.max_grad_norm))
-        gradient_W.masked_fill_(~taken, 0.0)
-        # Factors lie on the device: of a step that is not taken they are those that change nothing.
-        self.momentum_W.lerp_(gradient_W, (1 - config.beta_1) * taken)
-        self.variance_W.mul_(torch.where(taken, config.beta_2, 1.0))
-        self.variance_W.addcmul_(gradient_W, gradient_W, value=1 - config.beta_2)
-        momentum_correction, root_correction = bias_corrections(self.steps.clamp(min=1), config.beta_1, config.beta_2)
-        torch.sqrt(self.variance_W, out=update_W)
-        update_W.mul_(root_correction).add_(config.epsilon)
-        torch.div(self.momentum_W, update_W, out=update_W)
-        update_W.mul_(momentum_correction)
-        self._adapt()
-        weight_W.addcmul_(update_W, rate, value=-1)
-        self._spread()
+        gradient_W, weight_W = self._gradient_W, self._weight_W
+        # In double precision, the root of one square rounds to the norm itself: what is not divided stays as it is.
+        norm = self._over_shards(torch.linalg.vector_norm(gradient_W).double().square()).sqrt().float()
+        squares_2K = lamb_directions(
+            weight_W,
+            gradient_W,
+            self._state,
+            self._pieces,
+            norm=norm,
+            step=self.steps + 1,
+            beta_1=config.beta_1,
+            beta_2=config.beta_2,
+            epsilon=config.epsilon,
+            weight_decay=config.weight_decay_rate,
+            max_grad_norm=config.max_grad_norm,
+        )
+        # Every rank takes part in the sums, even one without adapted elements.
+        filled_2K = torch.cat([squares_2K, squares_2K.new_zeros(2, 1)], dim=1)
+        squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1))
+        rate = learning_rate_tensor(config, self.steps)
+        squares_2K = squares_2G[:, self._segments_K]
+        lamb_apply(weight_W, self._state, self._pieces, squares_2K, norm=norm, learning_rate=rate)
+        self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
+        self._spread(weight_W, flat.weights_N)
         flat.gradients_N.zero_()
         return norm
 
@@ -83,44 +87,44 @@ class ShardedLamb:
         for tensor in (self.momentum_W, self.variance_W, self.flat.gradients_N, self.steps, self.skipped):
             tensor.zero_()
 
-    def _adapt(self) -> None:
-        """Weight decay and trust ratios. Every rank takes part in the sums, even one without adapted elements."""
-        norms_2G = torch.zeros(2, len(self._rows_GK), dtype=torch.float64, device=self._update_W.device)
-        weights, updates = ([shard_W[piece] for piece in self._slices] for shard_W in (self._weight_W, self._update_W))
-        if weights:  # the batched ops refuse empty lists
-            torch._foreach_add_(updates, weights, alpha=self.config.weight_decay_rate)
-            for place, views in enumerate((weights, updates)):
-                squares_K = torch.stack(torch._foreach_norm(views)).double().square()
-                norms_2G[place] = torch.cat([squares_K, squares_K.new_zeros(1)])[self._rows_GK].sum(1).sqrt()
-        weight_norms_G, update_norms_G = self._norm_over_shards(norms_2G).unbind()
-        usable = (weight_norms_G > 0) & (update_norms_G > 0)
-        ratios_G = torch.where(usable, weight_norms_G / update_norms_G, 1.0)
-        if updates:
-            torch._foreach_mul_(updates, list(ratios_G[self._segments_K].unbind()))
+    @torch.no_grad()
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """Momentum and variance of all parameters, fp32 [P] each. All ranks of a node must call it at the same time."""
+        whole = []
+        for shard_W in (self.momentum_W, self.variance_W):
+            moment_N = torch.zeros_like(self.flat.weights_N)
+            self._spread(shard_W, moment_N)
+            whole.append(moment_N[: len(self.flat.weights_P)])
+        return whole[0], whole[1]
 
-    def _norm_over_shards(self, norms: Tensor) -> Tensor:
-        """Norms of whole vectors from those of the shards, fp32; squares are added in fp64, in the order of the ranks.
+    @torch.no_grad()
+    def set_moments_(self, momentum_P: Tensor, variance_P: Tensor) -> None:
+        """Take this rank's part of the moments of all parameters."""
+        for shard_W, moment_P in ((self.momentum_W, momentum_P), (self.variance_W, variance_P)):
+            moment_N = torch.zeros_like(self.flat.weights_N)
+            moment_N[: len(moment_P)] = moment_P
+            self._collect(moment_N, shard_W)
 
-        In fp64, the root of one square rounds to the norm itself: what is not divided stays as it is to the last bit.
-        """
-        squares = norms.double().square()
-        if self._node is not None:
-            gathered = squares.new_empty(self._node.size() * squares.numel())
-            dist.all_gather_single(gathered, squares.flatten(), group=self._node)
-            squares = gathered.view(self._node.size(), *squares.shape).sum(0)
-        return squares.sqrt().float()
+    def _over_shards(self, squares: Tensor) -> Tensor:
+        """Sums over the ranks, in their order; fp64."""
+        if self._node is None:
+            return squares
+        gathered = squares.new_empty(self._node.size() * squares.numel())
+        dist.all_gather_single(gathered, squares.flatten(), group=self._node)
+        return gathered.view(self._node.size(), *squares.shape).sum(0)
 
     def _collect(self, flat_N: Tensor, shard_W: Tensor) -> None:
         torch.cat([self._reduction.piece(flat_N, bucket) for bucket in self._reduction.buckets], out=shard_W)
 
-    def _spread(self) -> None:
+    def _spread(self, shard_W: Tensor, flat_N: Tensor) -> None:
+        """Make the flat vector of every rank of the node from all their shards."""
         start = 0
         for bucket in self._reduction.buckets:
-            piece = self._reduction.piece(self.flat.weights_N, bucket)
-            piece.copy_(self._weight_W[start : start + len(piece)])
+            piece = self._reduction.piece(flat_N, bucket)
+            piece.copy_(shard_W[start : start + len(piece)])
             start += len(piece)
             if self._node is not None:
-                dist.all_gather_single(self.flat.weights_N[bucket], piece, group=self._node)
+                dist.all_gather_single(flat_N[bucket], piece, group=self._node)
 
     def _own(self, bucket: slice) -> tuple[int, int]:
         if self._node is None:
@@ -143,6 +147,22 @@ def shard_pieces(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[t
             segment_start += size
         base += end - begin
     return pieces
+
+
+def _layout(pieces: list[tuple[int, int, int]], adapted: tuple[bool, ...], size: int) -> LambSegments:
+    """A shard of ``size`` elements as segments: its pieces, and between them the padding, which is not adapted."""
+    sizes: list[int] = []
+    flags: list[bool] = []
+    end = 0
+    for segment, start, stop in [*pieces, (-1, size, size)]:
+        if start > end:
+            sizes.append(start - end)
+            flags.append(False)
+        if stop > start:
+            sizes.append(stop - start)
+            flags.append(adapted[segment])
+        end = stop
+    return LambSegments(tuple(sizes), tuple(flags))
 
 
 def _rows(segments: list[int], count: int) -> Tensor:

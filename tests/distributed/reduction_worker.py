@@ -83,17 +83,23 @@ def train(mesh: Mesh, strategy: Strategy, wire: str) -> dict[str, object]:
         "same_weights": all(torch.equal(seen[0], other) for other in seen),
         "weights": weights[::97].tolist(),
     }
-    if isinstance(optimizer, ShardedLamb):
+    if isinstance(optimizer, Lamb):
+        result["state_bytes"], result["P"] = bytes_held(optimizer), len(flat.weights_P)
+    else:
         result["sharded"] = sharded_facts(flat, optimizer, reduction, mesh)
     return result
 
 
+def bytes_held(optimizer: Lamb | ShardedLamb) -> int:
+    """Bytes of the optimizer's own fp32 vectors."""
+    state = optimizer.state if isinstance(optimizer, Lamb) else optimizer._state
+    held = [value for owner in (optimizer, state) for value in vars(owner).values() if isinstance(value, torch.Tensor)]
+    return sum({value.data_ptr(): 4 * value.numel() for value in held if value.dtype == torch.float32}.values())
+
+
 def sharded_facts(flat: FlatParameters, optimizer: ShardedLamb, reduction: Reduction, mesh: Mesh) -> dict[str, object]:
     """Bytes of state, and whether a step with one rank's NaN changes nothing anywhere."""
-    tensors = [
-        value for value in vars(optimizer).values() if isinstance(value, torch.Tensor) and value.is_floating_point()
-    ]
-    facts: dict[str, object] = {"state_bytes": sum(value.numel() * 4 for value in tensors), "P": len(flat.weights_N)}
+    facts: dict[str, object] = {"state_bytes": bytes_held(optimizer), "P": len(flat.weights_N)}
     before = [
         tensor.clone() for tensor in (flat.weights_N, optimizer.momentum_W, optimizer.variance_W, optimizer.steps)
     ]

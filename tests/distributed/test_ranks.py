@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.conftest import REPOSITORY, SmallRun
 
@@ -34,9 +36,13 @@ def records(results: Path, event: str) -> list[dict[str, float]]:
     return [record for line in lines if (record := json.loads(line))["event"] == event]
 
 
-def train(run: SmallRun, results: Path, ranks: int, **changes: object) -> list[dict[str, float]]:
+def train(
+    run: SmallRun, results: Path, ranks: int, shown: list[str] | None = None, **changes: object
+) -> list[dict[str, float]]:
     process = launch(run.arguments(results, **changes), ranks)
     output, _ = process.communicate(timeout=180)
+    if shown is not None:
+        shown.append(output)
     assert process.returncode == (0 if ranks > 1 else 1), output  # alone, a run that misses its target says so
     return records(results, "step")
 
@@ -44,7 +50,7 @@ def train(run: SmallRun, results: Path, ranks: int, **changes: object) -> list[d
 @pytest.fixture(scope="module")
 def one_rank(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     results = tmp_path_factory.mktemp("one_rank")
-    return results, train(small_run, results, ranks=1)
+    return results, train(small_run, results, ranks=1, save_checkpoint=results / "saved.safetensors")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -52,7 +58,9 @@ def test_more_ranks_give_the_same_losses(
     small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], ranks: int
 ) -> None:
     alone_results, alone = one_rank
-    together = train(small_run, tmp_path, ranks)
+    output: list[str] = []
+    together = train(small_run, tmp_path, ranks, output)
+    assert "reduction: flat (one host)" in output[0]
     assert len(together) == len(alone) == 10
     for one, other in zip(alone, together, strict=True):
         for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate"):
@@ -60,6 +68,33 @@ def test_more_ranks_give_the_same_losses(
     counts = [(record["correct"], record["count"]) for record in records(tmp_path, "eval")]
     assert [count for _, count in counts] == [len(small_run.evaluation.masked_lm_ids)] * 2
     assert counts == [(record["correct"], record["count"]) for record in records(alone_results, "eval")]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"training__reduction": "sharded"}, {"training__reduction": "hierarchical", "training__wire": "bf16"}],
+    ids=["sharded", "bf16"],
+)
+def test_other_reductions_end_where_the_flat_one_does(
+    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], changes: dict[str, object]
+) -> None:
+    """Losses of every step, the weights that are saved, evaluations; log and terminal name the reduction."""
+    saved, output = tmp_path / "saved.safetensors", []
+    steps = train(small_run, tmp_path, 4, output, save_checkpoint=saved, **changes)
+    narrow = "training__wire" in changes
+    line = f"# reduction: {changes['training__reduction']} (as set)"
+    assert line in (tmp_path / "tiny_cpu" / "bert" / "result_0.txt").read_text()
+    assert output[0].count(line.removeprefix("# ")) == 1
+    rel = 2e-2 if narrow else 2e-5
+    for one, other in zip(one_rank[1], steps, strict=True):
+        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
+            assert other[name] == pytest.approx(one[name], rel=rel, abs=2e-6), (one["step"], name)
+    one, other = load_file(one_rank[0] / "saved.safetensors"), load_file(saved)
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=rel, atol=1e-2 if narrow else 1e-5)
+    counts = [(record["correct"], record["count"]) for record in records(one_rank[0], "eval")]
+    if not narrow:
+        assert [(record["correct"], record["count"]) for record in records(tmp_path, "eval")] == counts
 
 
 def test_accumulation_gives_the_same_losses(

@@ -5,24 +5,31 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from bert.parallel.reduction import bucket_slices
+from bert.optimizer import FlatParameters
+from bert.parallel.mesh import Mesh
+from bert.parallel.reduction import Communicators, Reduction, bucket_slices, choose
 from bert.parallel.sharded_lamb import shard_pieces
+from bert.recipes import tiny_cpu
+from kernels import LambSegments
 from tests.conftest import REPOSITORY
 
 
-def run_worker(out: Path, ranks: int, *arguments: object) -> dict[str, Any]:
+def run_worker(out: Path, ranks: int, *arguments: object, worker: str = "reduction_worker") -> dict[str, Any]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    worker = ["-m", "tests.distributed.reduction_worker", str(out), *map(str, arguments)]
+    program = ["-m", f"tests.distributed.{worker}", str(out), *map(str, arguments)]
     done = subprocess.run(
-        [*launcher, *worker],
+        [*launcher, *program],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -66,6 +73,8 @@ def test_twenty_steps_are_those_of_one_rank(
     assert found["difference"] < 1e-6
     if local_size == 1:  # the same order of sums: equal to the last bit
         assert found["undivided_difference"] == 0
+    # Bytes a parameter, as docs/scaling.md has them.
+    assert alone["state_bytes"] == 3 * 4 * alone["P"]
     if strategy == "sharded":
         sharded = found["sharded"]
         assert sharded["state_bytes"] == 5 * 4 * sharded["P"] // local_size
@@ -90,6 +99,25 @@ def test_buckets_cover_the_vector_from_its_end_in_equal_pieces(size: int, shards
     buckets = bucket_slices(size, shards, bytes_)
     assert [place for bucket in reversed(buckets) for place in range(size)[bucket]] == list(range(size))
     assert all((bucket.stop - bucket.start) % shards == 0 for bucket in buckets)
+
+
+def test_without_other_ranks_nothing_is_chosen_and_nothing_held() -> None:
+    """Whatever was asked for: no hooks, no buffer for the wire, no thread."""
+    mesh, model = Mesh(0, 1, 0, torch.device("cpu")), torch.nn.Linear(3, 4)
+    communicators = Communicators.create(mesh)
+    vectors = [torch.zeros(16) for _ in range(4)]
+    flat = FlatParameters(vectors[0], vectors[1], LambSegments((12, 4), (True, False)), vectors[2], vectors[3])
+    config = replace(tiny_cpu().training, reduction="sharded", wire="bf16")
+    choice = choose(config, model, flat, communicators)
+    assert str(choice) == "reduction: flat (one rank)"
+    reduction = Reduction(model, flat, communicators, choice.strategy, config.wire)
+    with reduction.overlapped():
+        model(torch.ones(3)).sum().backward()
+    reduction.finish()
+    held = [value for value in vars(reduction).values() if isinstance(value, torch.Tensor)]
+    assert all(value is flat.gradients_N for value in held)
+    assert reduction._hooks == []
+    assert not any("reduction" in thread.name for thread in threading.enumerate())
 
 
 def test_pieces_cover_the_shard_and_know_their_segment() -> None:

@@ -1,6 +1,8 @@
 """A Slurm cluster of this machine alone: the real controller and a daemon a node, on the loopback interface.
 
-No systemd, no cgroups and no accounting, so that it runs in a container; root is needed for the daemons.
+No systemd, no cgroups and no accounting, so that it runs in a container; root is needed for the daemons. They are in the
+background and would outlive tests that are killed, so a process of this file watches over them: when the tests' end of its
+standard input closes, in whichever way, it ends them.
 """
 
 import contextlib
@@ -10,9 +12,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "munged")
@@ -62,6 +65,7 @@ class Cluster:
 
     folder: Path
     nodes: int
+    _watch: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -69,6 +73,8 @@ class Cluster:
 
     def start(self) -> None:
         """Start all daemons and wait until every node is idle."""
+        watch = [sys.executable, __file__, str(self.folder), str(self.nodes)]
+        self._watch = subprocess.Popen(watch, stdin=subprocess.PIPE, start_new_session=True)
         host = socket.gethostname().split(".")[0]
         controller = _free_ports(1 + self.nodes)
         first = controller + 1
@@ -98,7 +104,16 @@ class Cluster:
         self.wait_for(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * self.nodes, 30)
 
     def stop(self) -> None:
-        """End all daemons; munged last, for the others still talk while they end."""
+        """Have all jobs and daemons ended, and wait for it."""
+        if self._watch:
+            self._watch.communicate(timeout=120)
+
+    def end(self) -> None:
+        """End all jobs and daemons; munged last, for the others still talk while they end."""
+        with contextlib.suppress(AssertionError, subprocess.TimeoutExpired):  # the controller may be what failed
+            self.run("scancel", "--full", "--signal=KILL", "--user=root")
+            self.run("scancel", "--user=root")
+            self.wait_for(lambda: not self.run("squeue", "-h"), 20)
         for pattern in ("slurmd-*.pid", "slurmctld.pid", "munged.pid"):
             pids = [int(path.read_text()) for path in self.folder.glob(pattern)]
             for pid in pids:
@@ -134,7 +149,7 @@ class Cluster:
             assert time.monotonic() < deadline, f"not within {seconds} s; {self.run('squeue')}"
             time.sleep(0.2)
 
-    def finish(self, number: str, seconds: float = 120) -> dict[str, str]:
+    def finish(self, number: str, seconds: float = 240) -> dict[str, str]:
         """Wait for the end of a job and tell what became of it."""
         self.wait_for(
             lambda: not self.run("squeue", "-h", "-j", number, "-t", "PD,R,CG,RQ", "-o", "%T").strip(), seconds
@@ -162,3 +177,8 @@ def _kill(pid: int, number: signal.Signals) -> None:
 
 def _alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
+
+
+if __name__ == "__main__":
+    sys.stdin.read()
+    Cluster(Path(sys.argv[1]), int(sys.argv[2])).end()

@@ -51,10 +51,12 @@ def test_image_trains_out_of_the_box(image: str) -> None:
         short = ("--", "--evaluation.interval-samples", "320", "--evaluation.target", "0.02")
         command = (*config["Entrypoint"], *config["Cmd"], "1", *short)
         shown = buildah("run", "--isolation=chroot", "--user", config["User"], container, "--", *command)
+        head = buildah("run", "--isolation=chroot", container, "--", "cat", "results/tiny_cpu/bert/result_0.txt")
         files = buildah(
             "run", "--isolation=chroot", container, "--", "find", ".", "-path", "./.venv", "-prune", "-o", "-print"
         )
     finally:
         buildah("rm", container)
     assert "1 of 1 runs valid" in shown
+    assert "# commit: abc\n" in head
     assert not {"./.git", "./tests", "./.ci"} & set(files.split())

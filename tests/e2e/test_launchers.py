@@ -158,6 +158,12 @@ def test_processes_get_the_cores_of_their_gpus_node(machine: Machine) -> None:
     assert "OMP_NUM_THREADS=3" in machine.binding(0, 4, "0-15", OMP_NUM_THREADS="3")
 
 
+def test_gpus_that_sit_unevenly_share_their_own_nodes_cores(machine: Machine) -> None:
+    machine.gpu("pci0000:80/0000:80:03.0/0000:04:01.0", numa=1)
+    cores = [machine.cores(rank, 5, "0-15") for rank in range(5)]
+    assert cores == [{4, 12}, {5, 13}, {6, 7, 14, 15}, {0, 1, 8, 9}, {2, 3, 10, 11}]
+
+
 def test_processes_stay_on_the_cores_they_were_given(machine: Machine) -> None:
     assert machine.cores(0, 4, "0-4") == {4}
     assert machine.cores(1, 4, "0-4") == {4}

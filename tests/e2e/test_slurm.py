@@ -1,16 +1,20 @@
 """``launch/slurm.sub`` on a real Slurm cluster of this machine: two nodes, a task each, from sbatch to the report."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import REPOSITORY
 from tests.e2e.slurm_cluster import Cluster, missing
 
 SHORT = ("--", "--evaluation.interval-samples", "320", "--log.interval-steps", "5", "--evaluation.target")
@@ -56,7 +60,7 @@ def status_of(log: Path) -> str:
 def training(cluster: Cluster, checkout: Path, number: int) -> None:
     """Wait until run ``number`` has trained for some steps."""
     path = checkout / RESULTS / f"output_{number}.txt"
-    cluster.wait_for(lambda: path.exists() and "\nstep " in path.read_text(), 90)
+    cluster.wait_for(lambda: path.exists() and "\nstep " in path.read_text(), 240)
 
 
 def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
@@ -117,7 +121,7 @@ def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path) -> None:
     job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED)
     training(cluster, checkout, 0)
     (victim, *_) = (
-        int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_task(path, job, rank=1)
+        int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_task(path, cluster, job, rank=1)
     )
     started = time.monotonic()
     os.kill(victim, signal.SIGKILL)
@@ -127,13 +131,15 @@ def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path) -> None:
     assert not (checkout / RESULTS / "result_1.txt").exists()
 
 
-def is_task(environ: Path, job: str, rank: int) -> bool:
+def is_task(environ: Path, cluster: Cluster, job: str, rank: int) -> bool:
+    """Whether a process is that task; another cluster of this machine may have a job of the same number."""
     try:
         variables = environ.read_bytes().split(b"\0")
         command = (environ.parent / "cmdline").read_bytes()
     except OSError:
         return False
-    return b"bert.train" in command and {f"SLURM_JOB_ID={job}".encode(), f"SLURM_PROCID={rank}".encode()} <= set(
+    expected = cluster.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank)}
+    return b"bert.train" in command and {f"{name}={value}".encode() for name, value in expected.items()} <= set(
         variables
     )
 
@@ -156,6 +162,40 @@ def test_nonsense_is_one_line_and_trains_nothing(
     (error,) = (line for line in output(checkout, job).splitlines() if line.startswith("error: "))
     assert complaint in error
     assert not list(checkout.glob("results/*/bert/result_*"))
+
+
+def test_killed_tests_leave_no_daemons_and_no_jobs(tmp_path: Path) -> None:
+    script = f"""
+from pathlib import Path
+from tests.e2e.slurm_cluster import Cluster
+cluster = Cluster(Path({str(tmp_path)!r}), nodes=2)
+cluster.start()
+cluster.run("sbatch", "--output=/dev/null", "--wrap", "exec tail -f {tmp_path}/slurm.conf")
+cluster.wait_for(lambda: cluster.run("squeue", "-h", "-o", "%T").strip() == "RUNNING", 30)
+print("started", flush=True)
+input()
+"""
+    tests = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert tests.stdout
+    assert tests.stdout.readline() == "started\n"
+    assert len(mentioning(tmp_path)) >= 5  # munged, slurmctld, two slurmd, the job
+    tests.kill()
+    tests.communicate()
+    deadline = time.monotonic() + 60
+    while mentioning(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert mentioning(tmp_path) == []
+
+
+def mentioning(folder: Path) -> list[str]:
+    """The command lines of processes that name a folder."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes().replace(b"\0", b" ").decode())
+    return [line for line in lines if str(folder) in line]
 
 
 def test_submitted_from_elsewhere_is_one_line(cluster: Cluster, checkout: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from bert.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, lamb_segments, learning_rate, learning_rate_tensor
-from kernels import LambSegments, LambState, lamb_step
+from kernels import LambSegments, LambState, lamb_apply, lamb_directions, lamb_step
 
 HYPERPARAMETERS: dict[str, Any] = {
     "beta_1": 0.9,
@@ -138,6 +138,92 @@ def test_float32_stays_close_to_float64():
             used_up = gradient.to(flat.dtype, copy=True)
             lamb_step(flat, used_up, state, segments, **at(step, 0.01), **HYPERPARAMETERS)
     torch.testing.assert_close(single, exact.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_step_that_is_not_finite_changes_nothing(bad: float):
+    """One bad element, or one whose square overflows; then a good step, as if the bad had not been."""
+    segments = LambSegments((5, 3), (True, False))
+    generator = torch.Generator().manual_seed(0)
+    flat, first, second = torch.randn(3, 8, generator=generator).unbind()
+    state, copy_P = LambState.zeros_like(flat), torch.zeros(8, dtype=torch.bfloat16)
+    lamb_step(flat, first.clone(), state, segments, **at(1, 0.1), **HYPERPARAMETERS)
+    before = [tensor.clone() for tensor in (flat, state.momentum_P, state.variance_P)]
+    broken = second.clone()
+    broken[3] = bad
+    norm = lamb_step(flat, broken, state, segments, **at(2, 0.1), **HYPERPARAMETERS, low_precision_P=copy_P)
+    assert not norm.isfinite()
+    assert all(map(torch.equal, (flat, state.momentum_P, state.variance_P), before))
+    assert state.skipped.item() == 1
+    assert not broken.any()
+    assert torch.equal(copy_P, flat.bfloat16())
+    undisturbed, other = before[0], LambState(before[1], before[2], torch.zeros(8), torch.tensor(0))
+    lamb_step(flat, second.clone(), state, segments, **at(2, 0.1), **HYPERPARAMETERS)
+    lamb_step(undisturbed, second.clone(), other, segments, **at(2, 0.1), **HYPERPARAMETERS)
+    assert torch.equal(flat, undisturbed)
+    assert state.skipped.item() == 1
+
+
+def test_the_step_count_waits_for_a_step_that_is_taken():
+    """So the schedule and the bias corrections do, too: as a run in which the bad gradients never came."""
+    flats = [FlatParameters.of(small_model()) for _ in range(2)]
+    disturbed, plain = (Lamb(flat, OptimizerConfig(0.1, 10, num_warmup_steps=4)) for flat in flats)
+    for bad in (False, True, False, True, True, False):
+        gradient = torch.randn(flats[0].gradients_P.shape, generator=torch.Generator().manual_seed(7))
+        disturbed.flat.gradients_P.copy_(gradient)
+        if bad:
+            disturbed.flat.gradients_P[5] = torch.nan
+        else:
+            plain.flat.gradients_P.copy_(gradient)
+            plain.step()
+        disturbed.step()
+        assert not disturbed.flat.gradients_P.any()
+        assert torch.equal(flats[0].weights_P, flats[1].weights_P)
+    assert disturbed.steps.item() == plain.steps.item() == 3
+    assert disturbed.state.skipped.item() == 3
+    disturbed.reset()
+    assert disturbed.state.skipped.item() == 0
+
+
+@pytest.mark.parametrize("cut", [1, 4, 5, 6, 7, 9])
+def test_two_shards_by_halves_are_the_whole(cut: int):
+    """Adapted segments of 5 and 2 elements around one of 3 that is not; the border lies in one of them, or between two."""
+    segments = LambSegments((5, 3, 2), (True, False, True))
+    generator = torch.Generator().manual_seed(0)
+    flat, *gradients = torch.randn(4, 10, generator=generator, dtype=torch.float64).unbind()
+    shards = [flat[:cut].clone(), flat[cut:].clone()]
+    pieces = [pieces_of(segments, 0, cut), pieces_of(segments, cut, 10)]
+    whole, state, states = flat.clone(), LambState.zeros_like(flat), [LambState.zeros_like(shard) for shard in shards]
+    for step, gradient in enumerate(gradients, start=1):
+        norm = torch.linalg.vector_norm(gradient)
+        when = at(step, 0.1)
+        squares_2A = torch.zeros(2, 2, dtype=torch.float64)
+        for shard, own, its_state, (layout, owners) in zip(
+            shards, gradient.split([cut, 10 - cut]), states, pieces, strict=True
+        ):
+            used_up = own.clone()
+            squares = lamb_directions(
+                shard, used_up, its_state, layout, norm=norm, step=when["step"], **HYPERPARAMETERS
+            )
+            assert not used_up.any()
+            squares_2A.index_add_(1, torch.tensor(owners, dtype=torch.int64), squares)
+        for shard, its_state, (layout, owners) in zip(shards, states, pieces, strict=True):
+            lamb_apply(shard, its_state, layout, squares_2A[:, owners], norm=norm, learning_rate=when["learning_rate"])
+        lamb_step(whole, gradient.clone(), state, segments, **when, **HYPERPARAMETERS)
+        torch.testing.assert_close(torch.cat(shards), whole, rtol=1e-13, atol=1e-15)
+
+
+def pieces_of(segments: LambSegments, start: int, stop: int) -> tuple[LambSegments, list[int]]:
+    """The pieces that segments have in a range; and of each adapted one its place among the adapted segments."""
+    pieces: list[tuple[int, bool]] = []
+    owners: list[int] = []
+    place, begin = 0, 0
+    for size, adapted in zip(segments.sizes, segments.adapted, strict=True):
+        if (length := min(begin + size, stop) - max(begin, start)) > 0:
+            pieces.append((length, adapted))
+            owners += [place] * adapted
+        place, begin = place + adapted, begin + size
+    return LambSegments(tuple(size for size, _ in pieces), tuple(adapted for _, adapted in pieces)), owners
 
 
 def small_model() -> BertForPreTraining:

@@ -1,5 +1,6 @@
 """LAMB in Triton, under its interpreter, against a float64 oracle and against plain PyTorch in the same type."""
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from kernels import LambSegments, LambState, lamb, triton_lamb
-from tests.kernels.test_lamb import HYPERPARAMETERS, NumpyLamb, split
+from tests.kernels.test_lamb import HYPERPARAMETERS, NumpyLamb, pieces_of, split
 
 CHUNK = triton_lamb.CHUNK
 
@@ -59,10 +60,9 @@ def test_as_exact_as_plain_pytorch(layout: str, scale: float) -> None:
         rate = 0.1 / step
         exact_norm = exact.step(split(gradient, segments.sizes), float(torch.tensor(rate)))
         lamb.lamb_step(plain, gradient.clone(), plain_state, segments, **at(step, rate), **HYPERPARAMETERS)
-        before = gradient.clone()
         norm = triton_lamb.lamb_step(found, gradient, found_state, segments, **at(step, rate), **HYPERPARAMETERS)
         assert norm.item() == pytest.approx(exact_norm, rel=1e-6)
-        assert torch.equal(gradient, before)
+        assert not gradient.any()
         for name, of_found, of_plain, of_exact in (
             ("weights", found, plain, exact.weights),
             ("momentum", found_state.momentum_P, plain_state.momentum_P, exact.momentum),
@@ -108,7 +108,7 @@ def test_low_precision_copy(dtype: torch.dtype) -> None:
     for weights, copied_P in ((without, None), (flat, copy_P)):
         state = LambState.zeros_like(flat)
         triton_lamb.lamb_step(
-            weights, gradient, state, segments, **at(1, 0.1), **HYPERPARAMETERS, low_precision_P=copied_P
+            weights, gradient.clone(), state, segments, **at(1, 0.1), **HYPERPARAMETERS, low_precision_P=copied_P
         )
     assert torch.equal(flat, without)
     # the interpreter's cast may truncate: one unit in the last place
@@ -119,10 +119,11 @@ def test_no_element_outside_the_buffers_is_touched() -> None:
     """Buffers inside larger ones: what surrounds them stays, though chunks begin and end beyond them."""
     segments = LambSegments((37, 20), (True, False))
     surrounded = [torch.full((57 + 2 * CHUNK,), 7.0) for _ in range(5)]
-    weights, gradient, *moments = (whole[CHUNK:-CHUNK] for whole in surrounded)
-    for buffer in (weights, gradient, *moments):
+    weights, gradient, *vectors = (whole[CHUNK:-CHUNK] for whole in surrounded)
+    for buffer in (weights, gradient, *vectors):
         buffer.fill_(0.5)
-    triton_lamb.lamb_step(weights, gradient, LambState(*moments), segments, **at(1, 0.1), **HYPERPARAMETERS)
+    state = LambState(vectors[0], vectors[1], vectors[2], torch.tensor(0))
+    triton_lamb.lamb_step(weights, gradient, state, segments, **at(1, 0.1), **HYPERPARAMETERS)
     for whole in surrounded:
         assert bool((whole[:CHUNK] == 7).all())
         assert bool((whole[-CHUNK:] == 7).all())
@@ -139,8 +140,13 @@ def test_chunks_cover_every_element_once(layout: str) -> None:
         assert (owners[start + first : start + stop] == -1).all()
         owners[start + first : start + stop] = segment
     assert owners.tolist() == np.repeat(np.arange(len(segments.sizes)), segments.sizes).tolist()
-    for segment, (begin, end) in enumerate(zip(chunks.bounds_G1[:-1], chunks.bounds_G1[1:], strict=True)):
-        assert set(chunks.table_C4[begin:end, 0].tolist()) == {segment}
+    adapted = [segment for segment, adapted in enumerate(segments.adapted) if adapted]
+    assert [chunks.places_G[segment].item() for segment in adapted] == list(range(len(adapted)))
+    assert (chunks.places_G >= 0).tolist() == list(segments.adapted)
+    of_chunks = chunks.table_C4[:, 0].tolist()
+    assert len(chunks.spans_A2) == len(adapted)
+    for segment, (begin, end) in zip(adapted, chunks.spans_A2.tolist(), strict=True):
+        assert {place for place, owner in enumerate(of_chunks) if owner == segment} == set(range(begin, end))
 
 
 def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,20 +155,123 @@ def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> 
     test_as_exact_as_plain_pytorch("as in BERT", 1.0)
 
 
+@pytest.mark.parametrize("where", [0, CHUNK + 1, -1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_a_step_that_is_not_finite_changes_nothing(bad: float, where: int) -> None:
+    """One bad element among many, or finite ones whose squares overflow; then a good step, as if the bad had not been."""
+    segments = LambSegments((70, CHUNK + 30, 40), (True, True, False))
+    flat, (first, second) = weights_and_gradients(segments, 2, 1.0)
+    state, copy_P = LambState.zeros_like(flat), torch.zeros_like(flat, dtype=torch.bfloat16)
+    hyper: dict[str, Any] = HYPERPARAMETERS | {"low_precision_P": copy_P}
+    triton_lamb.lamb_step(flat, first.clone(), state, segments, **at(1, 0.1), **hyper)
+    buffers = (flat, state.momentum_P, state.variance_P)
+    before = [buffer.clone() for buffer in buffers]
+    written = copy_P.clone()
+    broken = second.clone()
+    broken[where] = bad
+    copy_P.zero_()
+    norm = triton_lamb.lamb_step(flat, broken, state, segments, **at(2, 0.1), **hyper)
+    assert not norm.isfinite()
+    assert state.skipped.item() == 1
+    assert not broken.any()
+    assert all(map(torch.equal, buffers, before))
+    assert torch.equal(copy_P, written)
+    triton_lamb.lamb_step(flat, second.clone(), state, segments, **at(2, 0.1), **hyper)
+    assert state.skipped.item() == 1
+    undisturbed = before[0].clone()
+    other = LambState(before[1], before[2], torch.zeros_like(flat), torch.tensor(0))
+    triton_lamb.lamb_step(undisturbed, second.clone(), other, segments, **at(2, 0.1), **HYPERPARAMETERS)
+    assert torch.equal(flat, undisturbed)
+
+
+def test_a_first_step_that_is_not_finite_leaves_what_minus_zero_and_epsilon_zero_would_break() -> None:
+    """With fresh moments and no epsilon, directions are 0 / 0; a weight of -0 keeps its sign."""
+    weights = torch.tensor([-0.0, 1.0, 2.0])
+    state, segments = LambState.zeros_like(weights), LambSegments((3,), (True,))
+    hyper: dict[str, Any] = HYPERPARAMETERS | {"epsilon": 0.0}
+    triton_lamb.lamb_step(weights, torch.full((3,), torch.nan), state, segments, **at(1, 0.1), **hyper)
+    assert weights.tolist() == [0.0, 1.0, 2.0]
+    assert weights[0].signbit()
+    assert not state.momentum_P.any()
+    assert not state.variance_P.any()
+
+
+@pytest.mark.parametrize("cuts", [(CHUNK // 2,), (1, 7630, 7631), (7640, 7650, 7660, 12000), (2 * CHUNK, 3 * CHUNK)])
+def test_shards_together_step_as_the_whole(cuts: tuple[int, ...]) -> None:
+    """Borders anywhere in segments, several in one: at most twice the error of plain PyTorch on the whole vectors."""
+    segments = LAYOUTS["as in BERT"]
+    flat, gradients = weights_and_gradients(segments, 3, 1.0)
+    exact = NumpyLamb(split(flat, segments.sizes), segments.adapted, **HYPERPARAMETERS)
+    plain, plain_state = flat.clone(), LambState.zeros_like(flat)
+    found = Shards(flat, segments, cuts)
+    for step, gradient in enumerate(gradients, start=1):
+        exact.step(split(gradient, segments.sizes), float(torch.tensor(0.1)))
+        lamb.lamb_step(plain, gradient.clone(), plain_state, segments, **at(step, 0.1), **HYPERPARAMETERS)
+        found.step(gradient, **at(step, 0.1))
+    whole = torch.cat(found.weights)
+    for mine, theirs, truth in zip(segments.views(whole), segments.views(plain), exact.weights, strict=True):
+        assert error(mine, truth) <= 2 * error(theirs, truth) + torch.finfo(torch.float32).eps
+
+
+def test_a_shard_without_adapted_pieces_and_one_of_padding() -> None:
+    segments = LambSegments((64, 8), (True, False))
+    flat, (gradient,) = weights_and_gradients(segments, 1, 1.0)
+    whole, state = flat.clone(), LambState.zeros_like(flat)
+    found = Shards(flat, segments, (64, 70), padding=5)
+    found.step(gradient, **at(1, 0.1))
+    triton_lamb.lamb_step(whole, gradient, state, segments, **at(1, 0.1), **HYPERPARAMETERS)
+    *shards, padding = found.weights
+    assert torch.equal(torch.cat(shards), whole)
+    assert not padding.any()
+
+
+class Shards:
+    """LAMB by both halves on pieces of the flat vector, in one process."""
+
+    def __init__(self, flat: torch.Tensor, segments: LambSegments, cuts: tuple[int, ...], padding: int = 0) -> None:
+        self.bounds = [0, *cuts, len(flat)]
+        self.segments = segments
+        self.weights = [flat[start:stop].clone() for start, stop in pairwise(self.bounds)]
+        self.layouts = [pieces_of(segments, start, stop) for start, stop in pairwise(self.bounds)]
+        if padding:
+            self.weights.append(torch.zeros(padding))
+            self.layouts.append((LambSegments((padding,), (False,)), []))
+        self.states = [LambState.zeros_like(weights) for weights in self.weights]
+
+    def step(self, gradient: torch.Tensor, *, step: torch.Tensor, learning_rate: torch.Tensor) -> None:
+        norm = torch.linalg.vector_norm(gradient)
+        gradients = [gradient[start:stop].clone() for start, stop in pairwise(self.bounds)]
+        gradients += [torch.zeros_like(padding) for padding in self.weights[len(gradients) :]]
+        sums_2A = torch.zeros(2, sum(self.segments.adapted), dtype=torch.float64)
+        shards = list(zip(self.weights, gradients, self.states, self.layouts, strict=True))
+        for weights, own, state, (layout, owners) in shards:
+            squares = triton_lamb.lamb_directions(weights, own, state, layout, norm=norm, step=step, **HYPERPARAMETERS)
+            assert squares.shape == (2, len(owners))
+            sums_2A.index_add_(1, torch.tensor(owners, dtype=torch.int64), squares)
+        for weights, _, state, (layout, owners) in shards:
+            triton_lamb.lamb_apply(weights, state, layout, sums_2A[:, owners], norm=norm, learning_rate=learning_rate)
+
+
 @pytest.mark.parametrize("low_precision", [False, True])
 def test_is_a_proper_operator(low_precision: bool) -> None:
     segments = LAYOUTS["as in BERT"]
     chunks = triton_lamb._chunks(segments, torch.device("cpu"))
-    buffers = [torch.rand(sum(segments.sizes)) for _ in range(5)]
-    copy_P = torch.zeros_like(buffers[0], dtype=torch.bfloat16) if low_precision else None
-    arguments: list[Any] = [*buffers, copy_P, chunks.table_C4, chunks.bounds_G1, chunks.adapted_G, *at(1, 0.1).values()]
-    torch.library.opcheck(triton_lamb._lamb_step, (*arguments, *HYPERPARAMETERS.values()))
+    weights, gradients, *moments, update = (torch.rand(sum(segments.sizes)) for _ in range(5))
+    copy_P = torch.zeros_like(weights, dtype=torch.bfloat16) if low_precision else None
+    step, rate = at(1, 0.1).values()
+    norm, squares_2A = torch.tensor(2.0), torch.rand(2, sum(segments.adapted), dtype=torch.float64)
+    tables = chunks.table_C4, chunks.places_G
+    arguments: list[Any] = [weights, gradients, *moments, update, torch.tensor(0), *tables, chunks.spans_A2, norm, step]
+    torch.library.opcheck(triton_lamb._lamb_directions, (*arguments, *HYPERPARAMETERS.values()))
+    torch.library.opcheck(triton_lamb._lamb_apply, (weights, update, copy_P, squares_2A, *tables, norm, rate))
 
 
 def reasons(flat: torch.Tensor, sizes: tuple[int, ...] = (5,), **changes: torch.Tensor) -> list[str]:
     gradient, state = changes.pop("gradient", flat), LambState.zeros_like(flat)
     segments = LambSegments(sizes, (True,) * len(sizes))
-    return triton_lamb.unsupported_reasons(flat, gradient, state, segments, **(at(1, 0.1) | changes), **HYPERPARAMETERS)
+    return triton_lamb.lamb_step_unsupported_reasons(
+        flat, gradient, state, segments, **(at(1, 0.1) | changes), **HYPERPARAMETERS
+    )
 
 
 def test_says_what_it_cannot_do() -> None:
@@ -175,3 +284,24 @@ def test_says_what_it_cannot_do() -> None:
     assert "shapes" in reasons(flat, gradient=torch.zeros(10)[::2])[0]
     assert "bfloat16" in reasons(flat, low_precision_P=torch.zeros(5))[0]
     assert "device" in reasons(flat, step=torch.zeros((), device="meta"))[0]
+
+
+def test_says_what_the_halves_cannot_do() -> None:
+    flat, squares_2A, one = torch.zeros(5), torch.zeros(2, 1), torch.tensor(1.0)
+    state, segments = LambState.zeros_like(flat), LambSegments((3, 2), (True, False))
+
+    def of_directions(**changes: torch.Tensor) -> list[str]:
+        tensors = {"norm": one, "step": torch.tensor(1)} | changes
+        return triton_lamb.lamb_directions_unsupported_reasons(
+            flat, flat, state, segments, **tensors, **HYPERPARAMETERS
+        )
+
+    def of_apply(squares_2A: torch.Tensor, **changes: torch.Tensor) -> list[str]:
+        tensors = {"norm": one, "learning_rate": one} | changes
+        return triton_lamb.lamb_apply_unsupported_reasons(flat, state, segments, squares_2A, **tensors)
+
+    assert of_directions() == []
+    assert "device" in of_directions(norm=torch.zeros((), device="meta"))[0]
+    assert of_apply(squares_2A) == []
+    assert "1 adapted" in of_apply(torch.zeros(2, 2))[0]
+    assert "device" in of_apply(squares_2A, norm=torch.zeros((), device="meta"))[0]

@@ -86,6 +86,7 @@ def write_metrics(path: Path, steps: int = 60) -> Path:
                 "event": "step",
                 "step": step,
                 "samples": 32 * step,
+                "step_ms": 27.0,
                 "data_wait_ms": 1.0,
                 "forward_backward_ms": 20.0,
                 "reduce_ms": 3.0,

@@ -223,6 +223,7 @@ MUTATIONS = {
     "text after a record": (garble("seed", "} hello"), "", "text after the record: 'hello'"),
     "broken record": (garble("run_start", ""), "", "broken JSON"),
     "two records on a line": (glue, "", "2 records on one line"),
+    "resumed": (lambda text: "# resumed from: checkpoints/step_00000008\n" + text, "", "went on from a checkpoint"),
     "empty file": (lambda _: "", "", "no MLLOG record"),
     "no log": (lambda _: "hello\n", "", "no MLLOG record"),
 }

@@ -89,7 +89,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
         for micro_batches in batches:
             step(micro_batches)
             means.append(step.statistics.fetch()[0])
-        results.append((step.flat.weights_P.clone(), step.optimizer.state.momentum_P.clone(), means))
+        results.append((step.flat.weights_P.clone(), step.optimizer.moments()[0].clone(), means))
         if recorder is not None:
             # Recorded: the larger capacity, the smaller, the update. Ten micro-batches, of which two have none.
             assert recorder.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
@@ -108,7 +108,7 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     step = training_step(precision="fp8")
     model = step.model
     step.warm_up(global_batches(small_run, 1)[0], 3, recorder, CAPACITIES)
-    state = step._fp8
+    state = step.fp8
     assert state is not None
     for dense in state.denses:
         expected = cast_fp8(dense.dense.weight, dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
@@ -155,7 +155,7 @@ def test_recording_leaves_no_trace(small_run: SmallRun) -> None:
     assert torch.equal(torch.get_rng_state(), random_state)
     assert step.optimizer.steps.item() == 0
     assert step.model.dropout_state.tolist() == [0, 0]
-    for state in (step.optimizer.state.momentum_P, step.optimizer.state.variance_P, step.flat.gradients_P):
+    for state in (*step.optimizer.moments(), step.flat.gradients_P):
         assert not state.any()
     assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False)
 

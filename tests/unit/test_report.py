@@ -125,6 +125,24 @@ def test_time_is_accounted_for(folder: Path) -> None:
     assert "forward and backward" in Page(render(results)).text
 
 
+def test_the_parts_of_a_step_are_stacked_over_the_run(folder: Path) -> None:
+    results = load_results(folder)
+    metrics = folder / "metrics_1.jsonl"
+    broken = '{"event": "step", "step": 70, "samples": 2240, "step_ms": -1, "data_wait_ms": 1e300}\n'
+    metrics.write_text(metrics.read_text() + broken)
+    page = Page(render(replace(results, runs=load_results(folder).runs[:2])))
+    areas = [attrs for tag, attrs in page.tags if tag == "polygon"]
+    assert [attrs["class"] for attrs in areas] == ["compute", "reduce", "update", "data-wait", "other"]
+    heights = []
+    for attrs in areas:
+        points = [tuple(map(float, corner.split(","))) for corner in str(attrs["points"]).split()]
+        assert len(points) == 12  # six records, there and back
+        heights.append(points[11][1] - points[0][1])  # above the first record; y grows downwards
+    assert [height / heights[0] for height in heights] == pytest.approx([1, 0.15, 0.1, 0.05, 0.05], abs=0.01)
+    assert "Parts of a step of run 1" in page.text
+    assert "Parts of a step" not in render(results)  # the run that stands for all has no metrics
+
+
 def test_report_without_metrics_and_description(tmp_path: Path) -> None:
     path = tmp_path / "one" / "bert"
     write_run(path / "result_0.txt")

@@ -46,7 +46,7 @@ def test_warm_up_leaves_no_trace(step: TrainingStep, small_run: SmallRun) -> Non
     assert torch.equal(torch.get_rng_state(), random_state)
     assert step.optimizer.steps.item() == 0
     assert step.model.dropout_state.tolist() == [0, 0]
-    for state in (step.optimizer.state.momentum_P, step.optimizer.state.variance_P, step.flat.gradients_P):
+    for state in (*step.optimizer.moments(), step.flat.gradients_P):
         assert not state.any()
     assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False)
 
@@ -183,8 +183,9 @@ def test_the_rate_follows_the_counter_on_the_device(step: TrainingStep) -> None:
         optimizer.reset()
         flat.weights_P.copy_(weights_P)
         optimizer.steps.fill_(count)
-        optimizer.state.momentum_P.fill_(1e-3)
-        optimizer.state.variance_P.fill_(1e-2)
+        momentum_P, variance_P = optimizer.moments()
+        momentum_P.fill_(1e-3)
+        variance_P.fill_(1e-2)
         optimizer.step()
         assert optimizer.steps.item() == count + 1
         first = flat.segments.adapted.index(True)
@@ -205,6 +206,30 @@ def test_statistics_are_means_over_the_steps_since_the_last_fetch(step: Training
     assert 4 < means["masked_lm_loss"] < 7
     assert 0.3 < means["next_sentence_loss"] < 1.5
     assert means["gradient_norm"] > 0
+
+
+def test_a_step_with_gradients_that_are_not_finite_is_skipped_and_counted(
+    step: TrainingStep, small_run: SmallRun
+) -> None:
+    """Weights, moments and the step count stay; the mean norm is that of the other steps; training goes on."""
+    batches = [batch_of(small_run.train.slice(0, 8))]
+    step(batches)
+    norm = step.statistics.fetch()[0]["gradient_norm"]
+    before = [tensor.clone() for tensor in (step.flat.weights_P, *step.optimizer.moments(), step.optimizer.steps)]
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        step.flat.gradients_P[1234] = bad
+        step(batches)
+    after = (step.flat.weights_P, *step.optimizer.moments(), step.optimizer.steps)
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+    assert step.optimizer.skipped.item() == 3
+    assert not step.flat.gradients_P.any()
+    step(batches)
+    means, _ = step.statistics.fetch()
+    assert means["skipped_steps"] == 3
+    assert 0.5 * norm < means["gradient_norm"] < 2 * norm
+    assert step.optimizer.steps.item() == 2
+    assert not torch.equal(before[0], step.flat.weights_P)
+    assert step.statistics.fetch()[0]["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64])

@@ -1,0 +1,81 @@
+"""A rank of a run that breaks on purpose: ``python -m tests.distributed.faulty_worker WHAT RANK RECIPE ...``."""
+
+import os
+import sys
+import time
+from typing import Any
+
+import bert.train
+from bert.step import TrainingStep
+from dataloading.loader import NumpyLoader
+
+AT_STEP = 250
+"""The step at which it happens: some evaluations after the start."""
+
+
+def main() -> int:
+    what, rank, *arguments = sys.argv[1:]
+    if os.environ["RANK"] == rank:
+        {"raise": raise_in_step, "hang": hang_in_loader, "slow": slow_down, "overflow": overflow}[what]()
+    return bert.train.main(arguments)
+
+
+def raise_in_step() -> None:
+    """An error between two collectives."""
+
+    def broken(count: int) -> None:
+        if count == AT_STEP:
+            raise RuntimeError("broken on purpose")
+
+    _before_each(TrainingStep, "__call__", broken)
+
+
+def hang_in_loader() -> None:
+    """A read that never returns."""
+
+    def stuck(count: int) -> None:
+        while count == AT_STEP:
+            time.sleep(1)
+
+    _before_each(NumpyLoader, "__next__", stuck)
+
+
+def slow_down() -> None:
+    """Data that come late, from a step on."""
+
+    def late(count: int) -> None:
+        if count > AT_STEP // 5:
+            time.sleep(0.05)
+
+    _before_each(NumpyLoader, "__next__", late)
+
+
+def overflow() -> None:
+    """Gradients that are not finite, from a step on: those of a rank that has lost its weights."""
+    original, count = TrainingStep._forward_backward, 0
+
+    def changed(self: TrainingStep, *arguments: Any) -> None:
+        nonlocal count
+        count += 1
+        if count > AT_STEP:
+            self.flat.gradients_P[-1] = float("inf")
+        original(self, *arguments)
+
+    owner: Any = TrainingStep
+    owner._forward_backward = changed
+
+
+def _before_each(owner: type, name: str, act: Any) -> None:
+    original, count = getattr(owner, name), 0
+
+    def changed(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        act(count)
+        return original(*arguments, **options)
+
+    setattr(owner, name, changed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

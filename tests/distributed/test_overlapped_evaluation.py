@@ -1,0 +1,97 @@
+"""Evaluations whose result is read a step later: the same run, the same verdict, a log that passes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compliance.checker import check_file
+from tests.conftest import REPOSITORY, SmallRun
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def run(small_run: SmallRun, results: Path, module: str, ranks: int = 1, **changes: object) -> list[dict[str, Any]]:
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    arguments = small_run.arguments(results, **changes)
+    command = [*launcher, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    lines = (results / "tiny_cpu" / "bert" / "metrics_0.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def events(records: list[dict[str, Any]], event: str, *names: str) -> list[tuple[Any, ...]]:
+    return [tuple(record[name] for name in names) for record in records if record["event"] == event]
+
+
+def order(results: Path) -> list[tuple[str, int | None]]:
+    """The records of the run and the samples that they name."""
+    text = (results / "tiny_cpu" / "bert" / "result_0.txt").read_text()
+    records = [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith(":::MLLOG")]
+    return [(record["key"], record["metadata"].get("samples_count")) for record in records]
+
+
+@pytest.fixture(scope="module")
+def plain(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(small_run, tmp_path_factory.mktemp("plain"), "bert.train")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_without_success_is_the_same(
+    small_run: SmallRun, tmp_path: Path, plain: list[dict[str, Any]], ranks: int
+) -> None:
+    overlapped = run(small_run, tmp_path, "tests.distributed.overlap_worker", ranks)
+    assert events(overlapped, "eval", "step", "samples", "correct", "count") == events(
+        plain, "eval", "step", "samples", "correct", "count"
+    )
+    losses = [loss for (loss,) in events(plain, "step", "loss")]
+    assert [loss for (loss,) in events(overlapped, "step", "loss")] == pytest.approx(losses, rel=2e-5)
+    assert events(overlapped, "end", "status", "samples") == [("aborted", 160)]
+    assert order(tmp_path)[order(tmp_path).index(("run_start", None)) + 1 :] == [
+        ("block_start", 0),
+        ("block_stop", 80),
+        ("eval_start", 80),
+        ("block_start", 80),
+        ("eval_accuracy", 80),
+        ("eval_stop", 80),
+        ("block_stop", 160),
+        ("eval_start", 160),  # the samples are used up: nothing to train meanwhile
+        ("eval_accuracy", 160),
+        ("eval_stop", 160),
+        ("block_start", 160),
+        ("block_stop", 160),
+        ("train_samples", None),
+        ("eval_samples", None),
+        ("run_stop", None),
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_success_counts_the_samples_that_were_evaluated(
+    small_run: SmallRun, tmp_path: Path, plain: list[dict[str, Any]], ranks: int
+) -> None:
+    (first,), *_ = events(plain, "eval", "masked_lm_accuracy")
+    assert first > 0
+    worker = "tests.distributed.overlap_worker"
+    overlapped = run(small_run, tmp_path, worker, ranks, evaluation__target=first / 2)
+    assert events(overlapped, "end", "status", "samples") == [("success", 80)]
+    assert order(tmp_path)[-7:] == [
+        ("block_start", 80),
+        ("eval_accuracy", 80),
+        ("eval_stop", 80),
+        ("block_stop", 96),
+        ("train_samples", None),
+        ("eval_samples", None),
+        ("run_stop", None),
+    ]
+    log = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
+    assert '"key": "train_samples", "value": 80' in log.read_text()
+    verdict = check_file(log)
+    assert verdict.passed, verdict.findings

@@ -1,0 +1,233 @@
+"""Runs that go on from a checkpoint: the same losses, on any number of ranks, and after a kill under torchrun."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from compliance.checker import check_log
+from compliance.log import read_log
+from tests.conftest import REPOSITORY, SmallRun
+from tests.distributed.test_ranks import ENVIRONMENT, launch, records, wait_for
+
+STEPS = 20
+EVERY = 4
+PARTS = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate")
+
+
+def settings(folder: Path, **changes: object) -> dict[str, object]:
+    return {
+        "training__max_samples": 16 * STEPS,
+        "evaluation__interval_samples": 96,
+        "checkpoint__folder": folder,
+        "checkpoint__every_steps": EVERY,
+        "checkpoint__keep": 9,
+    } | changes
+
+
+def train(run: SmallRun, results: Path, ranks: int, **changes: object) -> list[dict[str, float]]:
+    process = launch(run.arguments(results, **changes), ranks)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == (0 if ranks > 1 else 1), output
+    return records(results, "step")
+
+
+def kept(checkpoints: Path, target: Path, step: int) -> Path:
+    """A folder of one checkpoint, as if the run had ended there."""
+    target.mkdir()
+    shutil.copytree(checkpoints / f"step_{step:08}", target / f"step_{step:08}")
+    return target
+
+
+@pytest.fixture(scope="module")
+def whole(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
+    """A run of 2 ranks from beginning to end, with dropout, and its checkpoints."""
+    folder = tmp_path_factory.mktemp("whole")
+    steps = train(small_run, folder, 2, **settings(folder / "checkpoints", model__hidden_dropout=0.1))
+    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
+    return folder, steps
+
+
+def test_the_same_ranks_go_on_with_the_same_losses_to_the_last_bit(
+    small_run: SmallRun, tmp_path: Path, whole: tuple[Path, list[dict[str, float]]]
+) -> None:
+    folder, steps = whole
+    start = kept(folder / "checkpoints", tmp_path / "kept", 8)
+    changes = settings(tmp_path / "further", model__hidden_dropout=0.1, resume=start, training__seed=None)
+    resumed = train(small_run, tmp_path, 2, **changes)
+    assert [record["step"] for record in resumed] == list(range(9, STEPS + 1))
+    for one, other in zip(steps[8:], resumed, strict=True):
+        assert {name: one[name] for name in PARTS} == {name: other[name] for name in PARTS}
+    for name in ("model", "momentum", "variance"):
+        files = [
+            (place / "step_00000020" / f"{name}.safetensors").read_bytes()
+            for place in (folder / "checkpoints", tmp_path / "further")
+        ]
+        assert files[0] == files[1], name
+    evaluations = records(tmp_path, "eval")
+    assert [record["samples"] for record in evaluations] == [192, 288]  # the schedule goes on
+    before = {record["samples"]: record["correct"] for record in records(folder, "eval")}
+    assert all(before[record["samples"]] == record["correct"] for record in evaluations)
+
+
+def test_a_resumed_log_says_so_and_is_no_timed_result(
+    small_run: SmallRun, tmp_path: Path, whole: tuple[Path, list[dict[str, float]]]
+) -> None:
+    start = kept(whole[0] / "checkpoints", tmp_path / "kept", 8)
+    changes = {"model__hidden_dropout": 0.1, "resume": start, "training__max_samples": 16 * STEPS}
+    process = launch(small_run.arguments(tmp_path, evaluation__interval_samples=96, **changes), 2)
+    output, _ = process.communicate(timeout=120)
+    assert "(resumed: no timed result)" in output
+    result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
+    assert f"# resumed from: {start / 'step_00000008'}\n" in result.read_text()
+    keys = [finding.key for finding in check_log(read_log(result)).findings]
+    assert "eval_accuracy" in keys  # the evaluations before are in another log
+
+
+@pytest.mark.parametrize(("ranks", "reduction"), [(4, "flat"), (4, "sharded"), (1, "auto")])
+def test_other_ranks_go_on_with_the_same_losses_to_rounding(
+    small_run: SmallRun, tmp_path: Path, ranks: int, reduction: str
+) -> None:
+    """Without dropout, whose draws belong to a rank: 2 ranks, from there ``ranks``, from there 1."""
+    steps = train(small_run, tmp_path / "whole", 2, **settings(tmp_path / "checkpoints"))
+    for place, (count, step) in enumerate([(ranks, 8), (1, 12)]):
+        start = kept(tmp_path / ("checkpoints", "further_0")[place], tmp_path / f"kept_{place}", step)
+        changes = settings(tmp_path / f"further_{place}", resume=start)
+        if count > 1:
+            changes["training__reduction"] = reduction
+        resumed = train(small_run, tmp_path / f"resumed_{place}", count, **changes)
+        for one, other in zip(steps[step:], resumed, strict=True):
+            for name in PARTS:
+                assert other[name] == pytest.approx(one[name], rel=2e-5, abs=2e-6), (count, one["step"], name)
+
+
+def test_broken_checkpoints_are_passed_over_with_reasons(
+    small_run: SmallRun, tmp_path: Path, whole: tuple[Path, list[dict[str, float]]]
+) -> None:
+    folder = tmp_path / "kept"
+    shutil.copytree(whole[0] / "checkpoints", folder)
+    shutil.rmtree(folder / "step_00000004")
+    (folder / "step_00000020" / "state.json").write_text("{")
+    with (folder / "step_00000016" / "variance.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with (folder / "step_00000012" / "momentum.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\1\2\3\4")
+    arguments = small_run.arguments(tmp_path, resume=folder, model__hidden_dropout=0.1)
+    process = launch(arguments, 1)
+    output, _ = process.communicate(timeout=120)
+    assert (
+        f"# resumed from: {folder / 'step_00000008'}\n" in (tmp_path / "tiny_cpu" / "bert" / "result_0.txt").read_text()
+    ), output
+    for reason in (
+        "step_00000020/state.json: not the state of a run",
+        r"step_00000016/variance.safetensors: 1,000 bytes, expected [\d,]+",
+        "step_00000012/momentum.safetensors: its content has changed since it was written",
+    ):
+        assert re.search(reason, output), output
+    shutil.rmtree(folder / "step_00000008")
+    process = launch(arguments, 2)
+    output, _ = process.communicate(timeout=120)
+    assert f"error: no whole checkpoint in {folder}: " in output
+    assert "Traceback" not in output.split("ChildFailedError")[0].split("error: no whole")[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer__beta_1": 0.8}, "was made with optimizer.beta_1 0.9, but this run has 0.8: "),
+        ({"training__global_batch_size": 32}, "was made with training.global_batch_size 16, but this run has 32: "),
+        ({"training__seed": 8}, "was made with training.seed 7: leave the seed out, or give this one"),
+        (
+            {"log__division": "closed", "evaluation__interval_samples": None, "evaluation__target": 0.72},
+            "resume is set in the closed division",
+        ),
+    ],
+)
+def test_a_run_that_differs_does_not_go_on(
+    small_run: SmallRun,
+    tmp_path: Path,
+    whole: tuple[Path, list[dict[str, float]]],
+    changes: dict[str, object],
+    message: str,
+) -> None:
+    start = whole[0] / "checkpoints"
+    arguments = small_run.arguments(tmp_path, **{"model__hidden_dropout": 0.1, "resume": start} | changes)
+    process = launch(arguments, 1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert message in output
+
+
+def test_checkpoints_of_another_run_are_not_mixed_in(
+    small_run: SmallRun, tmp_path: Path, whole: tuple[Path, list[dict[str, float]]]
+) -> None:
+    process = launch(small_run.arguments(tmp_path, checkpoint__folder=whole[0] / "checkpoints"), 1)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "holds checkpoints of another run" in output
+
+
+def test_only_the_newest_are_kept_and_a_signal_writes_one(small_run: SmallRun, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    changes = settings(folder, checkpoint__keep=2, training__max_samples=10_000_000, log__interval_steps=3)
+    process = launch(small_run.arguments(tmp_path, **changes), 1)
+    wait_for(lambda: (folder / "step_00000040").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    found = sorted(path.name for path in folder.iterdir())
+    assert len(found) == 2
+    last = records(tmp_path, "step")[-1]["step"]
+    assert found[-1] == f"step_{int(last):08}"
+    state = json.loads((folder / found[-1] / "state.json").read_text())
+    assert state["samples"] == 16 * last
+    assert load_file(folder / found[-1] / "model.safetensors")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_warning(small_run: SmallRun, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    train(small_run, tmp_path, 2, **settings(tmp_path / "file" / "folder"))
+    warnings = records(tmp_path, "warning")
+    assert len(warnings) == STEPS // EVERY
+    assert "no checkpoint was written: " in str(warnings[0]["text"])
+
+
+def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(small_run: SmallRun, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    changes = settings(
+        folder, training__max_samples=16 * 2000, evaluation__interval_samples=1600, checkpoint__every_steps=50
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    command += ["--nproc-per-node=2", "--max-restarts=1", "-m", "bert.train"]
+    process = subprocess.Popen(
+        [*command, *small_run.arguments(tmp_path, **changes)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+    )
+    wait_for(lambda: (folder / "step_00000100").exists(), process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = [int(pid) for pid in children if "\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_text()]
+    os.kill(ranks[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    first, second = ((tmp_path / "tiny_cpu" / "bert" / f"result_{number}.txt").read_text() for number in (0, 1))
+    assert "# ended by a fault: rank 1 on host" in first
+    assert '"status": "aborted"' in first.splitlines()[-1]
+    found = re.search(r"# resumed from: (.*)\n", second)
+    assert found
+    resumed_step = int(found[1].rpartition("_")[2])
+    assert resumed_step >= 100
+    lines = (tmp_path / "tiny_cpu" / "bert" / "metrics_1.jsonl").read_text().splitlines()
+    steps = [record["step"] for line in lines if (record := json.loads(line))["event"] == "step"]
+    assert steps[0] == resumed_step + 1
+    assert steps[-1] == 2000

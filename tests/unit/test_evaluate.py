@@ -1,0 +1,141 @@
+"""Evaluations that are recorded, read ahead, and whose result is asked for later."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from bert.config import ModelConfig
+from bert.evaluate import Evaluator
+from bert.graphs import CudaRecorder
+from bert.model import BertForPreTraining, initialize_
+from bert.parallel.mesh import Mesh
+from dataloading.dataset import Dataset, open_dataset
+from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
+
+CPU = torch.device("cpu")
+PLAIN = torch.autocast("cpu", enabled=False)
+
+
+class Repeating:
+    """Replays by running again on what the recording saw, as a device would; counts."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        self.recorded += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            function()
+
+        return replay
+
+
+@pytest.fixture
+def dataset(small_run: SmallRun) -> Dataset:
+    return open_dataset(small_run.folder / "evaluation")
+
+
+@pytest.fixture
+def model() -> BertForPreTraining:
+    """Its logits are wide apart, so that some predictions are right."""
+    made = BertForPreTraining(ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH))
+    initialize_(made, torch.Generator().manual_seed(3))
+    return made.train()
+
+
+def evaluator(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Evaluator:
+    return Evaluator(dataset, Mesh(rank, world_size, 0, CPU), batch_size)
+
+
+@pytest.mark.parametrize(("batch_size", "most"), [(1, 16), (3, 16), (64, 2)])
+def test_a_recorded_evaluation_counts_the_same(
+    dataset: Dataset, model: BertForPreTraining, batch_size: int, most: int
+) -> None:
+    expected = evaluator(dataset, batch_size)(model, PLAIN)
+    recorded, recorder = evaluator(dataset, batch_size), Repeating()
+    recorded.warm_up(model, PLAIN, recorder)
+    assert 1 <= recorder.recorded <= most
+    for _ in range(2):
+        recorder.replayed = 0
+        assert recorded(model, PLAIN) == expected
+        assert recorder.replayed == -(-len(dataset) // batch_size), "every batch has a recording"
+
+
+def test_recording_reads_no_data_and_leaves_the_model_as_it_was(
+    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "take", None)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    evaluator(dataset, 16).warm_up(model, PLAIN, Repeating())
+    assert model.training
+    assert model.dropout_state.tolist() == [0, 0]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_rank_without_a_share_evaluates_nothing(dataset: Dataset, model: BertForPreTraining) -> None:
+    idle = evaluator(dataset, 16, rank=len(dataset), world_size=len(dataset) + 1)
+    idle.warm_up(model, PLAIN, Repeating())
+    assert idle(model, PLAIN).count == 0
+
+
+def test_the_result_is_that_of_the_weights_it_began_with(dataset: Dataset, model: BertForPreTraining) -> None:
+    evaluate = evaluator(dataset, 16)
+    expected = evaluate(model, PLAIN)
+    pending = evaluate.start(model, PLAIN)
+    with torch.no_grad():
+        model.decoder_bias[7] = 1e6  # from now on it predicts one token alone
+    later = evaluate.start(model, PLAIN)
+    assert pending.result() == expected
+    assert later.result().correct != expected.correct
+    assert later.result().count == expected.count
+
+
+def test_data_is_read_ahead_once_and_its_faults_surface(
+    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = evaluator(dataset, 16)(model, PLAIN)
+    take, reads = dataset.take, []
+
+    def counted(indices: np.ndarray) -> object:
+        reads.append(len(indices))
+        return take(indices)
+
+    monkeypatch.setattr(dataset, "take", counted)
+    ahead = evaluator(dataset, 16)
+    assert not reads
+    ahead.read_ahead()
+    assert [ahead(model, PLAIN) for _ in range(2)] == [expected] * 2
+    assert sum(reads) == len(dataset)
+
+    def broken(_: np.ndarray) -> object:
+        raise ValueError("the shard is damaged")
+
+    monkeypatch.setattr(dataset, "take", broken)
+    faulty = evaluator(dataset, 16)
+    faulty.read_ahead()
+    with pytest.raises(ValueError, match="damaged"):
+        faulty(model, PLAIN)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
+@pytest.mark.parametrize("record", [True, False])
+def test_a_gpu_evaluates_while_the_host_goes_on(dataset: Dataset, model: BertForPreTraining, record: bool) -> None:
+    expected = evaluator(dataset, 16)(model, PLAIN)
+    device = torch.device("cuda", 0)
+    model.to(device)
+    autocast = torch.autocast("cuda", torch.bfloat16, enabled=False)
+    evaluate = Evaluator(dataset, Mesh(0, 1, 0, device), 16)
+    evaluate.warm_up(model, autocast, CudaRecorder(device) if record else None)
+    assert evaluate(model, autocast).count == expected.count
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = evaluate.start(model, autocast)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert abs(pending.result().correct - expected.correct) <= 2, "ties may fall the other way"
