@@ -1,8 +1,8 @@
 # The program and its pinned packages; `docker run --rm IMAGE` trains tiny_cpu. See docs/launching.md.
 #
 #   GPUs:  docker build --tag mlperf-bert --build-arg REVISION="$(git rev-parse HEAD)" .
-#   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= \
-#            --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+#   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= .
+#          (with --build-arg PIP_EXTRA_INDEX_URL=..., the index of PyTorch's CPU builds, it is gigabytes smaller)
 #
 # BASE needs bash and CPython 3.11 or newer with pip. If it has a PyTorch, as NGC's has, that one is used; else the pinned one.
 ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3
