@@ -27,7 +27,7 @@ class Ranks:
     def __init__(self, arguments: list[str], count: int, folder: Path, program: tuple[str, ...] = ("-m", "bert.train")):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+            self.master_port: int = probe.getsockname()[1]
         self.errors = [folder / f"stderr_{rank}" for rank in range(count)]
         self.processes: list[subprocess.Popen[str]] = []
         for rank in range(count):
@@ -38,7 +38,7 @@ class Ranks:
                 "LOCAL_WORLD_SIZE": count,
                 "OMP_NUM_THREADS": 1,
             }
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.master_port}
             environment = os.environ | {name: str(value) for name, value in place.items()}
             with self.errors[rank].open("wb") as errors:
                 command = [sys.executable, *program, *arguments]
@@ -173,11 +173,11 @@ def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Callable[..., 
 
 def test_a_stranger_at_the_port_is_sent_away(start: Callable[..., Ranks]) -> None:
     ranks = start(2)
-    with socket.create_connection(("127.0.0.1", hub_port(ranks.processes[0].pid))) as stranger:
+    with socket.create_connection(("127.0.0.1", hub_port(ranks))) as stranger:
         stranger.sendall(b'{"token": "guess", "rank": 1, "host": "elsewhere"}\n{"failed": "no", "status": 0}\n')
         stranger.settimeout(5)
         assert stranger.recv(100) == b""
-    with socket.create_connection(("127.0.0.1", hub_port(ranks.processes[0].pid))) as stranger:
+    with socket.create_connection(("127.0.0.1", hub_port(ranks))) as stranger:
         stranger.settimeout(5)
         try:
             stranger.sendall(b"x" * 100_000)
@@ -188,9 +188,9 @@ def test_a_stranger_at_the_port_is_sent_away(start: Callable[..., Ranks]) -> Non
     assert [process.poll() for process in ranks.processes] == [None, None]
 
 
-def hub_port(pid: int) -> int:
-    """The port on which the process listens on all addresses."""
-    inodes = set()
+def hub_port(ranks: Ranks) -> int:
+    """The port on which rank 0 listens on all addresses, beside that of PyTorch's store."""
+    inodes, pid = set(), ranks.processes[0].pid
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             inodes.add(str(link.readlink()))
@@ -200,7 +200,8 @@ def hub_port(pid: int) -> int:
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             address, _, port = fields[1].rpartition(":")
-            if fields[3] == "0A" and set(address) == {"0"} and f"socket:[{fields[9]}]" in inodes:
+            own = f"socket:[{fields[9]}]" in inodes and int(port, 16) != ranks.master_port
+            if fields[3] == "0A" and set(address) == {"0"} and own:
                 return int(port, 16)
     raise AssertionError("it listens nowhere")
 
