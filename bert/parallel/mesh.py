@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from bert.parallel.single import all_gather_single
+
 TIMEOUT = timedelta(minutes=10)
 """After this long in one collective, or in waiting for all ranks to join, a rank gives up."""
 
@@ -191,7 +193,7 @@ def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
     text = "\n".join((*own, str(launch.local_rank), str(launch.local_size))).encode()
     sent = torch.tensor(list(text.ljust(_IDENTITY_BYTES)), dtype=torch.uint8, device=device)
     received = sent.new_empty(launch.world_size * _IDENTITY_BYTES)
-    dist.all_gather_single(received, sent)
+    all_gather_single(received, sent)
     rows = received.view(launch.world_size, _IDENTITY_BYTES).cpu().numpy()
     fields = [row.tobytes().decode().strip(" ").split("\n") for row in rows]
     return [Identity(host, boot, int(local), int(size)) for host, boot, local, size in fields]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from bert.config import TrainingConfig
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import TIMEOUT, Mesh
+from bert.parallel.single import all_gather_single, reduce_scatter_single
 
 Strategy = Literal["flat", "hierarchical", "sharded"]
 """flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
@@ -208,7 +209,7 @@ class Reduction:
             piece = _piece(sent, node)
             self._all_reduce(piece, rail)
             if self.strategy == "hierarchical" and node is not None:
-                dist.all_gather_single(sent, piece, group=node)
+                all_gather_single(sent, piece, group=node)
             elif sent is not gradients:
                 _piece(gradients, node).copy_(piece)
                 return
@@ -220,7 +221,7 @@ class Reduction:
             return
         piece = _piece(sent, group)
         if not self._fp32_sums:
-            dist.reduce_scatter_single(piece, sent, group=group)
+            reduce_scatter_single(piece, sent, group=group)
             return
         contributions = torch.empty_like(sent)
         dist.all_to_all_single(contributions, sent, group=group)
@@ -237,7 +238,7 @@ class Reduction:
             whole = sent.new_zeros(-(-len(sent) // group.size()) * group.size())
             whole[: len(sent)] = sent
         self._reduce_scatter(whole, group)
-        dist.all_gather_single(whole, _piece(whole, group), group=group)
+        all_gather_single(whole, _piece(whole, group), group=group)
         if whole is not sent:
             sent.copy_(whole[: len(sent)])
 

@@ -7,12 +7,12 @@ the shard without a gap.
 """
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bert.config import OptimizerConfig
 from bert.optimizer import FlatParameters, learning_rate_tensor
 from bert.parallel.reduction import Reduction
+from bert.parallel.single import all_gather_single
 from kernels import LambSegments, LambState, lamb_apply, lamb_directions
 
 
@@ -110,7 +110,7 @@ class ShardedLamb:
         if self._node is None:
             return squares
         gathered = squares.new_empty(self._node.size() * squares.numel())
-        dist.all_gather_single(gathered, squares.flatten(), group=self._node)
+        all_gather_single(gathered, squares.flatten(), group=self._node)
         return gathered.view(self._node.size(), *squares.shape).sum(0)
 
     def _collect(self, flat_N: Tensor, shard_W: Tensor) -> None:
@@ -124,7 +124,7 @@ class ShardedLamb:
             piece.copy_(shard_W[start : start + len(piece)])
             start += len(piece)
             if self._node is not None:
-                dist.all_gather_single(flat_N[bucket], piece, group=self._node)
+                all_gather_single(flat_N[bucket], piece, group=self._node)
 
     def _own(self, bucket: slice) -> tuple[int, int]:
         if self._node is None:
