@@ -2,7 +2,8 @@
 
 `MLLog` knows `compliance.rules`. A wrong key, value, order or number of records raises `RuleViolation` in the run, at
 the call that made it, and nothing is written. Each line is one write to the result file, flushed at once, so that
-records and plain lines never interleave and a killed run leaves whole lines behind.
+records and plain lines never interleave and a killed run leaves whole lines behind. Plain lines with a chain of digests
+(`compliance.digest`) among them tell whether the file is still as the run left it.
 
 The order of a run:
 
@@ -30,7 +31,7 @@ from typing import BinaryIO, Literal, Self
 
 from mlperf_logging.mllog.mllog import MLLogger
 
-from compliance import rules
+from compliance import digest, rules
 from compliance.rules import QUALITY_TARGET, evaluation_interval, evaluation_samples
 
 __all__ = ["QUALITY_TARGET", "MLLog", "RuleViolation", "evaluation_interval", "evaluation_samples"]
@@ -59,7 +60,7 @@ class MLLog:
     """
 
     def __init__(self, path: Path | None, *, clock_ms: Callable[[], int] | None = None) -> None:
-        self._file = None if path is None else _create(path)
+        self._file = None if path is None else _LineFile(path)
         self._logger = None if self._file is None else _logger_into(self._file)
         self._clock_ms = clock_ms or _steady_clock()
         self._state = _LogState()
@@ -96,7 +97,7 @@ class MLLog:
         if TOKEN in text or "\n" in text or "\r" in text:
             raise RuleViolation(f"plain line {text!r}: expected one line without {TOKEN}")
         with self._lock:
-            _write_line(self._file, text)
+            self._file.write(text)
 
     # Before the clock
 
@@ -235,11 +236,8 @@ class MLLog:
 
     def close(self) -> None:
         """Bring the file to the disk and close it; again does nothing."""
-        if self._file is not None and not self._file.closed:
-            try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            finally:
+        if self._file is not None:
+            with self._lock:
                 self._file.close()
 
     # Any record
@@ -266,6 +264,8 @@ class MLLog:
             self._state.check(event_type, key, value, metadata, time_ms)
             write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
             self._state.advance(key, value, metadata, time_ms)
+            if key == "run_stop" and self._file is not None:
+                self._file.close_stretch()
 
 
 class _LogState:
@@ -459,10 +459,50 @@ def _samples_of(metadata: Mapping[str, object]) -> int:
     return samples if rules.is_integer(samples) else 0
 
 
+class _LineFile:
+    """The result file: whole lines, and among them the chain of digests over all of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = _create(path)
+        self._chain = digest.Chain()
+
+    def write(self, text: str) -> None:
+        """Write one line, and a digest when one is due."""
+        line = text.encode("utf-8", "backslashreplace")
+        lines = [line] if self._chain.lines else [digest.OPENING.encode(), line]
+        for each in lines:
+            self._chain.add(each)
+        self._write(b"".join(each + b"\n" for each in lines))
+        if self._chain.pending >= digest.LINES_A_DIGEST:
+            self.close_stretch()
+
+    def close_stretch(self, *, at_end: bool = False) -> None:
+        """Write the digest over all lines so far."""
+        self._write(self._chain.close_stretch(at_end) + b"\n")
+
+    def close(self) -> None:
+        """Write the digest at the end, bring the file to the disk and close it; again does nothing."""
+        if self._file.closed:
+            return
+        try:
+            if self._chain.lines:
+                self.close_stretch(at_end=True)
+            os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+    def _write(self, content: bytes) -> None:
+        try:
+            self._file.write(content)
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, self._file.name) from None
+
+
 class _LineHandler(logging.Handler):
     """Takes the lines of the MLLogger to the result file, and lets no failure pass."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: _LineFile) -> None:
         super().__init__(logging.INFO)
         self._file = file
 
@@ -470,18 +510,13 @@ class _LineHandler(logging.Handler):
         if record.levelno > logging.INFO:
             # MLLogger catches an error of the write and logs a complaint in its place; the error itself is wanted.
             raise sys.exception() or RuntimeError(record.getMessage())
-        _write_line(self._file, record.getMessage())
+        self._file.write(record.getMessage())
 
 
-def _logger_into(file: BinaryIO) -> MLLogger:
+def _logger_into(file: _LineFile) -> MLLogger:
     logger = logging.Logger("mllog", logging.INFO)  # not registered by name: one for each log, no shared handlers
     logger.addHandler(_LineHandler(file))
     return MLLogger(logger, root_dir=re.escape(str(REPOSITORY_ROOT)))
-
-
-def _write_line(file: BinaryIO, text: str) -> None:
-    file.write(text.encode("utf-8", "backslashreplace") + b"\n")
-    file.flush()
 
 
 def _create(path: Path) -> BinaryIO:

@@ -10,10 +10,13 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 from tyro.extras import SubcommandApp
 
-from compliance.checker import check_file
-from compliance.report import write_report
+from compliance.folders import find
+from compliance.matrix import acceptance, table
+from compliance.report import Format, render_as, write_report
 from compliance.results import load_results
 from compliance.rules import NEWEST_RULESET, RULESETS, Division
+from compliance.sarif import write_sarif
+from compliance.submission import accepted, check_paths
 from compliance.summary import print_summary
 from compliance.system import describe, write
 
@@ -25,32 +28,67 @@ app = SubcommandApp()
 
 @app.command
 def check(
-    files: Annotated[Positional[tuple[Path, ...]], arg(metavar="FILE...", help="Logs: result_<n>.txt")],
+    paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, or folders of them")],
     ruleset: Ruleset = NEWEST_RULESET,
     json: FlagCreatePairsOff[bool] = False,
+    sarif: Path | None = None,
+    matrix: FlagCreatePairsOff[bool] = False,
 ) -> int:
     """Check logs with the official checker and stricter rules. Exit status 0 only if all pass, 1 if one does not.
 
+    A PATH is a log result_<n>.txt, results/<system>/bert, results/<system>, results, or a whole submission.
+
     Args:
         json: Print the verdicts as one JSON document.
+        sarif: Write the findings to this file too, in the form of code review: SARIF 2.1.0.
+        matrix: Show instead which rulesets accept each log, and what keeps the others from it. Exit status 1 if none does.
     """
-    if not files:
-        raise ValueError("no file given, expected one or more results/<system>/bert/result_<n>.txt")
-    verdicts = [check_file(path, ruleset) for path in files]
+    if not paths:
+        raise ValueError(
+            "no path given, expected one or more logs results/<system>/bert/result_<n>.txt, or folders of them"
+        )
+    if matrix:
+        return _print_matrix(paths, json)
+    verdicts = check_paths(paths, ruleset)
+    if sarif:
+        write_sarif(sarif, verdicts)
     if json:
         print(dumps([verdict.as_dict() for verdict in verdicts], indent=2))
     else:
         for verdict in verdicts:
-            print(f"{'PASS' if verdict.passed else 'FAIL'} {verdict.path}: {verdict.summary}")
+            word = "PASS" if verdict.passed else "FAIL"
+            print(f"{word} {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}")
             for finding in verdict.findings:
                 print(f"    {finding}")
-    return 0 if all(verdict.passed for verdict in verdicts) else 1
+    return 0 if accepted(verdicts) else 1
+
+
+def _logs_of(path: Path) -> list[Path]:
+    return [log for folder in find(path).benchmarks for log in folder.logs] if path.is_dir() else [path]
+
+
+def _print_matrix(paths: tuple[Path, ...], json: bool) -> int:
+    logs = [log for path in paths for log in _logs_of(path)]
+    tables = [acceptance(log) for log in logs]
+    if json:
+        print(dumps([row.as_dict() for rows in tables for row in rows], indent=2))
+    else:
+        print("\n".join(map(table, tables)), end="")
+    return 0 if all(any(row.verdict.official == "pass" for row in rows) for rows in tables) else 1
 
 
 @app.command
-def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
-    """Write FOLDER/report.html from the logs and metrics in it."""
-    print(write_report(folder, ruleset))
+def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET, format: Format = "html", out: Path | None = None) -> int:
+    """Report on the logs and metrics in FOLDER: an HTML page, or the same as Markdown, JSON or CSV.
+
+    Args:
+        format: html is written to FOLDER/report.html, the others are printed.
+        out: The file to write instead.
+    """
+    if format == "html" or out is not None:
+        print(write_report(folder, ruleset, format, out))
+    else:
+        print(render_as(load_results(folder, ruleset), format), end="")
     return 0
 
 
@@ -81,6 +119,104 @@ def system(
     write(out, describe(division, {"system_name": out.stem} | {name: value for name, _, value in pairs}))
     print(out)
     return 0
+
+
+@app.command
+def convergence(
+    folder: Folder,
+    ruleset: Ruleset = NEWEST_RULESET,
+    runs: int = 10,
+    train_samples: FlagCreatePairsOff[bool] = False,
+    json: FlagCreatePairsOff[bool] = False,
+) -> int:
+    """Compare the runs in FOLDER with the reference convergence points, also while runs are missing. Status 1 on failure.
+
+    Args:
+        runs: Runs of a complete set.
+        train_samples: Count samples by the key train_samples, for logs in which epoch_num is a placeholder.
+        json: Print it as one JSON document.
+    """
+    from compliance.standing import standing
+
+    found = standing(folder, ruleset, runs, from_train_samples=train_samples)
+    print(dumps(found.as_dict(), indent=2) if json else found)
+    return 0 if found.passed else 1
+
+
+@app.command
+def doctor(
+    recipe: str = "",
+    data: Path | None = None,
+    checkpoint: Path | None = None,
+    system: Path | None = None,
+    results: Path | None = None,
+    nodes: int | None = None,
+    quick: FlagCreatePairsOff[bool] = False,
+    json: FlagCreatePairsOff[bool] = False,
+) -> int:
+    """Look, before a run, at what would stop it, slow it down or make it invalid. Exit status 1 if something fails.
+
+    Args:
+        recipe: The run that is meant; without one only the machine is looked at.
+        data: A data set, or the folder with train and evaluation in it; by default the recipe's.
+        checkpoint: The weights that the run starts from; by default the recipe's.
+        system: The system description; by default results/systems/<system>.json.
+        results: Where results go; by default the recipe's.
+        nodes: Machines that take part; by default as Slurm or NNODES says, or the recipe's name.
+        quick: Do not read the data through.
+        json: Print all as one JSON document.
+    """
+    from compliance.doctor import Request, print_examination
+
+    return print_examination(Request(recipe, data, checkpoint, system, results, nodes, quick), as_json=json)
+
+
+@app.command
+def package(
+    org: str,
+    system: Path,
+    runs: Path,
+    out: Path,
+    ruleset: Ruleset = NEWEST_RULESET,
+    implementation: str = "mlperf-bert",
+    replace: FlagCreatePairsOff[bool] = False,
+    archive: Path | None = None,
+    password_file: Path | None = None,
+) -> int:
+    """Make a submission tree OUT/ORG and run the official tools on it. Exit status 0 only if all pass.
+
+    Args:
+        org: Name of the submitting organisation.
+        system: The system description; its name without .json names the system.
+        runs: The folder with the logs of at least ten runs: results/<system>/bert.
+        out: The folder in which the tree is made.
+        implementation: Name of the source in the tree.
+        replace: Write a tree anew that is there already.
+        archive: Also pack the tree into this file, compressed and encrypted, if all tools pass.
+        password_file: The file with the archive's password in its first line.
+    """
+    from compliance.package import Request
+    from compliance.package_command import run
+
+    return run(Request(org, system, runs, out, ruleset, implementation, replace), archive, password_file)
+
+
+@app.command
+def watch(
+    path: Annotated[Positional[Path], arg(metavar="PATH", help="A log, an output with a log's lines, or a folder.")],
+    ruleset: Ruleset = NEWEST_RULESET,
+    timeout: float = 600.0,
+    stale: float = 600.0,
+) -> int:
+    """Follow a run in progress to its end. Exit status 0 if it ends with success, 1 if not, 130 after Ctrl-C.
+
+    Args:
+        timeout: Seconds to wait for a log that is not there yet.
+        stale: Seconds without news after which the run is given up; one that initialises has an hour.
+    """
+    from compliance.watch import watch as follow
+
+    return follow(path, ruleset, timeout, stale)
 
 
 def main() -> int:

@@ -3,11 +3,35 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
 
 MAX_FILE_BYTES = 50 * 2**20
 """Largest file that a submission may hold (submission rules)."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading; what is none does not make the program wait.
+
+    Raises:
+        ValueError: saying what stands in the way.
+    """
+    try:
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    except FileNotFoundError:
+        found = "no such file"
+    except IsADirectoryError:
+        found = "a folder"
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    else:
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()
+        found = "not a regular file"
+    raise ValueError(f"{path}: {found}, expected a text file such as results/<system>/bert/result_0.txt")
 
 
 def read_bounded(path: Path) -> bytes:
@@ -16,14 +40,11 @@ def read_bounded(path: Path) -> bytes:
     Raises:
         ValueError: saying what stands in the way.
     """
-    if not path.is_file():
-        found = "a folder" if path.is_dir() else "not a regular file" if path.exists() else "no such file"
-        raise ValueError(f"{path}: {found}, expected a text file such as results/<system>/bert/result_0.txt")
-    try:
-        with path.open("rb") as file:
+    with open_regular(path) as file:
+        try:
             content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
         raise ValueError(
             f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most a submission may hold; "

@@ -1,16 +1,30 @@
-"""Charts as inline SVG. Colours and type come from the style sheet of the page, so they follow its scheme."""
+"""Charts as HTML: the marks in an SVG that stretches with the page, the words beside them in the page's own type.
+
+The drawing has no size of its own. Its coordinates are thousandths of the plot, lines keep their width however it is
+stretched (`vector-effect`), and a dot is a line of no length with a round cap; so one drawing is as sharp and as legible on
+a telephone as on a wall. Colours come from the style sheet and follow its scheme.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
+from typing import Literal
 
-WIDTH, HEIGHT = 460, 300
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 18, 44
-MAX_POINTS = 300
+SIDE = 1000.0
+"""Width and height of the drawing in its own units."""
+MAX_POINTS = 240
 """Most points drawn of one line; more are averaged."""
+MAX_POINTS_A_CHART = 1500
+"""Most points drawn of all lines of a chart without dots, so that many lines stay legible."""
+MAX_RUN_NAMES = 12
+MAX_NOTED_RUNS = 24
+"""Most columns that are wide enough for a word in them."""
+
+Format = Callable[[float], str]
+Points = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -19,93 +33,211 @@ class Line:
 
     Attributes:
         points: (x, y), x increasing.
-        kind: class of the style sheet: valid, aborted or invalid.
+        kind: class of the style sheet: valid, aborted or invalid; of an area its colour.
     """
 
     name: str
-    points: Sequence[tuple[float, float]]
+    points: Points
     kind: str = "valid"
 
 
-def line_chart(
-    lines: Sequence[Line],
-    *,
-    title: str,
-    x_title: str,
-    y_format: Callable[[float], str],
-    target: float | None = None,
-    markers: bool = False,
-) -> str:
-    """An SVG element with all lines over shared axes, and a dashed line at the target."""
-    points = [point for line in lines for point in line.points]
-    levels = [y for _, y in points] + ([target] if target is not None else [])
-    parts, x_of, y_of = _axes(max(x for x, _ in points), levels, title, x_title, y_format)
-    parts += [_draw(line, x_of, y_of, markers) for line in lines]
-    if target is not None:
-        y = y_of(target)
-        parts.append(f'<line class="target" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="target" x="{LEFT + 6}" y="{y - 6:.1f}">target {y_format(target)}</text>')
-    return "".join([*parts, "</svg>"])
+@dataclass(frozen=True)
+class Bar:
+    """What one run measured: a column or a dot.
+
+    Attributes:
+        note: a word in the column, which the style sheet leaves hollow, such as "fastest".
+    """
+
+    name: str
+    value: float
+    kind: str = "valid"
+    note: str = ""
 
 
-def stacked_chart(lines: Sequence[Line], *, title: str, x_title: str, y_format: Callable[[float], str]) -> str:
-    """An SVG element with an area for each line, one on top of the other; all have the same x, and `kind` is the colour."""
+@dataclass(frozen=True)
+class Guide:
+    """Something to read a chart against: a line across it, or a band when it has two ends.
+
+    Attributes:
+        kind: class of the style sheet.
+        along: the axis on which `low` and `high` lie.
+        label: goes into the key below the chart.
+    """
+
+    kind: str
+    label: str
+    low: float
+    high: float | None = None
+    along: Literal["x", "y"] = "y"
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What a chart shows, and how its axes read.
+
+    Attributes:
+        description: the chart in a sentence, for those who cannot see it.
+        from_zero: whether the y axis starts there, and not near what is drawn.
+    """
+
+    description: str
+    x_title: str
+    y_format: Format
+    guides: Sequence[Guide] = ()
+    from_zero: bool = False
+
+
+def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> str:
+    """All lines over shared axes; with `dots` also each of their points, the last one larger."""
+    limit = MAX_POINTS if dots else max(8, min(MAX_POINTS, MAX_POINTS_A_CHART // len(lines)))
+    thinned = [thin(line.points, limit) for line in lines]
+    points = [point for line in thinned for point in line]
+    plot = _Plot(axes, [x for x, _ in points], [y for _, y in points])
+    for line, places in zip(lines, thinned, strict=True):
+        plot.draw_line(line, places, dots or len(places) == 1)
+    return plot.html()
+
+
+def stacked_chart(lines: Sequence[Line], axes: Axes) -> str:
+    """An area for each line, one on top of the other; all have the same x, and `kind` is the colour."""
     xs = [x for x, _ in lines[0].points]
     levels = [[0.0] * len(xs)]
     for line in lines:
         levels.append([below + y for below, (_, y) in zip(levels[-1], line.points, strict=True)])
     edges = [thin(list(zip(xs, level, strict=True))) for level in levels]
-    parts, x_of, y_of = _axes(max(xs), [0.0, *levels[-1]], title, x_title, y_format)
+    plot = _Plot(replace(axes, from_zero=True), xs, levels[-1])
     for line, lower, upper in zip(lines, edges, edges[1:], strict=False):
-        corners = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in [*upper, *reversed(lower)])
-        parts.append(f'<polygon class="{line.kind}" points="{corners}"><title>{escape(line.name)}</title></polygon>')
-    return "".join([*parts, "</svg>"])
+        corners = " ".join(plot.place(point) for point in [*upper, *reversed(lower)])
+        plot.marks.append(
+            f'<polygon class="{line.kind}" points="{corners}"><title>{escape(line.name)}</title></polygon>'
+        )
+    return plot.html()
 
 
-Scale = Callable[[float], float]
+def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> str:
+    """One mark for each run, side by side: columns from zero, or dots over a range of their own."""
+    values = [bar.value for bar in bars]
+    plot = _Plot(replace(axes, from_zero=columns), None, values if columns else _widened(values))
+    width = SIDE / len(bars)
+    half = min(0.36 * width, 0.05 * SIDE)
+    every = -(-len(bars) // MAX_RUN_NAMES)
+    for index, bar in enumerate(bars):
+        middle, top = (index + 0.5) * width, plot.y_of(bar.value)
+        if columns:
+            height = max(SIDE - top, 2.0)
+            shape = (
+                f'<rect x="{middle - half:.1f}" y="{SIDE - height:.1f}" width="{2 * half:.1f}" height="{height:.1f}"/>'
+            )
+        else:
+            shape = f'<path class="dots" d="M{middle:.1f} {top:.1f}h0"/>'
+        said = f"run {bar.name}: {axes.y_format(bar.value)}" + (f", {bar.note}" if bar.note else "")
+        plot.marks.append(f'<g class="mark {bar.kind}"><title>{escape(said)}</title>{shape}</g>')
+        if index % every == 0:
+            plot.word("x", bar.name, left=middle)
+        if bar.note and len(bars) <= MAX_NOTED_RUNS:
+            plot.word("note", bar.note, left=middle, bottom=0.03 * SIDE)
+    return plot.html()
 
 
-def _axes(
-    x_high: float, levels: Sequence[float], title: str, x_title: str, y_format: Callable[[float], str]
-) -> tuple[list[str], Scale, Scale]:
-    """The open SVG element with grid and numbers, and where x and y lie in it."""
-    x_ticks = ticks(0.0, x_high)
-    y_ticks = ticks(min(levels), max(levels))
-    x_of = _scale(x_ticks[0], x_ticks[-1], LEFT, WIDTH - RIGHT)
-    y_of = _scale(y_ticks[0], y_ticks[-1], HEIGHT - BOTTOM, TOP)
-    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">']
-    for tick in y_ticks:
-        y = y_of(tick)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{y_format(tick)}</text>')
-    for tick in x_ticks:
-        position = f'x="{x_of(tick):.1f}" y="{HEIGHT - BOTTOM + 18}"'
-        parts.append(f'<text class="tick" {position} text-anchor="middle">{short_count(tick)}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_title)}</text>')
-    return parts, x_of, y_of
+class _Plot:
+    """The frame of a chart, to which marks are added: grid, numbers at the axes, guides, key.
+
+    Attributes:
+        marks: elements of the drawing.
+    """
+
+    def __init__(self, axes: Axes, xs: Sequence[float] | None, ys: Sequence[float]) -> None:
+        """Frame the points `xs`, `ys`; without `xs` the x axis is the caller's."""
+        self.axes = axes
+        self.marks: list[str] = []
+        self._words: list[str] = []
+        levels = [*ys, *_ends(axes.guides, "y"), *([0.0] if axes.from_zero else [])]
+        y_ticks = ticks(min(levels), max(levels))
+        self.y_of = _scale(y_ticks, SIDE, 0.0)
+        for y in y_ticks:
+            self.word("y", axes.y_format(y), bottom=SIDE - self.y_of(y))
+            self._rule("grid", y=self.y_of(y))
+        self.x_of: Callable[[float], float] = float
+        if xs is not None:
+            x_ticks = ticks(0.0, max([*xs, *_ends(axes.guides, "x")]))
+            self.x_of = _scale(x_ticks, 0.0, SIDE)
+            for x in x_ticks:
+                self.word("x", short_count(x), left=self.x_of(x))
+        for guide in axes.guides:
+            self._draw_guide(guide)
+
+    def place(self, point: tuple[float, float]) -> str:
+        """Where a point lies in the drawing."""
+        return f"{self.x_of(point[0]):.1f} {self.y_of(point[1]):.1f}"
+
+    def word(self, kind: str, text: str, *, left: float | None = None, bottom: float | None = None) -> None:
+        """Put a word at a place of the drawing, in units of `SIDE` from the left and from the bottom."""
+        places = [
+            f"{edge}:{100 * at / SIDE:.1f}%" for edge, at in (("left", left), ("bottom", bottom)) if at is not None
+        ]
+        self._words.append(f'<span class="{kind}" style="{";".join(places)}">{escape(text)}</span>')
+
+    def draw_line(self, line: Line, points: Points, dots: bool) -> None:
+        """Draw `points` as the line `line`."""
+        places = [self.place(point) for point in points]
+        drawn = f'<path class="stroke" d="M{"L".join(places)}"/>'
+        if dots:
+            drawn += f'<path class="dots" d="{"".join(f"M{place}h0" for place in places)}"/>'
+            drawn += f'<path class="dots last" d="M{places[-1]}h0"/>'
+        self.marks.append(f'<g class="mark {line.kind}"><title>{escape(line.name)}</title>{drawn}</g>')
+
+    def html(self) -> str:
+        """The chart, its key, and the title of its x axis."""
+        labels = [
+            f'<li><i class="guide {guide.kind}"></i>{escape(guide.label)}</li>'
+            for guide in self.axes.guides
+            if guide.label
+        ]
+        key = f'<ul class="key">{"".join(labels)}</ul>' if labels else ""
+        drawing = f'<svg viewBox="0 0 {SIDE:g} {SIDE:g}" preserveAspectRatio="none">{"".join(self.marks)}</svg>'
+        return (
+            f'<div class="chart" role="img" aria-label="{escape(self.axes.description)}"><div class="plot">{drawing}'
+            f'{"".join(self._words)}</div><div class="axis">{escape(self.axes.x_title)}</div></div>{key}'
+        )
+
+    def _rule(self, kind: str, *, x: float | None = None, y: float | None = None) -> None:
+        path = f"M{x:.1f} 0V{SIDE:g}" if x is not None else f"M0 {y:.1f}H{SIDE:g}"
+        self.marks.append(f'<path class="{kind}" d="{path}"/>')
+
+    def _draw_guide(self, guide: Guide) -> None:
+        scale = self.x_of if guide.along == "x" else self.y_of
+        low = scale(guide.low)
+        if guide.high is None:
+            self._rule(f"guide {guide.kind}", **{guide.along: low})
+            return
+        start, stop = sorted((low, scale(guide.high)))
+        box = (start, 0.0, stop - start, SIDE) if guide.along == "x" else (0.0, start, SIDE, stop - start)
+        place = " ".join(f'{name}="{at:.1f}"' for name, at in zip(("x", "y", "width", "height"), box, strict=True))
+        self.marks.append(f'<rect class="guide {guide.kind}" {place}/>')
 
 
-def _draw(line: Line, x_of: Scale, y_of: Scale, markers: bool) -> str:
-    places = [(x_of(x), y_of(y)) for x, y in thin(line.points)]
-    coordinates = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
-    drawn = f'<polyline points="{coordinates}"/>'
-    if markers or len(places) == 1:
-        drawn += "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.4"/>' for x, y in places)
-    return f'<g class="line {line.kind}"><title>{escape(line.name)}</title>{drawn}</g>'
+def _ends(guides: Sequence[Guide], along: str) -> list[float]:
+    return [end for guide in guides if guide.along == along for end in (guide.low, guide.high) if end is not None]
 
 
-def _scale(low: float, high: float, start: float, stop: float) -> Scale:
+def _widened(values: Sequence[float]) -> list[float]:
+    """Values with a little room on either side, so that equal ones are not drawn apart."""
+    return [*values, min(values) * 0.995, max(values) * 1.005]
+
+
+def _scale(marks: Sequence[float], start: float, stop: float) -> Callable[[float], float]:
+    low, high = marks[0], marks[-1]
     return lambda value: start + (value - low) / (high - low) * (stop - start)
 
 
-def thin(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS` points: the means of equally long stretches."""
-    size = -(-len(points) // MAX_POINTS)
-    if size <= 1:
+def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
+    """At most `limit` points: the means of equally long stretches, and the last point as it is."""
+    if len(points) <= limit:
         return list(points)
-    stretches = [points[start : start + size] for start in range(0, len(points), size)]
-    return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches]
+    size = -(-(len(points) - 1) // (limit - 1))
+    stretches = [points[start : min(start + size, len(points) - 1)] for start in range(0, len(points) - 1, size)]
+    return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches] + [points[-1]]
 
 
 def ticks(low: float, high: float) -> list[float]:
@@ -120,9 +252,16 @@ def ticks(low: float, high: float) -> list[float]:
     return [index * step for index in range(first, last + 1)]
 
 
-def short_count(value: float) -> str:
-    """750, 50k, 1.5M."""
+def short_count(value: float, digits: int = 3) -> str:
+    """750, 50k, 1.5M, with at most so many digits as keep it short."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if value >= size:
-            return f"{value / size:.2f}".rstrip("0").rstrip(".") + letter
+            places = max(0, digits - len(f"{value / size:.0f}"))
+            text = f"{value / size:.{places}f}"
+            return (text.rstrip("0").rstrip(".") if "." in text else text) + letter
     return f"{value:g}"
+
+
+def level(value: float) -> str:
+    """A number at the y axis."""
+    return f"{value:,.6g}"

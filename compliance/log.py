@@ -1,33 +1,47 @@
 """Reads the text log of a run: MLLOG records with their file lines, and the plain header lines.
 
 A log is an untrusted file. Everything that the format forbids becomes a `Problem` with its line instead of an
-exception, so that one reading reports all of them; only a file that cannot be read as a log at all raises.
+exception, so that one reading reports all of them; only a file that cannot be read at all raises. The file is read
+once, line by line: a long log of plain lines needs no memory, and a long line no more than `MAX_LINE_BYTES`.
+
+What the official parser takes for a record is one here too. It decodes latin-1, cuts a line at its last token, strips it,
+and wants a JSON object with time_ms, key, value and metadata; whatever goes beyond that is a `Problem` beside the record.
 """
 
 from __future__ import annotations
 
-import io
+import gc
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
-from compliance.artefact import read_bounded
-from compliance.rules import is_integer
+from compliance import rules
+from compliance.artefact import open_regular
+from compliance.digest import ChainCheck
+from compliance.findings import Severity
 
 TOKEN = ":::MLLOG "
-FIELDS = ("time_ms", "event_type", "key", "value", "metadata")
 EVENT_TYPES = ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
 
-MAX_RECORD_CHARACTERS = 16 * 2**10
-"""Longest line with a record; the official parser needs quadratic time in it."""
+MAX_LINE_BYTES = 2**20
+"""Longest line that is read as a record."""
+
+MAX_RECORD_BYTES = 16 * 2**10
+"""Longest sensible record: the official parser needs a tenth of a second for it, and quadratic time for longer ones."""
+
+MAX_HEADER_LINES = 10_000
+
+_TOKEN = TOKEN.encode()
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One MLLOG record.
 
     Attributes:
@@ -46,22 +60,23 @@ class Record:
     def logged_at(self) -> str | None:
         """Source position "file:lineno" of the call that logged the record, where it is known."""
         file, lineno = self.metadata.get("file"), self.metadata.get("lineno")
-        known = isinstance(file, str) and file.isprintable() and is_integer(lineno)
+        known = isinstance(file, str) and file.isprintable() and rules.is_integer(lineno)
         return f"{file}:{lineno}" if known else None
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A line that is not a proper record.
+class Problem(NamedTuple):
+    """Something wrong with a line that holds the token, beyond what the record says.
 
     Attributes:
         keys: the keys that the line names, as far as can be told.
+        severity: "error" when a record is lost or no parser could read it.
     """
 
     line: int
     found: str
     expected: str
-    keys: frozenset[str]
+    keys: frozenset[str] = frozenset()
+    severity: Severity = "error"
 
 
 @dataclass(frozen=True)
@@ -69,17 +84,27 @@ class Log:
     """A parsed log.
 
     Attributes:
-        records: the well-formed records in file order.
-        problems: what was wrong with the other lines that hold the token.
+        size: of the file in bytes.
+        records: in file order.
+        problems: what was wrong with the lines that hold the token.
         header: "key" to "value" of the plain lines "# key: value"; of a repeated key the first.
-        token_lines: file lines that hold the token, well-formed or not: the official checker counts these, from 0.
+        token_lines: number of lines that hold the token.
+        evidence: (line, bytes) of what the official checker has to see: see `_Evidence`.
+        left_out: how many records of each key `evidence` leaves out as more of the same.
+        overlong: a line with the token was longer than `MAX_LINE_BYTES`.
+        chain: what its digests say.
     """
 
     path: Path
+    size: int
     records: tuple[Record, ...]
     problems: tuple[Problem, ...]
     header: dict[str, str]
-    token_lines: tuple[int, ...]
+    token_lines: int
+    evidence: tuple[tuple[int, bytes], ...]
+    left_out: dict[str, int]
+    overlong: bool
+    chain: ChainCheck
 
     @cached_property
     def by_key(self) -> dict[str, list[Record]]:
@@ -110,69 +135,250 @@ def read_log(path: Path) -> Log:
     """Parse the log at `path`.
 
     Raises:
-        ValueError: the file is missing, not a regular file, unreadable, or larger than a submission may hold.
+        ValueError: the file is missing, not a regular file, or unreadable.
     """
     records: list[Record] = []
     problems: list[Problem] = []
     header: dict[str, str] = {}
-    token_lines: list[int] = []
-    for number, line in enumerate(_lines(path), start=1):
-        if TOKEN not in line:
-            if line.startswith("# ") and ": " in line:
-                key, _, value = line[2:].partition(": ")
-                header.setdefault(key.strip(), value.strip())
-            continue
-        token_lines.append(number)
+    evidence, chain = _Evidence(), ChainCheck()
+    token_lines = 0
+    overlong = False
+    with open_regular(path) as file, _without_cycle_search():
         try:
-            records.append(_parse_record(line, number))
-        except _RecordError as error:
-            keys = re.findall(r'"key": *"(\w+)"', line)
-            problems.append(Problem(number, *error.args, keys=frozenset(keys)))
-    return Log(path, tuple(records), tuple(problems), header, tuple(token_lines))
+            size = os.fstat(file.fileno()).st_size
+            for number, line in enumerate(_lines(file), start=1):
+                if number == 1:
+                    chain.open(line)
+                if chain.opened and chain.take(number, line):
+                    continue
+                if _TOKEN not in line:
+                    if line.startswith(b"# ") and not (line.startswith(b"# digest") and chain.take(number, line)):
+                        _take_header(line, header)
+                    continue
+                token_lines += 1
+                if line is _OVERLONG:
+                    overlong = True
+                    found = f"a line of more than {MAX_LINE_BYTES} bytes"
+                    problems.append(Problem(number, found, f"at most {MAX_RECORD_BYTES}"))
+                    continue
+                record, wrong = parse_line(line, number)
+                problems += wrong
+                if record:
+                    records.append(record)
+                evidence.add(number, line, record, bool(wrong))
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+    return Log(
+        path,
+        size,
+        tuple(records),
+        tuple(problems),
+        header,
+        token_lines,
+        tuple(evidence.lines),
+        dict(evidence.left_out),
+        overlong,
+        chain,
+    )
 
 
-def _lines(path: Path) -> Iterator[str]:
-    r"""Lines without their ends; \n, \r\n and \r end a line, as for the official parser, and nothing else does."""
-    with io.TextIOWrapper(io.BytesIO(read_bounded(path)), encoding="utf-8", errors="replace") as text:
-        for line in text:
-            yield line.rstrip("\n")
+@contextmanager
+def _without_cycle_search() -> Iterator[None]:
+    """Records hold no reference cycles; the search for them, set off by their number, takes a fifth of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
-def _parse_record(line: str, number: int) -> Record:
-    if len(line) > MAX_RECORD_CHARACTERS:
-        raise _RecordError(f"a line of {len(line)} characters", f"at most {MAX_RECORD_CHARACTERS}")
-    if line.count(TOKEN) > 1:
-        raise _RecordError(f"{line.count(TOKEN)} records on one line", "one record a line: write each with one write()")
-    fields = _decode(line[line.index(TOKEN) + len(TOKEN) :].lstrip())
-    missing = [name for name in FIELDS if name not in fields]
-    if missing:
-        raise _RecordError(f"a record without {', '.join(missing)}", "a record with " + ", ".join(FIELDS))
-    if not is_integer(fields["time_ms"]):
-        raise _RecordError(f"time_ms {fields['time_ms']!r}", "an integer: milliseconds since the Unix epoch")
-    if fields["event_type"] not in EVENT_TYPES:
-        raise _RecordError(f"event_type {fields['event_type']!r}", " or ".join(EVENT_TYPES))
-    if not isinstance(fields["key"], str):
-        raise _RecordError(f"key {fields['key']!r}", "text")
-    if not isinstance(fields["metadata"], dict):
-        raise _RecordError(f"metadata {fields['metadata']!r}", "an object")
-    return Record(number, *(fields[name] for name in FIELDS))
+def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
+    """The record on a line that holds the token, and what is wrong with the line.
+
+    Args:
+        line: without its end.
+        number: line in the file, from 1.
+    """
+    problems: list[Problem] = []
+    start = line.rindex(_TOKEN)
+    if line.find(_TOKEN) != start:
+        keys = _keys_in(line[:start])
+        count = line.count(_TOKEN)
+        lost = f": a parser loses the first{' (' + ', '.join(sorted(keys)) + ')' if keys else ''}"
+        expected = "one record a line: write each with one write()"
+        problems.append(Problem(number, f"{count} records on one line{lost}", expected, keys))
+    if len(line) > MAX_RECORD_BYTES:
+        found = f"a record of {len(line)} bytes: the official parser needs time quadratic in its length"
+        problems.append(Problem(number, found, f"at most {MAX_RECORD_BYTES}", severity="warning"))
+    try:
+        return _parse_record(line[start + len(_TOKEN) :], number, problems), problems
+    except _RecordError as error:
+        found, expected = error.args
+        worse = [problem for problem in problems if problem.severity == "error"]
+        return None, [*worse, Problem(number, found, expected, _keys_in(line))]
+
+
+def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Record:
+    """The record in what follows the token; adds the problems that leave it readable."""
+    text = content.decode("latin-1").rstrip()
+    if not text.isascii():
+        try:
+            text = text.encode("latin-1").decode("utf-8")
+        except UnicodeDecodeError:
+            problems.append(Problem(number, "bytes that are no UTF-8", "UTF-8 text", severity="warning"))
+    fields = _decode(text)
+    if _constants:
+        expected = "finite numbers: JSON has no NaN and no infinity"
+        problems.append(Problem(number, f"the value {_constants[0]}", expected, severity="warning"))
+    try:
+        time_ms, key, value, metadata = fields["time_ms"], fields["key"], fields["value"], fields["metadata"]
+    except KeyError:
+        missing = ", ".join(name for name in ("time_ms", "key", "value", "metadata") if name not in fields)
+        expected = "time_ms, event_type, key, value and metadata"
+        raise _RecordError(f"a record without {missing}", expected) from None
+    event_type = fields.get("event_type")
+    if not isinstance(key, str):
+        raise _RecordError(f"key {_shorten(ascii(key))}", "text")
+    is_plain = type(time_ms) is int and 0 <= time_ms < 2**63 and type(metadata) is dict
+    if not is_plain or event_type not in EVENT_TYPES:
+        time_ms, event_type, metadata = _mend_fields(time_ms, event_type, metadata, number, problems)
+    return Record(number, time_ms, event_type, key, value, metadata)
+
+
+def _mend_fields(
+    time_ms: Any, event_type: Any, metadata: Any, number: int, problems: list[Problem]
+) -> tuple[int, str, dict[str, Any]]:
+    """The fields as they are meant, where others' loggers write them differently; adds what is wrong with them."""
+
+    def note(name: str, value: Any, expected: str) -> None:
+        problems.append(Problem(number, f"{name} {_shorten(ascii(value))}", expected, severity="warning"))
+
+    expected = "an integer: milliseconds since the Unix epoch"
+    if not rules.is_number(time_ms):
+        raise _RecordError(f"time_ms {_shorten(ascii(time_ms))}", expected)
+    if not isinstance(time_ms, int):
+        note("time_ms", time_ms, expected)
+    if event_type not in EVENT_TYPES:
+        note("event_type", event_type, " or ".join(EVENT_TYPES))
+        event_type = ""
+    if metadata is None:
+        note("metadata", metadata, "an object")
+        metadata = {}
+    if not isinstance(metadata, dict):
+        raise _RecordError(f"metadata {_shorten(ascii(metadata))}", "an object")
+    return int(time_ms), event_type, metadata
+
+
+_constants: list[str] = []  # what the decoder met in the last record that is no number
+
+
+def _take_constant(name: str) -> float:
+    _constants.append(name)
+    return float(name)
+
+
+_decoder = json.JSONDecoder(parse_constant=_take_constant)
 
 
 def _decode(text: str) -> dict[str, Any]:
-    def reject_constant(name: str) -> NoReturn:
-        raise _RecordError(f"the value {name}", "a finite number: JSON has no NaN and no infinity")
-
+    """The JSON object that `text` is; fills `_constants`."""
+    _constants.clear()
     try:
-        fields, end = json.JSONDecoder(parse_constant=reject_constant).raw_decode(text)
+        fields, end = _decoder.raw_decode(text, 0 if text.startswith("{") else len(text) - len(text.lstrip(" \t")))
     except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
         raise _RecordError(f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object") from error
-    if text[end:].strip():
-        raise _RecordError(f"text after the record: {_shorten(text[end:].strip())!r}", "nothing after the JSON object")
+    if end != len(text):
+        raise _RecordError(f"text after the record: {_shorten(ascii(text[end:].strip()))}", "nothing after the object")
     if not isinstance(fields, dict):
         raise _RecordError(f"a JSON {type(fields).__name__}", "one JSON object")
     return fields
 
 
+def _keys_in(line: bytes) -> frozenset[str]:
+    return frozenset(key.decode() for key in re.findall(rb'"key": ?"([A-Za-z0-9_]{1,80})"', line[:MAX_RECORD_BYTES]))
+
+
 def _shorten(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _take_header(line: bytes, header: dict[str, str]) -> None:
+    key, colon, value = line[2:].decode("utf-8", "replace").partition(": ")
+    if colon and len(header) < MAX_HEADER_LINES:
+        header.setdefault(key.strip(), value.strip())
+
+
+def _lines(file: BinaryIO) -> Iterator[bytes]:
+    r"""Lines without their ends; \n, \r\n and \r end a line, as for the official parser, and nothing else does.
+
+    A line longer than `MAX_LINE_BYTES` comes as `_OVERLONG` if it holds the token, and otherwise empty.
+    """
+    begun = b""  # of a line that goes on in the next piece
+    has_token: bool | None = None  # in what had to be left out of `begun`; None when nothing had to
+    while piece := file.readline(MAX_LINE_BYTES):
+        if piece.endswith(b"\n") and b"\r" not in piece and not begun and has_token is None:
+            yield piece[:-1]
+            continue
+        text = begun + piece
+        held = text.endswith(b"\r")  # its \n may follow
+        *whole, begun = _LINE_END.split(text[:-1] if held else text)
+        for line in whole:
+            yield line if has_token is None and len(line) <= MAX_LINE_BYTES else _left_out(line, has_token)
+            has_token = None
+        if len(begun) > MAX_LINE_BYTES:
+            has_token = bool(has_token) or _TOKEN in begun
+            begun = begun[1 - len(_TOKEN) :]  # the token may lie across two pieces
+        if held:
+            begun += b"\r"
+    if begun or has_token is not None:
+        line = begun.removesuffix(b"\r")
+        yield line if has_token is None and len(line) <= MAX_LINE_BYTES else _left_out(line, has_token)
+
+
+def _left_out(end: bytes, has_token: bool | None) -> bytes:
+    return _OVERLONG if has_token or _TOKEN in end else b""
+
+
+_OVERLONG = TOKEN.encode() + b"..."
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_NUMBER = re.compile(rb"[1-9][0-9]*")
+
+
+class _Evidence:
+    """The lines that decide the official checker's verdict.
+
+    It skips records with keys that no rule file names. Of the others it gets all, up to a number that no run logs; of
+    further ones that repeat inside the run, one of each kind: its time is some tens of microseconds a record, and its
+    conditions tell apart which fields there are, signs, zeros, and whether an accuracy reaches the target.
+    """
+
+    MAX_REPEATS = 5000
+    THINNED = frozenset(
+        {"cache_clear", "eval_accuracy"}
+        | {f"{name}_{end}" for name in ("epoch", "block", "eval") for end in ("start", "stop")}
+    )
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, bytes]] = []
+        self.left_out: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
+        self._kinds: set[object] = set()
+
+    def add(self, number: int, line: bytes, record: Record | None, is_odd: bool) -> None:
+        """Take in a line with the token and the record read from it."""
+        key = record.key if record else ""
+        if record and key not in rules.KEYS:
+            return
+        self._counts[key] += 1
+        if record and key in self.THINNED and not is_odd and self._counts[key] > self.MAX_REPEATS:
+            value = record.value
+            reached = value >= rules.QUALITY_TARGET if rules.is_number(value) else None
+            kind = (_NUMBER.sub(b"1", line), reached, self._counts["run_start"] > 0)
+            if kind in self._kinds:
+                self.left_out[key] += 1
+                return
+            self._kinds.add(kind)
+        self.lines.append((number, line))

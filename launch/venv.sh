@@ -6,7 +6,7 @@
 say() { echo "==> $*"; }
 fail() { echo "error: $*" >&2 && exit 2; }
 
-# prepare_venv [EXTRA...]: install the dependencies of pyproject.toml and of these extras, at the versions of
+# prepare_venv [EXTRA...]: install the dependencies of pyproject.toml, of training and of these extras, at the versions of
 # constraints.txt, unless they are there. Runs in the root of the repository.
 prepare_venv() {
   venv_is_current "$@" && return
@@ -43,7 +43,7 @@ install_venv() {
 import sys, tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 print(*project["dependencies"], *(name for extra in sys.argv[1:] for name in project["optional-dependencies"][extra]))
-' "$@")
+' train "$@")
   "$python" -c '
 import importlib.metadata, os, sys
 kept = ("torch", "triton") if os.environ.get("SYSTEM_TORCH") else ()

@@ -75,6 +75,11 @@ def write_run(
     return path
 
 
+def without_chain(text: str) -> str:
+    """The log as software without a chain of digests would write it: it can be edited without breaking one."""
+    return "".join(line for line in text.splitlines(keepends=True) if not line.startswith(("# chain: ", "# digest")))
+
+
 def write_metrics(path: Path, steps: int = 60) -> Path:
     """A metrics file as the trainer writes it: an entry each 10 steps, an evaluation each 20."""
     entries: list[dict[str, Any]] = [

@@ -1,13 +1,18 @@
 import json
+import os
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from mlperf_logging.compliance_checker.mlp_parser import ruleset_500
 
-from compliance import artefact
-from compliance.log import MAX_RECORD_CHARACTERS, TOKEN, Log, read_log
+from compliance import log as log_module
+from compliance.log import MAX_RECORD_BYTES, TOKEN, Log, read_log
 
 Reader = Callable[[str | bytes], Log]
 
@@ -41,7 +46,7 @@ def test_records_keep_their_file_lines_and_prefixes_are_dropped(read: Reader) ->
         (3, "seed", 1),
         (5, "global_batch_size", 4),
     ]
-    assert log.token_lines == (3, 5)
+    assert log.token_lines == 2
     assert log.header == {"recipe": "x"}
     assert not log.problems
     assert log.records[0].logged_at == "a.py:3"
@@ -60,28 +65,34 @@ def test_first_and_last_of_a_key(read: Reader) -> None:
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_line_ends_are_those_of_the_official_parser(read: Reader, end: str) -> None:
     log = read(f"a\x0bb\x0cc\u2028d{end}{record()}{end}")
-    assert log.token_lines == (2,)
+    assert log.token_lines == 1
+    assert [entry.line for entry in log.records] == [2]
+
+
+DEEP = '{"time_ms": 1, "key": "seed", "value": ' + "[" * 100_000 + "]" * 100_000 + ', "metadata": {}}'
 
 
 @pytest.mark.parametrize(
     ("line", "found"),
     [
         (record() + " trailing", "text after the record"),
+        (record() + " \u00a0", "text after the record"),
         (record()[:-5], "broken JSON"),
-        (record() + record(), "2 records on one line"),
+        (TOKEN + "\x0b" + record()[len(TOKEN) :], "broken JSON"),
+        (TOKEN + "\ufeff" + record()[len(TOKEN) :], "broken JSON"),
         (TOKEN + "[1]", "a JSON list"),
         (TOKEN, "broken JSON"),
         (TOKEN + "[" * 10_000, "broken JSON"),
+        (TOKEN + DEEP, "broken JSON"),
         (TOKEN + '{"time_ms": 1' + "0" * 5000 + "}", "broken JSON"),
-        (record(value=float("nan")), "the value NaN"),
-        (record(value=float("inf")), "the value Infinity"),
-        (record(value="x" * MAX_RECORD_CHARACTERS), "a line of"),
-        (record(time_ms=1.5), "time_ms 1.5"),
+        (record(value="\0").replace("\\u0000", "\0"), "broken JSON"),
         (record(time_ms=True), "time_ms True"),
-        (record(event_type="POINT"), "event_type 'POINT'"),
-        (record(event_type=[]), "event_type []"),
+        (record(time_ms="5"), "time_ms '5'"),
+        (record(time_ms=10**400), "time_ms 1000"),
+        (record(time_ms=float("inf")), "time_ms inf"),
         (record(key=7), "key 7"),
-        (record(metadata=None), "metadata None"),
+        (record(key=["x"]), "key ['x']"),
+        (record(metadata=[]), "metadata []"),
         (record(metadata=...), "without metadata"),
         (record(value=...), "without value"),
     ],
@@ -90,11 +101,43 @@ def test_bad_lines_are_problems_with_their_line_and_do_not_stop_the_reading(
     read: Reader, line: str, found: str
 ) -> None:
     log = read(f"text\n{line}\n{record()}\n")
-    assert [problem.line for problem in log.problems] == [2]
-    assert found in log.problems[0].found
-    assert log.problems[0].expected
+    errors = [problem for problem in log.problems if problem.severity == "error"]
+    assert [problem.line for problem in errors] == [2]
+    assert found in errors[0].found
+    assert errors[0].expected
     assert [entry.line for entry in log.records] == [3]
-    assert log.token_lines == (2, 3)
+    assert log.token_lines == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (record(value=float("nan")), "the value NaN"),
+        (record(value=[float("-inf")]), "the value -Infinity"),
+        (record(value="x" * MAX_RECORD_BYTES), "quadratic"),
+        (record(time_ms=1.5), "time_ms 1.5"),
+        (record(event_type="POINT"), "event_type 'POINT'"),
+        (record(event_type=[]), "event_type []"),
+        (record(event_type=...), "event_type None"),
+        (record(metadata=None), "metadata None"),
+        (record(value="\u00ff").encode("latin-1").replace(b"\\u00ff", b"\xff"), "no UTF-8"),
+    ],
+)
+def test_records_that_the_official_parser_takes_are_kept_with_a_warning(
+    read: Reader, line: str | bytes, found: str
+) -> None:
+    log = read((line if isinstance(line, bytes) else line.encode()) + b"\n" + record().encode() + b"\n")
+    assert [(problem.line, problem.severity) for problem in log.problems] == [(1, "warning")]
+    assert found in log.problems[0].found
+    assert [entry.line for entry in log.records] == [1, 2]
+
+
+def test_of_two_records_on_a_line_the_last_is_kept_and_the_lost_one_named(read: Reader) -> None:
+    log = read(record("train_samples", 5) + record("seed", 6) + "\n")
+    (problem,) = log.problems
+    assert (problem.line, problem.severity, problem.keys) == (1, "error", {"train_samples"})
+    assert "2 records on one line: a parser loses the first (train_samples)" in problem.found
+    assert [entry.value for entry in log.records] == [6]
 
 
 def test_bytes_that_are_no_text_are_read(read: Reader) -> None:
@@ -107,7 +150,7 @@ def test_any_bytes_are_read_without_an_exception(tmp_path_factory: pytest.TempPa
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
     path.write_bytes(TOKEN.encode() + content)
     log = read_log(path)
-    assert len(log.records) + len(log.problems) == len(log.token_lines) == 1
+    assert len(log.records) + len(log.problems) == log.token_lines == 1
 
 
 json_values = st.recursive(
@@ -142,9 +185,160 @@ def test_missing_file_folder_and_device_are_refused(tmp_path: Path) -> None:
         read_log(tmp_path)
 
 
-def test_oversized_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(artefact, "MAX_FILE_BYTES", 2**20)
-    path = tmp_path / "result_0.txt"
-    path.write_bytes(b"x" * (2**20 + 1))
-    with pytest.raises(ValueError, match="larger than 1 MiB"):
-        read_log(path)
+def test_a_pipe_does_not_make_the_reader_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_log(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="cannot be read: embedded null byte"):
+        read_log(tmp_path / "a\0b")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\0" * 1000, record().encode("utf-16"), b":::MLLOG", b"\xef\xbb\xbf"])
+def test_files_without_records(read: Reader, content: bytes) -> None:
+    log = read(content)
+    assert (log.records, log.problems, log.token_lines) == ((), (), 0)
+    assert log.size == len(content)
+
+
+def test_header_lines(read: Reader) -> None:
+    log = read(f"# a: 1\n# a: 2\n#b: 3\n# c\n# \xe9: \xfc\n# d: {record()}\n")
+    assert log.header == {"a": "1", "\xe9": "\xfc"}
+
+
+# The same records as the official parser's
+
+
+def official_records(path: Path) -> list[tuple[Any, ...]] | None:
+    """(key, value, metadata, time) of each record as the official parser reads it; None when it fails."""
+    try:
+        lines, errors = ruleset_500.parse_file(str(path))
+    except Exception:
+        return None
+    return None if errors else [(line.key, line.value, line.timestamp) for line in lines]
+
+
+def as_utf_8(value: object) -> Any:
+    """What latin-1 made of the value, decoded again."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        return json.loads(text.encode("latin-1").decode("utf-8"))
+    except UnicodeError:
+        return value
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *(
+            TOKEN,
+            ":::MLLOG",
+            " ",
+            "\n",
+            "\r",
+            "\r\n",
+            "\t",
+            "\x0b",
+            "\x0c",
+            "\x1c",
+            "\x85",
+            "\xa0",
+            "\u2028",
+            "\ufeff",
+            "\0",
+        ),
+        *("text", "# a: b", "{", "}", "[1]", '"', "\\", "NaN", "1e999", "\xe9", "\U0001f600"),
+        *(record(), record("global_batch_size", 1.5), record("seed", "\xe9"), record(value=None, namespace=...)),
+        *(record(time_ms="7"), record(time_ms=2.5), record(key=None), record(metadata=None), record(value=...)),
+        record()[:-1],
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FRAGMENTS | st.text(max_size=3), max_size=12), st.sampled_from(["utf-8", "latin-1", "utf-16"]))
+@example([record(), "\xa0"], "latin-1")
+@example([record(), "\xa0"], "utf-8")
+@example([record(), "\x85\n", record(), "\x1c \n"], "latin-1")
+@example(["\x0b", record(), "\x0b\r", record(), "\t "], "utf-8")
+def test_the_official_parser_finds_the_same_records(
+    tmp_path_factory: pytest.TempPathFactory, fragments: list[str], encoding: str
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "result_0.txt"
+    path.write_bytes("".join(fragments).encode(encoding, "replace" if encoding == "latin-1" else "surrogatepass"))
+    log = read_log(path)
+    official = official_records(path)
+    errors = [problem for problem in log.problems if problem.severity == "error"]
+    if official is None:
+        assert errors
+    elif errors:  # that it does not see
+        assert all(re.match(r"time_ms '|key None|\d records on one line", problem.found) for problem in errors)
+    else:
+        own = [(entry.key, entry.value, entry.metadata) for entry in log.records]
+        assert [(key, as_utf_8(v["value"]), as_utf_8(v["metadata"]) or {}) for key, v, _ in official] == own
+
+
+PIECES = st.sampled_from([b"\n", b"\r", b"\r\n", b"x", b"y" * 7, b"z" * 40, b":::ML", b"LOG ", TOKEN.encode()])
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(PIECES, max_size=40), st.integers(10, 50))
+@example([b"LOG ", TOKEN.encode(), b"\r", b"\r\n"], 14)
+@example([b"y" * 7, TOKEN.encode(), b"x\n"], 12)
+def test_lines_are_the_same_however_the_file_is_read_in_pieces(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], limit: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "result_0.txt"
+    content = b"".join(pieces)
+    path.write_bytes(content)
+    expected = re.split(rb"\r\n|\n|\r", content)
+    if not expected[-1]:
+        del expected[-1]
+    kept = [
+        line if len(line) <= limit else (log_module._OVERLONG if TOKEN.encode() in line else b"") for line in expected
+    ]
+    with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
+        patch.setattr(log_module, "MAX_LINE_BYTES", limit)
+        assert list(log_module._lines(file)) == kept
+
+
+@pytest.mark.parametrize("end", [b"\r", b"\n", b"\r\n", b"\n\r"])
+def test_many_empty_lines_take_no_quadratic_time(read: Reader, end: bytes) -> None:
+    began = time.process_time()
+    assert read(end * 400_000 + record().encode()).token_lines == 1
+    assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize("middle", ["", TOKEN, record()])
+def test_lines_of_many_megabytes_are_read_past(read: Reader, middle: str) -> None:
+    began = time.process_time()
+    log = read(f"{record()}\n{'x' * 20_000_000}{middle}{'[' * 20_000_000}\n{record()}\n")
+    assert [entry.line for entry in log.records] == [1, 3]
+    assert log.overlong == bool(middle)
+    assert [problem.found for problem in log.problems] == (["a line of more than 1048576 bytes"] if middle else [])
+    assert time.process_time() - began < 5
+
+
+def test_many_records_take_microseconds_each(read: Reader) -> None:
+    began = time.process_time()
+    log = read((record("tracked_stats", {"throughput": 1.5}, time_ms=1_700_000_000_000) + "\n") * 50_000)
+    assert len(log.records) == 50_000
+    assert not log.evidence  # the official checker skips keys that no rule names
+    assert time.process_time() - began < 2
+
+
+def test_evidence_leaves_out_repeats_of_one_kind_and_keeps_every_kind(
+    read: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module._Evidence, "MAX_REPEATS", 3)
+    accuracies = [0.1, 0.2, 0.3, 0.4, 0.5, 0.71, 0.72, 0.73, -0.1, None]
+    lines = [record("eval_accuracy", value, metadata={"epoch_num": n}) for n, value in enumerate(accuracies, 1)]
+    log = read("\n".join([record(), *lines, record("eval_accuracy", 0.5, metadata={}), record("run_start")]))
+    # three as they come, one below the target, one above, a negative one, null, and one without epoch_num
+    assert [number for number, _ in log.evidence] == [1, 2, 3, 4, 5, 8, 10, 11, 12, 13]
+    assert log.left_out == {"eval_accuracy": 3}
+
+
+def test_evidence_keeps_repeats_on_both_sides_of_run_start(read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module._Evidence, "MAX_REPEATS", 1)
+    block = record("block_start", None)
+    log = read("\n".join([block, block, block, record("run_start", None), block, block]))
+    assert [number for number, _ in log.evidence] == [1, 2, 4, 5]

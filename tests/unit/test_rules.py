@@ -70,6 +70,9 @@ def test_both_roundings_of_the_schedule_are_accepted() -> None:
     assert rules.is_on_schedule(15, 2_250_304, 14 * 150_080, 150_000, 448)  # the multiple is rounded
     assert rules.is_on_schedule(15, 15 * 150_080, 14 * 150_080, 150_000, 448)  # the interval is rounded
     assert rules.is_on_schedule(17, 2_549_468, 2_400_100, 150_000, 768)  # packed: counts real sequences
+    assert rules.is_on_schedule(15, 2_251_500, 2_100_325, 150_000, 768)  # and of partial batches, up to two
+    assert not rules.is_on_schedule(15, 2_251_900, 2_100_325, 150_000, 768)
+    assert not rules.is_on_schedule(5, 1_645_000, 1_300_000, 325_000, 16_384)  # but not of large ones
     assert not rules.is_on_schedule(2, 350_000, 175_000, 150_000, 1536)
     assert not rules.is_on_schedule(2, 450_000, 150_000, 150_000, 448)
 
@@ -107,9 +110,9 @@ def test_steps_may_be_whole_floats() -> None:
     assert not rules.STEPS.accepts(0.5)
 
 
-@pytest.mark.parametrize("ruleset", ["5.1.0", "6.0.0", "1.0.0", ""])
+@pytest.mark.parametrize("ruleset", ["5.1.0", "6.0.0", "0.7.0", ""])
 def test_rulesets_without_bert_are_refused(ruleset: str) -> None:
-    with pytest.raises(ValueError, match=r"expected one of 2\.0\.0.*5\.0\.0"):
+    with pytest.raises(ValueError, match=r"expected one of 1\.0\.0.*5\.0\.0"):
         rules.check_ruleset(ruleset)
 
 

@@ -1,6 +1,6 @@
 """Makes edge_64.tfrecord: samples of made-up text, written and read back by TensorFlow, compared with our reader.
 
-    pip install -e . tensorflow-cpu==2.21.0
+    pip install -e .[train] tensorflow-cpu==2.21.0
     python -m tests.data.tfrecord.make
 
 TensorFlow is needed for this alone. The file is the same every time.

@@ -1,0 +1,108 @@
+"""Packs a submission for upload: a compressed tar, encrypted with a password, and its SHA-1 (SR "How to Submit").
+
+The encryption is that of the `openssl` command, `aes-256-cbc` with its default key derivation, because that is what the
+receiving side decrypts with. The derivation is weak: what protects the archive is a long random password.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import tarfile
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from compliance.artefact import write_whole
+
+MIN_PASSWORD_CHARACTERS = 16
+TIMEOUT_S = 600
+
+
+def check_request(archive: Path, password_file: Path) -> None:
+    """Refuse an archive that could not be written, before the work begins.
+
+    Raises:
+        ValueError: it is there already, the password is no good, or there is no openssl.
+    """
+    for path in (archive, _sum_of(archive)):
+        if path.exists():
+            raise ValueError(f"{path} is there already: choose another --archive, or move it away")
+    try:
+        password = password_file.read_text("utf-8").split("\n", 1)[0]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{password_file}: no password can be read from it: {error}") from error
+    if len(password) < MIN_PASSWORD_CHARACTERS:
+        raise ValueError(
+            f"{password_file}: its first line has {len(password)} characters, expected a password of at least "
+            f"{MIN_PASSWORD_CHARACTERS}, such as `openssl rand -hex 24` prints"
+        )
+    if shutil.which("openssl") is None:
+        raise ValueError("there is no openssl command, which encrypts the archive: install it, or leave out --archive")
+
+
+def write_archive(tree: Path, archive: Path, password_file: Path) -> str:
+    """Write the encrypted archive of `tree` and, beside it, <archive>.sha1 as `sha1sum` writes it.
+
+    Decrypt with: openssl aes-256-cbc -d -pass file:PASSWORD_FILE -in ARCHIVE | tar xz
+
+    Returns:
+        The SHA-1 of the archive.
+
+    Raises:
+        ValueError: see `check_request`, or it cannot be written.
+    """
+    check_request(archive, password_file)
+    try:
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=archive.parent, prefix=f"{archive.name}.partial-", delete=False) as file:
+            aside = Path(file.name)
+        try:
+            _encrypt(tree, aside, password_file)
+            digest = _sha1(aside)
+            aside.chmod(0o644)
+            aside.replace(archive)
+        finally:
+            aside.unlink(missing_ok=True)
+        write_whole(_sum_of(archive), f"{digest}  {archive.name}\n")
+    except OSError as error:
+        raise ValueError(f"{archive} cannot be written: {error.strerror}; choose another --archive") from error
+    return digest
+
+
+def _sha1(path: Path) -> str:
+    digest = hashlib.sha1(usedforsecurity=False)
+    with path.open("rb") as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _sum_of(archive: Path) -> Path:
+    return archive.with_name(f"{archive.name}.sha1")
+
+
+def _encrypt(tree: Path, target: Path, password_file: Path) -> None:
+    command = ["openssl", "aes-256-cbc", "-e", "-salt", "-pass", f"file:{password_file}", "-out", str(target)]
+    openssl = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    assert openssl.stdin
+    try:
+        with suppress(BrokenPipeError), openssl.stdin as pipe, tarfile.open(fileobj=pipe, mode="w|gz") as tar:
+            tar.add(tree, arcname=tree.name, filter=_anonymous)
+        openssl.stdin = None  # closed: communicate() would flush it
+        _, said = openssl.communicate(timeout=TIMEOUT_S)
+    except BaseException:
+        openssl.kill()
+        openssl.wait()
+        raise
+    if openssl.returncode != 0:
+        reason = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise ValueError(f"{target.parent}: openssl did not write the archive: {reason}")
+
+
+def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Who packed it on which machine is nobody's business."""
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    return member

@@ -1,0 +1,119 @@
+"""What a check has to say: one `Finding` a fault, one `Verdict` a file or folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Severity = Literal["error", "warning"]
+Outcome = Literal["pass", "fail"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One departure of a log, or of a folder of logs, from the rules.
+
+    Attributes:
+        line: line in the file, from 1; None when something is absent or the fault belongs to no line.
+        key: key of the record, or field of the system description; "" when the fault belongs to none.
+        rule: where the rule stands: "TR 24.4", "closed_bert.yaml", "SR Directory structure".
+        found: one sentence: what stands there, and what was expected.
+        mend: what to do about it.
+        source: source position "file:lineno" that logged the record, where the log names it.
+        severity: "error" when the log is no valid result under the rules; "warning" when it departs from their text or
+            from good practice in a way that accepted submissions also do.
+        more: how many further records have the same fault.
+    """
+
+    line: int | None
+    key: str
+    rule: str
+    found: str
+    mend: str
+    source: str | None = None
+    severity: Severity = "error"
+    more: int = 0
+
+    @property
+    def sentence(self) -> str:
+        """`found`, with the number of further records of which it is true."""
+        return self.found + (f" (and {self.more} more like it)" if self.more else "")
+
+    def __str__(self) -> str:
+        where = f"line {self.line}: " if self.line else ""
+        key = f"{self.key}: " if self.key else ""
+        logged_at = f"; logged at {self.source}" if self.source else ""
+        return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.mend}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "line": self.line,
+            "key": self.key,
+            "rule": self.rule,
+            "found": self.sentence,
+            "mend": self.mend,
+            "source": self.source,
+            "severity": self.severity,
+        }
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a check of one log, or of one folder for what belongs to no single log.
+
+    Attributes:
+        official: what the official checker says under the same ruleset, warnings not counted as errors.
+        division: as logged, or None when the log does not say.
+        status: of run_stop, or None.
+    """
+
+    path: Path
+    ruleset: str
+    official: Outcome
+    findings: tuple[Finding, ...]
+    division: str | None
+    status: str | None
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """The findings that make it fail."""
+        return tuple(finding for finding in self.findings if finding.severity == "error")
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is a valid result under the rules: nothing was found beyond warnings."""
+        return not self.errors
+
+    @property
+    def ours(self) -> Outcome:
+        """`passed` in a word."""
+        return "pass" if self.passed else "fail"
+
+    @property
+    def summary(self) -> str:
+        """One line without the path."""
+        errors, warnings = len(self.errors), len(self.findings) - len(self.errors)
+        counts = [_count(errors, "error")] if errors else []
+        counts += [_count(warnings, "warning")] if warnings else []
+        said = ", ".join(counts)
+        if self.passed:
+            valid = f"valid {self.division} log" if self.division else "nothing against it"
+            return f"{valid}, ruleset {self.ruleset}" + (f", {said}" if said else "")
+        aborted = "not a valid result (aborted), " if self.status == "aborted" else ""
+        return f"{aborted}{said}, ruleset {self.ruleset}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "file": str(self.path),
+            "ruleset": self.ruleset,
+            "official": self.official,
+            "ours": self.ours,
+            "findings": [finding.as_dict() for finding in self.findings],
+        }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,327 @@
+"""What a path holds: the runs of one system, of several, or a whole submission. Looks at names, opens no log.
+
+<org>/systems/<system>.json                  the system descriptions of a submission
+<org>/results/<system>/bert/result_<n>.txt   its logs
+<org>/benchmarks/                            its source
+
+A results folder on its own, results/<system>/bert beside results/systems, is laid out alike and called bare: its runs
+may still be growing. Folders behind symbolic links are not entered in a submission, and no search goes on without end.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from compliance import rules
+from compliance.artefact import MAX_FILE_BYTES
+from compliance.findings import Finding, Severity
+
+BENCHMARK = "bert"
+"""The only name of the benchmark's folder that the official package checker looks into."""
+
+COUNTED = "result_*.txt"
+"""What the official package checker takes for a log, letter by letter."""
+
+LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
+"""Names that were meant to be one."""
+
+BESIDE_LOGS = ("scaling.json", "package_checker_params", "power")
+"""What else the official tools know in the folder of the logs."""
+
+MAX_ENTRIES = 10_000
+"""Most entries of one folder that are looked at."""
+
+MAX_WALKED = 200_000
+"""Most files and folders of a submission that are looked at."""
+
+LAYOUT = "SR Directory structure"
+REPOSITORY = "repository checker"
+
+
+@dataclass(frozen=True)
+class BenchmarkFolder:
+    """results/<system>/bert, or what stands in its place.
+
+    Attributes:
+        logs: what the official package checker counts, in the order of the numbers.
+        misnamed: files that were meant to be logs, and entries of a log's name that are no files.
+        others: entries that no official tool knows.
+        description: where the system description belongs.
+        submission: the folder that holds systems/ and results/; None for a bare results folder.
+    """
+
+    path: Path
+    logs: tuple[Path, ...]
+    misnamed: tuple[Path, ...]
+    others: tuple[Path, ...]
+    description: Path
+    submission: Path | None
+
+    @property
+    def system(self) -> str:
+        """Name of the system's folder."""
+        return absolute(self.path).parent.name
+
+    @property
+    def severity(self) -> Severity:
+        """Of what a submission must have, and bare results get in time."""
+        return "error" if self.submission else "warning"
+
+    @property
+    def named_right(self) -> bool:
+        """Whether the official package checker looks into it."""
+        return absolute(self.path).name == BENCHMARK
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a path holds.
+
+    Attributes:
+        path: as given.
+        submission: the submission that it is or lies in; None for bare results.
+        descriptions: the system descriptions that belong to it and are there.
+    """
+
+    path: Path
+    submission: Path | None
+    benchmarks: tuple[BenchmarkFolder, ...]
+    descriptions: tuple[Path, ...]
+
+    @property
+    def is_submission(self) -> bool:
+        """Whether `path` is a whole submission."""
+        return self.submission is not None and self.submission == self.path
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root on, without "..", and by way of the same links."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 - resolve() would follow the links
+
+
+def find(path: Path) -> Tree:
+    """The benchmark folders under a folder: of a benchmark, a system, a results folder or a submission.
+
+    Raises:
+        ValueError: it is no folder, or holds nothing of the kind.
+    """
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
+    if (path / "results").is_dir():
+        submission = path if any((path / name).is_dir() for name in ("systems", "benchmarks")) else None
+        results = path / "results"
+        found = [folder for system in _folders(results, submission) for folder in _of_system(system, submission)]
+    elif any(map(_is_benchmark, _folders(path, None))):
+        submission = _submission_above(path, 2)
+        found = _of_system(path, submission)
+    elif _is_benchmark(path):
+        submission = _submission_above(path, 3)
+        found = [_benchmark_folder(path, submission)]
+    else:
+        submission = _submission_above(path, 1)
+        found = [folder for system in _folders(path, submission) for folder in _of_system(system, submission)]
+    if not found:
+        raise ValueError(f"{path}: no logs in it, expected results/<system>/bert/result_<n>.txt or a folder above them")
+    if submission == path:
+        descriptions = [entry for entry in _entries(path / "systems") if entry.suffix == ".json"]
+    else:
+        descriptions = list(dict.fromkeys(folder.description for folder in found if folder.description.is_file()))
+    return Tree(path, submission, tuple(found), tuple(descriptions))
+
+
+def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
+    """What is wrong with the names and the number of a folder's entries, without opening one."""
+    if not folder.named_right:
+        found = f"the folder is named {_name(folder.path)}: the official package checker skips it and reports success"
+        yield Finding(
+            None, "", LAYOUT, f"{found}, expected {BENCHMARK}", f"rename it to {BENCHMARK}", severity=folder.severity
+        )
+    if folder.misnamed:
+        names = ", ".join(map(_name, folder.misnamed[:3]))
+        verb = "is" if len(folder.misnamed) == 1 else "are"
+        found = f"{names} {verb} not counted as a log, expected the name result_<n>.txt"
+        more = max(0, len(folder.misnamed) - 3)
+        yield Finding(None, "", LAYOUT, found, "rename the file, or put the log itself in its place", more=more)
+    unnumbered = [path for path in folder.logs if not rules.RESULT_FILE.fullmatch(path.name)]
+    if unnumbered:
+        found = f"{_name(unnumbered[0])} has no number, expected result_<n>.txt"
+        mend, more = "number the runs from 0", len(unnumbered) - 1
+        yield Finding(None, "", LAYOUT, found, mend, severity="warning", more=more)
+    count = len(folder.logs)
+    if count != runs and count + len(folder.misnamed) != runs:
+        mend = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
+        found = f"{count} log{'' if count == 1 else 's'} result_<n>.txt, expected exactly {runs} in a submission"
+        yield Finding(None, "", "TR 12; package checker", found, mend, severity=folder.severity)
+    if folder.others and folder.submission:
+        found = f"{_name(folder.others[0])} is no file of a submission, expected only logs in this folder"
+        mend, more = "move it away: the package checker warns of it", len(folder.others) - 1
+        yield Finding(None, "", LAYOUT, found, mend, severity="warning", more=more)
+
+
+def description_missing(folder: BenchmarkFolder) -> Iterator[Finding]:
+    """The finding for a system without a description, which crashes the official tools."""
+    if folder.description.is_file() or not (folder.submission or folder.description.parent.is_dir()):
+        return
+    name = f"systems/{folder.system}.json"
+    mend = f"write it: `python -m compliance system --out {name}`; its name is that of the results folder"
+    found = f"there is no {name}, expected the system description: the official package checker crashes without it"
+    yield Finding(None, "", LAYOUT, found, mend, severity=folder.severity)
+
+
+def repository_findings(tree: Tree) -> Iterator[Finding]:
+    """Names, sizes and links that the official repository checker, or another machine, does not take."""
+    logs = {log for folder in tree.benchmarks for log in folder.logs}
+    misnamed = {entry for folder in tree.benchmarks for entry in folder.misnamed}  # reported there
+    named, large, links, walked = [], [], [], 0
+    for root, folders, files in os.walk(tree.path):
+        walked += len(folders) + len(files)
+        if walked > MAX_WALKED:
+            found = f"more than {MAX_WALKED} files and folders, the rest was not looked at"
+            yield Finding(None, "", REPOSITORY, found, "submit only what the rules ask for", severity="warning")
+            break
+        here = Path(root)
+        named += [here / name for name in (*folders, *files) if name.startswith(".") or " " in name]
+        links += [
+            here / name for name in (*folders, *files) if (here / name).is_symlink() and here / name not in misnamed
+        ]
+        large += [here / name for name in files if here / name not in logs and _is_large(here / name)]
+        folders[:] = [name for name in folders if not name.startswith(".")]
+    faults = (
+        (named, "has a space or a leading dot in its name, expected neither", "rename or remove it"),
+        (large, f"is too large, expected at most {MAX_FILE_BYTES >> 20} MiB", "remove or shrink it"),
+        (links, "is a symbolic link, expected the file itself", "put the file itself in its place"),
+    )
+    for paths, fault, mend in faults:
+        if paths:
+            first = ascii(str(min(paths).relative_to(tree.path)))[1:-1]
+            yield Finding(None, "", REPOSITORY, f"{first} {fault}", mend, more=len(paths) - 1)
+
+
+def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:
+    """Whether power/ holds the measurements of each run, of as many nodes and switches each."""
+    power = folder.path / "power"
+    if not power.is_dir():
+        return
+    kinds: dict[tuple[int, int], list[str]] = {}
+    for log in folder.logs:
+        names = [entry.name for entry in _entries(power / log.stem)]
+        nodes = sorted(name for name in names if re.fullmatch(r"node_\d+\.txt", name))
+        switches = sorted(name for name in names if re.fullmatch(r"sw_\d+\.txt", name))
+        expected = [f"node_{i}.txt" for i in range(len(nodes))], [f"sw_{i}.txt" for i in range(len(switches))]
+        if not nodes or (nodes, switches) != (sorted(expected[0]), sorted(expected[1])):
+            found = f"power/{log.stem} is not whole, expected node_0.txt and on, one a node, and sw_0.txt and on"
+            yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
+            return
+        kinds.setdefault((len(nodes), len(switches)), []).append(log.stem)
+    if len(kinds) > 1:
+        (few, odd), *_ = sorted(kinds.items(), key=lambda item: len(item[1]))
+        found = f"power/{odd[0]} holds {few[0]} nodes and {few[1]} switches, expected as many as in the other runs"
+        yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
+
+
+def _of_system(system: Path, submission: Path | None) -> list[BenchmarkFolder]:
+    folders = filter(_is_benchmark, _folders(system, submission))
+    return [_benchmark_folder(folder, submission) for folder in folders]
+
+
+def _is_benchmark(folder: Path) -> bool:
+    """Whether a folder was meant to hold logs of BERT: by its logs or by its name, unless others hold them below it."""
+    if folder.name in OTHER_BENCHMARKS:
+        return False
+    entries = _entries(folder)
+    if any(fnmatch.fnmatchcase(entry.name, COUNTED) and entry.is_file() for entry in entries):
+        return True
+    below = any(BENCHMARK in entry.name.lower() and entry.is_dir() for entry in entries)
+    return not below and BENCHMARK in absolute(folder).name.lower()
+
+
+OTHER_BENCHMARKS = frozenset(
+    (
+        "dlrm",
+        "dlrm_dcnv2",
+        "flux1",
+        "gnmt",
+        "gnn",
+        "gpt3",
+        "llama2_70b_lora",
+        "llama31_405b",
+        "llama31_8b",
+        "maskrcnn",
+        "minigo",
+        "ncf",
+        "resnet",
+        "retinanet",
+        "rgat",
+        "rnnt",
+        "ssd",
+        "stable_diffusion",
+        "transformer",
+        "unet3d",
+    )
+)
+"""Folders of a submission that belong to other benchmarks, and are none of this checker's business."""
+
+
+def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:
+    logs, misnamed, others = [], [], []
+    for entry in _entries(path):
+        if fnmatch.fnmatchcase(entry.name, COUNTED):
+            (logs if entry.is_file() else misnamed).append(entry)
+        elif LIKE_A_LOG.fullmatch(entry.name) and entry.is_file():
+            misnamed.append(entry)
+        elif entry.name not in BESIDE_LOGS:
+            others.append(entry)
+    results = absolute(path).parent.parent
+    description = (submission or results) / "systems" / f"{absolute(path).parent.name}.json"
+    if not submission and description.is_relative_to(Path.cwd()):
+        description = description.relative_to(Path.cwd())
+    return BenchmarkFolder(
+        path, tuple(sorted(logs, key=_number)), tuple(misnamed), tuple(others), description, submission
+    )
+
+
+def _submission_above(path: Path, levels: int) -> Path | None:
+    """The submission that a results folder `levels - 1` folders above `path` lies in, if it does."""
+    above = absolute(path)
+    for _ in range(levels - 1):
+        above = above.parent
+    if above.name != "results" or not (above.parent / "systems").is_dir():
+        return None
+    submission = above.parent
+    return submission.relative_to(Path.cwd()) if submission.is_relative_to(Path.cwd()) else submission
+
+
+def _folders(path: Path, submission: Path | None) -> list[Path]:
+    folders = [entry for entry in _entries(path) if entry.is_dir() and not (submission and entry.is_symlink())]
+    return [folder for folder in folders if not folder.name.startswith(".")]
+
+
+def _entries(path: Path) -> list[Path]:
+    """The entries of a folder by name, empty when there is none; never more than `MAX_ENTRIES`."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(path / entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False))
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> tuple[int, str]:
+    match = rules.RESULT_FILE.fullmatch(path.name)
+    return (int(match[1]) if match and len(match[1]) < 10 else 2**31, path.name)
+
+
+def _is_large(path: Path) -> bool:
+    try:
+        return not path.is_symlink() and path.stat().st_size > MAX_FILE_BYTES
+    except OSError:
+        return False
+
+
+def _name(path: Path) -> str:
+    """A file's name for a message: what steers a terminal is escaped."""
+    return ascii(absolute(path).name)[1:-1]

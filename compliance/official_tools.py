@@ -1,0 +1,308 @@
+"""Runs the official tools on a submission tree, and says in words what they say.
+
+Four of the five end with exit status 0 whatever they found, print their verdict in the middle of hundreds of lines, and
+skip what they do not recognise. So each one's own words decide: passed is what says that it passed and shows that it
+looked. What they print is kept beside the tree.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from compliance.artefact import write_whole
+from compliance.convergence import SUBMISSION_RUNS
+from compliance.findings import Finding
+
+TIMEOUT_S = 1800
+MAX_MESSAGE_CHARACTERS = 400
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one tool made of the tree.
+
+    Attributes:
+        said: its own words for the verdict, in one line; "not asked" for a tool that does not apply.
+        findings: its complaints, translated where they are known.
+    """
+
+    tool: str
+    passed: bool
+    said: str
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The row of the result summarizer for one system.
+
+    Attributes:
+        minutes: the score; None where it gives none.
+        scaling: the factor in it.
+        samples: mean samples to the target; None in the open division.
+    """
+
+    minutes: float | None
+    scaling: float
+    samples: float | None
+
+
+def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[Report], Summary | None]:
+    """Run all five tools on the tree of one organisation.
+
+    The package checker goes first, because it writes the scaling.json that the summarizer reads.
+
+    Args:
+        tree: the folder <org>/.
+        system: name of the system whose score is wanted.
+
+    Raises:
+        ValueError: mlperf-logging is not installed, or what the tools said cannot be written beside the tree.
+    """
+    if find_spec("mlperf_logging") is None:
+        raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
+    tree = tree.resolve()
+    results = tree / "results" / system / "bert"
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        package = _package_checker(place, tree, ruleset, division)
+        with ThreadPoolExecutor(2) as pool:
+            jobs = [
+                pool.submit(_repository_checker, place, tree, ruleset),
+                pool.submit(_system_checker, place, tree / "systems" / f"{system}.json", ruleset),
+                pool.submit(_convergence_checker, place, results, ruleset, division),
+            ]
+            summarizer = pool.submit(_summarizer, place, tree, system, ruleset)
+            reports = [package, *(job.result() for job in jobs)]
+            report, summary = summarizer.result()
+        for said in place.glob("*.txt"):
+            write_whole(said_beside(tree) / said.name, said.read_text("utf-8", "replace"))
+    return [*reports, report], summary
+
+
+def said_beside(tree: Path) -> Path:
+    """The folder that keeps what the tools printed."""
+    return tree.with_name(f"{tree.name}-official-tools")
+
+
+def _run(place: Path, tool: str, *arguments: str | Path, log_output: bool = True) -> tuple[int, str]:
+    """Exit status and output of one tool, in a folder of its own: they leave files behind."""
+    command = [sys.executable, "-m", f"mlperf_logging.{tool}", *map(str, arguments)]
+    if log_output:
+        command += ["--log_output", os.devnull]
+    folder = place / tool
+    folder.mkdir()
+    try:
+        done = subprocess.run(
+            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ValueError(f"the official {tool} did not end within {TIMEOUT_S} s") from error
+    said = done.stdout.decode("utf-8", "replace")
+    (place / f"{tool}.txt").write_text(said, encoding="utf-8")
+    return done.returncode, said
+
+
+def _package_checker(place: Path, tree: Path, ruleset: str, division: str) -> Report:
+    _, said = _run(place, "package_checker", tree, "training", ruleset)
+    findings = list(_complaints("package checker", said))
+    success = "PACKAGE CHECKER FOUND NO ERRORS" in said
+    looked = [f"Run {SUBMISSION_RUNS}/{SUBMISSION_RUNS}"]
+    looked += ["Running Seed Checker", "Running RCP Checker"] if division == "closed" else []
+    unseen = [step for step in looked if step not in said]
+    if success and unseen:
+        found = f"it reports success without {', '.join(repr(step) for step in unseen)}: it has not looked"
+        mend = "the folder must be named bert, the ruleset one with BERT, and the division in lower case"
+        findings.append(Finding(None, "", "package checker", found, mend))
+    return _report(
+        "package checker", success and not unseen, "found no errors" if success else "found errors", findings, said
+    )
+
+
+def _repository_checker(place: Path, tree: Path, ruleset: str) -> Report:
+    known = max(ruleset, "2.0.0")  # it asks the same of every round, and knows none before
+    _, said = _run(place, "repo_checker", tree, "training", known)
+    passed = "ALL CHECKS PASSED" in said
+    findings = list(_complaints("repository checker", said))
+    return _report("repository checker", passed, "all checks passed" if passed else "checks failed", findings, said)
+
+
+def _system_checker(place: Path, description: Path, ruleset: str) -> Report:
+    _, said = _run(place, "system_desc_checker", description, "training", ruleset)
+    passed = "System description checker passed" in said
+    findings = list(_complaints("system description checker", said))
+    return _report("system description checker", passed, "passed" if passed else "failed", findings, said)
+
+
+def _convergence_checker(place: Path, results: Path, ruleset: str, division: str) -> Report:
+    tool = "convergence (RCP) checker"
+    if division == "open":
+        return Report(tool, True, "not asked: no reference in the open division", ())
+    if Path("/scaling.json").exists():
+        return Report(tool, True, "not asked: it would delete the file /scaling.json", ())
+    status, said = _run(place, "rcp_checker", results, "--rcp_usage", "training", "--rcp_version", ruleset)
+    match = re.search(r"^\w+ - (.*), RCP test (PASSED|FAILED)", said, re.MULTILINE)
+    passed = status == 0 and match is not None and match[2] == "PASSED"
+    words = f"{match[1]}: {match[2].lower()}" if match else "no verdict"
+    return _report(tool, passed, words, list(_complaints(tool, said)), said)
+
+
+def _summarizer(place: Path, tree: Path, system: str, ruleset: str) -> tuple[Report, Summary | None]:
+    tool = "result summarizer"
+    out = place / "summary.csv"
+    status, said = _run(place, "result_summarizer", tree, "training", ruleset, "--csv", out, log_output=False)
+    findings = list(_complaints(tool, said))
+    summary = _read_summary(out, tree, system) if status == 0 else None
+    if summary is None or summary.minutes is None:
+        return _report(tool, False, "no score", findings, said), summary
+    return _report(tool, True, f"{summary.minutes:.4f} minutes, scaling {summary.scaling:.6f}", findings, said), summary
+
+
+def _read_summary(out: Path, tree: Path, system: str) -> Summary | None:
+    """The row of a system; the tables name it by the system_name of its description."""
+    name = json.loads((tree / "systems" / f"{system}.json").read_text("utf-8"))["system_name"]
+    rows = []
+    for path in (out, out.with_name("summary_detailed.csv")):
+        if not path.is_file():
+            return None
+        with path.open(encoding="utf-8", newline="") as file:
+            matching = [row for row in csv.DictReader(file) if row.get("system") == name]
+        if len(matching) != 1:
+            return None
+        rows += matching
+    score, detailed = rows
+    return Summary(
+        _optional_number(score.get("bert")),
+        _optional_number(detailed.get("bert:rcp_scaling_factor")) or 1.0,
+        _optional_number(detailed.get("bert:samples_to_converge")),
+    )
+
+
+def _optional_number(text: str | None) -> float | None:
+    return float(text) if text and text != "nan" else None
+
+
+# Their words in plain ones
+
+
+def _report(tool: str, passed: bool, words: str, findings: Sequence[Finding], said: str) -> Report:
+    """A report; a failure that no known message explains is explained by the tool's last line."""
+    errors = [finding for finding in findings if finding.severity == "error"]
+    if not passed and not errors:
+        last = said.strip().rpartition("\n")[2]
+        mend = "read what it printed, beside the tree"
+        findings = [*findings, Finding(None, "", tool, f"it does not pass: {_printable(last)}", mend)]
+    return Report(tool, passed, words, tuple(findings))
+
+
+TRANSLATIONS: tuple[tuple[str, str, str], ...] = (
+    (
+        r"ERROR - .*found (\d+), expected (\d+)$",
+        "{1} files result_*.txt in the results folder, expected exactly {2}",
+        "package again from a folder with all logs",
+    ),
+    (
+        r"ERROR -  (\d+) files do not comply",
+        "{1} logs fail the compliance checker, one may",
+        "`python -m compliance check` on the logs says what is wrong with each",
+    ),
+    (
+        r"Result file .*/(\S+) logs no seed",
+        "{1} logs no seed, expected one record with the key seed",
+        "log the seed once a run, from rank 0",
+    ),
+    (
+        r"Result file .*/(\S+) logs seed (\d+) on (\S+)\. However.*/(\S+) already logs",
+        "{1} logs seed {2} at {3}, and so does {4}: seeds may not repeat",
+        "draw a new seed for each run and log it once",
+    ),
+    (
+        r"ERROR - (?:RCP Test Failed: )?(RCP found|RCP Interpolation|Missing RCP)(?:,|$)",
+        "the runs converge too fast, or at a batch size without a reference ({1})",
+        "`python -m compliance convergence` says by how much",
+    ),
+    (
+        r"ERROR - (?:RCP Test Failed: )?Insufficient convergence",
+        "more than one run did not converge",
+        "make a new set of runs",
+    ),
+    (
+        r"ERROR -   System description checker failed for (.*) : \[[\"'](.*)[\"']\]$",
+        "the system description of {1} is wrong: {2}",
+        "write it again with `python -m compliance system`",
+    ),
+    (
+        r"WARNING -  Skipping benchmark: (.*)$",
+        "the folder {1} was skipped in silence",
+        "name it bert, and use a ruleset that has BERT",
+    ),
+    (
+        r"ERROR - Files with git-unfriendly name: (.*?) ?$",
+        "a name with a space or a leading dot: {1}",
+        "rename or remove the file",
+    ),
+    (r"ERROR - Files > 50MB: (.*)$", "a file over 50 MiB: {1}", "remove it or make it smaller"),
+    (r"ERROR - \S+ contains broken symbolic links: (.*)$", "a symbolic link: {1}", "put the file itself in its place"),
+    (
+        r"CRITICAL ERROR: Too many non-converging runs for .*$",
+        "more than one log fails the compliance checker (it says: did not converge)",
+        "`python -m compliance check` on the logs says what is wrong with each",
+    ),
+    (r"^\w+(?:\.\w+)*(?:Error|Exception): (.*)$", "it crashed: {0}", "`python -m compliance check` finds the cause"),
+)
+"""Pattern of a line, what it means, what to do; {0} is the line, {1} and on are the groups."""
+
+ACCEPTED: tuple[tuple[str, str], ...] = (
+    (
+        r"WARNING -  1 file does not comply, accepting this under olympic scoring",
+        "one log fails the compliance checker and is dropped as the slowest run",
+    ),
+)
+"""Messages about what is allowed."""
+
+ECHOES = re.compile(
+    r"ERROR - (System description file checker failed|Seed checker failed"
+    r"|Please remove|Found|FAILED| Seed checker failed and found)|ERROR - -+$"
+)
+"""Lines that repeat or introduce another message."""
+
+
+def _complaints(tool: str, said: str) -> Iterator[Finding]:
+    """The complaints among the lines that a tool printed, each once."""
+    seen: set[str] = set()
+    for line in said.splitlines():
+        finding = _complaint(tool, line)
+        if finding and finding.found not in seen:
+            seen.add(finding.found)
+            yield finding
+
+
+def _complaint(tool: str, line: str) -> Finding | None:
+    for pattern, meaning in ACCEPTED:
+        if re.search(pattern, line):
+            return Finding(None, "", tool, meaning, "nothing, if that is the run you know of", severity="warning")
+    for pattern, meaning, mend in TRANSLATIONS:
+        if match := re.search(pattern, line):
+            words = [match[0], *(group or "" for group in match.groups())]
+            return Finding(None, "", tool, meaning.format(*map(_printable, words)), mend)
+    if line.startswith("ERROR - ") and not ECHOES.match(line):
+        return Finding(
+            None, "", tool, _printable(line.removeprefix("ERROR - ").strip()), "read what it printed, beside the tree"
+        )
+    return None
+
+
+def _printable(text: str) -> str:
+    """File contents end up in these messages: nothing that steers a terminal, and not without end."""
+    return "".join(character if character.isprintable() else "?" for character in text)[:MAX_MESSAGE_CHARACTERS]

@@ -1,0 +1,225 @@
+"""The report as a browser shows it: at the width of a telephone and of a wall, light and dark, printed.
+
+The pages stand unchanged in frames of a page that measures them; what it found is in the DOM that the browser dumps.
+"""
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from html import escape, unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from compliance.report import render
+from compliance.results import load_results
+from tests.conftest import REPOSITORY
+from tests.unit.report_folders import write_closed_folder, write_failing_folder
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome to look at the page with")
+
+WIDTHS = (320, 400, 1600)
+SCHEMES = {"dark": 0, "light": 1}
+MIN_CONTRAST = 4.5
+"""WCAG 2.2, 1.4.3: of text on its background."""
+
+MEASURE = """
+const luminance = ([r, g, b]) => {
+  const [x, y, z] = [r, g, b].map(c => (c /= 255) <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+};
+const numbers = colour => (colour.match(/[\\d.]+/g) || []).map(Number);
+const background = (element, style) => {
+  for (; element; element = element.parentElement) {
+    const [r, g, b, a = 1] = numbers(style(element).backgroundColor);
+    if (a > 0.5) return [r, g, b];
+  }
+  return [NaN, NaN, NaN];
+};
+const contrast = (element, style) => {
+  const pair = [luminance(numbers(style(element).color)), luminance(background(element, style))].sort((a, b) => a - b);
+  return (pair[1] + 0.05) / (pair[0] + 0.05);
+};
+const named = element => `${element.tagName}.${element.className}: ${element.textContent.slice(0, 40)}`;
+const overlapping = (elements) => {
+  const boxes = elements.map(element => element.getBoundingClientRect());
+  return boxes.filter((box, n) => n && box.left < boxes[n - 1].right && box.top < boxes[n - 1].bottom).length;
+};
+function measure(frame) {
+  const page = frame.contentDocument, style = element => frame.contentWindow.getComputedStyle(element);
+  const all = [...page.body.querySelectorAll('*')];
+  const shown = all.filter(element => element.getClientRects().length && style(element).visibility === 'visible');
+  const texts = shown.filter(element => [...element.childNodes].some(node => node.nodeType === 3 && node.data.trim()));
+  const read = texts.filter(element => !element.closest('.spoken'));
+  const outside = shown.filter(element => !element.closest('.scroll') && !element.closest('svg')
+    && element.getBoundingClientRect().right > page.documentElement.clientWidth + 0.5);
+  return {
+    width: page.documentElement.clientWidth,
+    scroll_width: page.documentElement.scrollWidth,
+    outside: outside.map(named),
+    pale: read.map(e => [contrast(e, style), named(e)]).filter(([ratio]) => !(ratio >= MIN_CONTRAST)),
+    small: read.filter(element => parseFloat(style(element).fontSize) < 11.5).map(named),
+    crowded: [...page.querySelectorAll('.plot')].map(plot => overlapping([...plot.querySelectorAll('.x')])),
+    charts: [...page.querySelectorAll('.plot svg')].map(svg => [svg.clientWidth, svg.clientHeight]),
+    marks: page.querySelectorAll('.mark').length,
+    headings: [...page.querySelectorAll('h1, h2')].map(heading => heading.textContent),
+    paper: luminance(background(page.body, style)),
+    cut: [...page.querySelectorAll('.bar span')].filter(part => part.scrollWidth > part.clientWidth).map(named),
+    bars: [...page.querySelectorAll('.bar span')].filter(part => part.clientWidth > 20).length,
+  };
+}
+addEventListener('load', () => {
+  const found = {};
+  for (const frame of document.querySelectorAll('iframe')) found[frame.name] = measure(frame);
+  document.querySelector('pre').textContent = JSON.stringify(found);
+});
+"""
+
+LOOK_AT_PICTURES = """
+addEventListener('load', () => {
+  const found = [...document.images].map(image => {
+    const canvas = Object.assign(document.createElement('canvas'), {width: image.width, height: image.height});
+    const context = canvas.getContext('2d');
+    context.drawImage(image, 0, 0);
+    const data = context.getImageData(0, 0, image.width, image.height).data, counts = new Map();
+    for (let i = 0; i < data.length; i += 4) {
+      const colour = (data[i] << 16) + (data[i + 1] << 8) + data[i + 2];
+      counts.set(colour, (counts.get(colour) || 0) + 1);
+    }
+    const [[paper, most]] = [...counts].sort((a, b) => b[1] - a[1]);
+    return {width: image.width, colours: counts.size, paper, paper_share: most / (data.length / 4)};
+  });
+  document.querySelector('pre').textContent = JSON.stringify(found);
+});
+"""
+
+
+def browse(page: Path, *options: str, scheme: str = "light") -> tuple[str, str]:
+    """What the browser prints about a page, and what it complains of."""
+    assert BROWSER is not None
+    command = [
+        BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
+        f"--user-data-dir={page.parent / 'profile'}", f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
+        "--enable-logging=stderr", "--virtual-time-budget=10000", *options, page.as_uri(),
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+
+
+def ask(page: Path, script: str, body: str, scheme: str = "light") -> Any:
+    """Run a script over a body; what it leaves in the `pre` comes back."""
+    page.write_text(
+        '<!doctype html><html style="color-scheme: light dark"><meta charset="utf-8"><pre></pre>'
+        f"<script>{script.replace('MIN_CONTRAST', str(MIN_CONTRAST))}</script>{body}</html>"
+    )
+    dom, complaints = browse(page, "--dump-dom", scheme=scheme)
+    assert complaints == ""
+    found = re.search(r"<pre>(.*?)</pre>", dom, re.DOTALL)
+    assert found is not None
+    assert found[1], dom[-2000:]
+    return json.loads(unescape(found[1]))
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The committed results, ten closed runs with published neighbours, and a folder with failures."""
+    root = tmp_path_factory.mktemp("folders")
+    folders = {
+        "tiny": REPOSITORY / "results/cpu_2cores/bert",
+        "closed": write_closed_folder(root / "closed"),
+        "failing": write_failing_folder(root / "failing"),
+    }
+    return {name: render(load_results(folder)) for name, folder in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What the browser measured, by scheme and by "page width"."""
+    frames = "".join(
+        f'<iframe name="{name} {width}" width="{width}" height="900" srcdoc="{escape(text)}"></iframe>'
+        for name, text in pages.items()
+        for width in WIDTHS
+    )
+    folder = tmp_path_factory.mktemp("measured")
+    return {scheme: ask(folder / f"{scheme}.html", MEASURE, frames, scheme) for scheme in SCHEMES}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["tiny", "closed", "failing"])
+def test_nothing_sticks_out_or_hides(measured: dict[str, dict[str, Any]], name: str, width: int) -> None:
+    for scheme, found in measured.items():
+        page = found[f"{name} {width}"]
+        assert page["width"] == width
+        assert page["scroll_width"] <= width, page["outside"]
+        assert page["outside"] == []
+        assert page["small"] == page["cut"] == []
+        assert page["pale"] == [], scheme
+        assert not any(page["crowded"])
+        assert (page["paper"] > 0.8) if scheme == "light" else (page["paper"] < 0.05)
+        room = width - 120 if width < 1000 else 380
+        assert all(chart[0] >= room and chart[1] >= 150 for chart in page["charts"]), page["charts"]
+
+
+def test_every_part_is_there(measured: dict[str, dict[str, Any]]) -> None:
+    found = measured["light"]
+    sections = ["In short", "Masked-LM accuracy", "Runs", "Findings", "Where the time went", "Among published results"]
+    sections += ["System", "Environment and configuration"]
+
+    def headings(*without: str) -> list[str]:
+        return [section for section in sections if section not in without]
+
+    assert found["closed 400"]["headings"] == ["BERT on made_up_h100", *headings("Findings")]
+    assert found["failing 400"]["headings"] == ["BERT on made_up_h100", *headings("Among published results")]
+    assert found["tiny 400"]["headings"] == ["BERT on cpu_2cores", *headings("Among published results")]
+    assert len(found["closed 1600"]["charts"]) == 6
+    assert len(found["tiny 1600"]["charts"]) == 6
+    assert len(found["failing 1600"]["charts"]) == 6
+    assert found["closed 1600"]["marks"] == 5 * 10
+    assert found["closed 1600"]["bars"] >= 3 * 10
+
+
+def test_pictures_are_neither_blank_nor_alike(pages: dict[str, str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(pages["closed"])
+    shots: list[tuple[str, int, Path]] = []
+    for scheme in SCHEMES:
+        for width in (400, 1600):
+            picture = tmp_path / f"{scheme}_{width}.png"
+            _, complaints = browse(page, f"--screenshot={picture}", f"--window-size={width},1400", scheme=scheme)
+            assert complaints == ""
+            shots.append((scheme, width, picture))
+    for (scheme, width, _), seen in zip(shots, look_at([shot[2] for shot in shots], tmp_path), strict=True):
+        assert seen["width"] == width
+        assert seen["colours"] > 60
+        assert 0.3 < seen["paper_share"] < 0.97
+        assert (seen["paper"] > 0xF0F0F0) == (scheme == "light")
+
+
+def look_at(pictures: Sequence[Path], folder: Path) -> list[dict[str, Any]]:
+    images = "".join(
+        f'<img src="data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}">' for picture in pictures
+    )
+    return ask(folder / "look.html", LOOK_AT_PICTURES, images)
+
+
+def test_a_script_that_got_into_the_page_does_not_run(pages: dict[str, str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(pages["tiny"].replace("</body>", "<script>document.title = 'it ran'</script></body>"))
+    dom, complaints = browse(page, "--dump-dom")
+    assert "<title>BERT on cpu_2cores</title>" in dom
+    assert "Content Security Policy" in complaints
+
+
+def test_it_prints(pages: dict[str, str], tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    page.write_text(pages["closed"])
+    _, complaints = browse(page, f"--print-to-pdf={tmp_path / 'page.pdf'}", scheme="dark")
+    content = (tmp_path / "page.pdf").read_bytes()
+    assert complaints == ""
+    assert 2 <= len(re.findall(rb"/Type /Page\b(?!s)", content)) <= 8
