@@ -3,8 +3,11 @@
     sudo python benchmarks/collectives.py [--quick] [--out FILE]
 
 Network namespaces with host names of their own stand for hosts, joined by a bridge; ``tc tbf`` shapes what each sends. Ranks
-talk over gloo. Bytes are those that the interface counted. In the step of the overlap figures the computation is a wait: as
-that of an accelerator it takes no core from the communication.
+talk over gloo. Bytes are those that the interface counted. Sharded ways count the weights that are gathered, not LAMB.
+
+The overlap figures are of a step that computes as long as it communicates. Once the computation is a wait: as that of an
+accelerator it takes no core from the communication. Once it is matrix products, one thread a rank, one rank a host, on the
+cores that gloo's threads need as well; what they slow it down by counts as exposed.
 """
 
 import json
@@ -14,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,7 +36,7 @@ from bert.parallel.reduction import Communicators, Reduction, Strategy, measured
 from kernels import LambSegments
 
 LAYERS = 16
-STRATEGIES: tuple[Strategy, ...] = ("flat", "hierarchical")
+STRATEGIES: tuple[Strategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ class Case:
     """Of each host's link, as ``tc`` writes it; None: not shaped."""
     megabytes: int
     rounds: int
-    overlap: bool = False
+    computation: Literal["", "wait", "products"] = ""
+    """Of the step whose exposed communication is measured, if that is what is measured."""
 
 
 class Network:
@@ -97,9 +102,11 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         raise SystemExit(2)
     if quick:
         cases = [Case(2, 2, "block", None, 8, 1), Case(2, 2, "cyclic", None, 8, 1)]
+        cases += [Case(2, 1, "block", "300mbit", 4, 1, "products")]
     else:
         cases = [Case(2, 4, o, r, 64, 2) for r in (None, "1gbit", "300mbit") for o in ("block", "cyclic")]
-        cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, overlap=True)]
+        cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, "wait")]
+        cases += [Case(2, 1, "block", rate, 64, 3, "products") for rate in ("300mbit", "1gbit")]
     figures = []
     for case in cases:
         figures.append(measure(case))
@@ -160,16 +167,16 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 class _Layer(torch.autograd.Function):
-    """Hands its input on; its backward takes ``seconds`` and gives the weight a gradient."""
+    """Hands its input on; its backward computes and gives the weight a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.weight, ctx.seconds = weight, seconds
+    def forward(ctx: Any, x: Tensor, weight: Tensor, compute: Callable[[], None]) -> Tensor:
+        ctx.weight, ctx.compute = weight, compute
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(ctx.seconds)
+        ctx.compute()
         return gradients[0], torch.ones(()).expand_as(ctx.weight), None
 
 
@@ -180,11 +187,11 @@ def _rank(case: Case, found: Path) -> None:
     model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(LAYERS))
     flat = _flat(model, size)
     figures: dict[str, Any]
-    if case.overlap:
+    if case.computation:
         figures = _exposed(case, model, flat, communicators)
     else:
-        figures = {s: _reduced(case, mesh, Reduction(model, flat, communicators, s)) for s in STRATEGIES}
-        figures["choice"] = measured_choice(model, flat, communicators, STRATEGIES, rounds=2).strategy
+        figures = {s: _reduced(case, mesh, flat, Reduction(model, flat, communicators, s)) for s in STRATEGIES}
+        figures["choice"] = str(measured_choice(model, flat, communicators, rounds=2).way)
     if mesh.is_main:
         found.write_text(json.dumps(figures))
     dist.barrier()
@@ -199,16 +206,23 @@ def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
     return FlatParameters(weights, gradients, LambSegments((size,) * LAYERS, (True,) * LAYERS), weights, gradients)
 
 
-def _reduced(case: Case, mesh: Mesh, reduction: Reduction) -> dict[str, Any]:
+def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
     counter = Path("/sys/class/net/v0/statistics/tx_bytes")
     seconds = []
-    reduction.finish()
+
+    def communicate() -> None:
+        reduction.finish()
+        if reduction.strategy in ("sharded", "sharded_world"):
+            for bucket in reduction.buckets:
+                reduction.gather(flat.weights_N, bucket)
+
+    communicate()
     dist.barrier()
     before = int(counter.read_text())
     for _ in range(case.rounds):
         dist.barrier()
         begin = time.perf_counter()
-        reduction.finish()
+        communicate()
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
     sent = torch.zeros(mesh.world_size, dtype=torch.float64)
@@ -219,41 +233,78 @@ def _reduced(case: Case, mesh: Mesh, reduction: Reduction) -> dict[str, Any]:
 
 
 def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communicators: Communicators) -> dict[str, Any]:
-    """Seconds of a step beyond its computation, which is made as long as its communication."""
+    """Seconds of a step beyond its computation alone, which is made as long as its communication alone."""
     reduction = Reduction(model, flat, communicators, "hierarchical", bucket_bytes=4_000_000)
-    waits = torch.zeros(2, dtype=torch.float64)
 
-    def step(seconds: float, overlapped: bool) -> float:
+    def step(compute: Callable[[], None], reduced: bool = True, overlapped: bool = False) -> float:
         dist.barrier()
         begin = time.perf_counter()
         x = torch.zeros(1, requires_grad=True)
         for parameter in model:
-            x = _Layer.apply(x, parameter, seconds / LAYERS)
+            x = _Layer.apply(x, parameter, compute)
         if overlapped:
             with reduction.overlapped():
                 x.sum().backward()
         else:
             x.sum().backward()
-        reduction.finish()
+        if reduced:
+            reduction.finish()
         dist.barrier()
+        seconds = time.perf_counter() - begin
         flat.gradients_N.zero_()
-        return time.perf_counter() - begin
+        return seconds
 
-    step(0, False)
-    computation = torch.tensor([min(step(0, False) for _ in range(case.rounds))], dtype=torch.float64)
-    dist.all_reduce(computation, dist.ReduceOp.MAX)
-    seconds = computation.item()
-    for place in range(2):
-        waits[place] = min(step(seconds, bool(place)) for _ in range(case.rounds)) - seconds
-    dist.all_reduce(waits, dist.ReduceOp.MAX)
-    return {"communication_seconds": seconds, "exposed_off": waits[0].item(), "exposed_on": waits[1].item()}
+    def slowest(*steps: Callable[[], float]) -> list[float]:
+        """The best round of each kind of step, on the rank where it is longest; rounds alternate."""
+        rounds = [[one() for one in steps] for _ in range(case.rounds)]
+        seconds = torch.tensor(rounds, dtype=torch.float64).amin(0)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.tolist()
+
+    step(_nothing)
+    communication = slowest(lambda: step(_nothing))[0]
+    compute = _computation(case.computation, communication / LAYERS)
+    alone, off, on = slowest(
+        lambda: step(compute, reduced=False), lambda: step(compute), lambda: step(compute, overlapped=True)
+    )
+    return {
+        "communication_seconds": communication,
+        "computation_seconds": alone,
+        "exposed_off": off - alone,
+        "exposed_on": on - alone,
+    }
+
+
+def _nothing() -> None:
+    pass
+
+
+def _computation(kind: str, seconds: float) -> Callable[[], None]:
+    """What takes about ``seconds``, on every rank at once."""
+    if kind == "wait":
+        return lambda: time.sleep(seconds)
+    torch.set_num_threads(1)
+    one, other = torch.randn(2, 256, 256)
+    count, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < 0.5:
+        torch.mm(one, other)
+        count += 1
+    # Ranks that got more of the cores while counting would compute for longer.
+    counts = torch.tensor([max(1, round(count * seconds / 0.5))])
+    dist.all_reduce(counts, dist.ReduceOp.MIN)
+
+    def products() -> None:
+        for _ in range(int(counts)):
+            torch.mm(one, other)
+
+    return products
 
 
 def _line(figure: dict[str, Any]) -> str:
     place = f"{figure['hosts']} hosts x {figure['local_size']}, {figure['order']:<6} {figure['rate'] or 'unshaped':<9}"
-    if figure["overlap"]:
-        off, on = figure["exposed_off"], figure["exposed_on"]
-        return f"{place} exposed communication {off:.2f} s without overlap, {on:.2f} s with"
+    if figure["computation"]:
+        off, on, kind = figure["exposed_off"], figure["exposed_on"], figure["computation"]
+        return f"{place} {kind}: exposed communication {off:.2f} s without overlap, {on:.2f} s with"
     ways = (f"{s} {figure[s]['seconds']:.2f} s {figure[s]['megabytes_per_host']:.1f} MB" for s in STRATEGIES)
     return f"{place} {', '.join(ways)}; chosen {figure['choice']}"
 
@@ -262,16 +313,16 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
     ratios = {}
     for figure in figures:
         place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {figure['rate'] or 'unshaped'}"
-        if figure["overlap"]:
-            ratios[f"{place}, exposed communication with overlap over without"] = (
-                figure["exposed_on"] / figure["exposed_off"]
-            )
+        if figure["computation"]:
+            name = f"{place}, {figure['computation']}, exposed communication with overlap over without"
+            ratios[name] = figure["exposed_on"] / figure["exposed_off"]
             continue
-        flat, hierarchical = figure["flat"], figure["hierarchical"]
         bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"]
-        ratios[f"{place}, hierarchical bytes over the bound"] = hierarchical["megabytes_per_host"] / bound
-        ratios[f"{place}, flat bytes over the bound"] = flat["megabytes_per_host"] / bound
-        ratios[f"{place}, time of flat over hierarchical"] = flat["seconds"] / hierarchical["seconds"]
+        for strategy in STRATEGIES:
+            ratios[f"{place}, {strategy} bytes over the bound"] = figure[strategy]["megabytes_per_host"] / bound
+        ratios[f"{place}, time of flat over hierarchical"] = (
+            figure["flat"]["seconds"] / figure["hierarchical"]["seconds"]
+        )
     return ratios
 
 

@@ -115,9 +115,13 @@ class TrainingConfig:
     host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
     autotune: bool = True
     """On a GPU: time what can compute each op before the clock starts, and take the fastest. Times are kept between runs."""
-    reduction: Literal["auto", "flat", "hierarchical", "sharded"] = "auto"
+    reduction: Literal["auto", "flat", "hierarchical", "sharded", "sharded_world"] = "auto"
     """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
-    sharded: hierarchical, with the optimizer divided among the ranks of a host. auto: the faster of the first two."""
+    sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
+    auto: the faster of the first two."""
+    in_network: Literal["auto", "on", "off"] = "auto"
+    """Whether switches add up what hosts exchange in hierarchical and sharded (NCCL's CollNet, SHARP). auto: where GPUs are
+    on several hosts, the faster of both, measured at start-up."""
     wire: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type in which gradients travel between ranks."""
     fp32_sums: bool = False
@@ -136,6 +140,11 @@ class TrainingConfig:
         if self.fp32_sums and self.wire == "fp32":
             raise ValueError(
                 "training.fp32_sums is set, but training.wire is fp32, whose sums are: set the wire or leave it"
+            )
+        if self.in_network == "on" and (self.device == "cpu" or self.reduction in ("flat", "sharded_world")):
+            where = "training.device is cpu" if self.device == "cpu" else f"training.reduction is {self.reduction}"
+            raise ValueError(
+                f"training.in_network is on, but {where}: it needs GPUs, and hierarchical or sharded reduction (or auto)"
             )
         if self.seed is not None and not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")

@@ -251,7 +251,7 @@ class _Hub(threading.Thread):
             events = self._selector.select(min(self._beat_s, 0.2))
             lost = [member for key, _ in events if (member := self._read(key)) is not None]
             now = time.monotonic()
-            self._elapsed_s, turn = self._elapsed_s + min(now - turn, 1.0), now
+            self._elapsed_s, turn = self._elapsed_s + min(now - turn, 2 * self._beat_s), now
             if self._closing.is_set():
                 self._tell({"over": True})
                 return
@@ -341,8 +341,9 @@ class _Hub(threading.Thread):
         for member in present:
             member.silence_s += elapsed_s
             member.still_s += elapsed_s
-        silent = [member for member in present if member.silence_s > self._seconds]
-        if silent:
+        if any(member.silence_s > self._seconds for member in present):
+            # With all of whom a sign is overdue too: where a link was cut, they fell silent within a beat.
+            silent = [member for member in present if member.silence_s > self._seconds - 2 * self._beat_s]
             text = f"{_names(silent)}: not heard of for {silent[0].silence_s:.0f} s, last in {silent[0].place}: "
             return _Verdict(text + "stopped, or cut off", rank=silent[0].rank)
         return self._standstill([member for member in present if member.limit_s is not None])
@@ -357,11 +358,10 @@ class _Hub(threading.Thread):
         if not all(member.limit_s is not None and member.still_s > member.limit_s for member in behind):
             return None
         where = f"for {behind[0].still_s:.0f} s in {behind[0].place}"
-        if len(behind) == len(present):
+        if len(behind) == len(present) > 1:
             return _Verdict(f"no rank gets on: all {len(present)} stand still {where}")
-        ahead = next(member for member in present if member.order != least)
-        text = f"{_names(behind)}: standing still {where}, and the others wait for it in {ahead.place}"
-        return _Verdict(text, rank=behind[0].rank)
+        ahead = next((f", and the others wait for it in {m.place}" for m in present if m.order != least), "")
+        return _Verdict(f"{_names(behind)}: standing still {where}{ahead}", rank=behind[0].rank)
 
 
 _ORDER = {phase: place for place, phase in enumerate((*PHASES, "statistics", "checkpoint", "evaluation"))}

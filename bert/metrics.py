@@ -4,7 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -195,9 +195,11 @@ class StepRecord:
     reduce_ms: float
     update_ms: float
     loss: float
+    """Not finite, as the two below, where such a loss is why a step was skipped."""
     masked_lm_loss: float
     next_sentence_loss: float
     learning_rate: float
+    """Of the last step that was not skipped."""
     gradient_norm: float
     tokens_per_s: float
     sequences_per_s: float
@@ -254,9 +256,13 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Every record as a line of JSON, beside the result file."""
+    """Every record as a line of JSON, beside the result file; null stands for a number that is not finite.
+
+    Where a line cannot be written, as on a full disk, it raises ``OSError`` with the file's name.
+    """
 
     def __init__(self, path: Path, run: dict[str, object]) -> None:
+        self._path = path
         self._file = path.open("x", encoding="utf-8", buffering=1)
         self._put({"event": "run", **run})
 
@@ -269,8 +275,17 @@ class JsonLines:
         self._file.close()
 
     def _put(self, values: dict[str, object]) -> None:
-        rounded = {key: round(value, 6) if isinstance(value, float) else value for key, value in values.items()}
-        self._file.write(json.dumps(rounded) + "\n")
+        line = json.dumps({key: _json_value(value) for key, value in values.items()}, allow_nan=False)
+        try:
+            self._file.write(line + "\n")
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from None
+
+
+def _json_value(value: object) -> object:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.9g}") if math.isfinite(value) else None
 
 
 @dataclass
@@ -279,6 +294,8 @@ class Progress:
 
     target: float
     max_samples: int
+    resumed_samples: int = 0
+    """Trained before the run went on from a checkpoint, in none of its time."""
     latest: StepRecord | None = None
     warning: WarningRecord | None = None
     evaluations: list[EvaluationRecord] = field(default_factory=list)
@@ -301,9 +318,9 @@ class Progress:
     @property
     def eta(self) -> str:
         """Time to the evaluation that reaches the target, if accuracy goes on rising as over the last ones, and at most."""
-        if self.latest is None or self.latest.samples == 0:
+        if self.latest is None or self.latest.samples == self.resumed_samples:
             return "-"
-        rate = self.latest.samples / self.latest.time_s
+        rate = (self.latest.samples - self.resumed_samples) / self.latest.time_s
         limit = (self.max_samples - self.latest.samples) / rate
         recent = self.evaluations[-3:]
         if len(recent) < 2 or recent[-1].masked_lm_accuracy <= recent[0].masked_lm_accuracy:
@@ -403,8 +420,11 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for sink in self._sinks:
-            sink.close()
+        with ExitStack() as closing:
+            if error is not None:  # which may be why a sink cannot be closed
+                closing.enter_context(suppress(OSError))
+            for sink in self._sinks:
+                closing.callback(sink.close)
 
     def write(self, record: Record) -> None:
         """Report ``record``."""

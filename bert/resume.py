@@ -8,13 +8,17 @@
 Nothing in it depends on how many ranks wrote it: what is sharded is gathered, and the sample order follows from seed and
 step. Rank 0 writes and reads. Safetensors and JSON rather than PyTorch's own formats, because those unpickle, and whoever
 can write to the folder could run code then. A checkpoint gets its name when all of it is on disk.
+
+Training waits only for the copy to the host's memory; a thread writes it from there.
 """
 
 import hashlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +29,7 @@ from torch import Tensor
 
 from bert.checkpoint import Weight, write_safetensors
 from bert.config import Config
-from bert.parallel.collectives import agreed_text, broadcast_
+from bert.parallel.collectives import agreed_text, all_reduce_min_, broadcast_
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.dataset import Dataset
@@ -61,29 +65,65 @@ class RunState:
 
 
 class Checkpoints:
-    """Writes a run's checkpoints, and keeps the newest ones."""
+    """Writes a run's checkpoints, one at a time, and keeps the newest ones."""
 
-    def __init__(self, config: Config, train: Dataset, mesh: Mesh, seed: int) -> None:
+    def __init__(self, config: Config, train: Dataset, mesh: Mesh, seed: int, step: TrainingStep) -> None:
         assert config.checkpoint.folder is not None
+        self.longest_s: float | None = None
+        """Seconds that writing one has taken at most."""
         self._config = config.checkpoint
         self._folder = config.checkpoint.folder
         self._settings = fixed_settings(config, train)
         self._mesh = mesh
         self._seed = seed
+        self._step = step
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
+        size, pinned = step.flat.weights_P.numel(), mesh.device.type == "cuda"
+        self._copies = [torch.empty(size, pin_memory=pinned) for _ in _FILES] if mesh.is_main else []
+        """[P] each, in the host's memory: what is being written."""
+
+    @property
+    def writing(self) -> bool:
+        """Whether one is being written."""
+        return self._written is not None and not self._written.done()
 
     def due(self, steps: int) -> bool:
         """Whether one is to be written after so many steps."""
         return steps % self._config.every_steps == 0
 
-    def save(self, step: TrainingStep, steps: int, samples: int) -> None:
-        """Write one; every rank must call it after the same step. Raises ``OSError`` on rank 0 when it cannot.
+    def wait(self) -> None:
+        """Wait until the one that is being written is on disk, or has failed."""
+        if self._written is not None:
+            wait([self._written])
 
-        From here on, random numbers are those of a run that goes on from this checkpoint.
+    def failure(self) -> OSError | None:
+        """Why the last one could not be written, if it could not; told once."""
+        if self._written is None or not self._written.done():
+            return None
+        error = self._written.exception()
+        self._written = None
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        return error
+
+    def save(self, steps: int, samples: int) -> None:
+        """Begin to write one, after ``wait`` for the one before; every rank must call it after the same step.
+
+        From here on, random numbers and FP8 scales are those of a run that goes on from this checkpoint.
         """
+        step = self._step
         reseed(self._seed, steps, self._mesh)
+        if step.fp8 is not None:  # each rank has its own: with the smallest, nothing overflows on any
+            step.fp8.set_scales_(all_reduce_min_(step.fp8.scale_S))
+            step.fp8.refresh_weights_()
+        step.whole_model()
         momentum_P, variance_P = step.optimizer.moments()
         if not self._mesh.is_main:
             return
+        assert not self.writing
+        for copy_P, vector_P in zip(self._copies, (step.flat.weights_P, momentum_P, variance_P), strict=True):
+            copy_P.copy_(vector_P)
         state = RunState(
             step=steps,
             samples=samples,
@@ -93,39 +133,63 @@ class Checkpoints:
             fp8_scales=None if step.fp8 is None else step.fp8.scale_S.tolist(),
             settings=self._settings,
         )
+        self._written = self._writer.submit(self._write, state)
+
+    def _write(self, state: RunState) -> None:
+        begin = time.perf_counter()
+        try:
+            self._write_folder(state)
+        except OSError as error:  # writing to an open file fails without its name
+            raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from None
+        finally:
+            self.longest_s = max(self.longest_s or 0.0, time.perf_counter() - begin)
+
+    def _write_folder(self, state: RunState) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        final = self._folder / f"step_{steps:08}"
+        for left in self._folder.glob(".step_*.partial"):  # by a run that was killed
+            shutil.rmtree(left)
+        final = self._folder / f"step_{state.step:08}"
         partial = final.with_name(f".{final.name}.partial")
-        for folder in (partial, final):
-            shutil.rmtree(folder, ignore_errors=True)
         partial.mkdir()
         try:
-            for name, vector_P in zip(_FILES, (step.flat.weights_P, momentum_P, variance_P), strict=True):
-                write_safetensors(partial / name, _weights(step, vector_P), {})
+            for name, copy_P in zip(_FILES, self._copies, strict=True):
+                write_safetensors(partial / name, _weights(self._step, copy_P), {})
                 sync(partial / name)
             files = {name: _digest(partial / name) for name in _FILES}
             text = json.dumps({"format": FORMAT, **asdict(state), "files": files}, indent=1)
             (partial / "state.json").write_text(text, encoding="utf-8")
             for path in (partial / "state.json", partial):
                 sync(path)
+            shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             sync(self._folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-        for old in checkpoint_folders(self._folder)[self._config.keep :]:
+        # Those of later steps are not counted: a run that has passed over broken ones still keeps its own.
+        earlier = [path for path in _by_step(self._folder) if _step_of(path) <= state.step]
+        for old in earlier[self._config.keep :]:
             shutil.rmtree(old)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """The checkpoints in ``folder`` by their names, the newest first; ``folder`` itself if it is one."""
-    if (folder / "state.json").is_file():
-        return [folder]
-    return sorted((path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)), reverse=True)
+    return [folder] if (folder / "state.json").is_file() else _by_step(folder)
+
+
+def _by_step(folder: Path) -> list[Path]:
+    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def reseed(seed: int, steps: int, mesh: Mesh) -> None:
     """Start PyTorch's own generators anew, from what a run that goes on knows too."""
-    torch.manual_seed((steps << 32) + seed * mesh.world_size + mesh.rank)
+    known = f"seed {seed} step {steps} rank {mesh.rank} of {mesh.world_size}"
+    # Hashed, because the CPU's generator takes no more than the low 32 bits.
+    torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
 
 
 def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:

@@ -3,10 +3,12 @@
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
 fetches the sums once an interval. So both halves can be recorded (``bert.graphs``): forward and backward of a micro-batch
 once for each capacity, the update once. On several ranks the last micro-batch of a step has recordings of its own, because
-the reduction runs beside its backward pass.
+the reduction runs beside its backward pass; so has the first one where weights are gathered beside its forward pass.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,13 +16,14 @@ from torch import Tensor
 from bert.config import Config
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
 from bert.graphs import BatchGraphs, Recorder
-from bert.metrics import Stopwatch
+from bert.metrics import Stopwatch, is_recording
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Reduction, choose
 from bert.parallel.sharded_lamb import ShardedLamb
+from bert.parallel.weight_gather import WeightGather
 from dataloading.capacity import Capacity
 from dataloading.loader import Batch, inert_batch
 
@@ -44,12 +47,12 @@ class Statistics:
         self._sums[1] += next_sentence_loss.detach()
         self._sums[3] += tokens
 
-    def add_step(self, gradient_norm: Tensor, main: bool) -> None:
+    def add_step(self, gradient_norm: Tensor) -> None:
         """Count a step; the norm is the same on all ranks, so one of them adds it and counts.
 
         Optimizers skip a step whose norm is not finite; it has no part in the mean norm.
         """
-        if main:
+        if self._rank == 0:
             taken = torch.isfinite(gradient_norm)
             self._sums[2] += torch.where(taken, gradient_norm, 0.0)
             self._sums[4] += ~taken
@@ -80,29 +83,30 @@ class TrainingStep:
     def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
         self.model = model
         self.fp8 = _fp8_state(model, config, mesh)
-        communicators = Communicators.create(mesh)
-        self.flat = FlatParameters.of(model, communicators.node_size)
-        self.way = choose(config.training, model, self.flat, communicators)
-        """How gradients are summed over ranks, and why so."""
         training = config.training
-        self._reduction = Reduction(
-            model, self.flat, communicators, self.way.strategy, training.wire, training.fp32_sums
-        )
-        self.optimizer: Lamb | ShardedLamb = (
-            ShardedLamb(self.flat, config.optimizer, self._reduction)
-            if self.way.strategy == "sharded"
-            else Lamb(self.flat, config.optimizer)
-        )
+        communicators = Communicators.create(mesh, training.in_network)
+        self.flat = FlatParameters.of(model, communicators.world_size)
+        self.choice = choose(training, model, self.flat, communicators)
+        """How gradients are summed over ranks, and why so."""
+        strategy = self.choice.way.strategy
+        communicators = communicators.settle(self.choice.way)
+        self._reduction = Reduction(model, self.flat, communicators, strategy, training.wire, training.fp32_sums)
+        self.optimizer: Lamb | ShardedLamb
+        self._gather: WeightGather | None = None
+        if strategy in ("sharded", "sharded_world"):
+            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction)
+            self._gather = WeightGather(model, self.flat, self._reduction)
+        else:
+            self.optimizer = Lamb(self.flat, config.optimizer)
         self.statistics = Statistics(mesh)
         self._mesh = mesh
         self._stopwatch = stopwatch
         self.precision = training.precision
-        alone = mesh.world_size == 1
-        self._accumulate = BatchGraphs(self._forward_backward)
-        self._complete = self._accumulate if alone else BatchGraphs(self._forward_backward_reduce)
-        self._recordable = [self._complete]
-        if training.gradient_accumulation_steps > 1 and not alone:
-            self._recordable.append(self._accumulate)
+        self._micro_batches = training.gradient_accumulation_steps
+        self._trained = {
+            kind: BatchGraphs(partial(self._train_on, *kind)) for kind in itertools.product((False, True), repeat=2)
+        }
+        """What runs a micro-batch, by whether it gathers weights and whether it reduces gradients."""
         self._update: Callable[[], None] = self._update_weights
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
@@ -112,10 +116,30 @@ class TrainingStep:
         self._update()
 
     def _accumulate_all(self, micro_batches: Sequence[Batch]) -> None:
-        *others, last = micro_batches
-        for batch in others:
-            self._accumulate(batch)
-        self._complete(last)
+        for kind, batch in zip(self._kinds(len(micro_batches)), micro_batches, strict=True):
+            self._trained[kind](batch)
+
+    def _kinds(self, count: int) -> list[tuple[bool, bool]]:
+        """Of a step's micro-batches: the first one gathers weights, the last one reduces gradients."""
+        gathers, reduces = self._gather is not None and self.fp8 is None, self._mesh.world_size > 1
+        return [(gathers and place == 0, reduces and place == count - 1) for place in range(count)]
+
+    def _train_on(self, gathers: bool, reduces: bool, batch: Batch) -> None:
+        if gathers:
+            self._begin_gathering()
+        if reduces:
+            self._forward_backward_reduce(batch)
+        else:
+            self._forward_backward(batch)
+
+    def _begin_gathering(self) -> None:
+        """The forward pass can begin with the first weights; how long they take says how late other ranks are."""
+        assert self._gather is not None
+        self._gather.start()
+        if self._mesh.device.type == "cpu" or not is_recording():
+            with self._stopwatch.time("reduce"):
+                self._gather.wait(1)
+            self._stopwatch.stage.enter("forward_backward")
 
     def _forward_backward(self, batch: Batch) -> None:
         """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
@@ -134,9 +158,19 @@ class TrainingStep:
 
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
-            self.statistics.add_step(self.optimizer.step(), self._mesh.is_main)
+            self.statistics.add_step(self.optimizer.step())
             if self.fp8 is not None:
+                self.whole_model()
                 self.fp8.update_()
+
+    def whole_model(self) -> BertForPreTraining:
+        """The model with all weights of the last step, some of which other ranks may have until the next step.
+
+        Every rank must call it at the same time.
+        """
+        if self._gather is not None:
+            self._gather()
+        return self.model
 
     def autocast(self) -> torch.autocast:
         """The context in which the model computes."""
@@ -177,8 +211,9 @@ class TrainingStep:
 
     def _record(self, recorder: Recorder, capacities: Sequence[Capacity]) -> None:
         batches = [inert_batch(capacity).to(self._mesh.device) for capacity in capacities]
-        for graphs in self._recordable:
-            graphs.record(batches, recorder)
+        # The last micro-batch first: it takes the most memory.
+        for kind in dict.fromkeys(reversed(self._kinds(self._micro_batches))):
+            self._trained[kind].record(batches, recorder)
         replay = recorder.record(self._update_weights)
 
         def timed() -> None:

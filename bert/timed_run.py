@@ -64,6 +64,8 @@ class TimedRun:
     slow_ranks: SlowRanks | None = None
     steps: int = 0
     samples: int = 0
+    skipped: int = 0
+    """Of the steps, those that changed nothing because a gradient was not finite."""
     bad_intervals: int = 0
     """Intervals in a row of which every step was skipped."""
     own_seconds: float = 0.0
@@ -92,7 +94,10 @@ class TimedRun:
                 self._begin_evaluation()
         samples = self.evaluated_samples if self.status == "success" else self.samples
         self.log.run_stop(self.status, samples=samples, eval_samples=self.evaluator.samples)
-        self.reporter.write(EndRecord(self.status, time.perf_counter() - self.started, samples, self.accuracy))
+        seconds = time.perf_counter() - self.started
+        if self.checkpoints is not None:
+            self._await_checkpoint(self.checkpoints)
+        self.reporter.write(EndRecord(self.status, seconds, samples, self.accuracy))
         return self.status
 
     def _block(self, due: int) -> None:
@@ -125,6 +130,8 @@ class TimedRun:
         now = time.perf_counter()
         steps, seconds = self.steps - self.recorded_steps, now - self.recorded
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self.stopwatch.take().items()}
+        skipped = round(means["skipped_steps"])
+        self.skipped += skipped
         self.reporter.write(
             StepRecord(
                 step=self.steps,
@@ -135,30 +142,44 @@ class TimedRun:
                 loss=means["masked_lm_loss"] + means["next_sentence_loss"],
                 masked_lm_loss=means["masked_lm_loss"],
                 next_sentence_loss=means["next_sentence_loss"],
-                learning_rate=learning_rate(self.config.optimizer, self.steps - 1),
+                learning_rate=learning_rate(self.config.optimizer, max(0, self.steps - self.skipped - 1)),
                 gradient_norm=means["gradient_norm"],
                 tokens_per_s=means["tokens"] * steps / seconds,
                 sequences_per_s=self.config.training.global_batch_size * steps / seconds,
-                skipped_steps=round(means["skipped_steps"]),
+                skipped_steps=skipped,
             )
         )
         self.recorded, self.recorded_steps = now, self.steps
         self.own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"]) / 1000
         for line in self.slow_ranks.add(self.step.statistics.own_seconds) if self.slow_ranks else []:
             self._warn(line)
-        self.bad_intervals = self.bad_intervals + 1 if round(means["skipped_steps"]) == steps else 0
+        self.bad_intervals = self.bad_intervals + 1 if skipped == steps else 0
+        if self.checkpoints is not None:
+            self._look_at_checkpoint(self.checkpoints)
         if self.bad_intervals == self.config.training.bad_intervals:
             self._warn(f"ending the run: no step of the last {self.bad_intervals} intervals had finite gradients")
             return True
         return stopping
 
     def _save_checkpoint(self, checkpoints: Checkpoints) -> None:
-        """One that cannot be written costs a warning, not the run."""
+        """Begin one, when the one before is there."""
+        self._await_checkpoint(checkpoints)
         self.stopwatch.stage.enter("checkpoint")
-        try:
-            checkpoints.save(self.step, self.steps, self.samples)
-        except OSError as error:
+        checkpoints.save(self.steps, self.samples)
+
+    def _await_checkpoint(self, checkpoints: Checkpoints) -> None:
+        if checkpoints.writing:
+            self.stopwatch.stage.enter("checkpoint_write")
+            checkpoints.wait()
+        self._look_at_checkpoint(checkpoints)
+
+    def _look_at_checkpoint(self, checkpoints: Checkpoints) -> None:
+        """One that could not be written costs a warning, not the run."""
+        error = checkpoints.failure()
+        if error is not None:
             self._warn(f"no checkpoint was written: {error.filename}: {error.strerror}")
+        if checkpoints.longest_s is not None:
+            self.stopwatch.stage.longest["checkpoint_write"] = checkpoints.longest_s
 
     def _warn(self, text: str) -> None:
         self.reporter.write(WarningRecord(self.steps, time.perf_counter() - self.started, text))
@@ -167,7 +188,7 @@ class TimedRun:
         begin = time.perf_counter()
         self.stopwatch.stage.enter("evaluation")
         self.log.eval_start(self.samples)
-        pending = self.evaluator.start(self.step.model, self.step.autocast())
+        pending = self.evaluator.start(self.step.whole_model(), self.step.autocast())
         self.evaluation = Evaluation(pending, begin, self.steps, self.samples)
         if not self.overlapping or self.samples >= self.config.training.max_samples:
             self._end_evaluation(self.evaluation)

@@ -37,7 +37,7 @@ from bert.metrics import (
     Stopwatch,
 )
 from bert.mllog import MLLog, evaluation_interval
-from bert.parallel.collectives import agreed_integer, agreed_text, barrier, broadcast_
+from bert.parallel.collectives import agreed_integer, agreed_text, all_reduce_sum_, barrier, broadcast_
 from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
@@ -125,15 +125,8 @@ def check(config: Config, world_size: int) -> Inputs:
         raise ValueError(f"training.implementations: {error}") from None
     choose_loader(config.data.loader, torch.device(config.training.device))
     folder = config.log.results / config.log.system / "bert"
-    if (
-        config.checkpoint.folder
-        and not config.resume
-        and not _restarted()
-        and checkpoint_folders(config.checkpoint.folder)
-    ):
-        raise ValueError(
-            f"{config.checkpoint.folder} holds checkpoints of another run: go on from them with resume, or move them away"
-        )
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        _refuse_others(config)
     number = _first_free(folder) if config.log.run is None else config.log.run
     result, metrics = folder / f"result_{number}.txt", folder / f"metrics_{number}.jsonl"
     for path in (result, metrics):
@@ -164,15 +157,16 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
         log.weights_initialization(config.model.num_hidden_layers)
         plan = _plan(config, inputs.train, mesh.world_size, seed)
         loader = _loader(config, inputs.train, plan, mesh, capacities, resumed.step if resumed else 0)
-        with _reporter(config, inputs, mesh, log, step) as reporter:
+        with _reporter(config, inputs, mesh, log, step, resumed.samples if resumed else 0) as reporter:
             timed = TimedRun(config, inputs, mesh, log, reporter, stopwatch, step, loader, evaluator, interruption)
             # Weights that are saved must be those that were evaluated; a step that is not recorded takes the host long.
             timed.overlapping = bool(capacities) and config.save_checkpoint is None
             timed.slow_ranks = SlowRanks(watch.hosts) if mesh.is_main and mesh.world_size > 1 else None
             if config.checkpoint.folder is not None:
-                timed.checkpoints = Checkpoints(config, inputs.train, mesh, seed)
+                timed.checkpoints = Checkpoints(config, inputs.train, mesh, seed, step)
             if resumed:
                 timed.steps, timed.samples = resumed.step, resumed.samples
+                timed.skipped = resumed.step - resumed.optimizer_steps
             log.init_stop()
             barrier()
             log.run_start()
@@ -180,8 +174,9 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
             with watch.getting_on(stopwatch.stage):
                 status = timed.train()
         loader.close()
+        model = step.whole_model()
         if config.save_checkpoint and mesh.is_main:
-            save_weights(step.model, config.save_checkpoint, {"recipe": config.recipe, "commit": commit()})
+            save_weights(model, config.save_checkpoint, {"recipe": config.recipe, "commit": commit()})
         if mesh.is_main:
             print(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -197,9 +192,10 @@ def _together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[FaultWatch]:
     watch = FaultWatch(mesh, config.training.fault_seconds)
 
     def close_log(reason: str) -> None:
-        log.line(f"# ended by a fault: {' '.join(reason.split())}")
-        log.abort()
-        log.close()
+        line = f"# ended by a fault: {' '.join(reason.split())}"
+        for act in (lambda: log.line(line), log.abort, log.close):
+            with contextlib.suppress(OSError):  # the fault may be a full disk
+                act()
 
     watch.on_fault = close_log
     try:
@@ -208,7 +204,7 @@ def _together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[FaultWatch]:
         watch.failed(str(interrupted), _status(interrupted))
         raise
     except (ValueError, OSError) as error:
-        watch.failed(str(error), 2)
+        watch.failed(_text(error), 2)
         raise
     except Exception as error:
         watch.failed(f"{type(error).__name__}: {error}", error=error)
@@ -236,9 +232,9 @@ def initialise(
         load_weights(model, config.data.initial_checkpoint)
     step = TrainingStep(model, config, mesh, stopwatch)
     if mesh.world_size > 1:
-        log.line(f"# {step.way}")
+        log.line(f"# {step.choice}")
         if mesh.is_main:
-            print(step.way, flush=True)
+            print(step.choice, flush=True)
     broadcast_(step.flat.weights_P)
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * mesh.world_size + mesh.rank)
@@ -325,9 +321,15 @@ def _capacities(config: Config, train: Dataset, mesh: Mesh) -> list[Capacity]:
 
 
 def _resumed(config: Config, inputs: Inputs, mesh: Mesh) -> RunState | None:
-    """Where the run goes on, if it does: asked to, or started again by torchrun after a fault."""
+    """Where the run goes on, if it does: asked to, or started again by torchrun after a fault.
+
+    An agent of torchrun that only starts its ranks again because another one does so has not counted that.
+    """
     folder = config.resume
-    if folder is None and _restarted() and config.checkpoint.folder and checkpoint_folders(config.checkpoint.folder):
+    restarts = torch.tensor([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))], device=mesh.device)
+    if not all_reduce_sum_(restarts).item():
+        _refuse_others(config)
+    elif folder is None and config.checkpoint.folder and checkpoint_folders(config.checkpoint.folder):
         if config.log.division == "closed":
             raise ValueError(
                 "a run of the closed division is timed in one piece and does not go on after a fault: start it anew"
@@ -336,8 +338,10 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh) -> RunState | None:
     return None if folder is None else find(folder, config, inputs.train, mesh)
 
 
-def _restarted() -> bool:
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+def _refuse_others(config: Config) -> None:
+    folder = config.checkpoint.folder
+    if folder and not config.resume and checkpoint_folders(folder):
+        raise ValueError(f"{folder} holds checkpoints of another run: go on from them with resume, or move them away")
 
 
 def _loader(
@@ -365,8 +369,10 @@ def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, capacities: S
     return batches
 
 
-def _reporter(config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep) -> Reporter:
-    progress = Progress(config.evaluation.target, config.training.max_samples)
+def _reporter(
+    config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
+) -> Reporter:
+    progress = Progress(config.evaluation.target, config.training.max_samples, resumed_samples)
     if not mesh.is_main:
         return Reporter(progress, [])
     console = Console()
@@ -430,7 +436,13 @@ def _complain(error: Exception) -> None:
         rank = Launch.from_environment().rank
     except ValueError:  # the environment is what is wrong
         rank = 0
-    print(f"error: rank {rank}: {error}" if rank else f"error: {error}", file=sys.stderr)
+    print(f"error: rank {rank}: {_text(error)}" if rank else f"error: {_text(error)}", file=sys.stderr)
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,13 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def all_reduce_min_(tensor: Tensor) -> Tensor:
+    """The smallest of all ranks' values in place of each, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return tensor
+
+
 def start_all_reduce_sum_(tensor: Tensor) -> dist.Work | None:
     """Begin what ``all_reduce_sum_`` does: the sum is there after ``wait()`` on what this returns, at once if it is None."""
     return dist.all_reduce(tensor, async_op=True) if dist.is_initialized() else None

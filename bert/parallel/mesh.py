@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from bert.parallel.attempt import agree_on_attempt
 from bert.parallel.single import all_gather_single
 
 TIMEOUT = timedelta(minutes=10)
@@ -123,8 +124,8 @@ def join_mesh(device: str) -> Mesh:
                 )
         backend = "nccl" if device == "cuda" else "gloo"
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=TIMEOUT))
-        # torchrun's store outlives its restarts: what the ranks before have left there must not be found.
-        store = PrefixStore(f"attempt_{_environment('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        attempt = agree_on_attempt(store, launch.rank, launch.world_size, TIMEOUT.total_seconds())
+        store = PrefixStore(attempt, store)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT)
         nodes = group_by_host(_all_identities(launch, place), one_launcher=device == "cuda")
     return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes)

@@ -5,11 +5,11 @@ Losses are divided by counts of the whole global batch, so that gradients add up
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,50 +20,95 @@ from bert.optimizer import FlatParameters
 from bert.parallel.mesh import TIMEOUT, Mesh
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 
-Strategy = Literal["flat", "hierarchical", "sharded"]
+Strategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
-its rail, all-gather in the node. sharded: the same without the all-gather; ``ShardedLamb`` gathers parameters instead."""
+its rail, all-gather in the node. sharded: the same without the all-gather; ``WeightGather`` gathers weights instead.
+sharded_world: reduce-scatter over all ranks, and weights gathered over all."""
 
 WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
+class Way:
+    """How gradients are summed; ``in_network``: what goes along the rails is added up in the switches."""
+
+    strategy: Strategy
+    in_network: bool = False
+
+    def __str__(self) -> str:
+        """As a table or a log names it."""
+        return f"{self.strategy} in-network" if self.in_network else self.strategy
+
+
+@dataclass(frozen=True)
 class Communicators:
     """Groups of their own, so that reductions meet no other traffic: all ranks, this node's, this rail's.
 
-    None where this rank would be alone.
+    None where this rank would be alone. They are not made by PyTorch's DeviceMesh, which sorts the ranks of a node: where
+    local ranks are in another order on one host than on the next, a rank's place in its node would not be that of its
+    rail, and pieces of different places would be added. For a node that is the world it also takes the default group.
     """
 
     everyone: dist.ProcessGroup | None
     node: dist.ProcessGroup | None
     rail: dist.ProcessGroup | None
-    node_size: int
+    world_size: int
+    in_network_rail: dist.ProcessGroup | None = None
+    """The rail once more, for sums in the switches."""
+    why_not_in_network: str = ""
+    """Why there is none."""
 
     @classmethod
-    def create(cls, mesh: Mesh, in_network: bool = False) -> "Communicators":
+    def create(cls, mesh: Mesh, in_network: Literal["auto", "on", "off"] = "off") -> "Communicators":
         """Every rank must call it at the same time.
 
-        ``in_network`` asks NCCL to add up in the switches (CollNet, SHARP) between nodes, and forbids it elsewhere, since
-        switches have few trees to give. It has never been run.
+        Unless ``in_network`` is off, NCCL is asked for a second rail that adds up in the switches (CollNet, SHARP), where
+        there are several hosts. What NCCL does where switches cannot is its own affair: it sends as otherwise, and warns.
+        Raises ``ValueError`` when it is on and this PyTorch cannot ask.
         """
+        options, why_not = None, "as set"
+        if in_network != "off":
+            options, why_not = _in_network_options(mesh)
+            if in_network == "on" and options is None and len(mesh.rail_ranks) > 1:
+                raise ValueError(f"training.in_network is on, but {why_not}: set it to auto or off")
         return cls(
-            _group(tuple(range(mesh.world_size)), mesh, collnet=False if in_network else None),
-            _group(mesh.node_ranks, mesh, collnet=False if in_network else None),
-            _group(mesh.rail_ranks, mesh, collnet=True if in_network else None),
-            len(mesh.node_ranks),
+            _group(tuple(range(mesh.world_size))),
+            _group(mesh.node_ranks),
+            _group(mesh.rail_ranks),
+            mesh.world_size,
+            _group(mesh.rail_ranks, options) if options is not None else None,
+            why_not,
         )
 
+    def along(self, way: Way) -> "Communicators":
+        """These, with the rail that ``way`` uses."""
+        return replace(self, rail=self.in_network_rail) if way.in_network else self
 
-def _group(ranks: tuple[int, ...], mesh: Mesh, collnet: bool | None) -> dist.ProcessGroup | None:
+    def settle(self, way: Way) -> "Communicators":
+        """The same for good: the other rail is given back, as switches have few trees to give. Every rank must call it."""
+        unused = self.rail if way.in_network else self.in_network_rail
+        if unused is not None:
+            dist.destroy_process_group(unused)
+        return replace(self.along(way), in_network_rail=None)
+
+
+def _in_network_options(mesh: Mesh) -> tuple[Any, str]:
+    """``ProcessGroupNCCL.Options`` that ask for sums in the switches; or None, and why."""
+    if len(mesh.rail_ranks) == 1:
+        return None, "one host"
+    if mesh.device.type != "cuda":
+        return None, "gloo has none"
+    options = dist.ProcessGroupNCCL.Options()
+    if not hasattr(options.config, "collnet_enable"):
+        return None, "this PyTorch cannot ask NCCL for it"
+    setattr(options.config, "collnet_enable", 1)  # noqa: B010  absent from PyTorch's type stubs
+    return options, ""
+
+
+def _group(ranks: tuple[int, ...], options: Any = None) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
-    options = None
-    if mesh.device.type == "cuda" and collnet is not None:
-        options = dist.ProcessGroupNCCL.Options()
-        if not hasattr(options.config, "collnet_enable"):
-            raise ValueError("this PyTorch cannot ask NCCL for in-network reduction: choose another reduction")
-        setattr(options.config, "collnet_enable", int(collnet))  # noqa: B010  absent from PyTorch's type stubs
     group = dist.new_group(
         list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, sort_ranks=False
     )
@@ -82,15 +127,22 @@ class Lane:
         self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="reduction")
         self._pending: list[Future[None]] = []
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Do ``work`` after all that was computed, and all that was handed over, before."""
+    def run(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Do ``work`` after all that was computed, and all that was handed over, before.
+
+        Returns what makes all that is computed from then on come after the work; it raises what the work raised.
+        """
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
                 work()
-        else:
-            assert self._thread is not None
-            self._pending.append(self._thread.submit(work))
+            done = torch.cuda.Event()
+            done.record(self._stream)
+            return lambda: torch.cuda.current_stream().wait_event(done)
+        assert self._thread is not None
+        pending = self._thread.submit(work)
+        self._pending.append(pending)
+        return pending.result
 
     def join(self) -> None:
         """What is computed from now on comes after all that was handed over. Raises what the work raised."""
@@ -134,7 +186,7 @@ class Reduction:
         self.strategy = strategy
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
-        self.buckets = bucket_slices(len(flat.gradients_N), communicators.node_size, bucket_bytes)
+        self.buckets = bucket_slices(len(flat.gradients_N), communicators.world_size, bucket_bytes)
         self.lane = Lane(flat.gradients_N.device)
         narrow = wire != "fp32" and communicators.everyone is not None
         self._wire_N = torch.empty_like(flat.gradients_N, dtype=WIRES[wire]) if narrow else None
@@ -163,7 +215,18 @@ class Reduction:
 
     def piece(self, flat_N: Tensor, bucket: slice) -> Tensor:
         """This rank's part of a bucket of a flat vector, as a view."""
-        return _piece(flat_N[bucket], self.communicators.node)
+        return _piece(flat_N[bucket], self.shard_group)
+
+    @torch.no_grad()
+    def gather(self, flat_N: Tensor, bucket: slice) -> None:
+        """Fill a bucket of a flat vector with the pieces of all ranks that share it."""
+        if self.shard_group is not None:
+            all_gather_single(flat_N[bucket], self.piece(flat_N, bucket), group=self.shard_group)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that each have a piece of a bucket; None where this one has all of it."""
+        return self.communicators.everyone if self.strategy == "sharded_world" else self.communicators.node
 
     def close(self) -> None:
         """Take the hooks off the model again."""
@@ -201,17 +264,18 @@ class Reduction:
     def _reduce(self, bucket: slice) -> None:
         gradients = self._gradients_N[bucket]
         sent = gradients if self._wire_N is None else self._wire_N[bucket].copy_(gradients)
-        node, rail = self.communicators.node, self.communicators.rail
         if self.strategy == "flat":
             self._all_reduce(sent, self.communicators.everyone)
         else:
-            self._reduce_scatter(sent, node)
-            piece = _piece(sent, node)
-            self._all_reduce(piece, rail)
-            if self.strategy == "hierarchical" and node is not None:
-                all_gather_single(sent, piece, group=node)
+            group = self.shard_group
+            self._reduce_scatter(sent, group)
+            piece = _piece(sent, group)
+            if self.strategy != "sharded_world":
+                self._all_reduce(piece, self.communicators.rail)
+            if self.strategy == "hierarchical" and group is not None:
+                all_gather_single(sent, piece, group=group)
             elif sent is not gradients:
-                _piece(gradients, node).copy_(piece)
+                _piece(gradients, group).copy_(piece)
                 return
         if sent is not gradients:
             gradients.copy_(sent)
@@ -251,36 +315,60 @@ def _piece(bucket: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 class Choice:
     """A way to reduce, and why."""
 
-    strategy: Strategy
+    way: Way
     reason: str
 
     def __str__(self) -> str:
         """One line to show."""
-        return f"reduction: {self.strategy} ({self.reason})"
+        return f"reduction: {self.way} ({self.reason})"
+
+
+def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way]:
+    """The ways among which measuring decides, or the only one.
+
+    What ``training.reduction`` says; for auto flat and hierarchical, where they differ. It does not choose sharded ways,
+    which save memory: measuring sums alone says too little of them. Along rails, each way also in-network where that is
+    possible.
+    """
+    if communicators.everyone is None:
+        return [Way("flat")]
+    strategies: tuple[Strategy, ...] = ("flat",)
+    if config.reduction != "auto":
+        strategies = (config.reduction,)
+    elif communicators.rail is not None and (
+        communicators.node is not None or communicators.in_network_rail is not None
+    ):
+        strategies = ("flat", "hierarchical")
+    ways = []
+    for strategy in strategies:
+        possible = strategy in ("hierarchical", "sharded") and communicators.in_network_rail is not None
+        if not possible or config.in_network != "on":
+            ways.append(Way(strategy))
+        if possible:
+            ways.append(Way(strategy, in_network=True))
+    return ways
 
 
 def choose(config: TrainingConfig, model: nn.Module, flat: FlatParameters, communicators: Communicators) -> Choice:
-    """How this run reduces, the same on all ranks. For start-up: it may zero gradients.
-
-    What ``training.reduction`` says; auto measures only where flat and hierarchical differ: with several ranks on each of
-    several hosts. It does not choose sharded, which saves memory, and whose gathering of parameters backward does not hide.
-    """
+    """How this run reduces, the same on all ranks. For start-up: it may zero gradients."""
+    ways = candidates(config, communicators)
+    if len(ways) > 1:
+        choice = measured_choice(model, flat, communicators, ways, wire=config.wire, fp32_sums=config.fp32_sums)
+        if communicators.in_network_rail is None:
+            choice = replace(choice, reason=f"{choice.reason}; in-network: {communicators.why_not_in_network}")
+        return choice
     if communicators.everyone is None:
-        return Choice("flat", "one rank")
+        return Choice(ways[0], "one rank")
     if config.reduction != "auto":
-        return Choice(config.reduction, "as set")
-    if communicators.rail is None:
-        return Choice("flat", "one host")
-    if communicators.node is None:
-        return Choice("flat", "one rank a host")
-    return measured_choice(model, flat, communicators, wire=config.wire, fp32_sums=config.fp32_sums)
+        return Choice(ways[0], "as set")
+    return Choice(ways[0], "one host" if communicators.rail is None else "one rank a host")
 
 
 def measured_choice(
     model: nn.Module,
     flat: FlatParameters,
     communicators: Communicators,
-    strategies: tuple[Strategy, ...] = ("flat", "hierarchical"),
+    ways: Sequence[Way] = (Way("flat"), Way("hierarchical")),
     rounds: int = 4,
     wire: Literal["fp32", "bf16", "fp16"] = "fp32",
     fp32_sums: bool = False,
@@ -288,15 +376,15 @@ def measured_choice(
 ) -> Choice:
     """The fastest way to reduce a gradient of this size here, the same on all ranks. For start-up: it zeroes gradients.
 
-    Rounds alternate; a round takes as long as on the slowest rank, and a strategy as its best round, since the first one
+    Rounds alternate; a round takes as long as on the slowest rank, and a way as its best round, since the first one
     connects. No round begins after ``enough_seconds``.
     """
-    reductions = [Reduction(model, flat, communicators, strategy, wire, fp32_sums) for strategy in strategies]
+    reductions = [Reduction(model, flat, communicators.along(way), way.strategy, wire, fp32_sums) for way in ways]
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
-    best, spent = [math.inf] * len(strategies), 0.0
+    best, spent = [math.inf] * len(ways), 0.0
     for _ in range(rounds):
-        times = torch.zeros(len(strategies), dtype=torch.float64, device=device)
+        times = torch.zeros(len(ways), dtype=torch.float64, device=device)
         for place, reduction in enumerate(reductions):
             if communicators.everyone:
                 dist.barrier(group=communicators.everyone)
@@ -313,5 +401,5 @@ def measured_choice(
             break
     for reduction in reductions:
         reduction.close()
-    shown = ", ".join(f"{strategy} {1000 * seconds:.1f} ms" for strategy, seconds in zip(strategies, best, strict=True))
-    return Choice(strategies[best.index(min(best))], shown)
+    shown = ", ".join(f"{way} {1000 * seconds:.1f} ms" for way, seconds in zip(ways, best, strict=True))
+    return Choice(ways[best.index(min(best))], shown)

@@ -1,6 +1,7 @@
-"""LAMB with its state divided among the ranks of a node: every node holds the whole of it.
+"""LAMB with its state divided among the ranks of a node, so that every node holds the whole of it, or among all ranks.
 
-Shape legend: N flat parameters with padding, R ranks of the node, W = N / R elements of a shard, G segments, K pieces.
+Shape legend: N flat parameters with padding, R ranks that share the state, W = N / R elements of a shard, G segments, K
+pieces.
 
 A rank's shard is its piece of every bucket of the reduction, one after the other. A piece here is what one segment has in
 the shard without a gap.
@@ -17,19 +18,20 @@ from kernels import LambSegments, LambState, lamb_apply, lamb_directions
 
 
 class ShardedLamb:
-    """As ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded.
+    """As ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded or sharded_world.
 
-    Sums over shards are added in the order of the ranks, and hence equal on all nodes to the last bit; so weights stay equal
-    as long as the rails' sums are. A step whose gradients are not all finite changes nothing but ``skipped``.
+    A step leaves each weight with the ranks that have it in their shard; ``WeightGather`` brings it to the others. Sums over
+    shards are added in the order of the ranks, and hence equal everywhere to the last bit; so weights stay equal as long as
+    the rails' sums are. A step whose gradients are not all finite changes nothing but ``skipped``.
     """
 
     def __init__(self, flat: FlatParameters, config: OptimizerConfig, reduction: Reduction) -> None:
-        assert reduction.strategy == "sharded"
+        assert reduction.strategy in ("sharded", "sharded_world")
         self.flat = flat
         self.config = config
         self._reduction = reduction
-        self._node = reduction.communicators.node
-        shard = len(flat.weights_N) // reduction.communicators.node_size
+        self._group = reduction.shard_group
+        shard = len(flat.weights_N) // (self._group.size() if self._group else 1)
         device = flat.weights_N.device
         self.momentum_W, self.variance_W, self._gradient_W, self._weight_W, self._update_W = (
             torch.zeros(shard, device=device) for _ in range(5)
@@ -47,7 +49,7 @@ class ShardedLamb:
 
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Apply the reduced gradients, set them to zero and give every rank of the node the new weights.
+        """Apply the reduced gradients to this rank's shard of the weights, and set all gradients to zero.
 
         Returns the gradients' global norm before clipping, [] on the device, and the same on all ranks.
         """
@@ -89,11 +91,13 @@ class ShardedLamb:
 
     @torch.no_grad()
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Momentum and variance of all parameters, fp32 [P] each. All ranks of a node must call it at the same time."""
+        """Momentum and variance of all parameters, fp32 [P] each. All ranks must call it at the same time."""
         whole = []
         for shard_W in (self.momentum_W, self.variance_W):
             moment_N = torch.zeros_like(self.flat.weights_N)
             self._spread(shard_W, moment_N)
+            for bucket in self._reduction.buckets:
+                self._reduction.gather(moment_N, bucket)
             whole.append(moment_N[: len(self.flat.weights_P)])
         return whole[0], whole[1]
 
@@ -107,30 +111,28 @@ class ShardedLamb:
 
     def _over_shards(self, squares: Tensor) -> Tensor:
         """Sums over the ranks, in their order; fp64."""
-        if self._node is None:
+        if self._group is None:
             return squares
-        gathered = squares.new_empty(self._node.size() * squares.numel())
-        all_gather_single(gathered, squares.flatten(), group=self._node)
-        return gathered.view(self._node.size(), *squares.shape).sum(0)
+        gathered = squares.new_empty(self._group.size() * squares.numel())
+        all_gather_single(gathered, squares.flatten(), group=self._group)
+        return gathered.view(self._group.size(), *squares.shape).sum(0)
 
     def _collect(self, flat_N: Tensor, shard_W: Tensor) -> None:
         torch.cat([self._reduction.piece(flat_N, bucket) for bucket in self._reduction.buckets], out=shard_W)
 
     def _spread(self, shard_W: Tensor, flat_N: Tensor) -> None:
-        """Make the flat vector of every rank of the node from all their shards."""
+        """Put the shard's pieces into their places in the flat vector."""
         start = 0
         for bucket in self._reduction.buckets:
             piece = self._reduction.piece(flat_N, bucket)
             piece.copy_(shard_W[start : start + len(piece)])
             start += len(piece)
-            if self._node is not None:
-                all_gather_single(flat_N[bucket], piece, group=self._node)
 
     def _own(self, bucket: slice) -> tuple[int, int]:
-        if self._node is None:
+        if self._group is None:
             return bucket.start, bucket.stop
-        size = (bucket.stop - bucket.start) // self._node.size()
-        start = bucket.start + size * self._node.rank()
+        size = (bucket.stop - bucket.start) // self._group.size()
+        start = bucket.start + size * self._group.rank()
         return start, start + size
 
 

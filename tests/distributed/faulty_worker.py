@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import bert.train
+from bert.mllog import MLLog
 from bert.step import TrainingStep
 from dataloading.loader import NumpyLoader
 
@@ -16,7 +17,7 @@ AT_STEP = 250
 def main() -> int:
     what, rank, *arguments = sys.argv[1:]
     if os.environ["RANK"] == rank:
-        {"raise": raise_in_step, "hang": hang_in_loader, "slow": slow_down, "overflow": overflow}[what]()
+        WAYS[what]()
     return bert.train.main(arguments)
 
 
@@ -63,6 +64,14 @@ def overflow() -> None:
 
     owner: Any = TrainingStep
     owner._forward_backward = changed
+
+
+def linger() -> None:
+    """Last words that take their time."""
+    _before_each(MLLog, "abort", lambda _: time.sleep(3))
+
+
+WAYS = {"raise": raise_in_step, "hang": hang_in_loader, "slow": slow_down, "overflow": overflow, "linger": linger}
 
 
 def _before_each(owner: type, name: str, act: Any) -> None:

@@ -17,6 +17,7 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Communicators, Reduction, Strategy, measured_choice
 from bert.parallel.sharded_lamb import ShardedLamb
+from bert.parallel.weight_gather import WeightGather
 from dataloading.loader import batch_of
 from dataloading.sampler import Plan
 from tests.convergence.golden import predictable_samples
@@ -26,12 +27,14 @@ MICRO_BATCHES = 2
 
 
 def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
-    """As if ranks were on hosts of ``local_size``, in block or cyclic order."""
+    """As if ranks were on hosts of ``local_size``, in block or cyclic order, or by turns counted up and down."""
     count = mesh.world_size // local_size
-    if order == "block":
+    if order in ("block", "turning"):
         nodes = tuple(tuple(range(node * local_size, (node + 1) * local_size)) for node in range(count))
     else:
         nodes = tuple(tuple(range(node, mesh.world_size, count)) for node in range(count))
+    if order == "turning":
+        nodes = tuple(ranks[:: -1 if node % 2 else 1] for node, ranks in enumerate(nodes))
     return replace(mesh, nodes=nodes)
 
 
@@ -45,11 +48,13 @@ def train(mesh: Mesh, strategy: Strategy, wire: str) -> dict[str, object]:
     """The loop that a step would run: micro-batches, overlap in the last backward, finish, update."""
     model = fresh_model()
     communicators = Communicators.create(mesh)
-    flat = FlatParameters.of(model, communicators.node_size)
+    flat = FlatParameters.of(model, communicators.world_size)
     fp32_sums = wire.endswith("+")
     reduction = Reduction(model, flat, communicators, strategy, wire.rstrip("+"), fp32_sums, bucket_bytes=40_000)  # type: ignore[arg-type]
     config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
-    optimizer = ShardedLamb(flat, config, reduction) if strategy == "sharded" else Lamb(flat, config)
+    optimizer, gather = Lamb(flat, config), None
+    if strategy.startswith("sharded"):
+        optimizer, gather = ShardedLamb(flat, config, reduction), WeightGather(model, flat, reduction)
     samples = predictable_samples()
     plan = Plan(samples.lengths, samples.masked_counts, 16, mesh.world_size, MICRO_BATCHES, 2)
     losses, norms, early = [], [], []
@@ -58,6 +63,8 @@ def train(mesh: Mesh, strategy: Strategy, wire: str) -> dict[str, object]:
         micros = plan.rank_batches(step, mesh.rank)
         for place, micro in enumerate(micros):
             batch = batch_of(samples.take(micro.indices), micro)
+            if gather is not None and place == 0:
+                gather.start()
             means = model(batch).mean_losses(batch)
             if place < len(micros) - 1:
                 sum(means).backward()  # type: ignore[union-attr]
@@ -71,6 +78,8 @@ def train(mesh: Mesh, strategy: Strategy, wire: str) -> dict[str, object]:
         if dist.is_initialized():
             dist.all_reduce(loss)
         losses.append(loss.tolist())
+    if gather is not None:
+        gather()
     weights = flat.weights_P.double()
     seen = [weights.clone() for _ in range(mesh.world_size)]
     if dist.is_initialized():
@@ -117,15 +126,20 @@ def sharded_facts(flat: FlatParameters, optimizer: ShardedLamb, reduction: Reduc
     flat.gradients_P.fill_(0.01)
     reduction.finish()
     optimizer.step()
-    return facts | {"steps_after": int(optimizer.steps), "goes_on": not torch.equal(before[0], flat.weights_N)}
+    facts |= {"steps_after": int(optimizer.steps), "goes_on": not torch.equal(before[0], flat.weights_N)}
+    flat.gradients_P.fill_(1.0)
+    optimizer.reset()
+    left = (optimizer.steps, optimizer.skipped, optimizer.momentum_W, optimizer.variance_W, flat.gradients_N)
+    return facts | {"forgotten": not any(tensor.any() for tensor in left)}
 
 
-def difference_from_unsharded(mesh: Mesh, communicators: Communicators, bucket_bytes: int) -> float:
+def difference_from_unsharded(mesh: Mesh, communicators: Communicators, strategy: Strategy, bucket_bytes: int) -> float:
     """The largest difference of a tensor, as a part of its norm, over 20 steps on equal gradients."""
     config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
-    whole, divided = (FlatParameters.of(model, communicators.node_size) for model in (fresh_model(), fresh_model()))
-    reduction = Reduction(fresh_model(), divided, communicators, "sharded", bucket_bytes=bucket_bytes)
+    whole, divided = (FlatParameters.of(model, communicators.world_size) for model in (fresh_model(), fresh_model()))
+    reduction = Reduction(fresh_model(), divided, communicators, strategy, bucket_bytes=bucket_bytes)
     lamb, sharded = Lamb(whole, config), ShardedLamb(divided, config, reduction)
+    gather = WeightGather(fresh_model(), divided, reduction)
     generator = torch.Generator().manual_seed(11)
     worst = 0.0
     for step in range(STEPS):
@@ -135,24 +149,34 @@ def difference_from_unsharded(mesh: Mesh, communicators: Communicators, bucket_b
         norm = lamb.step()
         reduction.finish()
         torch.testing.assert_close(sharded.step(), norm, rtol=1e-6, atol=0)
+        gather()
         for one, other in zip(*(flat.segments.views(flat.weights_P) for flat in (whole, divided)), strict=True):
             worst = max(worst, float((one - other).norm() / one.norm()))
     return worst
 
 
+def differences_and_choice(mesh: Mesh, strategy: Strategy) -> dict[str, object]:
+    """From the optimizer that is not divided, with tensors divided and not; and what measuring says."""
+    model = fresh_model()
+    communicators = Communicators.create(mesh)
+    choice = measured_choice(model, FlatParameters.of(model, communicators.world_size), communicators)
+    ways = [""] * mesh.world_size
+    if dist.is_initialized():
+        dist.all_gather_object(ways, str(choice.way))
+    over: Strategy = "sharded_world" if strategy == "sharded_world" else "sharded"
+    return {
+        "difference": difference_from_unsharded(mesh, communicators, over, 40_000),
+        "undivided_difference": difference_from_unsharded(mesh, communicators, over, 10**9),
+        "agreed": len(set(ways)) == 1,
+        "choice": str(choice),
+    }
+
+
 def main(out: str, strategy: Strategy, wire: str, order: str, local_size: str) -> None:
     mesh = regrouped(join_mesh("cpu"), order, int(local_size))
     result = train(mesh, strategy, wire)
-    model = fresh_model()
-    communicators = Communicators.create(mesh)
-    choice = measured_choice(model, FlatParameters.of(model, communicators.node_size), communicators)
-    result["difference"] = difference_from_unsharded(mesh, communicators, 40_000)
-    result["undivided_difference"] = difference_from_unsharded(mesh, communicators, 10**9)
-    agreed = [None] * mesh.world_size
-    if dist.is_initialized():
-        dist.all_gather_object(agreed, choice.strategy)
-    result["agreed"] = len(set(agreed)) == 1
-    result["choice"] = str(choice)
+    if wire == "fp32":
+        result |= differences_and_choice(mesh, strategy)
     if mesh.is_main:
         Path(out).write_text(json.dumps(result))
     leave_mesh()

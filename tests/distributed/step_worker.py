@@ -1,17 +1,18 @@
 """One rank of ``test_overlap.py``: the training step in every order that it can run in, on the same batches.
 
-torchrun ... step_worker.py OUT.json RANKS_OF_A_NODE
+torchrun ... step_worker.py OUT.json RANKS_OF_A_NODE ACCUMULATIONS STRATEGY...
 """
 
 import contextlib
 import functools
 import json
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from bert.step import TrainingStep, build_model
 from dataloading.capacity import Capacity
 from dataloading.loader import Batch, batch_of
 from dataloading.sampler import Plan
+from kernels import cast_fp8
 from tests.convergence.golden import predictable_samples
 from tests.distributed.reduction_worker import regrouped
 from tests.unit.test_graphs import Repeating
@@ -80,8 +82,10 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
         finish()
 
     reduction.finish = noted
+    held = hold_weights_back(step) if order == "held" else []
     if order == "after":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
+        gather_after_update(step)
     elif order == "one message":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
         reduction.finish = lambda: _in_one_message(step)
@@ -96,7 +100,12 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
     for micro_batches in batches:
         step(micro_batches)
         means.append(step.statistics.fetch()[0])
+    if held:  # no step follows that could let weights go
+        del vars(step._gather)["_gather"]
+    step.whole_model()
     return {
+        "held": sum(isinstance(one, slice) for one in held),
+        "phases": sorted({one for one in held if isinstance(one, str)}),
         "means": means,
         "weights": step.flat.weights_P.clone(),
         "moments": [moment_P.clone() for moment_P in step.optimizer.moments()],
@@ -105,6 +114,58 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
         "recordings": len(recorder.recorded) if recorder else 0,
         "replays": len(recorder.replays) if recorder else 0,
     }
+
+
+def gather_after_update(step: TrainingStep) -> None:
+    """Instead of beside the next forward pass."""
+    kinds, update = step._kinds, step._update
+    step._kinds = lambda count: [(False, reduces) for _, reduces in kinds(count)]  # type: ignore[method-assign]
+    step._update = lambda: (update(), step.whole_model())[0]
+
+
+def hold_weights_back(step: TrainingStep) -> list[slice | str]:
+    """Let no weights come before the part of the model before the one that needs them computes.
+
+    A forward pass that waited for all of them, or for the wrong ones, would wait for good, and one that did not wait would
+    compute with old ones. Returns the buckets that were held back, while steps go on, and in
+    which phase each forward pass says that it is.
+    """
+    gather = step._gather
+    assert gather is not None
+    parts = [step.model.embeddings, step.model.layers[0]]
+    assert len(step.model.layers) == 2
+    began = [threading.Event() for _ in parts]
+    for part, event in zip(parts, began, strict=True):
+        part.register_forward_pre_hook(lambda *_, event=event: event.set())
+    start, arrive, held = gather.start, gather._gather, []
+    step.model.embeddings.register_forward_pre_hook(lambda *_: held.append(step._stopwatch.stage.phase))
+    ends = [end_of(step, part) for part in parts]
+
+    def started() -> None:
+        for event in began:
+            event.clear()
+        start()
+
+    def arriving(bucket: slice) -> None:
+        # The parts that need none of the bucket come first.
+        before = sum(end <= bucket.start for end in ends)
+        if before:
+            assert began[before - 1].wait(60), bucket
+            held.append(bucket)
+        arrive(bucket)
+
+    gather.start, gather._gather = started, arriving  # type: ignore[method-assign]
+    return held
+
+
+def end_of(step: TrainingStep, part: torch.nn.Module) -> int:
+    """Where the weights of a part of the model end in the flat vector."""
+    own = {id(parameter) for parameter in part.parameters()}
+    end = stop = 0
+    for parameter in step.model.parameters():
+        stop += parameter.numel()
+        end = stop if id(parameter) in own else end
+    return end
 
 
 def _in_one_message(step: TrainingStep) -> None:
@@ -120,6 +181,25 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(agreed)
 
 
+def fp8_weights_follow(mesh: Mesh, strategy: Strategy) -> bool:
+    """Whether FP8 copies are casts of the weights that all ranks have after some steps."""
+    chosen = config(strategy, 1)
+    chosen = replace(chosen, training=replace(chosen.training, precision="fp8"))
+    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    batches, _ = global_batches(mesh, 1)
+    for micro_batches in batches[:2]:
+        step(micro_batches)
+    step.whole_model()
+    assert step.fp8 is not None
+    equal = not step._kinds(1)[0][0]  # nothing is left to gather in the next forward pass
+    for dense in step.fp8.denses:
+        expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
+        equal &= torch.equal(dense.weight_NK.float(), expected.float())
+    agreed = torch.tensor([int(equal)])
+    dist.all_reduce(agreed, dist.ReduceOp.MIN)
+    return bool(agreed)
+
+
 def automatic(mesh: Mesh) -> dict[str, Any]:
     """What is chosen where nothing is asked for, and how long that takes."""
     chosen = config("auto", 1)
@@ -129,20 +209,23 @@ def automatic(mesh: Mesh) -> dict[str, Any]:
     step = TrainingStep(model, chosen, mesh, Stopwatch())
     seconds = time.perf_counter() - begin
     ways = [""] * mesh.world_size
-    dist.all_gather_object(ways, str(step.way))
+    dist.all_gather_object(ways, str(step.choice))
     return {"ways": ways, "seconds": seconds}
 
 
-def main(out: str, local_size: str) -> None:
+def main(out: str, local_size: str, accumulations: str, *strategies: Strategy) -> None:
     mesh = regrouped(join_mesh("cpu"), "cyclic", int(local_size))
     result: dict[str, Any] = {}
-    reference = {accumulation: train(mesh, "flat", "one message", accumulation) for accumulation in (1, 2)}
-    for strategy in get_args(Strategy):
-        for accumulation in (1, 2):
-            runs = {order: train(mesh, strategy, order, accumulation) for order in ("after", "overlapped", "recorded")}
+    for accumulation in map(int, accumulations.split(",")):
+        reference = {accumulation: train(mesh, "flat", "one message", accumulation)}
+        for strategy in strategies:
+            orders = ["after", "overlapped", "recorded"] + ["held"] * strategy.startswith("sharded")
+            runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
             whole = reference[accumulation]
             result[f"{strategy} {accumulation}"] = {
                 "overlap_is_same": same(runs["after"], runs["overlapped"]),
+                **{name: runs["held"][name] for name in ("held", "phases") if "held" in runs},
+                "held_is_same": "held" not in runs or same(runs["after"], runs["held"]),
                 "recording_is_same": same(runs["overlapped"], runs["recorded"]),
                 "one_message_is_same": same(whole, runs["after"]),
                 "difference": float((whole["weights"] - runs["after"]["weights"]).norm() / whole["weights"].norm()),
@@ -155,6 +238,8 @@ def main(out: str, local_size: str) -> None:
                 **{f"early_{order}": run["early"] for order, run in runs.items()},
                 **{name: runs["recorded"][name] for name in ("buckets", "recordings", "replays")},
             }
+            if strategy.startswith("sharded"):
+                result[f"{strategy} {accumulation}"]["fp8_follows"] = fp8_weights_follow(mesh, strategy)
     result["automatic"] = automatic(mesh)
     if mesh.is_main:
         Path(out).write_text(json.dumps(result))
@@ -162,4 +247,4 @@ def main(out: str, local_size: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """Ranks that die, stop, fail or stand still in the middle of a run: all others end in time, with one message."""
 
+import itertools
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from bert.faults import FAULT_STATUS
+from bert.optimizer import learning_rate
+from bert.train import parse
 from tests.conftest import REPOSITORY, SmallRun
 from tests.distributed.test_ranks import launch, wait_for
 
@@ -90,6 +93,10 @@ def result_of(folder: Path) -> Path:
     return folder / "tiny_cpu" / "bert" / "result_0.txt"
 
 
+def last_record(result: Path) -> str:
+    return [line for line in result.read_text().splitlines() if line.startswith(":::MLLOG")][-1]
+
+
 def messages(ranks: Ranks) -> list[str]:
     return [line for line in ranks.all_stderr().splitlines() if line.startswith("error: ")]
 
@@ -104,9 +111,8 @@ def test_a_killed_rank_ends_all_at_once(start: Callable[..., Ranks], tmp_path: P
     host = re.escape(socket.gethostname())
     assert re.fullmatch(rf"error: rank {lost} on host {host}: ended without a word, last in \w+ of step \d+", message)
     assert "Traceback" not in ranks.all_stderr()
-    log = result_of(tmp_path).read_text()
-    assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in log
-    assert '"status": "aborted"' in log.splitlines()[-1]
+    assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(tmp_path).read_text()
+    assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
 
 @pytest.mark.parametrize("count", [2, 4])
@@ -119,7 +125,7 @@ def test_a_stopped_rank_ends_all_in_time(start: Callable[..., Ranks], tmp_path: 
     assert time.monotonic() - begin > SECONDS / 2
     [message] = messages(ranks)
     assert message.startswith(f"error: rank 1 on host {socket.gethostname()}: not heard of for ")
-    assert '"status": "aborted"' in result_of(tmp_path).read_text().splitlines()[-1]
+    assert '"status": "aborted"' in last_record(result_of(tmp_path))
     ranks.processes[1].send_signal(signal.SIGCONT)  # and when it goes on, it ends as well
     assert ranks.ends([1], seconds=2 * SECONDS) == [FAULT_STATUS]
 
@@ -144,9 +150,8 @@ def test_an_error_on_one_rank_ends_all_at_once(start: Callable[..., Ranks], tmp_
     [message] = messages(ranks)
     assert message == f"error: rank {rank} on host {socket.gethostname()}: RuntimeError: broken on purpose"
     assert ranks.all_stderr().count("Traceback") == 1  # of what broke, and not of those whose connections broke with it
-    log = result_of(tmp_path).read_text()
-    assert "# ended by a fault: " in log
-    assert '"status": "aborted"' in log.splitlines()[-1]
+    assert "# ended by a fault: " in result_of(tmp_path).read_text()
+    assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -157,7 +162,7 @@ def test_a_rank_that_stands_still_is_named(start: Callable[..., Ranks], tmp_path
     assert re.match(
         rf"error: rank {rank} on host \S+: standing still for \d+ s in data_wait of step \d+, and the", message
     )
-    assert '"status": "aborted"' in result_of(tmp_path).read_text().splitlines()[-1]
+    assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
 
 def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Callable[..., Ranks]) -> None:
@@ -223,7 +228,7 @@ def test_under_torchrun_a_killed_rank_is_named_first(small_run: SmallRun, tmp_pa
     output, _ = process.communicate(timeout=60)
     assert process.returncode != 0
     assert output.count(f"error: rank 1 on host {socket.gethostname()}: ended without a word") == 1
-    assert '"status": "aborted"' in result.read_text().splitlines()[-1]
+    assert '"status": "aborted"' in last_record(result)
 
 
 def test_a_slow_rank_is_named_while_the_run_goes_on(start: Callable[..., Ranks], tmp_path: Path) -> None:
@@ -237,14 +242,21 @@ def test_a_slow_rank_is_named_while_the_run_goes_on(start: Callable[..., Ranks],
     assert f"warning at step {json.loads(named)['step']}: rank 1 on host" in result_of(tmp_path).read_text()
 
 
-def test_steps_that_are_all_skipped_end_the_run_on_every_rank(start: Callable[..., Ranks], tmp_path: Path) -> None:
+def test_steps_that_are_all_skipped_end_the_run_on_every_rank(
+    small_run: SmallRun, start: Callable[..., Ranks], tmp_path: Path
+) -> None:
     ranks = start(program=(*WORKER, "overflow", "1"), log__interval_steps=10, training__bad_intervals=3)
     ranks.ends([0, 1, 2], seconds=60)
     text = result_of(tmp_path).read_text()
     assert "ending the run: no step of the last 3 intervals had finite gradients" in text
-    assert '"status": "aborted"' in text.splitlines()[-1] or '"status": "aborted"' in text
+    assert '"status": "aborted"' in last_record(result_of(tmp_path))
     metrics = result_of(tmp_path).with_name("metrics_0.jsonl").read_text().splitlines()
-    skipped = [record["skipped_steps"] for line in metrics if (record := json.loads(line))["event"] == "step"]
+    steps = [record for line in metrics if (record := json.loads(line))["event"] == "step"]
+    skipped = [record["skipped_steps"] for record in steps]
     assert skipped[-3:] == [10, 10, 10]
     assert sum(skipped) - 30 < 10
+    optimizer = parse(small_run.arguments(tmp_path)).optimizer
+    for record, so_far in zip(steps, itertools.accumulate(skipped), strict=True):
+        last_taken = record["step"] - so_far - 1  # from 0
+        assert record["learning_rate"] == pytest.approx(learning_rate(optimizer, last_taken), rel=1e-8)
     assert messages(ranks) == []

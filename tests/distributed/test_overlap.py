@@ -1,29 +1,34 @@
-"""The step on several ranks over gloo: reduction beside backward, recorded or not, is the reduction after it."""
+"""The step on several ranks over gloo: reduction beside backward, recorded or not, is the reduction after it, and weights
+that are gathered beside forward are those that were gathered before it.
+"""
 
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
+from bert.parallel.reduction import Strategy
 from tests.distributed.test_reduction import run_worker
 
 
 @pytest.mark.parametrize(("ranks", "local_size"), [(2, 2), (4, 2)])
 def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: int, local_size: int) -> None:
     """With one and with two micro-batches a step, padded to capacities that differ between ranks."""
-    found = run_worker(tmp_path / "out.json", ranks, local_size, worker="step_worker")
+    found = run_worker(tmp_path / "out.json", ranks, local_size, "1,2", *get_args(Strategy), worker="step_worker")
     automatic = found.pop("automatic")
     assert len(set(automatic["ways"])) == 1
     assert automatic["ways"][0].startswith("reduction: ")
     if ranks == local_size:  # nothing to measure
         assert automatic["ways"][0] == "reduction: flat (one host)"
     else:
+        assert automatic["ways"][0].endswith("; in-network: gloo has none)")
         assert all(f"{strategy} " in automatic["ways"][0].partition("(")[2] for strategy in ("flat", "hierarchical"))
-    print(automatic)
-    assert len(found) == 6
+    assert len(found) == 8
     for name, run in found.items():
         accumulation = int(name[-1])
         assert run["overlap_is_same"], name
         assert run["recording_is_same"], name
+        assert_weights_came_beside_forward(name, run)
         # Backward fills the last bucket at its very end, so overlapped all have started by then; otherwise none has.
         assert run["buckets"] > 5
         assert run["early_after"] == [0] * 5
@@ -39,3 +44,21 @@ def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: i
         assert max(run["moment_differences"]) < 1e-4, name
         assert run["losses"] == pytest.approx(run["whole_losses"], rel=1e-5)
         assert run["losses"][0] != run["losses"][-1]
+
+
+def test_weights_come_beside_forward_on_eight_ranks(tmp_path: Path) -> None:
+    found = run_worker(tmp_path / "out.json", 8, 4, 1, "sharded", "sharded_world", worker="step_worker")
+    for name in ("sharded 1", "sharded_world 1"):
+        assert found[name]["overlap_is_same"], name
+        assert found[name]["recording_is_same"], name
+        assert_weights_came_beside_forward(name, found[name])
+
+
+def assert_weights_came_beside_forward(name: str, run: dict[str, Any]) -> None:
+    """Of embeddings and two layers, all but the embeddings' came while a part before them was computed."""
+    if name.startswith("sharded"):
+        assert run["held_is_same"], name
+        assert run["held"] >= 6 * run["buckets"] / 2, "in the warm-up step and five more"
+        assert run["held"] < 6 * run["buckets"], "once a step"
+        assert run["phases"] == ["forward_backward"]
+        assert run["fp8_follows"], name

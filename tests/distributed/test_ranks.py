@@ -97,6 +97,30 @@ def test_other_reductions_end_where_the_flat_one_does(
         assert [(record["correct"], record["count"]) for record in records(tmp_path, "eval")] == counts
 
 
+def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Path) -> None:
+    """Also in a run that ends between evaluations; with steps so long that the weights of the one before would show."""
+    saved, counts = [], []
+    for reduction in ("flat", "sharded"):
+        folder = tmp_path / reduction
+        saved.append(folder / "saved.safetensors")
+        changes = {"max_samples": 88, "global_batch_size": 8, "seed": 8, "reduction": reduction}
+        train(
+            small_run,
+            folder,
+            2,
+            optimizer__base_learning_rate=1.0,
+            evaluation__interval_samples=16,
+            save_checkpoint=saved[-1],
+            **{f"training__{name}": value for name, value in changes.items()},
+        )
+        counts.append([record["correct"] for record in records(folder, "eval")])
+    assert len(set(counts[0])) > 1
+    assert counts[0] == counts[1]
+    one, other = map(load_file, saved)
+    for name, tensor in one.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=1e-3)
+
+
 def test_accumulation_gives_the_same_losses(
     small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]]
 ) -> None:

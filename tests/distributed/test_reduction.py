@@ -15,7 +15,7 @@ import torch
 
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Communicators, Reduction, bucket_slices, choose
+from bert.parallel.reduction import Communicators, Lane, Reduction, bucket_slices, choose
 from bert.parallel.sharded_lamb import shard_pieces
 from bert.recipes import tiny_cpu
 from kernels import LambSegments
@@ -48,10 +48,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 CASES = [
     (2, "flat", "block", 2),
     (2, "sharded", "block", 1),
-    (4, "hierarchical", "cyclic", 2),
+    (4, "hierarchical", "turning", 2),
     (4, "sharded", "cyclic", 2),
     (8, "hierarchical", "block", 4),
     (8, "sharded", "block", 8),
+    (8, "sharded_world", "block", 4),
 ]
 
 
@@ -75,23 +76,45 @@ def test_twenty_steps_are_those_of_one_rank(
         assert found["undivided_difference"] == 0
     # Bytes a parameter, as docs/scaling.md has them.
     assert alone["state_bytes"] == 3 * 4 * alone["P"]
-    if strategy == "sharded":
+    if strategy.startswith("sharded"):
         sharded = found["sharded"]
-        assert sharded["state_bytes"] == 5 * 4 * sharded["P"] // local_size
+        assert sharded["state_bytes"] == 5 * 4 * sharded["P"] // (local_size if strategy == "sharded" else ranks)
         assert sharded["unchanged"]
         assert sharded["zeroed"]
         assert (sharded["skipped"], sharded["steps_after"]) == (2, 21)
         assert sharded["goes_on"]
+        assert sharded["forgotten"]
 
 
-@pytest.mark.parametrize(("wire", "error"), [("bf16", 2e-2), ("bf16+", 2e-2), ("fp16", 2e-3), ("fp16+", 2e-3)])
-def test_narrow_wires_stay_close(tmp_path: Path, alone: dict[str, Any], wire: str, error: float) -> None:
-    found = run_worker(tmp_path / "out.json", 4, "hierarchical", wire, "block", 2)
+@pytest.mark.parametrize(
+    ("wire", "strategy", "error"),
+    [
+        ("bf16", "hierarchical", 2e-2),
+        ("bf16+", "hierarchical", 2e-2),
+        ("fp16", "sharded", 2e-3),
+        ("fp16+", "sharded_world", 2e-3),
+    ],
+)
+def test_narrow_wires_stay_close(tmp_path: Path, alone: dict[str, Any], wire: str, strategy: str, error: float) -> None:
+    found = run_worker(tmp_path / "out.json", 4, strategy, wire, "block", 2)
     assert found["norms"][:3] == pytest.approx(alone["norms"][:3], rel=error)
     assert found["norms"][:3] != pytest.approx(alone["norms"][:3], rel=1e-7)  # it did travel narrow
     for one, other in zip(alone["losses"], found["losses"], strict=True):
         assert other == pytest.approx(one, rel=0.05)
     assert found["same_weights"]
+
+
+def test_the_fastest_way_is_taken_and_the_other_rail_given_back(tmp_path: Path) -> None:
+    found = run_worker(tmp_path / "out.json", 4, worker="choice_worker")
+    ways = {"everyone": "flat", "rail": "hierarchical", "in_network_rail": "hierarchical in-network"}
+    for fast, way in ways.items():
+        assert len(set(found[fast])) == 1, "ranks agree"
+        chosen, _, times = found[fast][0].rstrip(")").partition(" (")
+        assert chosen == f"reduction: {way}"
+        assert [time.rsplit(" ", 2)[0] for time in times.split(", ")] == list(ways.values())
+    assert found["sums"] == [10.0]
+    assert found["rail_kept"]
+    assert found["rail_given_back"]
 
 
 @pytest.mark.parametrize(("size", "shards", "bytes_"), [(64, 8, 4), (1000, 4, 400), (24, 3, 10**9), (7, 1, 4)])
@@ -110,7 +133,7 @@ def test_without_other_ranks_nothing_is_chosen_and_nothing_held() -> None:
     config = replace(tiny_cpu().training, reduction="sharded", wire="bf16")
     choice = choose(config, model, flat, communicators)
     assert str(choice) == "reduction: flat (one rank)"
-    reduction = Reduction(model, flat, communicators, choice.strategy, config.wire)
+    reduction = Reduction(model, flat, communicators, choice.way.strategy, config.wire)
     with reduction.overlapped():
         model(torch.ones(3)).sum().backward()
     reduction.finish()
@@ -124,3 +147,30 @@ def test_pieces_cover_the_shard_and_know_their_segment() -> None:
     pieces = shard_pieces((5, 1, 6), [(8, 10), (3, 7)])
     assert pieces == [(2, 0, 2), (0, 2, 4), (1, 4, 5), (2, 5, 6)]
     assert shard_pieces((5,), [(6, 8)]) == []  # padding
+
+
+def test_a_lane_keeps_order_and_hands_on_what_went_wrong() -> None:
+    lane, order = Lane(torch.device("cpu")), []
+    held = threading.Event()
+
+    def first() -> None:
+        assert held.wait(30)
+        order.append(1)
+
+    def wrong() -> None:
+        raise RuntimeError("a link is gone")
+
+    lane.run(first)
+    done = lane.run(lambda: order.append(2))
+    assert order == [], "beside what is computed"
+    held.set()
+    done()
+    assert order == [1, 2]
+    failed = lane.run(wrong)
+    with pytest.raises(RuntimeError, match="a link is gone"):
+        failed()
+    with pytest.raises(RuntimeError, match="a link is gone"):
+        lane.join()
+    lane.run(lambda: order.append(3))
+    lane.join()
+    assert order == [1, 2, 3]

@@ -108,7 +108,7 @@ def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:
 def test_reading_a_value_is_an_error(monkeypatch: pytest.MonkeyPatch, read: Any) -> None:
     step, batch = meta_step()
     add_step = step.statistics.add_step
-    monkeypatch.setattr(step.statistics, "add_step", lambda norm, main: (read(norm), add_step(norm, main)))
+    monkeypatch.setattr(step.statistics, "add_step", lambda norm: (read(norm), add_step(norm)))
     with triton(), pytest.raises(RuntimeError, match="meta tensor"):
         step([batch])
 

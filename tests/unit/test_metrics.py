@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from bert.metrics import (
     StepRecord,
     Stopwatch,
 )
+from compliance.results import numbers
 
 STEP = StepRecord(
     step=20,
@@ -66,6 +68,32 @@ def test_json_lines_hold_every_record(tmp_path: Path) -> None:
     assert lines[3]["status"] == "success"
 
 
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    """NaN and Infinity, as Python would write them, are no JSON."""
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    path = tmp_path / "metrics.jsonl"
+    bad = replace(STEP, loss=math.nan, masked_lm_loss=math.inf, next_sentence_loss=-math.inf, skipped_steps=1)
+    with Reporter(progress(), [JsonLines(path, {"recipe": "r", "x": math.nan})]) as reporter:
+        reporter.write(bad)
+    run, step = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+    assert run["x"] is None
+    assert (step["loss"], step["masked_lm_loss"], step["next_sentence_loss"]) == (None, None, None)
+    assert step["gradient_norm"] == 2.0
+    assert numbers([step], "loss") == []
+
+
+def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(progress(), [JsonLines(path, {})]) as reporter:
+        reporter.write(replace(STEP, learning_rate=1.23456789e-7, time_s=12345.6789))
+    step = json.loads(path.read_text().splitlines()[1])
+    assert step["learning_rate"] == pytest.approx(1.23456789e-7, rel=1e-8)
+    assert step["time_s"] == 12345.6789
+
+
 def test_a_metrics_file_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("precious")
     with pytest.raises(FileExistsError):
@@ -100,6 +128,14 @@ def test_time_left_is_the_limit_until_accuracy_rises() -> None:
     assert progress().eta == "-"
     assert progress(STEP).eta == "at most 0:18"
     assert progress(STEP, EVALUATION).eta == "at most 0:18"
+
+
+def test_time_left_after_a_resume_counts_the_samples_of_this_run_alone() -> None:
+    resumed = Progress(target=0.4, max_samples=6400, resumed_samples=320)
+    resumed.add(replace(STEP, samples=320))
+    assert resumed.eta == "-"
+    resumed.add(STEP)  # 320 samples in 2 s, and 5760 to go
+    assert resumed.eta == "at most 0:36"
 
 
 def test_time_left_follows_the_rise_of_accuracy() -> None:

@@ -135,9 +135,9 @@ def test_every_way_to_read_is_noticed(
     add_step = step.statistics.add_step
     name = {bool: "__bool__", float: "__float__", int: "__int__"}.get(read, getattr(read, "__name__", ""))
 
-    def reading(gradient_norm: torch.Tensor, main: bool) -> None:
+    def reading(gradient_norm: torch.Tensor) -> None:
         getattr(gradient_norm, name)()
-        add_step(gradient_norm, main)
+        add_step(gradient_norm)
 
     monkeypatch.setattr(step.statistics, "add_step", reading)
     with monkeypatch.context() as patch:

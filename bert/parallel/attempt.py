@@ -1,0 +1,74 @@
+"""Which processes belong together, where a store has seen others of the same run before.
+
+torchrun's store outlives the processes that it starts again, and what earlier ones have left there must not be found. Its
+count of restarts does not tell them apart: an agent whose process failed counts on, and one that starts its processes again
+only because another agent did so does not.
+"""
+
+import os
+import time
+from collections.abc import Callable
+
+from torch._C._distributed_c10d import Store
+
+_LONGEST_PAUSE_S = 1.0
+
+
+def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -> str:
+    """A name that all processes get that are there now, and that no others ever got.
+
+    Rank 0 makes it up, and the others answer to it. They take it when rank 0 has heard all of them, but not where it had
+    before they came. Raises ``ValueError`` after ``seconds``, on rank 0 with the ranks that are missing.
+    """
+    if rank:
+        return _follow(store, rank, seconds)
+    name = os.urandom(8).hex()
+    store.set("attempt", name)
+    missing = [f"{name}/{other}" for other in range(1, world_size)]
+
+    def heard() -> bool:
+        while missing and store.check([missing[-1]]):
+            missing.pop()
+        return not missing
+
+    if not _in_time(heard, seconds):
+        absent = [key for key in missing if not store.check([key])]
+        ranks = ", ".join(key.partition("/")[2] for key in absent[:8])
+        raise ValueError(
+            f"{len(absent)} of {world_size} ranks have not come within {seconds:.0f} s (rank {ranks}"
+            f"{' and others' if len(absent) > 8 else ''}): see whether their processes were started, and reach MASTER_ADDR"
+        )
+    store.set(f"{name}/complete", "")
+    return name
+
+
+def _follow(store: Store, rank: int, seconds: float) -> str:
+    answered: set[str] = set()
+    name = ""
+
+    def complete() -> bool:
+        nonlocal name
+        if not store.check(["attempt"]):
+            return False
+        name = store.get("attempt").decode()
+        if store.check([f"{name}/complete"]):
+            return name in answered
+        if name not in answered:
+            store.set(f"{name}/{rank}", "")
+            answered.add(name)
+        return False
+
+    if not _in_time(complete, seconds):
+        raise ValueError(f"not all ranks have come within {seconds:.0f} s: rank 0 says which, if it is there")
+    return name
+
+
+def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
+    """Whether it comes true in time. Asked again and again, because a signal ends no wait inside the store."""
+    deadline, pause = time.monotonic() + seconds, 0.01
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE_S)
+    return True

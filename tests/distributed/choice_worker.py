@@ -1,0 +1,59 @@
+"""One rank of the test of the measured choice: which way is taken when one of them is slow, and what is given back.
+
+torchrun ... choice_worker.py OUT.json; two nodes of two ranks, and a second rail in the place of one in the switches.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bert.optimizer import FlatParameters
+from bert.parallel import reduction
+from bert.parallel.mesh import join_mesh, leave_mesh
+from bert.parallel.reduction import Communicators, Reduction, choose
+from bert.recipes import tiny_cpu
+from tests.distributed.reduction_worker import fresh_model, regrouped
+
+
+def main(out: str) -> None:
+    mesh = regrouped(join_mesh("cpu"), "cyclic", 2)
+    training = replace(tiny_cpu().training, device="cuda")
+    found = replace(Communicators.create(mesh), in_network_rail=reduction._group(mesh.rail_ranks))
+    all_reduce, slow = dist.all_reduce, set()
+
+    def delayed(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
+        if keywords.get("group") in slow and tensor.dtype == torch.float32:
+            time.sleep(0.15)
+        all_reduce(tensor, *arguments, **keywords)
+
+    dist.all_reduce = delayed
+    model = fresh_model()
+    flat = FlatParameters.of(model, found.world_size)
+    result: dict[str, Any] = {}
+    for fast in ("everyone", "rail", "in_network_rail"):
+        slow = {found.everyone, found.rail, found.in_network_rail} - {getattr(found, fast)}
+        choice = choose(training, model, flat, found)
+        result[fast] = [""] * mesh.world_size
+        dist.all_gather_object(result[fast], str(choice))
+    slow = set()
+    settled = found.settle(choice.way)
+    flat.gradients_N.fill_(mesh.rank + 1)
+    Reduction(model, flat, settled, choice.way.strategy).finish()
+    result |= {
+        "sums": flat.gradients_N.unique().tolist(),
+        "rail_kept": settled.rail is found.in_network_rail and settled.in_network_rail is None,
+        "rail_given_back": found.rail not in dist.distributed_c10d._world.pg_map,
+    }
+    if mesh.is_main:
+        Path(out).write_text(json.dumps(result))
+    leave_mesh()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,94 @@
+"""The network between two hosts is cut in the middle of a run: both ends of it end in the stated time and name the other.
+
+Hosts are network namespaces, with host names of their own, as in ``benchmarks/collectives.py``.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.collectives import Case, Network, why_not
+from bert.faults import FAULT_STATUS
+from tests.conftest import REPOSITORY, SmallRun
+from tests.distributed.test_faults import last_record
+from tests.distributed.test_ranks import wait_for
+
+SECONDS = 3.0
+"""The setting ``training.fault_seconds``."""
+
+MISSING = why_not()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[list[str], str]]:
+    """The namespaces of two hosts, host 0 at 10.77.0.1, and of the switch between them."""
+    network = Network(Case(hosts=2, local_size=2, order="block", rate=None, megabytes=1, rounds=1))
+    with network as names:
+        yield names, network._switch
+
+
+def start(hosts: list[str], arguments: list[str], folder: Path) -> list[subprocess.Popen[str]]:
+    """Two ranks on each host; what they say on stderr goes to ``folder/stderr_RANK``."""
+    ranks = []
+    script = 'hostname "$0" && exec "$@"'
+    for rank in range(4):
+        host, local = divmod(rank, 2)
+        place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
+        place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29600, "GLOO_SOCKET_IFNAME": "v0"}
+        inside = ["ip", "netns", "exec", hosts[host], "unshare", "--uts", "sh", "-c", script, f"h{host}"]
+        with (folder / f"stderr_{rank}").open("wb") as errors:
+            ranks.append(
+                subprocess.Popen(
+                    [*inside, sys.executable, "-m", "bert.train", *arguments],
+                    stdout=subprocess.DEVNULL,
+                    stderr=errors,
+                    cwd=REPOSITORY,
+                    text=True,
+                    env=os.environ | {name: str(value) for name, value in place.items()},
+                )
+            )
+    return ranks
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["down", "silent"])
+def test_both_ends_of_a_cut_link_end_in_time_and_name_the_other(
+    small_run: SmallRun, tmp_path: Path, hosts: tuple[list[str], str], silent: bool
+) -> None:
+    """Host 1's interface goes down, or all seems well there but the switch hands nothing on."""
+    names, switch = hosts
+    changes = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 1600, "log__interval_steps": 10}
+    ranks = start(names, small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **changes), tmp_path)
+    result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
+    try:
+        wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), ranks[0])
+        cut = (
+            ["-n", switch, "link", "set", "p1", "nomaster"] if silent else ["-n", names[1], "link", "set", "v0", "down"]
+        )
+        subprocess.run(["ip", *cut], check=True)
+        begin = time.monotonic()
+        statuses = [rank.wait(max(0.01, begin + 2 * SECONDS + 3 - time.monotonic())) for rank in ranks]
+        assert time.monotonic() - begin > SECONDS / 2
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert statuses == [FAULT_STATUS] * 4
+    said = [(tmp_path / f"stderr_{rank}").read_text() for rank in range(4)]
+    errors = [[line for line in text.splitlines() if line.startswith("error: ")] for text in said]
+    assert errors[1] == errors[3] == []
+    [here], [there] = errors[0], errors[2]
+    assert re.fullmatch(
+        r"error: rank 2 on host h1, rank 3 on host h1: not heard of for \d s, last in \w+ of step \d+: stopped, or cut off",
+        here,
+    )
+    assert re.fullmatch(r"error: rank 0 on host h0: not heard of for \d s: stopped, or cut off", there)
+    assert "Traceback" not in "".join(said)
+    assert f"# {here.replace('error: ', 'ended by a fault: ')}\n" in result.read_text()
+    assert '"status": "aborted"' in last_record(result)

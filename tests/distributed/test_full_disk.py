@@ -1,0 +1,167 @@
+"""Disks that fill up in the middle of a run, for real: small tmpfs mounts as the folder of checkpoints and of results."""
+
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bert.metrics import EndRecord, JsonLines, Progress, Reporter, WarningRecord
+from bert.mllog import MLLog
+from bert.parallel.mesh import Mesh
+from bert.train import _together, parse
+from tests.conftest import SmallRun
+from tests.distributed.test_faults import Ranks, messages
+from tests.distributed.test_ranks import launch, records
+
+FULL = os.strerror(errno.ENOSPC)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
+    """Mounts a disk of so many KiB."""
+    mounted: list[Path] = []
+
+    def mount(kibibytes: int) -> Path:
+        folder = tmp_path / f"disk_{len(mounted)}"
+        folder.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", f"size={kibibytes}k", "tmpfs", str(folder)]
+        if os.geteuid() != 0 or subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("a tmpfs cannot be mounted here: it needs root")
+        mounted.append(folder)
+        return folder
+
+    yield mount
+    for folder in mounted:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+Disk = Callable[[int], Path]
+
+
+def strict(line: str) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_a_checkpoint_that_does_not_fit_is_a_warning_and_the_one_before_stays(
+    small_run: SmallRun, tmp_path: Path, disk: Disk
+) -> None:
+    folder = disk(600)
+    settings = {"training__max_samples": 16 * 12, "evaluation__interval_samples": 96, "checkpoint__every_steps": 4}
+    process = launch(small_run.arguments(tmp_path, checkpoint__folder=folder, **settings), 1)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert [record["step"] for record in records(tmp_path, "step")] == list(range(1, 13))
+    texts = [str(record["text"]) for record in records(tmp_path, "warning")]
+    assert texts == [f"no checkpoint was written: {folder}: {FULL}"] * 2
+    assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
+    assert [path.name for path in folder.iterdir()] == ["step_00000004"]
+    changes = settings | {"checkpoint__folder": None, "resume": folder}
+    process = launch(small_run.arguments(tmp_path / "resumed", **changes), 1)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output
+    assert [record["step"] for record in records(tmp_path / "resumed", "step")] == list(range(5, 13))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(
+    small_run: SmallRun, tmp_path: Path, disk: Disk, count: int
+) -> None:
+    folder = disk(48)
+    arguments = small_run.arguments(folder, training__max_samples=10_000_000)
+    ranks = Ranks(arguments, count, tmp_path)
+    try:
+        assert ranks.ends(list(range(count)), 90) == [2] * count, ranks.all_stderr()
+    finally:
+        ranks.clean_up()
+    [message] = messages(ranks)
+    written = folder / "tiny_cpu" / "bert"
+    assert any(message.endswith(f": {written / name}: {FULL}") for name in ("result_0.txt", "metrics_0.jsonl"))
+    assert "Traceback" not in ranks.all_stderr()
+    assert "Exception" not in ranks.all_stderr()
+    *whole, _ = (written / "metrics_0.jsonl").read_text().splitlines()
+    assert {strict(line)["event"] for line in whole} == {"run", "step", "eval"}
+    text = (written / "result_0.txt").read_text()
+    assert '"run_start"' in text
+    assert '"success"' not in text  # if metrics were first, there may be room for the end as aborted
+
+
+def test_metrics_name_their_file_and_their_other_sinks_are_closed(disk: Disk) -> None:
+    path, closed = disk(8) / "metrics.jsonl", []
+
+    class Other:
+        def write(self, record: object) -> None:
+            """Takes all."""
+
+        def close(self) -> None:
+            closed.append(True)
+
+    def run() -> None:
+        with Reporter(Progress(0.4, 100), [JsonLines(path, {}), Other()]) as reporter:
+            for step in range(1000):
+                reporter.write(WarningRecord(step, 0.0, "x" * 100))
+
+    with pytest.raises(OSError, match=FULL) as raised:
+        run()
+    assert raised.value.filename == str(path)
+    assert closed == [True]
+    *whole, _ = path.read_text().splitlines()
+    assert [strict(line).get("step") for line in whole] == [None, *range(len(whole) - 1)]
+
+
+def test_a_log_names_its_file_and_lets_go_of_it(disk: Disk) -> None:
+    path = disk(8) / "system" / "bert" / "result_0.txt"
+
+    def run() -> None:
+        with MLLog(path) as log:
+            fill(log)
+
+    with pytest.raises(OSError, match=FULL) as raised:
+        run()
+    assert raised.value.filename == str(path)
+    assert path not in open_files()
+
+
+def test_a_fault_that_the_log_cannot_take_is_the_only_one(small_run: SmallRun, tmp_path: Path, disk: Disk) -> None:
+    """What closes the log after a fault passes over what it cannot write, and lets go of the file."""
+    path = disk(8) / "system" / "bert" / "result_0.txt"
+    log = MLLog(path)
+    log.init_start()
+    with pytest.raises(OSError, match=FULL):
+        fill(log)
+    config = parse(small_run.arguments(tmp_path))
+    with _together(config, Mesh(0, 1, 0, torch.device("cpu")), log) as watch:
+        assert watch.on_fault is not None
+        watch.on_fault("a fault")
+    assert path not in open_files()
+
+
+def fill(log: MLLog) -> None:
+    for _ in range(1000):
+        log.line("x" * 100)
+
+
+def open_files() -> set[Path]:
+    return {link.readlink() for link in Path("/proc/self/fd").iterdir() if link.exists()}
+
+
+def test_a_sink_that_cannot_be_closed_is_told_unless_something_else_was_first() -> None:
+    class Unclosable:
+        def write(self, record: object) -> None:
+            """Takes all."""
+
+        def close(self) -> None:
+            raise OSError(errno.ENOSPC, FULL, "sink")
+
+    with pytest.raises(OSError, match="sink"), Reporter(Progress(0.4, 100), [Unclosable()]) as reporter:
+        reporter.write(EndRecord("success", 1.0, 1, None))
+    with pytest.raises(RuntimeError, match="first"), Reporter(Progress(0.4, 100), [Unclosable()]):
+        raise RuntimeError("first")

@@ -1,0 +1,89 @@
+"""Processes that come together through a store in which others of the same run have left their traces."""
+
+import threading
+import time
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from bert.parallel import attempt
+from bert.parallel.attempt import agree_on_attempt
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempt, "_LONGEST_PAUSE_S", 0.02)
+
+
+class Process(threading.Thread):
+    def __init__(self, store: HashStore, rank: int, world_size: int, seconds: float = 10) -> None:
+        super().__init__(daemon=True)
+        self.arguments = store, rank, world_size, seconds
+        self.name_taken: str | None = None
+        self.error: ValueError | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.name_taken = agree_on_attempt(*self.arguments)
+        except ValueError as error:
+            self.error = error
+
+
+def come(store: HashStore, ranks: list[int], world_size: int, pause: float = 0.0) -> set[str | None]:
+    """The names that these get, one coming after the other."""
+    processes = []
+    for rank in ranks:
+        processes.append(Process(store, rank, world_size))
+        time.sleep(pause)
+    for process in processes:
+        process.join(20)
+    return {process.name_taken for process in processes}
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_each_attempt_has_one_name_of_its_own(order: list[int]) -> None:
+    store, names = HashStore(), []
+    for _ in range(3):
+        [name] = come(store, order, 3, pause=0.05)
+        assert name is not None
+        names.append(name)
+    assert len(set(names)) == 3
+
+
+def test_nobody_takes_the_name_before_all_are_there() -> None:
+    store = HashStore()
+    come(store, [0, 1, 2], 3)
+    early = [Process(store, 1, 3), Process(store, 0, 3)]
+    time.sleep(0.3)
+    assert [process.name_taken for process in early] == [None, None]
+    late = Process(store, 2, 3)
+    for process in (*early, late):
+        process.join(10)
+    assert early[0].name_taken == early[1].name_taken == late.name_taken is not None
+
+
+def test_an_attempt_that_never_came_together_does_not_stand_in_the_way() -> None:
+    store = HashStore()
+    broken = [Process(store, 0, 3, seconds=0.2), Process(store, 1, 3, seconds=0.2)]
+    for process in broken:
+        process.join(10)
+    assert all(process.error is not None for process in broken)
+    [name] = come(store, [2, 1, 0], 3, pause=0.05)
+    assert name is not None
+
+
+def test_rank_0_names_those_that_are_missing() -> None:
+    store = HashStore()
+    first, other = Process(store, 0, 4, seconds=0.3), Process(store, 2, 4, seconds=0.3)
+    first.join(10)
+    other.join(10)
+    assert "2 of 4 ranks have not come within 0 s (rank 1, 3): see whether" in str(first.error)
+    assert "not all ranks have come" in str(other.error)
+    lonely = Process(HashStore(), 0, 100, seconds=0)
+    lonely.join(10)
+    assert "99 of 100 ranks have not come within 0 s (rank 1, 2, 3, 4, 5, 6, 7, 8 and others)" in str(lonely.error)
+
+
+def test_one_process_agrees_with_itself() -> None:
+    assert agree_on_attempt(HashStore(), 0, 1, 1)
