@@ -10,15 +10,15 @@ from typing import Annotated
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 from tyro.extras import SubcommandApp
 
-from compliance.folders import find
+from compliance.doctor.system import describe, write
 from compliance.matrix import acceptance, table
-from compliance.report import Format, render_as, write_report
-from compliance.results import load_results
+from compliance.report.page import Format, render_as, write_report
+from compliance.report.results import load_results
+from compliance.report.summary import print_summary
 from compliance.rules import NEWEST_RULESET, RULESETS, Division
 from compliance.sarif import write_sarif
-from compliance.submission import accepted, check_paths
-from compliance.summary import print_summary
-from compliance.system import describe, write
+from compliance.submission.check import accepted, check_paths
+from compliance.submission.folders import find
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
 Folder = Annotated[Positional[Path], arg(metavar="FOLDER", help="results/<system>/bert")]
@@ -166,7 +166,7 @@ def doctor(
         quick: Do not read the data through.
         json: Print all as one JSON document.
     """
-    from compliance.doctor import Request, print_examination
+    from compliance.doctor.examination import Request, print_examination
 
     return print_examination(Request(recipe, data, checkpoint, system, results, nodes, quick), as_json=json)
 
@@ -195,8 +195,8 @@ def package(
         archive: Also pack the tree into this file, compressed and encrypted, if all tools pass.
         password_file: The file with the archive's password in its first line.
     """
-    from compliance.package import Request
-    from compliance.package_command import run
+    from compliance.package.command import run
+    from compliance.package.tree import Request
 
     return run(Request(org, system, runs, out, ruleset, implementation, replace), archive, password_file)
 
@@ -214,7 +214,7 @@ def watch(
         timeout: Seconds to wait for a log that is not there yet.
         stale: Seconds without news after which the run is given up; one that initialises has an hour.
     """
-    from compliance.watch import watch as follow
+    from compliance.watch.screen import watch as follow
 
     return follow(path, ruleset, timeout, stale)
 

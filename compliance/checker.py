@@ -9,10 +9,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from compliance import official, rules
+from compliance import rules
 from compliance.checks import CHECKS, TIMELINE, Context
 from compliance.findings import Finding, Verdict
 from compliance.log import MAX_LINE_BYTES, Log, read_log
+from compliance.official import checker as official
 
 __all__ = ["Finding", "Verdict", "check_file", "check_files", "check_log"]
 

@@ -22,7 +22,7 @@ from typing import Literal
 
 from compliance import rules
 from compliance.log import Log
-from compliance.selection import olympic_mean
+from compliance.package.selection import olympic_mean
 
 Origin = Literal["exact", "interpolated", "smallest"]
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]

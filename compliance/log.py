@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -216,8 +216,8 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
         return _parse_record(line[start + len(_TOKEN) :], number, problems), problems
     except _RecordError as error:
         found, expected = error.args
-        worse = [problem for problem in problems if problem.severity == "error"]
-        return None, [*worse, Problem(number, found, expected, _keys_in(line))]
+        glued = [replace(problem, keys=_keys_in(line)) for problem in problems if problem.severity == "error"]
+        return None, glued or [Problem(number, found, expected, _keys_in(line))]
 
 
 def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Record:

@@ -19,7 +19,7 @@ from urllib.parse import quote
 
 from compliance.artefact import write_whole
 from compliance.findings import Finding, Verdict
-from compliance.folders import absolute
+from compliance.submission.folders import absolute
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 TOOL = "compliance"

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from compliance import rules
 from compliance.convergence import SUBMISSION_RUNS, Outlook, converged_samples, describe_origin, outlook
 from compliance.log import Log, read_log
-from compliance.selection import FAILED, select
+from compliance.package.selection import FAILED, select
 
 RunStatus = Literal["converged", "not converged", "running"]
 
@@ -90,7 +90,7 @@ def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_tr
     """Where the logs of results/<system>/bert stand.
 
     Logs without run_stop are taken for runs in progress and not counted. Of more than `runs` runs those count that a
-    submission takes (`compliance.selection`).
+    submission takes (`compliance.package.selection`).
 
     Args:
         runs: runs of a complete set.

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from compliance.report import render
-from compliance.results import load_results
+from compliance.report.page import render
+from compliance.report.results import load_results
+from tests.compliance.report_folders import write_closed_folder, write_failing_folder
 from tests.conftest import REPOSITORY
-from tests.unit.report_folders import write_closed_folder, write_failing_folder
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome to look at the page with")

@@ -23,7 +23,7 @@ from bert.metrics import (
     StepRecord,
     Stopwatch,
 )
-from compliance.results import numbers
+from compliance.report.results import numbers
 
 STEP = StepRecord(
     step=20,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bert.mllog import MLLog, RuleViolation, evaluation_interval, evaluation_samples
 from compliance.checker import check_file
 from compliance.log import read_log
-from tests.unit.run_logs import CLOSED, OPEN, counting_clock, initialise, train, write_run
+from tests.compliance.run_logs import CLOSED, OPEN, counting_clock, initialise, train, write_run
 
 
 @pytest.fixture

@@ -1,0 +1,1 @@
+"""Looks at a machine before a run, and describes it."""

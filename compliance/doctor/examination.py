@@ -1,0 +1,453 @@
+"""Looks, before a run, at everything that would stop it, slow it down or make its result invalid.
+
+Each thing gets a line: ok, warn or fail, what was found, and what to do. Nothing is changed: caches are not dropped, no
+file is written. Every question to the machine has a time limit, and a tool that is missing is a warning at most.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.text import Text
+
+from compliance import rules
+from compliance.convergence import SUBMISSION_RUNS
+from compliance.doctor import gpus, vitals
+from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, shape_in_name, warn
+from compliance.doctor.host import REPOSITORY, Host
+from compliance.doctor.storage import linked_elsewhere, storage_of
+from compliance.doctor.system import ask_pytorch, container, version
+from compliance.doctor.system_truth import compare
+
+RECIPE_TIMEOUT_S = 60.0
+DRY_RUN_TIMEOUT_S = 300.0
+VERIFY_TIMEOUT_S = 3600.0
+
+RESULTS_BYTES = 2**30
+"""Free space that the logs and metrics of ten runs need at most."""
+
+CHECKPOINT_HEADER_BYTES = 100 * 2**20
+"""Largest header of a safetensors file (its format's own limit)."""
+
+_ASK_RECIPE = """
+import json, sys
+from dataclasses import asdict
+from bert.recipes import RECIPES
+name = sys.argv[1]
+print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES), default=str))
+"""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be looked at; None stands for what the recipe says."""
+
+    recipe: str = ""
+    data: Path | None = None
+    checkpoint: Path | None = None
+    system: Path | None = None
+    results: Path | None = None
+    nodes: int | None = None
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A request with all that is known about it."""
+
+    request: Request
+    plan: Plan
+    host: Host
+    gpus: gpus.Gpus
+    pytorch: Mapping[str, Any]
+
+    def folder(self, name: Literal["train", "evaluation"]) -> Path | None:
+        """A data set of the run."""
+        given = self.request.data
+        if given is None:
+            named = self.plan.setting("data", name)
+            return _from_here(named) if named else None
+        inside = given / name
+        # A folder that holds no two data sets is one.
+        return inside if inside.exists() or self.plan.recipe else given if name == "train" else None
+
+    @property
+    def results(self) -> Path | None:
+        """results/ of the run."""
+        named = self.plan.setting("log", "results")
+        return self.request.results or (_from_here(named) if named else None)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The weights that the run starts from."""
+        named = self.plan.setting("data", "initial_checkpoint")
+        return self.request.checkpoint or (_from_here(named) if named else None)
+
+    @property
+    def system_file(self) -> Path | None:
+        """The system description."""
+        name = self.plan.setting("log", "system")
+        in_results = self.results / "systems" / f"{name}.json" if self.results and name else None
+        return self.request.system or in_results
+
+
+def _from_here(named: str) -> Path:
+    """A path of the recipe, which starts at the repository's root, as seen from the present folder."""
+    return Path(os.path.relpath(REPOSITORY / named))
+
+
+def examine(request: Request, host: Host | None = None) -> Iterator[Diagnosis]:
+    """Look at everything, the quick things first.
+
+    Raises:
+        ValueError: an unknown recipe, a number of nodes below 1, or a named file or folder that is not there.
+    """
+    host = host or Host()
+    for path in (request.data, request.checkpoint, request.system):
+        if path is not None and not path.exists():
+            raise ValueError(f"{path}: no such file or folder")
+    found = gpus.query(host)
+    plan = make_plan(request, host, len(found.gpus))
+    case = _Case(request, plan, host, found, ask_pytorch(host) if plan.on_gpus else {})
+    for check in _CHECKS:
+        yield from check(case)
+
+
+def make_plan(request: Request, host: Host, gpus_here: int) -> Plan:
+    """The run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
+    if request.nodes is not None and request.nodes < 1:
+        raise ValueError(f"--nodes is {request.nodes}, expected at least 1")
+    shape = shape_in_name(request.recipe)
+    nodes = request.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
+    if not request.recipe:
+        return Plan(nodes=nodes, ranks=max(1, gpus_here))
+    output = host.python("-c", _ASK_RECIPE, request.recipe, timeout_s=RECIPE_TIMEOUT_S)
+    try:
+        config = json.loads(output.answer)
+    except (ValueError, RecursionError):
+        said = output.errors.strip().splitlines()[-1:] or [output.trouble]
+        raise ValueError(f"the recipes cannot be read: {said[0][:200]}; install the packages (rm -r .venv)") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"unknown recipe {request.recipe!r}: expected one of {', '.join(map(str, config))}")
+    plan = Plan(request.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
+    cores = len(os.sched_getaffinity(0))
+    per_node = (
+        shape[1] if shape else gpus_here if plan.on_gpus else 2 if request.recipe == "tiny_cpu" and cores > 1 else 1
+    )
+    return replace(plan, ranks=max(1, _count(host, "NPROC") or per_node))
+
+
+def _count(host: Host, variable: str) -> int | None:
+    text = host.environment.get(variable, "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _check_batch(case: _Case) -> Iterator[Diagnosis]:
+    plan = case.plan
+    if not plan.recipe:
+        yield ok("recipe", "none given: only the machine is looked at (--recipe NAME looks at a run)")
+        return
+    batch, steps = (plan.setting("training", name) for name in ("global_batch_size", "gradient_accumulation_steps"))
+    layout = f"{plan.nodes} node(s) x {plan.ranks} rank(s) x {steps} micro-batch(es)"
+    if batch % (plan.world_size * steps):
+        mend = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
+        yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", mend)
+    else:
+        each = batch // (plan.world_size * steps)
+        yield ok("recipe", f"{plan.recipe}: a batch of {batch} over {layout} of {each} sequence(s)")
+
+
+def _check_machine(case: _Case) -> Iterator[Diagnosis]:
+    host, plan = case.host, case.plan
+    # The time of a file comes from its server's clock, which may be ahead.
+    not_before = Path(__file__).stat().st_mtime - 24 * 3600
+    yield from vitals.clock(host, plan, vitals.read_clock(), not_before)
+    yield from vitals.accelerators(host, plan, case.gpus, case.pytorch)
+    yield from vitals.memory(host, plan)
+    yield from vitals.processors(host, plan)
+    yield from vitals.limits(host, plan)
+    yield from vitals.network(host, plan)
+    yield ok("container", container(host) or "none")
+
+
+def _check_packages(_: _Case) -> Iterator[Diagnosis]:
+    installed = version("mlperf-logging")
+    pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").split()
+    pinned = {name: number for name, _, number in (pin.partition("==") for pin in pins)}
+    mend = "install the pinned packages: rm -r .venv, and run run_and_time.sh again"
+    if not installed:
+        yield fail("mlperf-logging", "not installed, so no log can be written or checked", mend)
+    elif not _has_bert_rules():
+        found = f"{installed} has no rules of BERT for {rules.NEWEST_RULESET}"
+        yield fail("mlperf-logging", found, mend)
+    elif installed != pinned.get("mlperf-logging"):
+        found = f"{installed}, but this repository was tested with {pinned.get('mlperf-logging')}"
+        yield warn("mlperf-logging", found, mend)
+    else:
+        yield ok("mlperf-logging", f"{installed}, with the rules of {rules.NEWEST_RULESET}")
+
+
+def _has_bert_rules() -> bool:
+    folder = resources.files("mlperf_logging.compliance_checker")
+    return (folder / f"training_{rules.NEWEST_RULESET}" / "closed_bert.yaml").is_file()
+
+
+def _check_caches(case: _Case) -> Iterator[Diagnosis]:
+    """Opening the switch for writing drops nothing, and is what root in a container with a read-only /proc/sys may not."""
+    switch = case.host.path("/proc/sys/vm/drop_caches")
+    mend = "run as root, in a container with --privileged, or allow sudo sysctl for it (Slurm: see launch/slurm.sub)"
+    try:
+        os.close(os.open(switch, os.O_WRONLY))
+    except OSError as error:
+        command = ("sudo", "-n", "-l", "sysctl", "-q", "vm.drop_caches=3")
+        if case.host.run(*command, timeout_s=10).answer:
+            yield ok("caches", "may be dropped by way of sudo, as launch/slurm.sub does")
+            return
+        found = f"may not be dropped before the run: {switch}: {error.strerror}"
+        yield complain("caches", case.plan.is_closed, found, f"{mend} (TR 6.1)")
+    else:
+        yield ok("caches", "may be dropped before the run")
+
+
+def _check_storage(case: _Case) -> Iterator[Diagnosis]:
+    folders = [case.folder("train"), case.folder("evaluation")]
+    for folder in dict.fromkeys(folder for folder in folders if folder and folder.exists()):
+        for place in (folder, *linked_elsewhere(folder)):
+            storage = storage_of(place, case.host)
+            if storage.durability == "memory":
+                mend = "put the data on a disk: the rules want them on durable storage, not in memory (TR 6.1)"
+                yield complain("data", case.plan.is_closed, f"{place} lies in {storage.description}", mend)
+            elif storage.durability == "durable":
+                yield ok("data", f"{place} lies on {storage.description}")
+            else:
+                mend = "mount the data into the container from a disk of the host"
+                yield warn("data", f"{place} lies on {storage.description}", mend)
+
+
+def _check_results(case: _Case) -> Iterator[Diagnosis]:
+    results = case.results
+    if results is None:
+        return
+    existing = next(folder for folder in (results.absolute(), *results.absolute().parents) if folder.exists())
+    storage, usage = storage_of(existing, case.host), shutil.disk_usage(existing)
+    named = f"{results}, on {storage.description}"
+    if storage.is_read_only or not os.access(existing, os.W_OK | os.X_OK):
+        yield fail(
+            "results", f"{named}, may not be written", "choose another folder (--log.results), or change its owner"
+        )
+        return
+    if usage.free < RESULTS_BYTES:
+        found = f"{named}: {usage.free / 2**20:.0f} MiB are free"
+        yield complain("results", usage.free < RESULTS_BYTES // 16, found, "make room, or choose another folder")
+    elif storage.durability == "memory":
+        yield warn("results", f"{named}: a reboot forgets them", "choose a folder on a disk (--log.results)")
+    else:
+        yield ok("results", f"{named}: {usage.free / 2**30:.0f} GiB are free")
+    yield from _check_earlier(case, results)
+
+
+def _check_earlier(case: _Case, results: Path) -> Iterator[Diagnosis]:
+    folder = results / str(case.plan.setting("log", "system") or "") / "bert"
+    wanted, target = case.plan.setting("log", "run"), SUBMISSION_RUNS
+    there = sorted(int(match[1]) for name in _names(folder) if (match := rules.RESULT_FILE.fullmatch(name)))
+    if not case.plan.recipe:
+        return
+    if wanted is not None and wanted in there:
+        yield fail("results", f"{folder}/result_{wanted}.txt is there already", "move it away, or set another log.run")
+    elif len(there) >= target:
+        mend = "move them away (with metrics_*), or set log.system to another name"
+        yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {target}", mend)
+    elif there:
+        missing = len(there) < there[-1] + 1
+        gaps = "; their numbers have gaps, and the next run fills the first" if missing else ""
+        yield ok("results", f"{len(there)} log(s) in {folder} already{gaps}")
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return [entry.name for entry in folder.iterdir()]
+    except OSError:
+        return []
+
+
+def _check_source(case: _Case) -> Iterator[Diagnosis]:
+    command = ("git", "status", "--porcelain", "--", ".", ":!results", ":!data")
+    status = case.host.run(*command, timeout_s=30)
+    if not status.trouble:
+        changed = status.text.splitlines()
+        head = case.host.run("git", "rev-parse", "--short", "HEAD").answer.strip()
+        if changed:
+            files = ", ".join(line[3:] for line in changed[:3]) + (" ..." if len(changed) > 3 else "")
+            found = f"{len(changed)} file(s) differ from commit {head}: {files}"
+            yield warn("source", found, "commit them: a submission holds the source that was run (SR Source code)")
+        else:
+            yield ok("source", f"commit {head}, without changes")
+    elif commit := case.host.environment.get("MLPERF_BERT_COMMIT", "unknown").replace("unknown", ""):
+        yield ok("source", f"an image made from commit {commit[:12]}")
+    else:
+        mend = "run from a git checkout, or build the image with --build-arg REVISION"
+        yield warn("source", "which commit this is cannot be told", mend)
+
+
+def _check_system_file(case: _Case) -> Iterator[Diagnosis]:
+    path = case.system_file
+    if path is not None:
+        yield from compare(path, case.plan, case.host)
+
+
+def _check_checkpoint(case: _Case) -> Iterator[Diagnosis]:
+    path = case.checkpoint
+    if path is None:
+        return
+    mend = "make it again: docs/checkpoints.md"
+    try:
+        tensors, parameters = read_safetensors_header(path)
+    except ValueError as error:
+        yield fail("checkpoint", str(error), mend)
+        return
+    vocabulary, hidden = (case.plan.setting("model", name) for name in ("vocab_size", "hidden_size"))
+    matrices = [tuple(shape) for shape in tensors.values() if len(shape) == 2]
+    if hidden and not any(rows >= vocabulary and columns == hidden for rows, columns in matrices):
+        found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {case.plan.recipe} trains"
+        yield fail("checkpoint", found, mend)
+    else:
+        yield ok("checkpoint", f"{path}: whole, {len(tensors)} tensors, {parameters / 1e6:.1f} million parameters")
+
+
+def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
+    """Shapes by tensor and the number of parameters of a safetensors file, whose size is compared with its header.
+
+    Raises:
+        ValueError: the file is missing, no safetensors file, or cut off.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(CHECKPOINT_HEADER_BYTES, size - 8):
+                raise ValueError(f"{path}: not a safetensors file")
+            header = json.loads(file.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
+        shapes = {name: [int(number) for number in entry["shape"]] for name, entry in entries.items()}
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError):
+        raise ValueError(f"{path}: not a safetensors file, or damaged") from None
+    if size != 8 + length + end:
+        raise ValueError(f"{path}: {size} bytes, but its header speaks of {8 + length + end}: cut off or damaged")
+    parameters = 0
+    for shape in shapes.values():
+        count = 1
+        for number in shape:
+            count *= number
+        parameters += count
+    return shapes, parameters
+
+
+def _check_dry_run(case: _Case) -> Iterator[Diagnosis]:
+    """The trainer's own checks: data, vocabulary, settings, the free number of the result."""
+    if not case.plan.recipe:
+        return
+    arguments = ["-m", "bert.train", case.plan.recipe, "--dry-run"]
+    given: dict[str, object] = {"log.results": case.request.results, "data.initial-checkpoint": case.request.checkpoint}
+    if case.request.data:
+        given |= {"data.train": case.folder("train"), "data.evaluation": case.folder("evaluation")}
+    for name, value in given.items():
+        arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
+    environment = {"WORLD_SIZE": str(case.plan.world_size)}
+    output = case.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
+    said = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
+    if output.trouble:
+        mend = "do what it says; python -m bert.train RECIPE --dry-run asks again"
+        yield fail("dry run", (said[-1] if said else output.trouble).removeprefix("error: ")[:400], mend)
+    else:
+        yield ok("dry run", output.text.strip().splitlines()[-1][:400])
+
+
+def _check_data(case: _Case) -> Iterator[Diagnosis]:
+    """Every byte of the data against the manifest; this takes as long as reading it."""
+    for name in ("train", "evaluation"):
+        folder = case.folder(name)
+        if folder is None:
+            continue
+        if not folder.exists():
+            yield fail("data", f"{folder}: no such folder", "make the data: docs/data.md")
+        elif case.request.quick:
+            yield warn("data", f"{folder} was not read through", "leave --quick out once, before the first run")
+        else:
+            begin = time.monotonic()
+            output = case.host.python("-m", "dataloading", "verify", str(folder.absolute()), timeout_s=VERIFY_TIMEOUT_S)
+            seconds = time.monotonic() - begin
+            lines = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
+            if output.trouble:
+                yield fail(
+                    "data", lines[-1].removeprefix("error: ")[:400], "make it again, or copy it again: docs/data.md"
+                )
+            else:
+                yield ok("data", f"{output.text.strip().splitlines()[-1][:300]}; read in {seconds:.0f} s")
+
+
+_CHECKS: tuple[Callable[[_Case], Iterator[Diagnosis]], ...] = (
+    _check_batch,
+    _check_packages,
+    _check_machine,
+    _check_caches,
+    _check_storage,
+    _check_results,
+    _check_source,
+    _check_system_file,
+    _check_checkpoint,
+    _check_dry_run,
+    _check_data,
+)
+
+
+def print_examination(request: Request, as_json: bool) -> int:
+    """Print each diagnosis as soon as it is known, or all as one JSON list. Returns the exit status: 1 if one fails.
+
+    Raises:
+        ValueError: see `examine`.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    counts: Counter[str] = Counter()
+    entries: list[dict[str, str]] = []
+    for diagnosis in examine(request):
+        counts[diagnosis.state] += 1
+        entries.append(diagnosis.as_dict())
+        if not as_json:
+            console.print(_line(diagnosis))
+    if as_json:
+        print(json.dumps(entries, indent=2))
+    else:
+        console.print(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
+    return 1 if counts["fail"] else 0
+
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def _line(diagnosis: Diagnosis) -> Text:
+    """What steers a terminal is escaped: some of it was printed by other programs."""
+    shown = Text(no_wrap=True)
+    shown.append(f"{diagnosis.state:<5}", style=_COLOURS[diagnosis.state])
+    shown.append(f"{diagnosis.subject:<15} ", style="bold").append(_printable(diagnosis.found))
+    if diagnosis.mend:
+        shown.append(f"\n{'':20} -> {_printable(diagnosis.mend)}")
+    return shown
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

@@ -1,0 +1,336 @@
+"""The system description of a submission: the 33 fields, found out from this machine.
+
+Every field is a string, because the official tools crash on numbers. What cannot be found out stays empty, which the
+tools accept; what is found out can be overridden, and must be for a cluster: this describes the one node it runs on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from compliance.artefact import write_whole
+from compliance.doctor import gpus
+from compliance.doctor.host import Host
+from compliance.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES, Division
+
+RESEARCH = "Research, Development, or Internal (RDI)"
+"""The status that is true of every system nobody sells or rents out as such."""
+
+PYTORCH_TIMEOUT_S = 90.0
+
+_ASK_PYTORCH = """
+import json, torch
+cudnn = torch.backends.cudnn.version()
+nccl = torch.cuda.nccl.version() if torch.version.cuda and torch.distributed.is_nccl_available() else None
+seen = torch.cuda.is_available()
+print(json.dumps({
+    "PyTorch": torch.__version__,
+    "CUDA": torch.version.cuda,
+    "cuDNN": cudnn and (f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}" if cudnn >= 90000 else
+                        f"{cudnn // 1000}.{cudnn // 100 % 10}.{cudnn % 100}"),
+    "NCCL": nccl and ".".join(map(str, nccl)),
+    "gpus": torch.cuda.device_count() if seen else 0,
+    "architectures": torch.cuda.get_arch_list() if seen else [],
+    "capability": list(torch.cuda.get_device_capability()) if seen else None,
+}))
+"""
+
+_HBM = (
+    ("H200", "HBM3e"),
+    ("B200", "HBM3e"),
+    ("B300", "HBM3e"),
+    ("H100 PCIe", "HBM2e"),
+    ("H100", "HBM3"),
+    ("A100-SXM4-40GB", "HBM2"),
+    ("A100-PCIE-40GB", "HBM2"),
+    ("A100", "HBM2e"),
+    ("V100", "HBM2"),
+)
+"""Kind of memory by a part of the GPU's name, from the vendor's data sheets; the first match counts."""
+
+
+def describe(
+    division: Division, overrides: Mapping[str, str] | None = None, host: Host | None = None
+) -> dict[str, str]:
+    """The system description of this machine, in the order of `SYSTEM_FIELDS`.
+
+    Args:
+        division: "closed" or "open"; lower case, as in the log.
+        overrides: fields to set instead of what was found out.
+        host: the machine; default the one this runs on.
+
+    Raises:
+        ValueError: an unknown division, field or status, or a count that is no number.
+    """
+    host = host or Host()
+    fields = dict.fromkeys(SYSTEM_FIELDS, "")
+    fields |= {"division": division, "status": RESEARCH, "system_name": socket.gethostname(), "number_of_nodes": "1"}
+    fields |= processors(host.run("lscpu").answer, host)
+    fields |= memory(host.read("/proc/meminfo"), host.run("dmidecode", "--type", "memory").answer)
+    fields |= storage(host.run("lsblk", "--json", "--bytes", "--output", "NAME,TYPE,SIZE,ROTA,MODEL,TRAN").answer)
+    fields["host_storage_capacity"] = fields["host_storage_capacity"] or _working_disk()
+    fields |= {"host_networking": networking(host)}
+    found = gpus.query(host)
+    fields |= accelerators(found, *_gpu_links(host, found))
+    fields |= software(ask_pytorch(host) if found.gpus else {}, found.driver, host)
+    overrides = overrides or {}
+    for name in overrides:
+        if name not in fields:
+            raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
+    fields |= overrides
+    _check(fields)
+    return fields
+
+
+def write(path: Path, fields: Mapping[str, str]) -> None:
+    """Write a description as JSON; the file appears whole or not at all.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    text = json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n"
+    write_whole(path, text)
+
+
+def _check(fields: Mapping[str, str]) -> None:
+    if fields["division"] not in DIVISIONS:
+        raise ValueError(f"division is {fields['division']!r}, expected 'closed' or 'open' in lower case")
+    if fields["status"] not in SYSTEM_STATUSES:
+        raise ValueError(f"status is {fields['status']!r}, expected one of {', '.join(map(repr, SYSTEM_STATUSES))}")
+    for name in SYSTEM_INTEGERS:
+        if not re.fullmatch(r"\d+", fields[name]):
+            raise ValueError(f"{name} is {fields[name]!r}, expected a number such as '8'")
+
+
+def processors(lscpu: str, host: Host) -> dict[str, str]:
+    """The fields of the host's processors, from lscpu's output where there is one and /proc/cpuinfo elsewhere."""
+    cpu = _colon_table(lscpu)
+    info = _colon_table(host.read("/proc/cpuinfo"))
+    sockets = _leading_integer(cpu.get("Socket(s)", "")) or 1
+    cores = _leading_integer(cpu.get("Core(s) per socket", "")) or _leading_integer(cpu.get("Core(s) per cluster", ""))
+    threads = _leading_integer(cpu.get("CPU(s)", "")) or os.cpu_count() or 1
+    sizes = {level: cpu.get(f"{level} cache", cpu.get(level)) for level in ("L1d", "L1i", "L2", "L3")}
+    caches = [f"{level} cache: {size}" for level, size in sizes.items() if size]
+    return {
+        "host_processors_per_node": str(sockets),
+        "host_processor_model_name": cpu.get("Model name") or info.get("model name") or platform.machine(),
+        "host_processor_core_count": str(cores or max(1, threads // sockets)),
+        "host_processor_vcpu_count": str(threads),
+        "host_processor_frequency": _gigahertz(cpu, info),
+        "host_processor_caches": ", ".join(caches),
+        "host_processor_interconnect": _between_sockets(cpu) if sockets > 1 else "",
+    }
+
+
+def _gigahertz(cpu: Mapping[str, str], info: Mapping[str, str]) -> str:
+    """The highest frequency that is known; a virtual machine tells none but that of the moment."""
+    for megahertz in (cpu.get("CPU max MHz", ""), cpu.get("CPU MHz", ""), info.get("cpu MHz", "")):
+        if re.fullmatch(r"\d+(\.\d+)?", megahertz):
+            return f"{float(megahertz) / 1000:.2f} GHz"
+    return ""
+
+
+def _between_sockets(cpu: Mapping[str, str]) -> str:
+    vendor, flags = cpu.get("Vendor ID", ""), cpu.get("Flags", "").split()
+    if vendor == "GenuineIntel":
+        return "UPI" if "avx512f" in flags else "QPI"
+    return "Infinity Fabric (xGMI)" if vendor == "AuthenticAMD" else ""
+
+
+def memory(meminfo: str, dmidecode: str) -> dict[str, str]:
+    """Capacity from /proc/meminfo, and the modules from `dmidecode --type memory`, which only root may ask."""
+    kibibytes = _leading_integer(_colon_table(meminfo).get("MemTotal", ""))
+    modules: Counter[str] = Counter()
+    for block in re.split(r"\n(?=Handle )", dmidecode):
+        module = _colon_table(block)
+        if "Memory Device" in block.splitlines()[1:2] and _leading_integer(module.get("Size", "")):
+            speed = module.get("Configured Memory Speed") or module.get("Speed", "")
+            words = (module["Size"], module.get("Type", ""), speed)
+            modules[" ".join(word for word in words if word and word != "Unknown")] += 1
+    return {
+        "host_memory_capacity": f"{kibibytes / 2**20:.0f} GiB" if kibibytes else "",
+        "host_memory_configuration": ", ".join(f"{count}x {module}" for module, count in sorted(modules.items())),
+    }
+
+
+def storage(lsblk: str) -> dict[str, str]:
+    """Kind and size of the disks, from `lsblk --json --bytes --output NAME,TYPE,SIZE,ROTA,MODEL,TRAN`."""
+    kinds: Counter[str] = Counter()
+    for disk in _disks(lsblk):
+        size = _leading_integer(str(disk.get("size"))) or 0
+        name = str(disk.get("name"))
+        if disk.get("type") == "disk" and size and not name.startswith(("zram", "ram", "loop", "fd", "sr")):
+            kinds[f"{_bytes(size)} {_disk_kind(disk, name)}"] += 1
+    sizes = [f"{count}x {kind}" for kind, count in sorted(kinds.items())]
+    return {
+        "host_storage_type": ", ".join(sorted({kind.split(" ", 2)[2] for kind in kinds})),
+        "host_storage_capacity": ", ".join(" ".join(size.split(" ", 3)[:3]) for size in sizes),
+    }
+
+
+def _disks(lsblk: str) -> list[dict[str, Any]]:
+    try:
+        listed = json.loads(lsblk or "{}")
+    except (ValueError, RecursionError):
+        return []
+    disks = listed.get("blockdevices") if isinstance(listed, dict) else None
+    return [disk for disk in disks if isinstance(disk, dict)] if isinstance(disks, list) else []
+
+
+def _disk_kind(disk: Mapping[str, Any], name: str) -> str:
+    if name.startswith(("vd", "xvd")):
+        return "virtual disk"
+    if name.startswith("nvme") or disk.get("tran") == "nvme":
+        return "NVMe SSD"
+    rotating = disk.get("rota") in (True, "1", 1)  # text in old versions of lsblk
+    return "HDD" if rotating else "SSD"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e12:.2f} TB" if count >= 10**12 else f"{count / 1e9:.0f} GB"
+
+
+def _working_disk() -> str:
+    return f"1x {_bytes(shutil.disk_usage('.').total)}"
+
+
+def networking(host: Host) -> str:
+    """The network adapters: ports of /sys/class/infiniband by kind and rate, and wired devices of /sys/class/net."""
+    kinds: Counter[str] = Counter()
+    for port in adapter_ports(host):
+        speed = re.sub(r"Gb/sec.*", "Gb/s", port.rate)
+        kinds[f"{'RoCE' if port.link_layer == 'Ethernet' else 'InfiniBand'} {speed}".strip()] += 1
+    for name in host.names("/sys/class/net"):
+        if host.path(f"/sys/class/net/{name}/device").exists() and not name.startswith("ib"):
+            megabits = _leading_integer(host.read(f"/sys/class/net/{name}/speed"))
+            kinds["Ethernet" + (f" {megabits / 1000:g} Gb/s" if megabits else "")] += 1
+    return ", ".join(f"{count}x {kind}" for kind, count in sorted(kinds.items()))
+
+
+class AdapterPort:
+    """A port of a network adapter with RDMA; the state is such as "ACTIVE" or "DOWN", and "" where it is not known."""
+
+    def __init__(self, host: Host, adapter: str, number: str) -> None:
+        folder = f"/sys/class/infiniband/{adapter}/ports/{number}"
+        self.name = f"{adapter} port {number}"
+        self.state = host.read(f"{folder}/state").partition(":")[2].strip()
+        self.rate = host.read(f"{folder}/rate")
+        self.link_layer = host.read(f"{folder}/link_layer")
+
+
+def adapter_ports(host: Host) -> list[AdapterPort]:
+    """The ports of all adapters with RDMA: InfiniBand and RoCE."""
+    adapters = host.names("/sys/class/infiniband")
+    return [
+        AdapterPort(host, adapter, number)
+        for adapter in adapters
+        for number in host.names(f"/sys/class/infiniband/{adapter}/ports")
+    ]
+
+
+def _gpu_links(host: Host, found: gpus.Gpus) -> tuple[str, str]:
+    if not found.gpus:
+        return "", ""
+    return host.run("nvidia-smi", "nvlink", "--status", "--id=0").answer, host.run("nvidia-smi", "topo", "-m").answer
+
+
+def accelerators(found: gpus.Gpus, nvlink: str, topology: str) -> dict[str, str]:
+    """The fields of the accelerators, from nvidia-smi's answers."""
+    if not found.gpus:
+        return {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
+    first = found.gpus[0]
+    name = first.text("name")
+    links, rate = gpus.parse_links(nvlink)
+    generation, width = first.text("pcie.link.gen.max"), first.text("pcie.link.width.max")
+    return {
+        "accelerators_per_node": str(len(found.gpus)),
+        "accelerator_model_name": name,
+        "accelerator_memory_capacity": first.text("memory.total"),
+        "accelerator_memory_configuration": next((kind for part, kind in _HBM if part in name), ""),
+        "accelerator_frequency": first.text("clocks.max.sm"),
+        "accelerator_host_interconnect": f"PCIe Gen{generation} x{width}" if generation else "",
+        "accelerator_interconnect": f"{links} NVLinks, {rate:.0f} GB/s a direction" if links else "",
+        "accelerator_interconnect_topology": gpus.describe_topology(gpus.parse_topology(topology)),
+    }
+
+
+def ask_pytorch(host: Host) -> dict[str, Any]:
+    """What PyTorch was built with and the GPUs it sees, asked in a process of its own; empty when it cannot be imported."""
+    try:
+        answer = json.loads(host.python("-c", _ASK_PYTORCH, timeout_s=PYTORCH_TIMEOUT_S).answer or "{}")
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def software(pytorch: Mapping[str, Any], driver: str, host: Host) -> dict[str, str]:
+    """The fields of the software: what PyTorch says of itself, installed packages, the container, the system."""
+    stack = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
+    stack += [f"NVIDIA driver {driver}"] if driver else []
+    stack += [f"{name} {version}" for name, version in _packages() if version]
+    stack += [f"Python {platform.python_version()}"]
+    stack += [kind] if (kind := container(host)) else []
+    release = dict(re.findall(r'^(\w+)="?(.*?)"?$', host.read("/etc/os-release"), re.MULTILINE))
+    ngc = host.environment.get("NVIDIA_PYTORCH_VERSION")
+    return {
+        "framework": f"PyTorch {pytorch.get('PyTorch') or version('torch')}".strip()
+        + (f" (NVIDIA Release {ngc})" if ngc else ""),
+        "other_software_stack": ", ".join(stack),
+        "operating_system": release.get("PRETTY_NAME", platform.platform()),
+    }
+
+
+def _packages() -> Iterable[tuple[str, str]]:
+    names = ("numpy", "triton", "nvidia-dali-cuda130", "transformer-engine", "flash-attn", "mlperf-logging")
+    return ((name, version(name)) for name in names)
+
+
+def container(host: Host) -> str:
+    """The kind of container this runs in and its image, as far as they can be known; "" outside."""
+    environment = host.environment
+    ngc = environment.get("NVIDIA_PRODUCT_NAME", "")
+    image = f", image NVIDIA {ngc} {environment.get('NVIDIA_PYTORCH_VERSION', '')}".rstrip() if ngc else ""
+    for name in ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
+        if path := environment.get(name):
+            return f"Apptainer container {Path(path).name}{image}"
+    if environment.get("KUBERNETES_SERVICE_HOST"):
+        return f"Kubernetes pod{image}"
+    if host.path("/run/.containerenv").exists():
+        name = re.search(r'^image="(.+)"$', host.read("/run/.containerenv"), re.MULTILINE)
+        return "Podman container" + (f" {name[1]}" if name else image)
+    if host.path("/.dockerenv").exists():
+        return f"Docker container{image}"
+    return f"container{image}" if environment.get("container") or ngc else ""
+
+
+def version(distribution: str) -> str:
+    """The version of an installed package, "" when it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _colon_table(text: str) -> dict[str, str]:
+    """The lines "name: value" of a text; of a repeated name the first."""
+    table: dict[str, str] = {}
+    for line in text.splitlines():
+        name, colon, value = line.partition(":")
+        if colon:
+            table.setdefault(name.strip(), value.strip())
+    return table
+
+
+def _leading_integer(text: str) -> int | None:
+    match = re.match(r"\d+", text)
+    return int(match[0]) if match else None

@@ -1,0 +1,131 @@
+"""Asks the official package tools about the parts of a submission, in a process of its own.
+
+`compliance.official.package_worker` holds the process. Each part gets its own answer, from the tool that judges it: a
+benchmark folder from the package checker (number of logs, compliance, seeds, power, reference convergence points), a
+system description and the names and sizes of the files from theirs. A crash, and they crash easily, is "fail".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from compliance.artefact import read_bounded
+from compliance.findings import Outcome
+from compliance.submission.folders import BenchmarkFolder, absolute
+
+TIMEOUT_S = 600
+"""Longest wait for all answers about one submission."""
+
+MAX_TEXT_CHARACTERS = 200
+
+PARAMETERS = "package_checker_params"
+"""File in which a submission asks the package checker to leave out checks."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an official tool says of a part: its verdict, and the last of its messages in short."""
+
+    outcome: Outcome
+    message: str = ""
+
+
+def ask(
+    benchmarks: Sequence[tuple[BenchmarkFolder, str]], descriptions: Sequence[Path], root: Path | None, ruleset: str
+) -> tuple[list[Answer], list[Answer], Answer | None]:
+    """The answers about benchmark folders, system descriptions and, where it is given, a whole submission.
+
+    Args:
+        benchmarks: each folder with the division of its logs.
+
+    Raises:
+        ValueError: mlperf-logging is not installed.
+    """
+    with tempfile.TemporaryDirectory(prefix="compliance-") as temporary:
+        requests = []
+        for index, (folder, division) in enumerate(benchmarks):
+            copy = Path(temporary) / str(index)
+            _link(folder, division, copy)
+            requests.append({"tool": "package", "path": str(copy), "ruleset": ruleset})
+        for description in descriptions:
+            requests.append({"tool": "system", "path": str(absolute(description)), "ruleset": ruleset})
+        if root is not None:
+            requests.append({"tool": "repository", "path": str(absolute(root)), "ruleset": ruleset})
+        answers = _run(requests, temporary)
+    first, second = len(benchmarks), len(benchmarks) + len(descriptions)
+    return answers[:first], answers[first:second], answers[second] if root is not None else None
+
+
+def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
+    """A submission with this one folder in it, made of links: the package checker writes among the results.
+
+    A description that is there but says no division is put right in the copy: it is judged on its own.
+    """
+    name = absolute(folder.path).name
+    here = copy / "results" / folder.system / name
+    here.mkdir(parents=True)
+    for entry in (*folder.logs, *folder.misnamed, *folder.others):
+        if entry.is_file() or entry.is_dir() or not entry.exists():  # a pipe would keep the checker waiting
+            (here / entry.name).symlink_to(absolute(entry))
+    if (folder.path / "power").is_dir():
+        for entry in (folder.path / "power").glob("*/*"):
+            target = here / entry.relative_to(folder.path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.touch()
+    for given, copied in ((folder.path, here), (absolute(folder.path).parent, here.parent)):
+        if (given / PARAMETERS).is_file():
+            (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))
+    (copy / "systems").mkdir()
+    if folder.description.is_file():
+        content = _object(folder.description)
+        content.setdefault("division", division)
+        (copy / "systems" / folder.description.name).write_text(json.dumps(content))
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_bounded(path))
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _run(requests: list[dict[str, str]], folder: str) -> list[Answer]:
+    if find_spec("mlperf_logging") is None:
+        raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
+    root = str(Path(__file__).resolve().parents[2])
+    # Last in the path: folders of the project must not stand in for modules of that name.
+    program = f"import sys; sys.path.append({root!r}); from compliance.official.package_worker import main; main()"
+    text = "".join(json.dumps(request) + "\n" for request in requests)
+    environment = os.environ | {"PYTHONUTF8": "1"}
+    command = [sys.executable, "-P", "-c", program]
+    try:
+        run = subprocess.run(
+            command,
+            input=text.encode(),
+            capture_output=True,
+            cwd=folder,
+            env=environment,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        output, why = run.stdout, "it ended without a verdict"
+    except subprocess.TimeoutExpired as error:
+        output, why = error.stdout or b"", f"it did not end within {TIMEOUT_S} s"
+    answers = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
+    return [_answer(answer) for answer in answers] + [Answer("fail", why)] * (len(requests) - len(answers))
+
+
+def _answer(answer: dict[str, Any]) -> Answer:
+    text = answer["messages"][-1] if answer["messages"] else ""
+    message = "".join(character if character.isprintable() else " " for character in text)[:MAX_TEXT_CHARACTERS]
+    return Answer("pass" if answer["passed"] else "fail", message)

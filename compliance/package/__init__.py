@@ -1,0 +1,1 @@
+"""Makes a submission from a folder of runs."""

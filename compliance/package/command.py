@@ -1,0 +1,104 @@
+"""`python -m compliance package`: the tree, the official tools on it, our figures against theirs, and the archive."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from compliance.findings import Finding
+from compliance.official.tools import Report, Summary, ask_all, said_beside
+from compliance.package.archive import check_request, write_archive
+from compliance.package.tree import UNVERIFIED, Package, Request, describe_selection, make_package
+from compliance.submission.check import accepted, check_paths
+
+AGREEMENT = 1e-9
+"""Largest relative difference of a figure to the official one."""
+
+
+def run(request: Request, archive: Path | None, password_file: Path | None) -> int:
+    """Make the submission, have it checked, print what was found.
+
+    Returns:
+        0 if all tools pass and their figures are ours, else 1.
+
+    Raises:
+        ValueError: why no submission can be made of this.
+    """
+    if (archive is None) != (password_file is None):
+        raise ValueError("--archive and --password-file go together: the archive is encrypted")
+    if archive and password_file:
+        check_request(archive, password_file)
+    package = make_package(request)
+    system = request.system.stem
+    reports, summary = ask_all(package.tree, system, request.ruleset, package.division)
+    reports += [_own_check(package), _comparison(package, summary)]
+    _print(package, reports)
+    passed = all(report.passed for report in reports) and not any(
+        finding.severity == "error" for finding in package.findings
+    )
+    if archive and password_file:
+        if passed:
+            print(f"\n{archive}: sha1 {write_archive(package.tree, archive, password_file)}")
+        else:
+            print(f"\n{archive}: not written, because a check fails")
+    return 0 if passed else 1
+
+
+def _own_check(package: Package) -> Report:
+    verdicts = check_paths([package.tree], package.request.ruleset)
+    passed = accepted(verdicts)
+    findings = [
+        replace(finding, found=f"{verdict.path.name}: {finding.found}")
+        for verdict in verdicts
+        for finding in verdict.errors
+        if not passed
+    ]
+    return Report("check of this repository", passed, "valid" if passed else "not valid", tuple(findings))
+
+
+def _comparison(package: Package, summary: Summary | None) -> Report:
+    """Whether score, scaling and samples are the official ones."""
+    findings = tuple(_differences(package, summary)) if summary else ()
+    passed = summary is not None and not findings
+    said = (
+        "equal to the official ones" if passed else "not the official ones" if summary else "there are no official ones"
+    )
+    return Report("score, scaling, samples", passed, said, findings)
+
+
+def _differences(package: Package, summary: Summary) -> Iterator[Finding]:
+    written = package.results / "scaling.json"
+    factor = json.loads(written.read_text("utf-8"))["scaling_factor"] if written.is_file() else 1.0
+    figures = [
+        ("the score in minutes", package.minutes, summary.minutes),
+        ("the scaling of scaling.json", package.scaling, factor),
+        ("the scaling of the summarizer", package.scaling, summary.scaling),
+    ]
+    if package.division == "closed":
+        figures.append(("the mean samples to the target", package.outlook.mean, summary.samples))
+    for name, ours, theirs in figures:
+        if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
+            mend = "do not submit it: one of the two programs is wrong about these logs; compare its output, beside the tree"
+            yield Finding(None, "", "result summarizer", f"{name} is {ours} here and {theirs} there", mend)
+
+
+def _print(package: Package, reports: list[Report]) -> None:
+    print(
+        f"{package.tree}: {package.request.system.stem}, {package.division} division, ruleset {package.request.ruleset}"
+    )
+    print(f"score {package.minutes:.4f} minutes. {describe_selection(package)}")
+    print(package.outlook.sentence)
+    print(f"\n{'':<28} {'verdict':<8} says")
+    for report in reports:
+        print(f"{report.tool:<28} {'pass' if report.passed else 'FAIL':<8} {report.said}")
+    findings = [*package.findings, *(finding for report in reports for finding in report.findings)]
+    if findings:
+        print()
+    for finding in findings:
+        print(finding)
+    if package.left_out:
+        print(f"\nnot in the source, because of its name or size: {', '.join(package.left_out)}")
+    print(f"\nWhat the official tools printed: {said_beside(package.tree)}\n{UNVERIFIED}")

@@ -1,0 +1,1 @@
+"""Reports on the runs of a folder."""

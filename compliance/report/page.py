@@ -1,0 +1,470 @@
+"""The report of a results folder: one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from compliance.artefact import write_whole
+from compliance.convergence import Outlook, Reference
+from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count, stacked_chart
+from compliance.report.published import SOURCE, Published
+from compliance.report.results import STEP_PARTS, Results, Run, breakdown, load_results, numbers, steps_taken
+from compliance.report.summary import (
+    NOT_A_RESULT,
+    as_csv,
+    as_json,
+    as_markdown,
+    count,
+    duration,
+    fraction,
+    heading,
+    plain,
+    rate,
+    statements,
+)
+from compliance.rules import NEWEST_RULESET
+
+STYLE_SHEET = Path(__file__).with_name("report.css")
+
+Format = Literal["html", "markdown", "json", "csv"]
+
+PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True)) | {
+    "evaluation": "evaluation",
+    "other": "other",
+}
+"""Parts of a run to classes of the style sheet."""
+
+MARKS = {"good": ("✓", "good"), "warn": ("!", "to look at"), "bad": ("✕", "not good"), "plain": ("·", "")}
+"""Sign of a kind of statement, and how it is read out."""
+
+MAX_LOSS = 1e6
+MAX_STEP_MS = 1e9
+MAX_RATE = 1e12
+
+MAX_BARS = 12
+MIN_LABELLED_SHARE = 12
+"""Per cent of a bar from which on its share fits into it, also on a telephone."""
+MAX_FACTS = 400
+MAX_FINDINGS = 200
+MAX_WARNINGS = 20
+MAX_DIFFERENCES = 16
+
+
+def write_report(folder: Path, ruleset: str = NEWEST_RULESET, format: Format = "html", out: Path | None = None) -> Path:
+    """Write the report of `folder` to `out`, or else to report.<format> in it, and return its path.
+
+    Raises:
+        ValueError: no runs in the folder, or the file cannot be written.
+    """
+    path = out or folder / f"report.{format}"
+    write_whole(path, render_as(load_results(folder, ruleset), format))
+    return path
+
+
+def render_as(results: Results, format: Format) -> str:
+    """The report in any of its formats."""
+    renderers = {"html": render, "markdown": as_markdown, "json": as_json, "csv": as_csv}
+    return renderers[format](results)
+
+
+def render(results: Results) -> str:
+    """The report as HTML. Everything from the files is escaped, and a policy forbids the page to run or load anything."""
+    title = heading(results)
+    body = [
+        _header(results),
+        _figures(results),
+        _section("In short", _statements(results)),
+        _section("Masked-LM accuracy", _accuracy(results)),
+        _section("Runs", _pair(_times(results), _convergence(results)), _table(results), _warnings(results.runs)),
+        _section("Findings", _findings(results)),
+        _section(
+            "Where the time went",
+            _pair(_curve(results.runs, RATE), _curve(results.runs, LOSS)),
+            _breakdown(results.runs),
+            _timeline(results.shown),
+        ),
+        _section("Among published results", _published(results)),
+        _section(
+            "System", _facts({name.replace("_", " "): value for name, value in results.description.items() if value})
+        ),
+        _section("Environment and configuration", _configuration(results)),
+    ]
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
+        "<body>\n" + "\n".join(part for part in body if part) + _footer(results) + "\n</body></html>\n"
+    )
+
+
+def _section(title: str, *content: str) -> str:
+    text = "\n".join(part for part in content if part)
+    return f"<section><h2>{title}</h2>\n{text}</section>" if text else ""
+
+
+def _runs(number: int) -> str:
+    return f"{number} run{'' if number == 1 else 's'}"
+
+
+def _pair(*figures: str) -> str:
+    shown = [figure for figure in figures if figure]
+    return f'<div class="pair">{"".join(shown)}</div>' if shown else ""
+
+
+def _figure(title: str, chart: str, note: str = "") -> str:
+    caption = f'<p class="aside">{escape(note)}</p>' if note else ""
+    head = f"<h3>{escape(title)}</h3>" if title else ""
+    return f"<figure>{head}{chart}{caption}</figure>"
+
+
+def _header(results: Results) -> str:
+    facts = results.shown.metrics["run"][-1] if results.shown.metrics["run"] else {}
+    recipe, started = results.shown.log.header.get("recipe"), facts.get("started")
+    batch, processes = results.global_batch_size, facts.get("world_size")
+    pieces = [
+        f"recipe {recipe}" if recipe else "",
+        f"{results.division} division" if results.division else "",
+        f"{results.accelerators} x {results.accelerator}" if results.accelerators else "",
+        f"{processes} process{'es' if processes != 1 else ''}" if processes and not results.accelerators else "",
+        f"global batch size {batch:,}" if batch else "",
+        f"started {str(started).replace('T', ' ')[:16]}" if started else "",
+    ]
+    subtitle = ", ".join(plain(piece) for piece in pieces if piece)
+    return (
+        f"<header><h1>{escape(heading(results))}</h1>"
+        f'<p class="subtitle">{escape(subtitle)}</p><p class="notice">{NOT_A_RESULT}</p></header>'
+    )
+
+
+def _footer(results: Results) -> str:
+    return (
+        f"<footer>Checked with the official compliance checker (mlperf-logging), ruleset {escape(results.ruleset)}, and "
+        f"this repository's stricter rules. {NOT_A_RESULT}</footer>"
+    )
+
+
+def _figures(results: Results) -> str:
+    """The few numbers to see first; the time is the score where there is one."""
+    shown, kept = results.shown, [run for run in results.valid if run.number not in results.dropped]
+    over = f"mean of {_runs(len(kept))}, fastest and slowest dropped" if results.dropped else f"run {shown.number}"
+    rates = [run.sequences_per_s for run in kept or [shown] if run.sequences_per_s]
+    mean_rate = sum(rates) / len(rates) if rates else None
+    each = "evaluations included"
+    if mean_rate and results.accelerators:
+        each = f"{rate(mean_rate / results.accelerators)} an accelerator, {each}"
+    target = f"target {fraction(shown.target)}, run {shown.number}" if shown.target is not None else "no target logged"
+    number = len(results.runs)
+    valid = sum(run.verdict.passed for run in results.runs)
+    official = sum(run.verdict.official == "pass" for run in results.runs)
+    if results.lost > 1:
+        seconds, over = None, "no score"
+    else:
+        seconds = results.scaled_seconds if results.dropped else shown.seconds
+    figures = [
+        ("Time to train", duration(seconds), over),
+        ("Sequences per second", rate(mean_rate), each),
+        ("Masked-LM accuracy", fraction(shown.accuracy), target),
+        ("Valid runs", f"{valid} of {number}", f"official checker: {official} of {number}"),
+    ]
+    if results.convergence is not None and results.convergence.reference is not None:
+        figures.append(("Convergence", *_convergence_figure(results.convergence, results.convergence.reference)))
+    items = (
+        f"<div><dt>{name}</dt><dd>{value}<small>{escape(note)}</small></dd></div>" for name, value, note in figures
+    )
+    return f'<dl class="figures">{"".join(items)}</dl>'
+
+
+def _convergence_figure(outlook: Outlook, found: Reference) -> tuple[str, str]:
+    said = {"pass": "passes", "scaled": "passes", "fail": "fails", "unfinished": "open"}.get(outlook.verdict, "-")
+    scaled = f"score x {outlook.scaling:.4f}, " if outlook.verdict == "scaled" else ""
+    mean = f"mean {short_count(outlook.mean)}, " if outlook.mean else ""
+    return said, f"{scaled}{mean}minimum {short_count(found.minimum)} sequences"
+
+
+def _statements(results: Results) -> str:
+    items = []
+    for item in statements(results):
+        sign, said = MARKS[item.kind]
+        spoken = f'<span class="spoken">{said}: </span>' if said else ""
+        items.append(
+            f'<li class="{item.kind}"><i aria-hidden="true">{sign}</i><div>{spoken}<strong>{escape(item.title)}</strong> '
+            f"<p>{escape(plain(item.text, 2000))}</p></div></li>"
+        )
+    return f'<ul class="statements">{"".join(items)}</ul>'
+
+
+def _accuracy(results: Results) -> str:
+    """Accuracy against sequences of all runs, with the target and the reference's sequences to it."""
+    lines = [
+        Line(f"run {run.number}, {run.outcome}", run.accuracies, run.outcome) for run in results.runs if run.accuracies
+    ]
+    if not lines:
+        return ""
+    targets = {run.target for run in results.runs if run.target is not None}
+    guides = [Guide("target", f"target {target:g}", target) for target in targets if len(targets) == 1]
+    axes = Axes(
+        f"Masked-LM accuracy over sequences trained, {_runs(len(lines))}",
+        "sequences trained",
+        level,
+        [*guides, *_reference_guides(results, "x")],
+    )
+    note = "Dashed: aborted. Dotted: no valid result." if any(line.kind != "valid" for line in lines) else ""
+    return f'<div class="wide">{_figure("", line_chart(lines, axes, dots=True), note)}</div>'
+
+
+def _reference_guides(results: Results, along: Literal["x", "y"]) -> list[Guide]:
+    found = results.convergence.reference if results.convergence else None
+    if found is None:
+        return []
+    low, high = found.mean - found.stdev, found.mean + found.stdev
+    spread = f"reference {short_count(found.mean)} ± {short_count(found.stdev)} sequences"
+    return [
+        Guide("band", spread, low, high, along),
+        Guide("minimum", f"minimum of the mean {short_count(found.minimum)}", found.minimum, along=along),
+    ]
+
+
+def _times(results: Results) -> str:
+    """Time to train of every run, with the olympic mean."""
+    timed = [(run, run.seconds) for run in results.runs if run.seconds is not None]
+    if not timed:
+        return ""
+    longest = max(seconds for _, seconds in timed)
+    unit, size = ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
+    bars = []
+    for run, seconds in timed:
+        dropped = results.dropped.get(run.number, "")
+        kind = run.outcome if run.outcome != "valid" else "dropped" if dropped else "valid"
+        bars.append(Bar(str(run.number), seconds / size, kind, dropped or ("" if kind == "valid" else kind)))
+    score = results.score_seconds
+    guides = [] if score is None else [Guide("mean", f"mean {duration(score)} without the hollow ones", score / size)]
+    axes = Axes(f"Time to train of {_runs(len(bars))} in {unit}", "run", level, guides)
+    return _figure(f"Time to train, {unit}", run_chart(bars, axes, columns=True))
+
+
+def _convergence(results: Results) -> str:
+    """Sequences to the target of every run, against the reference."""
+    samples = [(run, run.converged_samples) for run in results.runs]
+    bars = [Bar(str(run.number), float(taken), run.outcome) for run, taken in samples if taken is not None]
+    if not bars:
+        return ""
+    mean = results.convergence.mean if results.convergence else None
+    guides = [*_reference_guides(results, "y"), *([Guide("mean", f"mean {short_count(mean)}", mean)] if mean else [])]
+    axes = Axes(f"Sequences to the target of {_runs(len(bars))}", "run", lambda taken: short_count(taken, 4), guides)
+    missing = len(samples) - len(bars)
+    note = f"{_runs(missing)} did not reach the target." if missing else ""
+    return _figure("Sequences to the target", run_chart(bars, axes, columns=False), note)
+
+
+def _table(results: Results) -> str:
+    names = ("run", "official", "ours", "time to train", "initialisation", "accuracy", "target")
+    head = [*names, "sequences", "sequences/s", "in the score"]
+    rows = []
+    for run in results.runs:
+        in_score = results.dropped.get(run.number, "yes" if run in results.valid and results.dropped else "-")
+        values = (
+            duration(run.seconds),
+            duration(run.init_seconds),
+            fraction(run.accuracy),
+            fraction(run.target),
+            count(run.samples),
+            rate(run.sequences_per_s),
+            in_score if in_score in ("yes", "-") else f"no, {in_score}",
+        )
+        verdicts = ((run.verdict.official, run.verdict.official), (run.outcome, run.outcome))
+        said = "".join(f'<td class="verdict {kind}">{word}</td>' for kind, word in verdicts)
+        rows.append([f'<th scope="row">{run.number}</th>{said}', *(f"<td>{value}</td>" for value in values)])
+    return _scrolling("All runs", head, rows)
+
+
+def _scrolling(name: str, head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table that scrolls in itself when it is too wide, with the keyboard too."""
+    names = "".join(f'<th scope="col">{title}</th>' for title in head)
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    return (
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(name)}">'
+        f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _warnings(runs: Iterable[Run]) -> str:
+    """What the runs warned of while they ran."""
+    said = [(run.number, entry) for run in runs for entry in run.metrics["warning"]]
+    items = [
+        f"<li>Run {number}, step {escape(plain(entry.get('step')))}: {escape(plain(entry.get('text')))}</li>"
+        for number, entry in said[:MAX_WARNINGS]
+    ]
+    if len(said) > MAX_WARNINGS:
+        items.append(f"<li>and {len(said) - MAX_WARNINGS} more</li>")
+    return f'<h3>Warnings while it ran</h3><ul class="plain">{"".join(items)}</ul>' if items else ""
+
+
+def _findings(results: Results) -> str:
+    found = results.findings
+    if not found:
+        return ""
+    items = []
+    for about, finding in found[:MAX_FINDINGS]:
+        where = plain(about) + (f", line {finding.line}" if finding.line else "")
+        source = f", logged at {finding.source}" if finding.source else ""
+        items.append(
+            f'<li class="{finding.severity}"><div class="where"><b>{finding.severity}</b> {escape(where)} '
+            f"<code>{escape(plain(finding.key))}</code></div><p>{escape(plain(finding.sentence))}</p>"
+            f'<p class="mend">{escape(plain(finding.mend))} <span>{escape(plain(finding.rule + source))}</span></p></li>'
+        )
+    more = f'<p class="aside">and {len(found) - MAX_FINDINGS} more</p>' if len(found) > MAX_FINDINGS else ""
+    return f'<ul class="findings">{"".join(items)}</ul>{more}'
+
+
+Curve = tuple[str, str, Callable[[float], bool]]
+RATE: Curve = ("Sequences per second", "sequences_per_s", lambda value: 0 <= value < MAX_RATE)
+LOSS: Curve = ("Training loss", "loss", lambda value: abs(value) < MAX_LOSS)
+
+
+def _curve(runs: Iterable[Run], curve: Curve) -> str:
+    """A figure of the step metrics over sequences trained; what has left all bounds is not drawn."""
+    title, key, drawable = curve
+    lines = []
+    for run in runs:
+        pairs = [numbers([step], "samples") + numbers([step], key) for step in run.metrics["step"]]
+        points = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] >= 0 and drawable(pair[1])]
+        if points:
+            lines.append(Line(f"run {run.number}, {run.outcome}", points, run.outcome))
+    if not lines:
+        return ""
+    axes = Axes(
+        f"{title} over sequences trained, {_runs(len(lines))}", "sequences trained", level, from_zero=curve is RATE
+    )
+    skipped = sum(sum(numbers(run.metrics["step"], "skipped_steps")) for run in runs) if key == "loss" else 0
+    note = f"{skipped:,.0f} steps changed nothing: a gradient was not finite." if skipped > 0 else ""
+    return _figure(title, line_chart(lines, axes), note)
+
+
+def _breakdown(runs: Sequence[Run]) -> str:
+    """A bar for each run, or for all together where they are many, and the key with shares and times."""
+    parts = {run.number: seconds for run in runs if (seconds := breakdown(run))}
+    if not parts:
+        return ""
+    totals = {name: sum(seconds[name] for seconds in parts.values()) for name in PART_CLASSES}
+    rows = {f"run {number}": seconds for number, seconds in parts.items()}
+    shown = rows if len(rows) <= MAX_BARS else {f"{len(rows)} runs": totals}
+    bars = "".join(_bar(name, seconds) for name, seconds in shown.items())
+    steps = sum(steps_taken(run) for run in runs if run.number in parts)
+    whole = sum(totals.values())
+    key = []
+    for name, seconds in totals.items():
+        each = f", {1000 * seconds / steps:.3g} ms a step" if name in STEP_PARTS and steps > 0 else ""
+        key.append(f'<li><i class="{PART_CLASSES[name]}"></i>{name} {100 * seconds / whole:.1f} %{each}</li>')
+    return f'<h3>Parts of the time to train</h3>{bars}<ul class="key">{"".join(key)}</ul>'
+
+
+def _bar(name: str, seconds: dict[str, float]) -> str:
+    whole = sum(seconds.values())
+    spans = []
+    for part, taken in seconds.items():
+        share = 100 * taken / whole
+        label = f"{share:.0f} %" if share >= MIN_LABELLED_SHARE else ""
+        spans.append(
+            f'<span class="{PART_CLASSES[part]}" style="width:{share:.2f}%" title="{part}: {duration(taken)}">{label}</span>'
+        )
+    return f'<div class="bar-row"><span>{escape(name)}</span><div class="bar">{"".join(spans)}</div></div>'
+
+
+def _timeline(run: Run) -> str:
+    """The parts of a step over the run, stacked; empty with fewer than two step records."""
+    keys = ("samples", "step_ms", *STEP_PARTS.values())
+    rows = [tuple(value for key in keys for value in numbers([step], key)) for step in run.metrics["step"]]
+    rows = [row for row in rows if len(row) == len(keys) and min(row) >= 0 and max(row[1:]) < MAX_STEP_MS]
+    if len(rows) < 2:
+        return ""
+    xs, wholes, *parts = zip(*rows, strict=True)
+    rests = tuple(max(0.0, whole - sum(row[2:])) for whole, row in zip(wholes, rows, strict=True))
+    lines = [
+        Line(name, list(zip(xs, heights, strict=True)), PART_CLASSES[name])
+        for name, heights in zip([*STEP_PARTS, "other"], [*parts, rests], strict=True)
+    ]
+    axes = Axes("Parts of a step over sequences trained, stacked", "sequences trained", level)
+    title = f"Parts of a step of run {run.number}, milliseconds"
+    return f'<div class="wide low">{_figure(title, stacked_chart(lines, axes))}</div>'
+
+
+def _published(results: Results) -> str:
+    placement = results.placement
+    if not placement.compared:
+        return ""
+    minutes = (results.scaled_seconds or 0.0) / 60
+    longest = max([minutes, *(result.minutes for result in (*placement.faster, *placement.slower))])
+    rate_each = results.shown.sequences_per_s
+    own = Published(
+        round="-",
+        submitter="this folder, unverified",
+        system=plain(results.system),
+        accelerator=plain(results.accelerator),
+        accelerators=results.accelerators or 0,
+        minutes=minutes,
+        global_batch_size=results.global_batch_size or 0,
+        rate=rate_each / results.accelerators if rate_each and results.accelerators else None,
+    )
+    shown = (*placement.faster, own, *placement.slower)
+    rows = [_published_row(result, longest, ' class="own"' if result is own else "") for result in shown]
+    head = ("result", "minutes", "round", "batch", "sequences/s an accelerator")
+    left_out = placement.compared - len(placement.faster) - len(placement.slower)
+    rest = f" {left_out} further ones are not shown." if left_out else ""
+    return (
+        f'<div class="standing"><p>{escape(placement.sentence)}{rest}</p>'
+        f"{_scrolling('Neighbours among published results', head, rows)}"
+        f'<p class="aside">Source: {escape(SOURCE)}. Later rounds are not in it.</p></div>'
+    )
+
+
+def _published_row(result: Published, longest: float, attribute: str) -> list[str]:
+    bar = f'<div class="length" style="width:{6 * result.minutes / longest:.2f}rem"></div>'
+    machine = f"<small>{escape(f'{result.system}, {result.accelerator}')}</small>"
+    return [
+        f'<th{attribute} scope="row">{escape(result.submitter)}{machine}</th>',
+        f'<td class="minutes">{bar}{result.minutes:.2f}</td>',
+        f"<td>{escape(result.round)}</td>",
+        f"<td>{result.global_batch_size:,}</td>",
+        f"<td>{rate(result.rate)}</td>",
+    ]
+
+
+def _configuration(results: Results) -> str:
+    header = results.shown.log.header
+    settings = {key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")}
+    environment = {key: value for key, value in header.items() if not key.startswith("config.")}
+    differing = _differences(results.runs)
+    parts = [_facts(environment)]
+    if differing:
+        parts.append(f"<h3>What differs between the runs</h3>{_facts(differing)}")
+    if settings:
+        number = f"{len(settings)} settings of run {results.shown.number}"
+        parts.append(f"<details><summary>{number}</summary>{_facts(settings)}</details>")
+    return "\n".join(part for part in parts if part)
+
+
+def _differences(runs: Sequence[Run]) -> dict[str, str]:
+    """Lines of the logs' heads that are not the same in all runs."""
+    keys = dict.fromkeys(key for run in runs for key in islice(run.log.header, MAX_FACTS))
+    found = {}
+    for key in keys:
+        values = list(dict.fromkeys(run.log.header.get(key, "absent") for run in runs))
+        if len(values) > 1:
+            few = ", ".join(plain(value, 60) for value in values[:10])
+            found[key] = few if len(values) <= 10 else f"{len(values)} different values: {few}, ..."
+    return dict(islice(found.items(), MAX_DIFFERENCES))
+
+
+def _facts(facts: dict[str, str]) -> str:
+    items = [
+        f"<div><dt>{escape(plain(name))}</dt><dd>{escape(plain(value))}</dd></div>"
+        for name, value in islice(facts.items(), MAX_FACTS)
+    ]
+    if len(facts) > MAX_FACTS:
+        items.append(f"<div><dt>and more</dt><dd>{len(facts) - MAX_FACTS} lines not shown</dd></div>")
+    return f'<dl class="facts">{"".join(items)}</dl>' if items else ""

@@ -1,0 +1,335 @@
+"""The runs of one results folder: each log with its verdict, the metrics beside it, and the score over all.
+
+results/<system>/bert/result_<n>.txt      the log (compliance.log)
+results/<system>/bert/metrics_<n>.jsonl   one JSON object a line, by "event": run, step, eval, warning, end; may be missing
+results/systems/<system>.json             the system description; may be missing
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from compliance import rules
+from compliance.checker import check_log
+from compliance.convergence import SUBMISSION_RUNS, Outlook, converged_samples, outlook
+from compliance.findings import Finding, Verdict
+from compliance.log import Log, read_log
+from compliance.report.published import Placement, placement
+from compliance.submission.check import check_paths
+from compliance.submission.description import read_description
+
+MIN_RUNS_FOR_SCORE = 3
+"""Fewest runs of which something is left when the fastest and the slowest are dropped."""
+
+STEP_PARTS = {
+    "forward and backward": "forward_backward_ms",
+    "exposed communication": "reduce_ms",
+    "update": "update_ms",
+    "waiting for data": "data_wait_ms",
+}
+"""Parts of a step and their keys in the metrics."""
+
+MAX_METRICS_BYTES = 512 * 2**20
+MAX_METRICS_LINE_BYTES = 64 * 2**10
+EVENTS = ("run", "step", "eval", "warning", "end")
+
+Metrics = dict[str, list[dict[str, Any]]]
+Outcome = Literal["valid", "aborted", "invalid"]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a folder.
+
+    Attributes:
+        number: n of result_<n>.txt.
+        metrics: the objects of the metrics file, by event, in file order.
+    """
+
+    number: int
+    log: Log
+    verdict: Verdict
+    metrics: Metrics
+
+    @cached_property
+    def seconds(self) -> float | None:
+        """Time to train: run_start to run_stop."""
+        return _seconds_between(self.log, "run_start", "run_stop")
+
+    @cached_property
+    def init_seconds(self) -> float | None:
+        """Untimed initialisation: the first init_start to init_stop."""
+        return _seconds_between(self.log, "init_start", "init_stop")
+
+    @cached_property
+    def accuracies(self) -> list[tuple[int, float]]:
+        """(sequences trained, masked-LM accuracy) of each evaluation."""
+        return [
+            (record.metadata["epoch_num"], record.value)
+            for record in self.log.all("eval_accuracy")
+            if rules.COUNT.accepts(record.metadata.get("epoch_num")) and rules.FRACTION.accepts(record.value)
+        ]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Masked-LM accuracy of the last evaluation."""
+        return self.accuracies[-1][1] if self.accuracies else None
+
+    @property
+    def target(self) -> float | None:
+        """Accuracy that ends the run: as logged, or the benchmark's in a closed log."""
+        logged = self.log.first("quality_target")
+        if logged and rules.is_number(logged.value):
+            return float(logged.value)
+        return rules.QUALITY_TARGET if self.verdict.division == "closed" else None
+
+    @cached_property
+    def converged_samples(self) -> int | None:
+        """Sequences trained at the evaluation that reached the target, as the official checker reads them."""
+        return converged_samples(self.log)
+
+    @property
+    def samples(self) -> int | None:
+        """Sequences trained."""
+        return self.integer("train_samples")
+
+    @property
+    def sequences_per_s(self) -> float | None:
+        """Sequences trained over the whole time to train, evaluations included."""
+        return self.samples / self.seconds if self.samples and self.seconds else None
+
+    @property
+    def outcome(self) -> Outcome:
+        """Our verdict in a word."""
+        if self.verdict.passed:
+            return "valid"
+        return "aborted" if self.verdict.status == "aborted" else "invalid"
+
+    def integer(self, key: str) -> int | None:
+        """The value of the last record of `key`, when it is an integer >= 0."""
+        record = self.log.last(key)
+        return record.value if record and rules.COUNT.accepts(record.value) else None
+
+
+@dataclass(frozen=True)
+class Results:
+    """A results folder.
+
+    Attributes:
+        runs: by number.
+        system: name of the system, from the path.
+        description: the system description, empty when there is none.
+        ruleset: what the runs were checked against.
+        beside: verdicts on what is no run: the folder as a whole, the system description.
+    """
+
+    folder: Path
+    runs: tuple[Run, ...]
+    system: str
+    description: dict[str, str]
+    ruleset: str
+    beside: tuple[Verdict, ...] = ()
+
+    @cached_property
+    def valid(self) -> tuple[Run, ...]:
+        """The runs that are valid results and have a time."""
+        return tuple(run for run in self.runs if run.verdict.passed and run.seconds is not None)
+
+    @property
+    def lost(self) -> int:
+        """Number of runs that are no valid results; more than one leave no score (TR 12)."""
+        return len(self.runs) - len(self.valid)
+
+    @cached_property
+    def dropped(self) -> dict[int, str]:
+        """Runs that the score leaves out, by number: "fastest" or "slowest"; empty without a score.
+
+        One run that is no valid result counts as the slowest (TR 12).
+        """
+        if len(self.runs) < MIN_RUNS_FOR_SCORE or self.lost > 1:
+            return {}
+        by_time = sorted(self.valid, key=lambda run: run.seconds or 0.0)
+        slowest = next((run for run in self.runs if run not in self.valid), by_time[-1])
+        return {by_time[0].number: "fastest", slowest.number: "slowest"}
+
+    @property
+    def score_seconds(self) -> float | None:
+        """Mean time to train without the fastest and the slowest run (TR 12), before scaling.
+
+        None with fewer than three runs, or when more than one is no valid result.
+        """
+        if not self.dropped:
+            return None
+        kept = [run.seconds or 0.0 for run in self.valid if run.number not in self.dropped]
+        return sum(kept) / len(kept)
+
+    @property
+    def scaled_seconds(self) -> float | None:
+        """The score as the rules scale it when convergence is faster than the reference's (TR 13)."""
+        if self.score_seconds is None:
+            return None
+        return self.score_seconds * (self.convergence.scaling if self.convergence else 1.0)
+
+    @property
+    def division(self) -> str | None:
+        """The division, when all logs that name one name the same."""
+        return _only({run.verdict.division for run in self.runs})
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Sequences of an optimizer step, when all logs that name it name the same."""
+        return _only({run.integer("global_batch_size") for run in self.runs})
+
+    @cached_property
+    def convergence(self) -> Outlook | None:
+        """How the runs' convergence compares with the reference's; None outside the closed division."""
+        batch = self.global_batch_size
+        if self.division != "closed" or not batch:
+            return None
+        samples = [run.converged_samples for run in self.runs]
+        return outlook(samples, batch, self.ruleset, max(SUBMISSION_RUNS, len(samples)))
+
+    @cached_property
+    def findings(self) -> list[tuple[str, Finding]]:
+        """All findings with what they are about, errors first: "run 3", or the name of the folder or description."""
+        found = [(f"run {run.number}", finding) for run in self.runs for finding in run.verdict.findings]
+        found += [(verdict.path.resolve().name, finding) for verdict in self.beside for finding in verdict.findings]
+        return sorted(found, key=lambda pair: pair[1].severity == "warning")
+
+    @property
+    def accelerator(self) -> str:
+        """Name of the accelerator, from the system description or else from a log; "" when there is none."""
+        names = (self.description.get("accelerator_model_name", ""), self.shown.log.header.get("accelerator", ""))
+        return next((name for name in names if name and name not in ("N/A", "none")), "")
+
+    @property
+    def accelerators(self) -> int | None:
+        """Number of accelerators of the system, from its description or else the processes of a run; None when unknown."""
+        fields = [self.description.get(name, "") for name in ("number_of_nodes", "accelerators_per_node")]
+        if all(field.isascii() and field.isdigit() and len(field) < 7 for field in fields):
+            return int(fields[0]) * int(fields[1])
+        if not self.accelerator:
+            return None
+        return next((int(size) for size in numbers(self.shown.metrics["run"], "world_size") if size >= 1), None)
+
+    @cached_property
+    def shown(self) -> Run:
+        """The run that stands for all where one must: the last valid one, or the last one."""
+        return (self.valid or self.runs)[-1]
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where the score would stand among published results, or why it has no place."""
+        if self.division != "closed":
+            return Placement(
+                "Only closed runs train what the published results trained: these have no place among them."
+            )
+        if self.scaled_seconds is None:
+            return Placement("Without a score there is nothing to compare with published results.")
+        if self.accelerators is None:
+            return Placement(
+                "The system description names no number of accelerators: nothing published to compare with."
+            )
+        return placement(self.scaled_seconds / 60, self.accelerator, self.accelerators)
+
+
+def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
+    """Read and check every run of results/<system>/bert.
+
+    Raises:
+        ValueError: the folder is missing or holds no result file.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder, expected results/<system>/bert")
+    logs = {int(match[1]): path for path in folder.iterdir() if (match := rules.RESULT_FILE.fullmatch(path.name))}
+    if not logs:
+        raise ValueError(f"{folder}: no result_<n>.txt in it, expected results/<system>/bert after a run")
+    verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
+    runs: list[Run] = []
+    for number, path in sorted(logs.items()):
+        log = read_log(path)
+        verdict = verdicts.pop(path, None) or check_log(log, ruleset)
+        runs.append(Run(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
+    system = folder.resolve().parent
+    path = system.parent / "systems" / f"{system.name}.json"
+    fields = read_description(path).fields if path.is_file() else {}
+    description = {str(name): str(value) for name, value in fields.items()}
+    return Results(folder, tuple(runs), system.name, description, ruleset, tuple(verdicts.values()))
+
+
+def read_metrics(path: Path) -> Metrics:
+    """The objects of a metrics file by their event; a missing file and broken lines (a killed run) are left out."""
+    events: Metrics = {event: [] for event in EVENTS}
+    for line in _lines(path):
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        event = entry.get("event") if isinstance(entry, dict) else None
+        if isinstance(event, str) and event in events:
+            events[event].append(entry)
+    return events
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """The lines of a file that are not too long, one at a time; none when it cannot be read."""
+    if not path.is_file():
+        return
+    try:
+        with path.open("rb") as file:
+            left, within = MAX_METRICS_BYTES, False
+            while left > 0 and (line := file.readline(MAX_METRICS_LINE_BYTES)):
+                left -= len(line)
+                whole, within = not within, not line.endswith(b"\n")
+                if whole and (not within or len(line) < MAX_METRICS_LINE_BYTES):
+                    yield line
+    except OSError:
+        return
+
+
+def numbers(entries: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """The finite numbers under `key`; entries without one (null, NaN, text) are left out."""
+    return [float(entry[key]) for entry in entries if rules.is_number(entry.get(key))]
+
+
+def breakdown(run: Run) -> dict[str, float]:
+    """Seconds of the run by part, in drawing order; empty without step metrics.
+
+    A step entry holds means over the steps since the entry before it. What the steps and evaluations do not account
+    for is "other": start of the data pipeline, logging, checkpoints.
+    """
+    steps = [entry for entry in run.metrics["step"] if numbers([entry], "step")]
+    if not steps or not run.seconds:
+        return {}
+    seconds = dict.fromkeys(STEP_PARTS, 0.0)
+    done = 0.0
+    for entry in steps:
+        taken = max(0.0, float(entry["step"]) - done)
+        done += taken
+        for name, key in STEP_PARTS.items():
+            seconds[name] += max(0.0, sum(numbers([entry], key))) / 1000 * taken
+    seconds["evaluation"] = max(0.0, sum(numbers(run.metrics["eval"], "eval_s")))
+    whole = sum(seconds.values())
+    return seconds | {"other": max(0.0, run.seconds - whole)} if 0 < whole < math.inf else {}
+
+
+def steps_taken(run: Run) -> float:
+    """Optimizer steps that the metrics account for."""
+    return max(numbers(run.metrics["step"], "step"), default=0.0)
+
+
+def _seconds_between(log: Log, start: str, stop: str) -> float | None:
+    first, last = log.first(start), log.last(stop)
+    return (last.time_ms - first.time_ms) / 1000 if first and last and last.time_ms >= first.time_ms else None
+
+
+def _only(values: set[Value | None]) -> Value | None:
+    known = values - {None}
+    return next(iter(known)) if len(known) == 1 else None

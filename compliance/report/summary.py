@@ -1,0 +1,259 @@
+"""What a results folder says in words and tables: for the terminal, Markdown, JSON, CSV, and the page of the report."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from compliance.convergence import SUBMISSION_RUNS, Outlook
+from compliance.report.published import SOURCE
+from compliance.report.results import MIN_RUNS_FOR_SCORE, Results, Run, breakdown
+
+NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
+
+COLUMNS = ("run", "official", "verdict", "time to train", "accuracy", "target", "sequences", "sequences/s")
+
+MAX_TEXT = 400
+"""Most characters of a text from a log or a description that are shown."""
+
+Kind = Literal["good", "warn", "bad", "plain"]
+
+_STYLES = {"valid": "green", "aborted": "yellow", "invalid": "red"}
+_KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One thing that the folder says about itself.
+
+    Attributes:
+        kind: good, warn (to look at), bad, or plain when it is neither.
+    """
+
+    kind: Kind
+    title: str
+    text: str
+
+
+def statements(results: Results) -> list[Statement]:
+    """The verdicts, the score, the convergence and the place among published results, a sentence or two each."""
+    number = len(results.runs)
+    official = sum(run.verdict.official == "pass" for run in results.runs)
+    passed = sum(run.verdict.passed for run in results.runs)
+    warnings = sum(finding.severity == "warning" for _, finding in results.findings)
+    beside = [finding for verdict in results.beside for finding in verdict.errors]
+    ruleset = f"ruleset {results.ruleset}"
+    ours = f"{passed} of {number} logs pass the stricter rules"
+    ours += f"; {warnings} warning{'s' if warnings > 1 else ''}." if warnings else "."
+    said = [
+        Statement(_share(official, number), "Official checker", f"{official} of {number} logs pass, {ruleset}."),
+        Statement(_share(passed, number), "Our checks", ours),
+        _score_statement(results),
+    ]
+    if beside:
+        first = beside[0]
+        text = f"{first.key}: {first.sentence}." if first.key else f"{first.sentence}."
+        text += f" {len(beside) - 1} more below." if len(beside) > 1 else ""
+        said.insert(2, Statement("bad", "The folder and its description", text))
+    if results.convergence is not None:
+        said.append(Statement(*_convergence_statement(results.convergence)))
+    return [*said, Statement("plain", "Published results", results.placement.sentence)]
+
+
+def _share(part: int, whole: int) -> Kind:
+    return "good" if part == whole else "warn" if whole - part == 1 and whole >= MIN_RUNS_FOR_SCORE else "bad"
+
+
+def _score_statement(results: Results) -> Statement:
+    if results.score_seconds is None:
+        return Statement("bad" if results.lost > 1 else "plain", "Score", f"{_why_no_score(results)}.")
+    kept = len(results.runs) - len(results.dropped)
+    text = f"Mean of {kept} run{'s' if kept > 1 else ''} without the fastest and the slowest: "
+    text += duration(results.score_seconds)
+    if results.convergence is not None and results.convergence.scaling > 1:
+        text += f", scaled by {results.convergence.scaling:.6f} to {duration(results.scaled_seconds)}"
+    text += "."
+    invalid = next((run.number for run in results.runs if run not in results.valid), None)
+    if invalid is not None:
+        text += f" Run {invalid} is no valid result and counts as the slowest."
+    if len(results.runs) != SUBMISSION_RUNS:
+        text += f" A submission has {SUBMISSION_RUNS} runs, here are {len(results.runs)}."
+    return Statement("good" if len(results.runs) == SUBMISSION_RUNS else "plain", "Score", text)
+
+
+def _why_no_score(results: Results) -> str:
+    if results.lost > 1:
+        return f"No score: {results.lost} of {len(results.runs)} runs are no valid results, and only one may be"
+    return f"No score yet: it needs at least {MIN_RUNS_FOR_SCORE} runs, a submission {SUBMISSION_RUNS}"
+
+
+def _convergence_statement(outlook: Outlook) -> tuple[Kind, str, str]:
+    sentence = outlook.sentence[:1].upper() + outlook.sentence[1:]
+    return _KINDS.get(outlook.verdict, "plain"), "Convergence (RCP)", sentence
+
+
+def cells(run: Run) -> tuple[str, ...]:
+    """One row of the table, in the order of `COLUMNS`."""
+    return (
+        str(run.number),
+        run.verdict.official,
+        run.outcome,
+        duration(run.seconds),
+        fraction(run.accuracy),
+        fraction(run.target),
+        count(run.samples),
+        rate(run.sequences_per_s),
+    )
+
+
+def score_line(results: Results) -> str:
+    """What all runs together say, in a sentence."""
+    valid = sum(run.verdict.passed for run in results.runs)
+    line = f"{valid} of {len(results.runs)} runs valid"
+    if results.score_seconds is not None:
+        line += f"; mean time to train without the fastest and the slowest: {duration(results.score_seconds)}"
+    return line
+
+
+def print_summary(results: Results) -> None:
+    """Print the table: in colour on a terminal, plain text elsewhere."""
+    if sys.stdout.isatty():
+        table = Table(title=escape(heading(results)), title_justify="left", box=SIMPLE_HEAD)
+        for name in COLUMNS:
+            table.add_column(name, justify="left" if name in ("official", "verdict") else "right")
+        for run in results.runs:
+            number, official, outcome, *values = cells(run)
+            table.add_row(number, official, f"[{_STYLES[outcome]}]{outcome}[/]", *values)
+        Console().print(table)
+    else:
+        rows = [COLUMNS, *(cells(run) for run in results.runs)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        print(heading(results))
+        for row in rows:
+            print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    print(score_line(results))
+    print(NOT_A_RESULT)
+
+
+def heading(results: Results) -> str:
+    """What the folder is."""
+    return f"BERT on {plain(results.system)}"
+
+
+def as_markdown(results: Results) -> str:
+    """The summary as Markdown: statements, the table of the runs, findings."""
+    head = f"| {' | '.join(COLUMNS)} |\n|{'---:|' * len(COLUMNS)}\n"
+    rows = "".join(f"| {' | '.join(cells(run))} |\n" for run in results.runs)
+    said = "".join(f"- **{item.title}**: {_markdown(item.text)}\n" for item in statements(results))
+    findings = "".join(
+        f"- {_markdown(plain(about))}, {_markdown(plain(finding))}\n" for about, finding in results.findings
+    )
+    parts = [f"# {_markdown(heading(results))}\n", f"{NOT_A_RESULT}\n", said, head + rows]
+    if findings:
+        parts += ["## Findings\n", findings]
+    return "\n".join(parts)
+
+
+def _markdown(text: str) -> str:
+    return "".join(f"\\{character}" if character in "\\`*_{}[]<>#|&~$" else character for character in text)
+
+
+def as_json(results: Results) -> str:
+    """Everything of the report as one JSON document; an absent figure is null."""
+    outlook = results.convergence
+    document = {
+        "note": NOT_A_RESULT,
+        "system": results.system,
+        "ruleset": results.ruleset,
+        "division": results.division,
+        "accelerator": results.accelerator or None,
+        "accelerators": results.accelerators,
+        "global_batch_size": results.global_batch_size,
+        "score_seconds": results.score_seconds,
+        "scaled_score_seconds": results.scaled_seconds,
+        "statements": [asdict(statement) for statement in statements(results)],
+        "convergence": asdict(outlook) if outlook else None,
+        "published": asdict(results.placement) | {"source": SOURCE},
+        "beside": [verdict.as_dict() for verdict in results.beside],
+        "runs": [_run_as_dict(run, results.dropped.get(run.number)) for run in results.runs],
+        "description": results.description,
+    }
+    return json.dumps(document, indent=2, allow_nan=False) + "\n"
+
+
+def _run_as_dict(run: Run, dropped: str | None) -> dict[str, Any]:
+    figures = _figures(run, dropped)
+    evaluations = [{"samples": samples, "accuracy": accuracy} for samples, accuracy in run.accuracies]
+    return figures | {
+        "evaluations": evaluations,
+        "seconds_by_part": breakdown(run),
+        "configuration": run.log.header,
+        "verdict": run.verdict.as_dict(),
+    }
+
+
+def _figures(run: Run, dropped: str | None) -> dict[str, Any]:
+    return {
+        "run": run.number,
+        "official": run.verdict.official,
+        "ours": run.verdict.ours,
+        "outcome": run.outcome,
+        "dropped": dropped,
+        "seconds": run.seconds,
+        "init_seconds": run.init_seconds,
+        "accuracy": run.accuracy,
+        "target": run.target,
+        "samples": run.samples,
+        "converged_samples": run.converged_samples,
+        "sequences_per_s": run.sequences_per_s,
+        "global_batch_size": run.integer("global_batch_size"),
+        "seed": run.integer("seed"),
+    }
+
+
+def as_csv(results: Results) -> str:
+    """One row a run; an absent figure is empty. Holds numbers and words of this program only."""
+    rows = [_figures(run, results.dropped.get(run.number)) for run in results.runs]
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def plain(value: object, limit: int = MAX_TEXT) -> str:
+    """Text from a file that may say anything: what is not printable is replaced, and it is not without end."""
+    text = str(value)
+    shown = "".join(character if character.isprintable() else "\ufffd" for character in text[:limit])
+    return shown if len(text) <= limit else f"{shown}..."
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds up to two minutes, then minutes."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.1f} s" if seconds < 120 else f"{seconds / 60:.2f} min"
+
+
+def fraction(value: float | None) -> str:
+    """An accuracy as a fraction with four places."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def count(value: float | None) -> str:
+    """An integer with thousands separated."""
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def rate(value: float | None) -> str:
+    """A rate with about four significant places."""
+    return "-" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"

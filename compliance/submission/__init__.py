@@ -1,0 +1,1 @@
+"""Checks folders of logs and whole submissions."""

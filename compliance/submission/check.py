@@ -1,0 +1,383 @@
+"""Checks folders of logs: each log by itself, the logs against each other, and all of them against what describes them.
+
+A folder gets a verdict of its own for what belongs to no single log; what does, such as the second log with the same
+seed, is added to the verdict of that log. Of ten logs one may fail: it counts as the slowest run, which the score drops.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from compliance import rules
+from compliance.checker import check_file, check_log
+from compliance.convergence import SUBMISSION_RUNS, outlook
+from compliance.findings import Finding, Severity, Verdict
+from compliance.log import Log, Record, read_log
+from compliance.official import package as official_package
+from compliance.official.package import Answer
+from compliance.submission.description import LOGGED_STATUS, Description, description_findings, read_description
+from compliance.submission.folders import (
+    BenchmarkFolder,
+    Tree,
+    description_missing,
+    find,
+    layout_findings,
+    power_findings,
+    repository_findings,
+)
+
+HYPERPARAMETERS = tuple(
+    key
+    for key in rules.KEYS
+    if key.startswith("opt_") or key in ("gradient_accumulation_steps", "num_warmup_steps", "start_warmup_step")
+)
+"""Settings that all runs of one result share, besides the batch size."""
+
+SUBMISSION_KEYS: tuple[tuple[str, Severity], ...] = (
+    ("submission_division", "error"),
+    ("submission_org", "warning"),
+    ("submission_platform", "warning"),
+    ("submission_status", "warning"),
+)
+"""What all logs of one folder say alike, and how bad it is if one does not."""
+
+MAX_NAMED = 3
+"""Most logs named in one sentence."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the other logs of a folder must know of one.
+
+    Attributes:
+        verdict: of the log by itself.
+        records: the last record of each key that is compared.
+        seeds: its seed records.
+        interval: run_start and run_stop in ms since the Unix epoch, where both are there.
+        samples: sequences to the target as the official checker reads them; None when the run did not converge.
+        findings: what the other logs have against this one.
+    """
+
+    verdict: Verdict
+    records: dict[str, Record]
+    seeds: tuple[Record, ...]
+    interval: tuple[int, int] | None
+    samples: int | None
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        """Of the file, for messages."""
+        return ascii(self.verdict.path.name)[1:-1]
+
+    def object(self, finding: Finding) -> None:
+        """Add what the other logs have against this one, unless its record is wrong in itself."""
+        if not any((own.line, own.key) == (finding.line, finding.key) for own in self.verdict.errors):
+            self.findings.append(finding)
+
+    @property
+    def complete_verdict(self) -> Verdict:
+        """The verdict with what the other logs have against it, which stands in for a warning about the same record."""
+        places = {(finding.line, finding.key) for finding in self.findings if finding.severity == "error"}
+        kept = [own for own in self.verdict.findings if own.severity == "error" or (own.line, own.key) not in places]
+        found = sorted((*kept, *self.findings), key=lambda finding: finding.line or 0)
+        return replace(self.verdict, findings=tuple(found))
+
+
+def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
+    """Check logs and folders: a benchmark folder, a system, a results folder, a submission.
+
+    Raises:
+        ValueError: no such path or ruleset, a folder without logs, or the official checker is not installed.
+    """
+    rules.check_ruleset(ruleset)
+    verdicts: list[Verdict] = []
+    for path in paths:
+        verdicts += _check_tree(find(path), ruleset) if path.is_dir() else [check_file(path, ruleset)]
+    return verdicts
+
+
+def accepted(verdicts: Sequence[Verdict]) -> bool:
+    """Whether all pass, but for logs that are the one of ten which their folder, by its verdict, can do without."""
+    folders = {verdict.path for verdict in verdicts}  # one that cannot do without the log fails itself
+    return all(verdict.passed or verdict.path.parent in folders for verdict in verdicts)
+
+
+def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
+    runs = [[_read_run(log, ruleset) for log in folder.logs] for folder in tree.benchmarks]
+    divisions: list[rules.Division] = [_division(of_folder) for of_folder in runs]
+    asked = [*zip(tree.benchmarks, divisions, strict=True)] if tree.submission else []
+    root = tree.path if tree.is_submission else None
+    folder_answers, system_answers, root_answer = _ask(asked, tree.descriptions, root, ruleset)
+    verdicts = []
+    if root_answer:
+        findings = tuple(repository_findings(tree))
+        verdicts.append(Verdict(tree.path, ruleset, root_answer.outcome, findings, None, None))
+    for path, answer in zip(tree.descriptions, system_answers, strict=True):
+        described = [of for folder, of in zip(tree.benchmarks, runs, strict=True) if folder.description == path]
+        verdicts.append(_check_description(path, [run for of in described for run in of], answer, ruleset))
+    for index, folder in enumerate(tree.benchmarks):
+        answer = folder_answers[index] if asked else _bare_answer(runs[index])
+        verdicts += _check_folder(folder, runs[index], divisions[index], answer, ruleset)
+    return verdicts
+
+
+def _ask(
+    benchmarks: Sequence[tuple[BenchmarkFolder, rules.Division]],
+    descriptions: Sequence[Path],
+    root: Path | None,
+    ruleset: str,
+) -> tuple[list[Answer], list[Answer], Answer | None]:
+    if not benchmarks and not descriptions:
+        return [], [], None
+    return official_package.ask(benchmarks, descriptions, root, ruleset)
+
+
+def _read_run(path: Path, ruleset: str) -> Run:
+    try:
+        log = read_log(path)
+    except ValueError as error:
+        found = str(error).removeprefix(f"{path}: ")
+        finding = Finding(None, "", "log format", found, "put the log itself in its place")
+        return Run(Verdict(path, ruleset, "fail", (finding,), None, None), {}, (), None, None)
+    verdict = check_log(log, ruleset)
+    compared = ("global_batch_size", *HYPERPARAMETERS, *(key for key, _ in SUBMISSION_KEYS))
+    records = {key: record for key in compared if (record := log.last(key))}
+    start, stop = log.first("run_start"), log.last("run_stop")
+    interval = (start.time_ms, stop.time_ms) if start and stop else None
+    return Run(verdict, records, tuple(log.all("seed")), interval, _samples_to_target(log))
+
+
+def _samples_to_target(log: Log) -> int | None:
+    stop, last = log.last("run_stop"), log.last("eval_accuracy")
+    if stop is None or last is None or stop.metadata.get("status") != "success":
+        return None
+    samples = last.metadata.get("epoch_num")
+    return samples if rules.is_integer(samples) else None
+
+
+def _division(runs: Sequence[Run]) -> rules.Division:
+    """What most logs say; closed, the stricter one, when they do not."""
+    counts = Counter(run.verdict.division for run in runs)
+    return "open" if counts and str(counts.most_common(1)[0][0]).lower() == "open" else "closed"
+
+
+def _bare_answer(runs: Sequence[Run]) -> Answer:
+    """The official verdict on logs without a submission around them: that on each, and one of ten may fail."""
+    failed = sum(run.verdict.official == "fail" for run in runs)
+    return Answer("pass" if failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
+
+
+def _check_folder(
+    folder: BenchmarkFolder, runs: list[Run], division: rules.Division, answer: Answer, ruleset: str
+) -> list[Verdict]:
+    _compare_settings(runs, division)
+    _compare_seeds(runs, division, folder.severity)
+    findings = [
+        *layout_findings(folder, SUBMISSION_RUNS),
+        *description_missing(folder),
+        *power_findings(folder),
+        *_overlaps(runs),
+    ]
+    if any(not run.complete_verdict.passed for run in runs):
+        findings.append(_failed_runs(runs, answer))
+    elif division == "closed" and len(runs) == SUBMISSION_RUNS:
+        findings += _convergence(runs, folder.severity, ruleset)
+    if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
+        found = f"the official package checker does not accept the folder, expected no objection: {answer.message}"
+        findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
+    verdict = Verdict(folder.path, ruleset, answer.outcome, tuple(findings), None, None)
+    return [verdict, *(run.complete_verdict for run in runs)]
+
+
+def _compare_settings(runs: Sequence[Run], division: rules.Division) -> None:
+    """Add to each log what it says differently from most."""
+    for key, severity in SUBMISSION_KEYS:
+        for run, record, usual in _odd_ones(runs, key):
+            found = f"value {_show(record.value)}, expected {_show(usual.value)} as in most logs of the folder"
+            run.object(_at(record, "TR 12", found, "keep the logs of one system and entry in a folder", severity))
+    severity = "error" if division == "closed" else "warning"
+    mend = "submit runs of one configuration: run this one again"
+    apart = set()
+    for run, record, usual in _odd_ones(runs, "global_batch_size"):
+        apart.add(run.name)
+        found = f"value {_show(record.value)}, expected {_show(usual.value)} as in most logs of the folder"
+        run.object(_at(record, "TR 12; RCP checker", found, mend, severity))
+    alike = [run for run in runs if run.name not in apart]
+    departures: dict[str, list[tuple[Record, Record]]] = {}
+    for key in HYPERPARAMETERS:
+        for run, record, usual in _odd_ones(alike, key):
+            departures.setdefault(run.name, []).append((record, usual))
+    for run in alike:
+        if found_here := departures.get(run.name):
+            record, usual = found_here[0]
+            found = f"value {_show(record.value)}, expected {_show(usual.value)} as in most logs of the folder"
+            others = ", ".join(other.key for other, _ in found_here[1:])
+            found += f"; {others} likewise" if others else ""
+            run.object(_at(record, "TR 9.1; TR 12", found, mend, severity))
+
+
+def _odd_ones(runs: Sequence[Run], key: str) -> Iterator[tuple[Run, Record, Record]]:
+    """Each run whose record of `key` has another value than most, with that record and one of the usual ones."""
+    holders = [(run, run.records[key]) for run in runs if key in run.records]
+    counts = Counter(_comparable(record.value) for _, record in holders)
+    if len(counts) < 2:
+        return
+    most, _ = counts.most_common(1)[0]
+    usual = next(record for _, record in holders if _comparable(record.value) == most)
+    for run, record in holders:
+        if _comparable(record.value) != most:
+            yield run, record, usual
+
+
+def _comparable(value: Any) -> object:
+    return float(value) if rules.is_number(value) else json.dumps(value, sort_keys=True)
+
+
+def _compare_seeds(runs: Sequence[Run], division: rules.Division, submission: Severity) -> None:
+    """Add to each log the seed that it shares with an earlier one.
+
+    The official seed checker compares source position and seed. Here the first seed of two logs must differ wherever
+    it was logged: the runs would be the same run.
+    """
+    severity = "error" if division == "closed" else "warning"
+    positions: dict[tuple[object, ...], tuple[Run, Record]] = {}
+    first_seeds: dict[int, tuple[Run, Record]] = {}
+    for run in runs:
+        shared = []
+        for index, record in enumerate(run.seeds):
+            seed, position = _seed(record), record.logged_at
+            if seed is None:
+                continue  # reported with the values
+            if position is None and division == "closed":
+                found = "no metadata file and lineno, expected them, as the seed checker does"
+                run.object(_at(record, "seed checker", found, "log it with the logger of mlperf-logging", submission))
+                continue
+            earlier = positions.setdefault((position, seed), (run, record))
+            if earlier[1] is record and index == 0:
+                earlier = first_seeds.setdefault(seed, (run, record))
+            if earlier[1] is not record:
+                shared.append((record, seed, *earlier))
+        if not run.seeds and run.verdict.official == "pass" and division == "closed" and submission == "error":
+            found = "no record, expected one with the seed of the run: the seed checker asks for it"
+            run.object(Finding(None, "seed", "TR 5.1; seed checker", found, "log the seed, once, from one process"))
+        if not shared:
+            continue
+        record, seed, other, first = shared[0]
+        where = "" if other is run else f"{other.name} "
+        found = f"value {seed} was logged before, in {where}line {first.line}, expected another seed in every run"
+        mend = "run again with a seed from the clock or /dev/urandom, logged once by one process"
+        run.object(_at(record, "TR 5.1; seed checker", found, mend, severity, more=len(shared) - 1))
+
+
+def _seed(record: Record) -> int | None:
+    try:
+        return int(record.value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _overlaps(runs: Sequence[Run]) -> Iterator[Finding]:
+    timed = sorted((run.interval, run.name) for run in runs if run.interval)
+    overlaps, latest = [], None
+    for (start, stop), name in timed:
+        if latest and start < latest[0]:
+            overlaps.append((name, latest[1]))
+        latest = max(latest, (stop, name)) if latest else (stop, name)
+    if overlaps:
+        name, other = overlaps[0]
+        found = f"{name} ran while {other} was running, expected one run at a time on one system"
+        mend = "say in the README that the runs shared the system, or had several"
+        yield Finding(None, "run_start", "TR 12", found, mend, severity="warning", more=len(overlaps) - 1)
+
+
+def _failed_runs(runs: Sequence[Run], answer: Answer) -> Finding:
+    """What the logs that fail mean for the folder."""
+    failed = [run for run in runs if not run.complete_verdict.passed]
+    names = ", ".join(run.name for run in failed[:MAX_NAMED]) + (", ..." if len(failed) > MAX_NAMED else "")
+    if len(failed) > 1:
+        found = f"{len(failed)} of {len(runs)} logs are no valid results ({names})"
+        found += f", expected at most one of {SUBMISSION_RUNS}"
+    elif len(runs) < SUBMISSION_RUNS:
+        found = f"{names} is no valid result, expected only such ones before there are {SUBMISSION_RUNS}"
+    elif failed[0].verdict.official == "pass" and failed[0].verdict.passed:
+        found = f"{names} does not fit the other logs, expected ten runs of one entry, each with a seed of its own"
+    elif answer.outcome == "fail":
+        found = f"{names} is no valid result, and cannot be dropped as the slowest run either: {answer.message}"
+    elif failed[0].verdict.official == "pass":
+        found = f"{names} is no valid result, and the official tools count it as one, expected a log that both accept"
+    else:
+        found = f"{names} is no valid result: it counts as the slowest run, which is dropped, expected at most this one"
+        return Finding(None, "", "TR 12", found, "keep all other runs valid", severity="warning")
+    return Finding(None, "", "TR 12", found, "mend what was found in it, or repeat the run")
+
+
+def _convergence(runs: Sequence[Run], submission: Severity, ruleset: str) -> Iterator[Finding]:
+    batch = runs[0].records["global_batch_size"].value
+    prospect = outlook([run.samples for run in runs], batch, ruleset)
+    mend = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
+    if prospect.verdict == "fail":
+        yield Finding(None, "eval_accuracy", "TR 13; RCP checker", prospect.sentence, mend)
+    elif prospect.verdict == "no reference":
+        mend = "submit reference runs at this batch size, or choose a smaller one"
+        yield Finding(None, "global_batch_size", "TR 13; RCP checker", prospect.sentence, mend, severity=submission)
+
+
+def _check_description(path: Path, runs: Sequence[Run], answer: Answer, ruleset: str) -> Verdict:
+    description = read_description(path)
+    findings = [*description_findings(description, ruleset)]
+    if runs and not description.fault:
+        findings += _against_logs(description, runs)
+    if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
+        found = f"the official checker does not accept the description, expected no objection: {answer.message}"
+        findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
+    return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None)
+
+
+def _against_logs(description: Description, runs: Sequence[Run]) -> Iterator[Finding]:
+    """What most logs say otherwise than the description."""
+    logged = {key: _usual_text(runs, key) for key, _ in SUBMISSION_KEYS}
+    comparisons: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
+        ("division", "submission_division", lambda described, said: described == said, "error"),
+        ("submitter", "submission_org", _alike, "warning"),
+        ("system_name", "submission_platform", _alike, "warning"),
+        ("status", "submission_status", lambda described, said: LOGGED_STATUS.get(said) == described, "warning"),
+    )
+    for name, key, agree, severity in comparisons:
+        described, said = description.text(name), logged[key]
+        if described is None or said is None or agree(described, said):
+            continue
+        if name == "division" and not {described, said} <= {*rules.DIVISIONS}:
+            continue  # its spelling has been reported, here or in the log
+        if name == "status" and (said not in LOGGED_STATUS or described not in rules.SYSTEM_STATUSES):
+            continue
+        found = f"value {_show(described)}, expected what the logs say, {key} {_show(said)}"
+        mend = f"correct {name}, or the setting that is logged as {key}"
+        rule = "SR System description; TR 4" if name == "division" else "SR System description"
+        yield Finding(description.lines.get(name), name, rule, found, mend, severity=severity)
+
+
+def _usual_text(runs: Sequence[Run], key: str) -> str | None:
+    texts = [run.records[key].value for run in runs if key in run.records]
+    counts = Counter(text for text in texts if isinstance(text, str) and text.strip())
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _alike(described: str, said: str) -> bool:
+    """Whether two names may mean the same: letters and digits of one within the other, in any case."""
+    one, other = ("".join(filter(str.isalnum, name.casefold())) for name in (described, said))
+    return one in other or other in one
+
+
+def _at(record: Record, rule: str, found: str, mend: str, severity: Severity = "error", more: int = 0) -> Finding:
+    return Finding(record.line, record.key, rule, found, mend, record.logged_at, severity, more)
+
+
+def _show(value: object) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,76 @@
+"""What other repositories take from here: the hooks of pre-commit, the workflow, the installation without extras."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+
+import pytest
+import yaml
+
+from compliance.__main__ import main
+from tests.conftest import REPOSITORY
+
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+HOOKS = {hook["id"]: hook for hook in yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text())}
+WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
+COMMAND = "mlperf-bert-compliance"
+
+
+def test_checking_needs_no_more_than_an_installation_without_extras() -> None:
+    imported = set()
+    for path in (REPOSITORY / "compliance").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                imported.add((node.module or "").partition(".")[0])
+    distributions = packages_distributions()
+    others = imported - sys.stdlib_module_names - {"compliance"}
+    needed = {normal(distributions[name][0]) for name in others}
+    assert needed <= {normal(name) for name in PROJECT["project"]["dependencies"]}
+    assert needed
+
+
+def normal(name: str) -> str:
+    """The name of a distribution as package indexes compare it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_installed_command_is_that_of_the_hooks_and_the_workflow() -> None:
+    assert PROJECT["project"]["scripts"] == {COMMAND: "compliance.__main__:main"}
+    assert callable(main)
+    assert {hook["entry"] for hook in HOOKS.values()} == {f"{COMMAND} check"}
+    steps = [step["run"] for step in WORKFLOW["jobs"]["check"]["steps"] if "run" in step]
+    assert any(f"{COMMAND} check" in run and "--sarif findings.sarif" in run for run in steps)
+
+
+def test_every_file_that_the_command_reads_is_installed() -> None:
+    data = [
+        path for path in (REPOSITORY / "compliance").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    assert data
+    for path in data:
+        package = ".".join(path.parent.relative_to(REPOSITORY).parts)
+        patterns = PROJECT["tool"]["setuptools"]["package-data"][package]
+        assert any(path.match(pattern) for pattern in patterns), path.name
+
+
+@pytest.mark.parametrize(
+    ("hook", "path", "taken"),
+    [
+        ("mlperf-bert-logs", "results/node/bert/result_0.txt", True),
+        ("mlperf-bert-logs", "result_12.txt", True),
+        ("mlperf-bert-logs", "results/node/bert/results_0.txt", False),
+        ("mlperf-bert-logs", "results/node/bert/result_0.txt.bak", False),
+        ("mlperf-bert-logs", "no_result_0.txt", False),
+        ("mlperf-bert-results", "results/node/bert/result_a.txt", True),
+        ("mlperf-bert-results", "results/systems/node.json", True),
+        ("mlperf-bert-results", "results/node/bert/scaling.json", False),
+    ],
+)
+def test_a_hook_takes_the_files_it_is_for(hook: str, path: str, taken: bool) -> None:
+    assert bool(re.search(HOOKS[hook]["files"], path)) is taken

@@ -1,0 +1,96 @@
+"""The runs of a longer series that a submission takes."""
+
+import math
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compliance.package.selection import FAILED, olympic_mean, select
+
+TIMES = st.floats(1, 100) | st.just(FAILED)
+
+
+def test_the_rule_s_own_example() -> None:
+    """N = 5 of M = 10: six windows, each scored, the median submitted."""
+    times = [10.0, 9.0, 11.0, 12.0, 8.0, 10.5, 9.5, 30.0, 7.0, 10.0]
+    found = select(list(range(10)), times, runs=5)
+    assert len(found.scores) == 6
+    assert found.scores == tuple(olympic_mean(times[first : first + 5]) for first in range(6))
+    assert sorted(found.scores).index(found.score) in (2, 3)
+    assert found.score >= statistics.median(found.scores)
+    assert found.chosen == tuple(range(found.window, found.window + 5))
+
+
+def test_as_many_as_a_submission_takes_are_all_submitted_in_the_order_of_their_start() -> None:
+    found = select([30, 10, 20], [1.0, 2.0, 3.0], runs=3)
+    assert (found.chosen, found.scores, found.score) == ((1, 2, 0), (2.0,), 2.0)
+
+
+def test_twelve_runs_the_fastest_window_is_not_taken() -> None:
+    times = [20.0] * 6 + [10.0] * 6
+    found = select(list(range(12)), times)
+    assert found.window == 1
+    assert found.scores[0] > found.score > found.scores[2]
+
+
+def test_of_two_windows_the_slower_one() -> None:
+    assert select(list(range(11)), [5.0, *[7.0] * 5, *[8.0] * 5]).window == 1
+    assert select(list(range(11)), [*[8.0] * 5, *[7.0] * 5, 5.0]).window == 0
+
+
+def test_windows_with_two_failed_runs_count_as_infinite() -> None:
+    times = [FAILED, FAILED, *[10.0] * 10]
+    found = select(list(range(12)), times)
+    assert found.scores == (math.inf, 10.0, 10.0)
+    assert found.score == 10.0
+
+
+def test_a_series_whose_median_window_is_invalid_has_no_result() -> None:
+    times = [*[10.0] * 8, FAILED, FAILED, 10.0, 10.0]
+    assert select(list(range(12)), times).score == FAILED
+
+
+def test_one_failed_run_is_the_slowest() -> None:
+    assert select([0, 1, 2, 3], [4.0, FAILED, 5.0, 6.0], runs=4).score == 5.5
+
+
+def test_runs_that_started_together_keep_their_order() -> None:
+    assert select([5, 5, 5], [1.0, 2.0, 3.0], runs=3).chosen == (0, 1, 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), TIMES), min_size=10, max_size=25))
+def test_the_window_is_consecutive_and_its_score_in_the_middle(series: list[tuple[int, float]]) -> None:
+    starts, times = [start for start, _ in series], [time for _, time in series]
+    found = select(starts, times)
+    assert sorted(found.order) == list(range(len(series)))
+    assert [starts[run] for run in found.order] == sorted(starts)
+    assert len(found.chosen) == 10
+    assert found.score == olympic_mean([times[run] for run in found.chosen])
+    faster = sum(score < found.score for score in found.scores)
+    slower = sum(score > found.score for score in found.scores)
+    assert faster <= len(found.scores) // 2
+    assert slower <= (len(found.scores) - 1) // 2
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), TIMES), min_size=10, max_size=15, unique_by=lambda run: run[0]), st.randoms()
+)
+def test_the_numbers_of_the_files_do_not_matter(series: list[tuple[int, float]], shuffler) -> None:
+    shuffled = series.copy()
+    shuffler.shuffle(shuffled)
+    first = select([start for start, _ in series], [time for _, time in series])
+    second = select([start for start, _ in shuffled], [time for _, time in shuffled])
+    assert [series[run] for run in first.chosen] == [shuffled[run] for run in second.chosen]
+
+
+def test_too_few_runs() -> None:
+    with pytest.raises(ValueError, match="9 runs, expected at least 10"):
+        select(list(range(9)), [1.0] * 9)
+    with pytest.raises(ValueError, match="2 runs, expected at least 3"):
+        olympic_mean([1.0, 2.0])
+    with pytest.raises(ValueError, match="windows of at least 3"):
+        select([1, 2], [1.0, 2.0], runs=2)
+    with pytest.raises(ValueError, match="expected as many"):
+        select([1, 2, 3], [1.0] * 4, runs=3)
