@@ -17,7 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -216,7 +216,7 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
         return _parse_record(line[start + len(_TOKEN) :], number, problems), problems
     except _RecordError as error:
         found, expected = error.args
-        glued = [replace(problem, keys=_keys_in(line)) for problem in problems if problem.severity == "error"]
+        glued = [problem._replace(keys=_keys_in(line)) for problem in problems if problem.severity == "error"]
         return None, glued or [Problem(number, found, expected, _keys_in(line))]
 
 
