@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from json import dumps
 from pathlib import Path
@@ -226,6 +227,9 @@ def main() -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever reads has seen enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 if __name__ == "__main__":

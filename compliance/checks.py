@@ -7,6 +7,7 @@ that accepted, published submissions do too.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -265,9 +266,10 @@ def _has_place(key: str) -> bool:
 
 def _check_pairs(context: Context) -> Iterator[Finding]:
     mend = "log the start and the stop of every interval"
+    lost = _lost_keys(context.log)
     for start, stop in rules.INTERVALS.items():
-        if start in TIMELINE or start not in context.log.by_key:
-            continue
+        if start in TIMELINE or start not in context.log.by_key or {start, stop} & lost:
+            continue  # what is wrong with the line of one has been reported
         if stop not in context.log.by_key and rules.KEYS[stop].required_in(context.ruleset, context.division):
             continue  # its absence has been reported
         # An epoch may end with the run (common.yaml); open submissions open one block for many evaluations.
@@ -285,6 +287,11 @@ def _check_pairs(context: Context) -> Iterator[Finding]:
                 opened = None
         if opened:
             yield _at(opened, "never closed", f"{stop} after it", mend, "TR 11", severity)
+
+
+def _lost_keys(log: Log) -> frozenset[str]:
+    """The keys of records that could not be read, as far as can be told: what follows from that is not reported again."""
+    return frozenset().union(*(problem.keys for problem in log.problems if problem.severity == "error"))
 
 
 def _check_init_time(context: Context) -> Iterator[Finding]:
@@ -306,10 +313,14 @@ def _check_evaluations(context: Context) -> Iterator[Finding]:
     interval = context.integer("eval_interval_samples")
     if context.division == "closed":
         interval = rules.evaluation_interval(batch) if batch else None
-    records = context.log.all("eval_accuracy")
-    samples = _epoch_nums(context.log)
-    if not samples:
-        return  # reported with the values
+    records = _evaluations(context.log)
+    samples = _epoch_nums(records)
+    if (
+        len(samples) < len(context.log.all("eval_accuracy"))
+        or not samples
+        or "eval_accuracy" in _lost_keys(context.log)
+    ):
+        return  # reported with the lines, the values or the order
     if _counts_no_sequences(samples, batch):
         found = f"epoch_num {samples[0]}" + (f" to {samples[-1]}" if samples[-1] != samples[0] else "")
         found += f" at {len(samples)} evaluation{'s' if len(samples) > 1 else ''}"
@@ -335,9 +346,16 @@ def _check_evaluations(context: Context) -> Iterator[Finding]:
             yield _at(record, f"evaluation at {samples[index - 1]} samples", expected, mend, "TR 24.4", severity)
 
 
-def _epoch_nums(log: Log) -> list[int]:
+def _evaluations(log: Log) -> list[Record]:
+    """The evaluations of the run; one before its start or after its end is reported for its place."""
+    start, stop = log.first("run_start"), log.last("run_stop")
+    first, last = start.line if start else 0, stop.line if stop else math.inf
+    return [record for record in log.all("eval_accuracy") if first < record.line < last]
+
+
+def _epoch_nums(evaluations: list[Record]) -> list[int]:
     """epoch_num of every evaluation; empty when one has none."""
-    counts = [record.metadata.get("epoch_num") for record in log.all("eval_accuracy")]
+    counts = [record.metadata.get("epoch_num") for record in evaluations]
     samples = [count for count in counts if rules.is_integer(count)]
     return samples if len(samples) == len(counts) else []
 
@@ -413,20 +431,20 @@ def _check_weights(context: Context) -> Iterator[Finding]:
 
 def _check_result(context: Context) -> Iterator[Finding]:
     log = context.log
-    stop, evaluations = log.last("run_stop"), log.all("eval_accuracy")
-    last = next((record for record in reversed(evaluations) if not stop or record.line < stop.line), None)
+    stop, evaluations = log.last("run_stop"), _evaluations(log)
     if stop and context.aborted:
         mend = "run again; a run that misses its target is no result"
         yield _at(stop, "status aborted: not a valid result (aborted)", "status success", mend, "TR 11, 12")
         return
-    if last is None or not rules.FRACTION.accepts(last.value):
+    if not evaluations or not rules.FRACTION.accepts(evaluations[-1].value):
         return
+    last = evaluations[-1]
     logged = log.first("quality_target")
     target = rules.QUALITY_TARGET if context.division == "closed" else logged.value if logged else None
     if rules.is_number(target) and last.value < target:
         mend = "train to the target, or log the run as aborted"
         yield _at(last, f"last accuracy {last.value:.5f}", f"at least the target {target:g}", mend, "TR 24.2")
-    trained, samples = log.first("train_samples"), _epoch_nums(log)
+    trained, samples = log.first("train_samples"), _epoch_nums(evaluations)
     if not trained or not samples or not rules.is_number(trained.value):
         return
     mend, batch = "log the samples at convergence", context.integer("global_batch_size")

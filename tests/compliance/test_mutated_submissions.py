@@ -186,8 +186,8 @@ def insert_copy(key: str, before: str, **fields: Any) -> Mutation:
     return partial(edit_lines, change)
 
 
-def join_lines(lines: Lines) -> int:
-    index = place(lines, "train_samples")
+def join_lines(lines: Lines, key: str = "train_samples") -> int:
+    index = place(lines, key)
     lines[index] = lines[index].rstrip("\n") + lines.pop(index + 1)
     return index
 
@@ -348,6 +348,7 @@ CASES = (
     # The evaluations
     Case("off schedule", edit("eval_accuracy", 4, **samples(770_000)), LOG, "eval_accuracy", "TR 24.4", "770000", "schedule"),
     Case("one left out", remove(*EVALUATION, occurrence=4, at=("eval_accuracy", 4)), LOG, "eval_accuracy", "TR 24.4", "750400", "schedule"),
+    Case("before run_start, a count", insert_copy("eval_accuracy", "run_start"), LOG, "eval_accuracy", "TR 11", "between", "when it happens"),
     Case("before run_start", insert_copy("eval_accuracy", "run_start", **samples(0)), LOG, "eval_accuracy", "TR 11", "between", "when it happens"),
     Case("9,999 sequences", edit("eval_samples", value=9999), LOG, "eval_samples", "TR 6.3", "10000", "setting"),
     Case("accuracy below target", edit("eval_accuracy", -1, value=0.7199), LOG, "eval_accuracy", "TR 24.2", "0.72", "target", accepted=True),
@@ -372,6 +373,8 @@ CASES = (
     Case("seed twice", insert_copy("seed", "init_stop"), LOG, "seed", "TR 5.1", "in line 8", "once"),
     Case("no seed", remove("seed"), LOG, "seed", "TR 5.1", "no record", "log"),
     # Lines
+    Case("an interval and another on a line", partial(edit_lines, partial(join_lines, key="eval_start")), LOG, "", "log format", "2 records", "line of its own"),
+    Case("an evaluation and another on a line", partial(edit_lines, partial(join_lines, key="eval_accuracy")), LOG, "", "log format", "2 records", "line of its own"),
     Case("two records on a line", partial(edit_lines, join_lines), LOG, "", "log format", "2 records", "line of its own", accepted=True),
     Case("text after a record", append_to("seed", " done"), LOG, "", "log format", "'done'", "line of its own", accepted=True),
     Case("half a record", cut("seed"), LOG, "", "log format", "JSON", "whole", accepted=True),
