@@ -25,6 +25,9 @@ DIVISIONS: tuple[Division, ...] = ("closed", "open")
 SUBMISSION_STATUSES = ("cloud", "onprem", "preview", "research")
 RUN_STATUSES = ("success", "aborted")
 
+NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
+"""What everything that is made here says of itself (TR 1)."""
+
 QUALITY_TARGET = 0.720
 """Masked-LM accuracy that ends a closed run, as a fraction (TR 24.2)."""
 
@@ -389,6 +392,25 @@ SYSTEM_FIELDS = (
     "sw_notes",
 )
 """The fields that the system description checker asks for; the hyphen in on-chip is its own."""
+
+MEANINGFUL_SYSTEM_FIELDS = (
+    "host_processor_model_name",
+    "host_memory_capacity",
+    "host_storage_type",
+    "host_storage_capacity",
+    "host_networking",
+    "host_networking_topology",
+    "host_memory_configuration",
+    "accelerator_model_name",
+    "accelerator_host_interconnect",
+    "accelerator_memory_configuration",
+    "accelerator_memory_capacity",
+    "accelerator_interconnect",
+    "cooling",
+    "other_software_stack",
+    "operating_system",
+)
+"""Fields whose text says "meaningful response required", which no tool enforces (SR "<system_desc_id>.json metadata")."""
 
 SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
 """Fields that the result summarizer turns into integers: numeric strings."""

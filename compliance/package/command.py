@@ -11,7 +11,8 @@ from pathlib import Path
 from compliance.findings import Finding
 from compliance.official.tools import Report, Summary, ask_all, said_beside
 from compliance.package.archive import check_request, write_archive
-from compliance.package.tree import UNVERIFIED, Package, Request, describe_selection, make_package
+from compliance.package.tree import Package, Request, describe_selection, make_package
+from compliance.rules import NOT_A_RESULT
 from compliance.submission.check import accepted, check_paths
 
 AGREEMENT = 1e-9
@@ -101,4 +102,4 @@ def _print(package: Package, reports: list[Report]) -> None:
         print(finding)
     if package.left_out:
         print(f"\nnot in the source, because of its name or size: {', '.join(package.left_out)}")
-    print(f"\nWhat the official tools printed: {said_beside(package.tree)}\n{UNVERIFIED}")
+    print(f"\nWhat the official tools printed: {said_beside(package.tree)}\n{NOT_A_RESULT}")

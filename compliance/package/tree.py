@@ -38,27 +38,6 @@ from compliance.submission.description import description_findings, read_descrip
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 """Names of folders that the repository checker and every file system take."""
 
-UNVERIFIED = "Not an MLPerf result: not reviewed and not verified by MLCommons."
-
-MEANINGFUL_FIELDS = (
-    "host_processor_model_name",
-    "host_memory_capacity",
-    "host_storage_type",
-    "host_storage_capacity",
-    "host_networking",
-    "host_networking_topology",
-    "host_memory_configuration",
-    "accelerator_model_name",
-    "accelerator_host_interconnect",
-    "accelerator_memory_configuration",
-    "accelerator_memory_capacity",
-    "accelerator_interconnect",
-    "cooling",
-    "other_software_stack",
-    "operating_system",
-)
-"""Fields whose text says "meaningful response required", which no tool enforces (SR "<system_desc_id>.json metadata")."""
-
 REPEATED_SECTIONS = ("optimizer", "training", "evaluation")
 """Sections of the configuration that make a run what it is; the others name places on one machine."""
 
@@ -261,7 +240,7 @@ def _findings(description: Mapping[str, Any], logs: list[Log], source: Source) -
             found = f"{log.path.name} has no run_stop and was counted as a failed run"
             mend = "if it is still running, wait for it and package again"
             yield Finding(None, "run_stop", "TR 12", found, mend, severity="warning")
-    empty = [name for name in MEANINGFUL_FIELDS if not description[name]]
+    empty = [name for name in rules.MEANINGFUL_SYSTEM_FIELDS if not description[name]]
     if not description["host_processor_core_count"] and not description["host_processor_vcpu_count"]:
         empty.append("host_processor_core_count")
     if empty:
@@ -391,7 +370,7 @@ def _organisation_readme(package: Package) -> str:
     request, system = package.request, package.request.system.stem
     return f"""# {request.org}
 
-{UNVERIFIED}
+{rules.NOT_A_RESULT}
 
 | system | division | benchmark | runs | minutes | scaled by |
 |---|---|---|---|---|---|
@@ -408,7 +387,7 @@ def _system_readme(package: Package) -> str:
     rows = map(_row, package.runs)
     return f"""# BERT on {package.request.system.stem}
 
-{UNVERIFIED}
+{rules.NOT_A_RESULT}
 
 `run_and_time.sh` here, where there is one, makes these runs again; the JSON file has the resolved configuration, versions
 and hardware that the first log names. Data, model, optimizer, order of the data and evaluation are described in the pages

@@ -14,7 +14,6 @@ from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, 
 from compliance.report.published import SOURCE, Published
 from compliance.report.results import STEP_PARTS, Results, Run, breakdown, load_results, numbers, steps_taken
 from compliance.report.summary import (
-    NOT_A_RESULT,
     as_csv,
     as_json,
     as_markdown,
@@ -26,7 +25,7 @@ from compliance.report.summary import (
     rate,
     statements,
 )
-from compliance.rules import NEWEST_RULESET
+from compliance.rules import NEWEST_RULESET, NOT_A_RESULT
 
 STYLE_SHEET = Path(__file__).with_name("report.css")
 

@@ -17,8 +17,7 @@ from rich.table import Table
 from compliance.convergence import SUBMISSION_RUNS, Outlook
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, Results, Run, breakdown
-
-NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
+from compliance.rules import NOT_A_RESULT
 
 COLUMNS = ("run", "official", "verdict", "time to train", "accuracy", "target", "sequences", "sequences/s")
 

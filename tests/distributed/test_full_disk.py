@@ -88,7 +88,8 @@ def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(
     assert "Traceback" not in ranks.all_stderr()
     assert "Exception" not in ranks.all_stderr()
     *whole, _ = (written / "metrics_0.jsonl").read_text().splitlines()
-    assert {strict(line)["event"] for line in whole} == {"run", "step", "eval"}
+    # A loaded machine may have slow ranks to warn of.
+    assert {strict(line)["event"] for line in whole} - {"warning"} == {"run", "step", "eval"}
     text = (written / "result_0.txt").read_text()
     assert '"run_start"' in text
     assert '"success"' not in text  # if metrics were first, there may be room for the end as aborted

@@ -9,12 +9,18 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
+COMMITTED_RESULTS = "cpu_2cores"
+
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
     """What a clone would not have: environments, caches, data and results."""
-    at_top = Path(folder) == REPOSITORY
+    at_top, in_results = Path(folder) == REPOSITORY, Path(folder) == REPOSITORY / "results"
     return {
-        name for name in names if name == "__pycache__" or (at_top and (name[0] == "." or name in ("data", "results")))
+        name
+        for name in names
+        if name == "__pycache__"
+        or (at_top and (name[0] == "." or name == "data"))
+        or (in_results and name != COMMITTED_RESULTS)
     }
 
 

@@ -19,7 +19,11 @@ EASY = " --evaluation.target 0.2"
 """Reached at the first evaluation. The command at the top of the README runs unchanged."""
 SHORTENED = {
     "./run_tests.sh": "./run_tests.sh --collect-only tests/unit/test_imports.py",  # this is that command
-    "./run_and_time.sh tiny_cpu 3": "./run_and_time.sh tiny_cpu 3 --" + EASY,
+    "./run_and_time.sh tiny_cpu 3": "./run_and_time.sh tiny_cpu 2 --" + EASY,
+    "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu --training.max-samples 4800",
+    "torchrun --standalone --nproc-per-node 2 -m bert.train tiny_cpu --training.max-samples 9600": (
+        "torchrun --standalone --nproc-per-node 2 -m bert.train tiny_cpu --training.max-samples 4800"
+    ),
     "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50": (
         "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY
     ),
