@@ -28,6 +28,7 @@ SHORTENED = {
         "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY
     ),
     "python benchmarks/attention_ablation.py": "python benchmarks/attention_ablation.py --max-samples 320",
+    "python benchmarks/prepare.py": "python benchmarks/prepare.py --rounds 1 --dupe-factor 2",
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
     "python benchmarks/cpu_step.py": "python benchmarks/cpu_step.py --workload tiny --repeats 1",
 }
