@@ -22,7 +22,7 @@ from pathlib import Path
 
 from compliance.artefact import write_whole
 from compliance.convergence import SUBMISSION_RUNS
-from compliance.findings import Finding
+from compliance.findings import Finding, printable
 
 TIMEOUT_S = 1800
 MAX_MESSAGE_CHARACTERS = 400
@@ -202,7 +202,10 @@ def _report(tool: str, passed: bool, words: str, findings: Sequence[Finding], sa
     if not passed and not errors:
         last = said.strip().rpartition("\n")[2]
         mend = "read what it printed, beside the tree"
-        findings = [*findings, Finding(None, "", tool, f"it does not pass: {_printable(last)}", mend)]
+        findings = [
+            *findings,
+            Finding(None, "", tool, f"it does not pass: {printable(last, MAX_MESSAGE_CHARACTERS)}", mend),
+        ]
     return Report(tool, passed, words, tuple(findings))
 
 
@@ -295,14 +298,10 @@ def _complaint(tool: str, line: str) -> Finding | None:
     for pattern, meaning, mend in TRANSLATIONS:
         if match := re.search(pattern, line):
             words = [match[0], *(group or "" for group in match.groups())]
-            return Finding(None, "", tool, meaning.format(*map(_printable, words)), mend)
+            return Finding(
+                None, "", tool, meaning.format(*(printable(word, MAX_MESSAGE_CHARACTERS) for word in words)), mend
+            )
     if line.startswith("ERROR - ") and not ECHOES.match(line):
-        return Finding(
-            None, "", tool, _printable(line.removeprefix("ERROR - ").strip()), "read what it printed, beside the tree"
-        )
+        said = printable(line.removeprefix("ERROR - ").strip(), MAX_MESSAGE_CHARACTERS)
+        return Finding(None, "", tool, said, "read what it printed, beside the tree")
     return None
-
-
-def _printable(text: str) -> str:
-    """File contents end up in these messages: nothing that steers a terminal, and not without end."""
-    return "".join(character if character.isprintable() else "?" for character in text)[:MAX_MESSAGE_CHARACTERS]

@@ -15,9 +15,9 @@ from typing import Any
 
 from compliance import rules
 from compliance.checker import check_file, check_log
-from compliance.convergence import SUBMISSION_RUNS, outlook
-from compliance.findings import Finding, Severity, Verdict
-from compliance.log import Log, Record, read_log
+from compliance.convergence import SUBMISSION_RUNS, converged_samples, outlook
+from compliance.findings import Finding, Severity, Verdict, shown
+from compliance.log import Record, read_log
 from compliance.official import package as official_package
 from compliance.official.package import Answer
 from compliance.submission.description import LOGGED_STATUS, Description, description_findings, read_description
@@ -150,15 +150,7 @@ def _read_run(path: Path, ruleset: str) -> Run:
     records = {key: record for key in compared if (record := log.last(key))}
     start, stop = log.first("run_start"), log.last("run_stop")
     interval = (start.time_ms, stop.time_ms) if start and stop else None
-    return Run(verdict, records, tuple(log.all("seed")), interval, _samples_to_target(log))
-
-
-def _samples_to_target(log: Log) -> int | None:
-    stop, last = log.last("run_stop"), log.last("eval_accuracy")
-    if stop is None or last is None or stop.metadata.get("status") != "success":
-        return None
-    samples = last.metadata.get("epoch_num")
-    return samples if rules.is_integer(samples) else None
+    return Run(verdict, records, tuple(log.all("seed")), interval, converged_samples(log))
 
 
 def _division(runs: Sequence[Run]) -> rules.Division:
@@ -199,14 +191,14 @@ def _compare_settings(runs: Sequence[Run], division: rules.Division) -> None:
     """Add to each log what it says differently from most."""
     for key, severity in SUBMISSION_KEYS:
         for run, record, usual in _odd_ones(runs, key):
-            found = f"value {_show(record.value)}, expected {_show(usual.value)} as in most logs of the folder"
+            found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
             run.object(_at(record, "TR 12", found, "keep the logs of one system and entry in a folder", severity))
     severity = "error" if division == "closed" else "warning"
     mend = "submit runs of one configuration: run this one again"
     apart = set()
     for run, record, usual in _odd_ones(runs, "global_batch_size"):
         apart.add(run.name)
-        found = f"value {_show(record.value)}, expected {_show(usual.value)} as in most logs of the folder"
+        found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
         run.object(_at(record, "TR 12; RCP checker", found, mend, severity))
     alike = [run for run in runs if run.name not in apart]
     departures: dict[str, list[tuple[Record, Record]]] = {}
@@ -216,7 +208,7 @@ def _compare_settings(runs: Sequence[Run], division: rules.Division) -> None:
     for run in alike:
         if found_here := departures.get(run.name):
             record, usual = found_here[0]
-            found = f"value {_show(record.value)}, expected {_show(usual.value)} as in most logs of the folder"
+            found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
             others = ", ".join(other.key for other, _ in found_here[1:])
             found += f"; {others} likewise" if others else ""
             run.object(_at(record, "TR 9.1; TR 12", found, mend, severity))
@@ -356,7 +348,7 @@ def _against_logs(description: Description, runs: Sequence[Run]) -> Iterator[Fin
             continue  # its spelling has been reported, here or in the log
         if name == "status" and (said not in LOGGED_STATUS or described not in rules.SYSTEM_STATUSES):
             continue
-        found = f"value {_show(described)}, expected what the logs say, {key} {_show(said)}"
+        found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
         mend = f"correct {name}, or the setting that is logged as {key}"
         rule = "SR System description; TR 4" if name == "division" else "SR System description"
         yield Finding(description.lines.get(name), name, rule, found, mend, severity=severity)
@@ -376,8 +368,3 @@ def _alike(described: str, said: str) -> bool:
 
 def _at(record: Record, rule: str, found: str, mend: str, severity: Severity = "error", more: int = 0) -> Finding:
     return Finding(record.line, record.key, rule, found, mend, record.logged_at, severity, more)
-
-
-def _show(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."

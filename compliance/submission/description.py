@@ -11,7 +11,7 @@ from typing import Any
 
 from compliance import rules
 from compliance.artefact import read_bounded
-from compliance.findings import Finding
+from compliance.findings import Finding, shown
 
 RULE = "SR System description; system_desc_checker"
 
@@ -95,28 +95,23 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
         yield from _value_findings(name, value, description.lines.get(name))
     division, status = fields.get("division"), fields.get("status")
     if "division" in fields and division not in rules.DIVISIONS:
-        found = f"value {_show(division)}, expected closed or open in lower case: in any other spelling the package "
+        found = f"value {shown(division)}, expected closed or open in lower case: in any other spelling the package "
         found += "checker leaves out seeds and reference convergence points, and reports success"
         yield Finding(description.lines.get("division"), "division", RULE, found, "write closed or open")
     must = rules.RULESETS.index(ruleset) >= rules.RULESETS.index(FIRST_RULESET_WITH_STATUS)
     if must and "status" in fields and status not in rules.SYSTEM_STATUSES:
         expected = ", ".join(rules.SYSTEM_STATUSES)
-        found = f"value {_show(status)}, expected one of: {expected}"
+        found = f"value {shown(status)}, expected one of: {expected}"
         yield Finding(description.lines.get("status"), "status", RULE, found, "write the one that is true")
 
 
 def _value_findings(name: str, value: object, line: int | None) -> Iterator[Finding]:
     if name in TEXT_FIELDS and not isinstance(value, str):
-        found = f"value {_show(value)}, expected text: the official tools end with a traceback on anything else"
+        found = f"value {shown(value)}, expected text: the official tools end with a traceback on anything else"
         yield Finding(line, name, RULE, found, f'write it in quotes, such as "{name}": "8"')
     elif name in rules.SYSTEM_INTEGERS and not re.fullmatch(r"\s*\d+\s*", str(value), re.ASCII):
-        found = f"value {_show(value)}, expected a whole number in quotes: the result summarizer computes with it"
+        found = f"value {shown(value)}, expected a whole number in quotes: the result summarizer computes with it"
         yield Finding(line, name, "result summarizer", found, f'write the number alone, such as "{name}": "8"')
     elif name in rules.SYSTEM_INTEGERS and not isinstance(value, str):
-        found = f"value {_show(value)} is a number, expected text, as in all other fields"
+        found = f"value {shown(value)} is a number, expected text, as in all other fields"
         yield Finding(line, name, RULE, found, f'write it in quotes: "{name}": "{value}"', severity="warning")
-
-
-def _show(value: object) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."
