@@ -48,6 +48,7 @@ masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton_loss", _APEX_LOSS
 lamb_step = _op(lamb.lamb_step, "kernels.triton_lamb")
 lamb_directions = _op(lamb.lamb_directions, "kernels.triton_lamb")
 lamb_apply = _op(lamb.lamb_apply, "kernels.triton_lamb")
+sum_of_squares = _op(lamb.sum_of_squares, "kernels.triton_squares")
 cast_fp8 = _op(fp8.cast_fp8, "kernels.triton_fp8")
 cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton_fp8")
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton_fp8")
@@ -69,6 +70,7 @@ OPS = {
         lamb_step,
         lamb_directions,
         lamb_apply,
+        sum_of_squares,
         cast_fp8,
         cast_transpose_fp8,
         cast_transpose_sum_fp8,
@@ -114,6 +116,7 @@ __all__ = [
     "masked_lm_loss",
     "new_scales",
     "scaled_matmul",
+    "sum_of_squares",
     "varlen_attention",
     "varlen_self_attention",
 ]

@@ -40,11 +40,11 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size = SMALL) -> Arguments:
     """Arguments of the op ``op``, by position and by name: random tensors that ask for gradients, dropout at BERT's rate.
 
-    LAMB gets fp32 vectors whatever the dtype: as many parameters as a layer's feed-forward half has. Ops in FP8 have no
-    gradients.
+    LAMB and its norm get fp32 vectors whatever the dtype: as many parameters as a layer's feed-forward half has. Ops in FP8
+    have no gradients.
     """
     make = _Maker(device, dtype, size)
-    return _LAMB_MAKERS[op](make) if op in _LAMB_MAKERS else (_MAKERS[op](make), {})
+    return _VECTOR_MAKERS[op](make) if op in _VECTOR_MAKERS else (_MAKERS[op](make), {})
 
 
 class _Maker:
@@ -177,10 +177,16 @@ def _lamb_apply(make: _Maker) -> Arguments:
     return (weights, state, segments, squares), {"norm": kwargs["norm"], "learning_rate": rate}
 
 
-_LAMB_MAKERS: dict[str, Callable[[_Maker], Arguments]] = {
+def _sum_of_squares(make: _Maker) -> Arguments:
+    (weights, *_), _ = _lamb_directions(make)
+    return (weights,), {}
+
+
+_VECTOR_MAKERS: dict[str, Callable[[_Maker], Arguments]] = {
     "lamb_step": _lamb_step,
     "lamb_directions": _lamb_directions,
     "lamb_apply": _lamb_apply,
+    "sum_of_squares": _sum_of_squares,
 }
 _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "varlen_attention": _varlen_attention,

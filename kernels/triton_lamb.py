@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.lamb import LambSegments, LambState, bias_corrections
+from kernels.triton_squares import sum_of_squares
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
@@ -50,7 +51,7 @@ def lamb_step(
 
     The first call for some segments makes their table of chunks on the device: make one before capturing a graph.
     """
-    norm = torch.linalg.vector_norm(gradients_P)
+    norm = sum_of_squares(gradients_P).sqrt().float()
     squares_2A = lamb_directions(
         parameters_P,
         gradients_P,
@@ -456,8 +457,8 @@ def _directions(
     gradient = _load(gradients + offsets, mask) * clip
     mean, square = _load(momentum + offsets, mask), _load(variance + offsets, mask)
     # Selected, not multiplied by zero: a gradient that is not finite would go on being so.
-    mean = tl.where(taken, mean * beta_1 + gradient * rest_1, mean)
-    square = tl.where(taken, square * beta_2 + gradient * gradient * rest_2, square)
+    mean = tl.where(taken, _interpolated(mean, gradient, beta_1, rest_1), mean)
+    square = tl.where(taken, _interpolated(square, gradient * gradient, beta_2, rest_2), square)
     tl.store(momentum + offsets, mean, mask=mask)
     tl.store(variance + offsets, square, mask=mask)
     tl.store(gradients + offsets, tl.zeros_like(gradient), mask=mask)
@@ -466,6 +467,16 @@ def _directions(
     partial_sum = partial_sums + tl.program_id(0)
     tl.store(partial_sum, tl.sum(weight * weight))
     tl.store(partial_sum + tl.num_programs(0), tl.sum(direction * direction))
+
+
+@triton.jit
+def _interpolated(old, new, beta, rest):
+    """``beta * old + rest * new`` for factors whose fp32 values do not add up to 1: a constant stays what it is.
+
+    As PyTorch's ``lerp``, from the side that is nearer.
+    """
+    difference = new - old
+    return tl.where(rest < 0.5, old + rest * difference, new - beta * difference)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from bert.config import OptimizerConfig
 from bert.optimizer import FlatParameters, learning_rate_tensor
 from bert.parallel.reduction import Reduction
 from bert.parallel.single import all_gather_single
-from kernels import LambSegments, LambState, lamb_apply, lamb_directions
+from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of_squares
 
 
 class ShardedLamb:
@@ -57,8 +57,7 @@ class ShardedLamb:
         self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
-        # In double precision, the root of one square rounds to the norm itself: what is not divided stays as it is.
-        norm = self._over_shards(torch.linalg.vector_norm(gradient_W).double().square()).sqrt().float()
+        norm = self._over_shards(sum_of_squares(gradient_W)).sqrt().float()
         squares_2K = lamb_directions(
             weight_W,
             gradient_W,

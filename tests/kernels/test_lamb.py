@@ -140,9 +140,9 @@ def test_float32_stays_close_to_float64():
     torch.testing.assert_close(single, exact.float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e30])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
 def test_a_step_that_is_not_finite_changes_nothing(bad: float):
-    """One bad element, or one whose square overflows; then a good step, as if the bad had not been."""
+    """Bad elements, or finite ones whose norm overflows; then a good step, as if the bad had not been."""
     segments = LambSegments((5, 3), (True, False))
     generator = torch.Generator().manual_seed(0)
     flat, first, second = torch.randn(3, 8, generator=generator).unbind()
@@ -150,7 +150,7 @@ def test_a_step_that_is_not_finite_changes_nothing(bad: float):
     lamb_step(flat, first.clone(), state, segments, **at(1, 0.1), **HYPERPARAMETERS)
     before = [tensor.clone() for tensor in (flat, state.momentum_P, state.variance_P)]
     broken = second.clone()
-    broken[3] = bad
+    broken[2:4] = bad
     norm = lamb_step(flat, broken, state, segments, **at(2, 0.1), **HYPERPARAMETERS, low_precision_P=copy_P)
     assert not norm.isfinite()
     assert all(map(torch.equal, (flat, state.momentum_P, state.variance_P), before))
@@ -162,6 +162,33 @@ def test_a_step_that_is_not_finite_changes_nothing(bad: float):
     lamb_step(undisturbed, second.clone(), other, segments, **at(2, 0.1), **HYPERPARAMETERS)
     assert torch.equal(flat, undisturbed)
     assert state.skipped.item() == 1
+
+
+def test_a_gradient_whose_squares_overflow_is_clipped():
+    """Its norm fits fp32, and so does all that follows."""
+    segments = LambSegments((2,), (True,))
+    flat = torch.ones(2)
+    state, gradient = LambState.zeros_like(flat), torch.tensor([3e30, 4e30])
+    norm = lamb_step(flat, gradient, state, segments, **at(1, 0.1), **HYPERPARAMETERS)
+    assert norm.item() == pytest.approx(5e30, rel=1e-6)
+    torch.testing.assert_close(state.momentum_P, torch.tensor([0.06, 0.08]))
+    assert state.skipped.item() == 0
+
+
+@pytest.mark.parametrize("beta_2", [0.85437, 0.999])
+def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
+    """Not 1.3e-5 more, as it becomes in the end where fp32 values of beta and 1 - beta are the factors."""
+    segments = LambSegments((3,), (True,))
+    flat = torch.tensor([1.0, 2.0, 3.0])
+    state, gradient = LambState.zeros_like(flat), torch.tensor([0.1, -0.2, 0.3])
+    state.momentum_P.copy_(gradient)
+    state.variance_P.copy_(gradient.square())
+    hyper = HYPERPARAMETERS | {"beta_2": beta_2}
+    for step in range(1, 401):
+        lamb_step(flat, gradient.clone(), state, segments, **at(step, 0.0), **hyper)
+    exact = gradient.double().square()
+    assert (state.variance_P / exact - 1).abs().max().item() < 1e-6
+    assert (state.momentum_P / gradient - 1).abs().max().item() < 1e-6
 
 
 def test_the_step_count_waits_for_a_step_that_is_taken():

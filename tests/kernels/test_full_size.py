@@ -1,0 +1,104 @@
+"""Sums and norms at BERT-Large's sizes, 31 million elements in one tensor and 335 million in all, against float64."""
+
+import numpy as np
+import pytest
+import torch
+
+from bert.config import ModelConfig, OptimizerConfig
+from bert.model import BertForPreTraining
+from bert.optimizer import FlatParameters, Lamb
+from bert.parallel.mesh import join_mesh
+from bert.parallel.reduction import Communicators, Reduction
+from bert.parallel.sharded_lamb import ShardedLamb
+from kernels import LambSegments, LambState, lamb, triton_lamb, triton_squares
+from tests.kernels.test_lamb import HYPERPARAMETERS
+
+EMBEDDING = 30_522 * 1024
+PARAMETERS = 336_226_108
+NEAR = 1e-6
+"""Largest relative error of a sum or norm."""
+
+
+def normal(size: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(0))
+
+
+def squares_in_float64(vector: torch.Tensor) -> float:
+    pieces = (piece.numpy().astype(np.float64) for piece in vector.split(1 << 20))
+    return sum(float(piece @ piece) for piece in pieces)
+
+
+def test_the_definition() -> None:
+    once = normal(EMBEDDING)
+    exact = squares_in_float64(once)
+    assert lamb.sum_of_squares(once).item() == pytest.approx(exact, rel=NEAR)
+    times, rest = divmod(PARAMETERS, EMBEDDING)
+    everything = once.repeat(times + 1)[:PARAMETERS]
+    exact = times * exact + squares_in_float64(once[:rest])
+    assert lamb.sum_of_squares(everything).item() == pytest.approx(exact, rel=NEAR)
+
+
+def test_triton() -> None:
+    """A tenth of the embedding: all of it is in fp64."""
+    vector = normal(EMBEDDING // 10)
+    assert triton_squares.sum_of_squares(vector).item() == pytest.approx(squares_in_float64(vector), rel=NEAR)
+
+
+def test_the_norms_of_a_step() -> None:
+    """Of the gradient; and of weights and directions in a tensor of the embedding's size, from which its ratio follows."""
+    segments = LambSegments((1000, EMBEDDING), (False, True))
+    weights, gradients = normal(1000 + EMBEDDING), normal(1000 + EMBEDDING).flip(0)
+    exact = squares_in_float64(gradients) ** 0.5
+    norm = lamb.sum_of_squares(gradients).sqrt().float()
+    assert norm.item() == pytest.approx(exact, rel=NEAR)
+    state = LambState.zeros_like(weights)
+    squares_2A = lamb.lamb_directions(
+        weights, gradients, state, segments, norm=norm, step=torch.tensor(1), **HYPERPARAMETERS
+    )
+    for found, vector in zip(squares_2A[:, 0].tolist(), (weights, state.update_P), strict=True):
+        assert found == pytest.approx(squares_in_float64(segments.adapted_views(vector)[0]), rel=NEAR)
+
+
+def test_the_norms_of_a_step_in_triton() -> None:
+    """A fortieth of the embedding: of its two levels, fp32 inside a chunk and fp64 over chunks, only the second grows."""
+    size = EMBEDDING // 40
+    segments = LambSegments((size,), (True,))
+    weights, gradients = normal(size), normal(size).flip(0)
+    state = LambState.zeros_like(weights)
+    squares_2A = triton_lamb.lamb_directions(
+        weights, gradients, state, segments, norm=torch.tensor(1e3), step=torch.tensor(1), **HYPERPARAMETERS
+    )
+    for found, vector in zip(squares_2A[:, 0].tolist(), (weights, state.update_P), strict=True):
+        assert found == pytest.approx(squares_in_float64(vector), rel=NEAR)
+
+
+def test_a_gpus_order_of_addition_over_the_embedding() -> None:
+    """As ``triton_lamb`` adds on a GPU: 16 squares in turn in each of 256 threads, then a tree, in fp32."""
+    chunks = -(-EMBEDDING // triton_lamb.CHUNK)
+    padded = np.zeros(chunks * triton_lamb.CHUNK, np.float32)
+    vector = normal(EMBEDDING)
+    padded[:EMBEDDING] = vector.numpy()
+    threads = 32 * triton_lamb.WARPS
+    values = padded.reshape(chunks, threads, triton_lamb.CHUNK // threads)
+    sums = np.zeros((chunks, threads), np.float32)
+    for place in range(values.shape[2]):
+        sums += values[:, :, place] * values[:, :, place]
+    while sums.shape[1] > 1:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half] + sums[:, half:]
+    assert sums.astype(np.float64).sum() == pytest.approx(squares_in_float64(vector), rel=NEAR)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_norm_that_an_optimizer_returns(sharded: bool) -> None:
+    """For 4.9 million parameters, where PyTorch's own norm is 1e-4 low."""
+    model = BertForPreTraining(ModelConfig(1, 160, 2, 160, 30_522, 16))
+    flat = FlatParameters.of(model)
+    if sharded:
+        communicators = Communicators.create(join_mesh("cpu"))
+        optimizer = ShardedLamb(flat, OptimizerConfig(0.1, 10), Reduction(model, flat, communicators, "sharded"))
+    else:
+        optimizer = Lamb(flat, OptimizerConfig(0.1, 10))
+    flat.gradients_P.copy_(normal(len(flat.gradients_P)))
+    exact = squares_in_float64(flat.gradients_P) ** 0.5
+    assert optimizer.step().item() == pytest.approx(exact, rel=NEAR)
