@@ -190,8 +190,8 @@ def _rank(case: Case, found: Path) -> None:
     if case.computation:
         figures = _exposed(case, model, flat, communicators)
     else:
-        figures = {s: _reduced(case, mesh, flat, Reduction(model, flat, communicators, s)) for s in STRATEGIES}
-        figures["choice"] = str(measured_choice(model, flat, communicators, rounds=2).way)
+        figures = {s: _reduced(case, mesh, flat, Reduction(flat, communicators, s)) for s in STRATEGIES}
+        figures["choice"] = str(measured_choice(flat, communicators, rounds=2).way)
     if mesh.is_main:
         found.write_text(json.dumps(figures))
     dist.barrier()
@@ -200,10 +200,11 @@ def _rank(case: Case, found: Path) -> None:
 
 def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
     weights, gradients = torch.zeros(LAYERS * size), torch.zeros(LAYERS * size)
-    for place, parameter in enumerate(model):
-        own = slice(place * size, (place + 1) * size)
-        parameter.data, parameter.grad = weights[own], gradients[own]
-    return FlatParameters(weights, gradients, LambSegments((size,) * LAYERS, (True,) * LAYERS), weights, gradients)
+    places = {parameter: slice(number * size, (number + 1) * size) for number, parameter in enumerate(model)}
+    for parameter, place in places.items():
+        parameter.data, parameter.grad = weights[place], gradients[place]
+    segments = LambSegments((size,) * LAYERS, (True,) * LAYERS)
+    return FlatParameters(weights, gradients, segments, weights, gradients, places)
 
 
 def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
@@ -234,7 +235,7 @@ def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction)
 
 def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communicators: Communicators) -> dict[str, Any]:
     """Seconds of a step beyond its computation alone, which is made as long as its communication alone."""
-    reduction = Reduction(model, flat, communicators, "hierarchical", bucket_bytes=4_000_000)
+    reduction = Reduction(flat, communicators, "hierarchical", bucket_bytes=4_000_000)
 
     def step(compute: Callable[[], None], reduced: bool = True, overlapped: bool = False) -> float:
         dist.barrier()

@@ -1,31 +1,40 @@
 """LAMB over the model's parameters: flat buffers, roles, schedule.
 
-Shape legend: P parameters in all, N that number rounded up to equal shards.
+Shape legend: P parameters in all with the padding after each, N that number rounded up to equal shards.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert.config import OptimizerConfig
 from bert.model import BertForPreTraining, EncoderLayer
 from kernels import LambSegments, LambState, lamb_step
+
+ALIGNMENT = 16
+"""Every parameter, and every rank's piece of a bucket, starts at a multiple of this many elements: 64 bytes. Kernels that
+find pointers at multiples of 16 bytes read 16 bytes at a time."""
 
 
 @dataclass(frozen=True)
 class FlatParameters:
     """Weights and gradients as two flat fp32 vectors of which the model's parameters are views.
 
-    One vector makes the reduction one message and the optimizer a few passes, whatever the number of tensors.
+    One vector makes the reduction one message and the optimizer a few passes, whatever the number of tensors. Padding is
+    zeros that stay zeros: it has no gradient.
     """
 
     weights_P: Tensor
     gradients_P: Tensor
     segments: LambSegments
+    """The padding after a parameter belongs to its last segment."""
     weights_N: Tensor
     """``weights_P`` and the zeros after it."""
     gradients_N: Tensor
+    places: Mapping[nn.Parameter, slice]
+    """Where each parameter is in the vectors, in the order of the model's parameters."""
 
     @classmethod
     @torch.no_grad()
@@ -34,23 +43,28 @@ class FlatParameters:
 
         The buffers go on with zeros up to a multiple of ``shards``, so that ranks can divide them equally.
         """
-        parameters = list(model.parameters())
-        size = sum(parameter.numel() for parameter in parameters)
-        weights_N = torch.zeros(-(-size // shards) * shards, device=parameters[0].device)
+        segments = lamb_segments(model)
+        size, device = sum(segments.sizes), model.decoder_bias.device
+        weights_N = torch.zeros(padded(size, shards), device=device)
         gradients_N = torch.zeros_like(weights_N)
-        weights_P, gradients_P = weights_N[:size], gradients_N[:size]
-        torch.cat([parameter.detach().flatten().float() for parameter in parameters], out=weights_P)
-        start = 0
-        for parameter in parameters:
-            stop = start + parameter.numel()
-            parameter.data = weights_P[start:stop].view_as(parameter)
-            parameter.grad = gradients_P[start:stop].view_as(parameter)
-            start = stop
-        return cls(weights_P, gradients_P, lamb_segments(model), weights_N, gradients_N)
+        places, start = {}, 0
+        for parameter in model.parameters():
+            places[parameter] = place = slice(start, start + parameter.numel())
+            weights_N[place] = parameter.flatten()
+            parameter.data = weights_N[place].view_as(parameter)
+            parameter.grad = gradients_N[place].view_as(parameter)
+            start += padded(parameter.numel())
+        return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places)
+
+
+def padded(size: int, shards: int = 1) -> int:
+    """The next number of elements that ``shards`` ranks divide into equal pieces that are aligned."""
+    multiple = ALIGNMENT * shards
+    return -(-size // multiple) * multiple
 
 
 def lamb_segments(model: BertForPreTraining) -> LambSegments:
-    """The tensors of the reference in the order of the model's parameters.
+    """The tensors of the reference in the order of the model's parameters, each parameter's padding with its last one.
 
     Exclusion goes by role: biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused
     query-key-value weight counts as the three tensors that it is in the reference.
@@ -61,6 +75,7 @@ def lamb_segments(model: BertForPreTraining) -> LambSegments:
     for parameter in model.parameters():
         parts = 3 if id(parameter) in fused else 1
         sizes += [parameter.numel() // parts] * parts
+        sizes[-1] += padded(parameter.numel()) - parameter.numel()
         adapted += [parameter.ndim > 1] * parts
     return LambSegments(tuple(sizes), tuple(adapted))
 

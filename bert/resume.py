@@ -301,10 +301,8 @@ def _digest(path: Path) -> dict[str, object]:
 
 def _parts(step: TrainingStep, vector_P: Tensor) -> Iterator[tuple[str, Tensor]]:
     """A flat vector's part for each parameter, in the parameter's shape."""
-    start = 0
     for name, parameter in step.model.named_parameters():
-        yield name, vector_P[start : start + parameter.numel()].view_as(parameter)
-        start += parameter.numel()
+        yield name, vector_P[step.flat.places[parameter]].view_as(parameter)
 
 
 def _weights(step: TrainingStep, vector_P: Tensor) -> Mapping[str, Weight]:

@@ -86,11 +86,11 @@ class TrainingStep:
         training = config.training
         communicators = Communicators.create(mesh, training.in_network)
         self.flat = FlatParameters.of(model, communicators.world_size)
-        self.choice = choose(training, model, self.flat, communicators)
+        self.choice = choose(training, self.flat, communicators)
         """How gradients are summed over ranks, and why so."""
         strategy = self.choice.way.strategy
         communicators = communicators.settle(self.choice.way)
-        self._reduction = Reduction(model, self.flat, communicators, strategy, training.wire, training.fp32_sums)
+        self._reduction = Reduction(self.flat, communicators, strategy, training.wire, training.fp32_sums)
         self.optimizer: Lamb | ShardedLamb
         self._gather: WeightGather | None = None
         if strategy in ("sharded", "sharded_world"):

@@ -385,7 +385,7 @@ def _reporter(
                 "target": config.evaluation.target,
                 "global_batch_size": config.training.global_batch_size,
                 "world_size": mesh.world_size,
-                "parameters": step.flat.weights_P.numel(),
+                "parameters": sum(parameter.numel() for parameter in step.model.parameters()),
                 "commit": commit(),
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
             },

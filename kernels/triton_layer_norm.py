@@ -571,32 +571,37 @@ def embedding_layer_norm_unsupported_reasons(
     return reasons
 
 
-_POINTERS = dict.fromkeys(("input_ids", "position_ids", "segment_ids", "state"), "*i64")
-_POINTERS |= dict.fromkeys(("statistics", "partials", "dword", "dposition"), "*fp32")
-_SCALARS = {"tokens": "i32", "eps": "fp32", "threshold": "i32", "scale": "fp32", "stream": "i32"}
+_TYPES = dict.fromkeys(("input_ids", "position_ids", "segment_ids", "state"), "*i64")
+_TYPES |= dict.fromkeys(("x", "residual", "dresidual", "dx"), "*bf16")
+_TYPES |= dict.fromkeys(("bias", "weight", "norm_bias", "word", "position", "segment"), "*fp32")
+_TYPES |= dict.fromkeys(("statistics", "partials", "dword", "dposition", "sums"), "*fp32")
+_TYPES |= {"tokens": "i32", "eps": "fp32", "threshold": "i32", "scale": "fp32", "stream": "i32"}
+_TYPES |= {"programs": "i32", "width": "i32"}
 
 
 def configurations() -> "list[Configuration]":
-    """Every kernel as launched in bf16 for the hidden sizes of BERT-Large and the small default."""
+    """Every kernel as training launches it under autocast, for the hidden sizes of BERT-Large and the small default.
+
+    Parameters and embeddings are fp32, and the residual stream is bf16.
+    """
     from kernels.ahead_of_time import Configuration
 
-    found, types = [], _POINTERS | _SCALARS
+    found = []
     for columns in (128, 1024):
-        for kernel, layout in (
-            (_add_norm_forward, _Layout.of(columns)),
-            (_add_norm_backward, _Layout.of(columns)),
-            (_embedding_norm_forward, _Layout.of(columns)),
-            (_embedding_norm_backward, _Layout.of(columns)),
+        for kernel, stream in (
+            (_add_norm_forward, "bf16"),
+            (_add_norm_backward, "bf16"),
+            (_embedding_norm_forward, "fp32"),
+            (_embedding_norm_backward, "fp32"),
         ):
             for dropout in (True, False):
-                options = layout.options(columns, dropout)
+                options = _Layout.of(columns).options(columns, dropout)
                 num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
                 constexprs = options if dropout else options | {"state": None}
-                signature = {
-                    name: "constexpr" if name in constexprs else types.get(name, "*bf16") for name in kernel.arg_names
-                }
-                name = f"bf16, D = {columns}{', dropout' if dropout else ''}"
+                types = _TYPES | {"y": f"*{stream}", "dy": f"*{stream}"} | dict.fromkeys(constexprs, "constexpr")
+                signature = {name: types[name] for name in kernel.arg_names}
+                name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
                 found.append(Configuration(name, kernel, signature, constexprs, num_warps, num_stages))
-    signature = {"partials": "*fp32", "sums": "*bf16", "programs": "i32", "width": "i32"}
-    signature |= dict.fromkeys(_SUM_TILE, "constexpr")
-    return [*found, Configuration("bf16", _sum_partials, signature, dict(_SUM_TILE), **_SUM_PIPELINE)]
+    types = _TYPES | dict.fromkeys(_SUM_TILE, "constexpr")
+    signature = {name: types[name] for name in _sum_partials.arg_names}
+    return [*found, Configuration("fp32", _sum_partials, signature, dict(_SUM_TILE), **_SUM_PIPELINE)]

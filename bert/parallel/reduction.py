@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from bert.config import TrainingConfig
-from bert.optimizer import FlatParameters
+from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import TIMEOUT, Mesh
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 
@@ -156,10 +156,11 @@ class Lane:
 def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
     """Slices of a flat fp32 vector in the order in which backward fills it, from its end to its start.
 
-    Each divides into ``shards`` equal pieces, as ``size`` must.
+    Each divides into ``shards`` equal and aligned pieces, as ``size`` must.
     """
-    assert size % shards == 0
-    step = max(1, bucket_bytes // (4 * shards)) * shards
+    multiple = ALIGNMENT * shards
+    assert size % multiple == 0
+    step = max(1, bucket_bytes // (4 * multiple)) * multiple
     return [slice(max(0, stop - step), stop) for stop in range(size, 0, -step)]
 
 
@@ -175,7 +176,6 @@ class Reduction:
 
     def __init__(
         self,
-        model: nn.Module,
         flat: FlatParameters,
         communicators: Communicators,
         strategy: Strategy,
@@ -195,7 +195,7 @@ class Reduction:
         self._started = 0
         self._waiting: list[int] = []
         self._parameters_of: list[int] = [0] * len(self.buckets)
-        self._hooks = list(self._hook(model)) if communicators.everyone else []
+        self._hooks = list(self._hook(flat)) if communicators.everyone else []
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
@@ -233,16 +233,15 @@ class Reduction:
         for hook in self._hooks:
             hook.remove()
 
-    def _hook(self, model: nn.Module) -> Iterator[torch.utils.hooks.RemovableHandle]:
-        start = 0
-        for parameter in model.parameters():
-            stop = start + parameter.numel()
-            touched = [i for i, bucket in enumerate(self.buckets) if bucket.start < stop and start < bucket.stop]
+    def _hook(self, flat: FlatParameters) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        for parameter, place in flat.places.items():
+            touched = [
+                i for i, bucket in enumerate(self.buckets) if bucket.start < place.stop and place.start < bucket.stop
+            ]
             for bucket in touched:
                 self._parameters_of[bucket] += 1
             # Of a shared parameter all uses have been added up when its hook runs.
             yield parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._filled(touched))
-            start = stop
 
     def _filled(self, buckets: list[int]) -> None:
         if self._armed:
@@ -349,11 +348,11 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
     return ways
 
 
-def choose(config: TrainingConfig, model: nn.Module, flat: FlatParameters, communicators: Communicators) -> Choice:
+def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
     """How this run reduces, the same on all ranks. For start-up: it may zero gradients."""
     ways = candidates(config, communicators)
     if len(ways) > 1:
-        choice = measured_choice(model, flat, communicators, ways, wire=config.wire, fp32_sums=config.fp32_sums)
+        choice = measured_choice(flat, communicators, ways, wire=config.wire, fp32_sums=config.fp32_sums)
         if communicators.in_network_rail is None:
             choice = replace(choice, reason=f"{choice.reason}; in-network: {communicators.why_not_in_network}")
         return choice
@@ -365,7 +364,6 @@ def choose(config: TrainingConfig, model: nn.Module, flat: FlatParameters, commu
 
 
 def measured_choice(
-    model: nn.Module,
     flat: FlatParameters,
     communicators: Communicators,
     ways: Sequence[Way] = (Way("flat"), Way("hierarchical")),
@@ -379,7 +377,7 @@ def measured_choice(
     Rounds alternate; a round takes as long as on the slowest rank, and a way as its best round, since the first one
     connects. No round begins after ``enough_seconds``.
     """
-    reductions = [Reduction(model, flat, communicators.along(way), way.strategy, wire, fp32_sums) for way in ways]
+    reductions = [Reduction(flat, communicators.along(way), way.strategy, wire, fp32_sums) for way in ways]
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
     best, spent = [math.inf] * len(ways), 0.0

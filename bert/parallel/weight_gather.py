@@ -24,13 +24,9 @@ class WeightGather:
         self.buckets = reduction.buckets[::-1]
         """From the start of the vector, as forward needs them."""
         self._arrivals: list[Callable[[], None]] = []
-        stops, stop = {}, 0
-        for parameter in model.parameters():
-            stop += parameter.numel()
-            stops[parameter] = stop
         parts = [model.embeddings, *model.layers[:-1]]
         for part in parts:
-            stop = max(stops[parameter] for parameter in part.parameters())
+            stop = max(flat.places[parameter].stop for parameter in part.parameters())
             needed = sum(bucket.start < stop for bucket in self.buckets)
             part.register_forward_pre_hook(lambda *_, needed=needed: self.wait(needed))
         parts[-1].register_forward_hook(lambda *_: self.finish())

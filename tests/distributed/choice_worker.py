@@ -38,13 +38,13 @@ def main(out: str) -> None:
     result: dict[str, Any] = {}
     for fast in ("everyone", "rail", "in_network_rail"):
         slow = {found.everyone, found.rail, found.in_network_rail} - {getattr(found, fast)}
-        choice = choose(training, model, flat, found)
+        choice = choose(training, flat, found)
         result[fast] = [""] * mesh.world_size
         dist.all_gather_object(result[fast], str(choice))
     slow = set()
     settled = found.settle(choice.way)
     flat.gradients_N.fill_(mesh.rank + 1)
-    Reduction(model, flat, settled, choice.way.strategy).finish()
+    Reduction(flat, settled, choice.way.strategy).finish()
     result |= {
         "sums": flat.gradients_N.unique().tolist(),
         "rail_kept": settled.rail is found.in_network_rail and settled.in_network_rail is None,

@@ -50,7 +50,7 @@ def train(mesh: Mesh, strategy: Strategy, wire: str) -> dict[str, object]:
     communicators = Communicators.create(mesh)
     flat = FlatParameters.of(model, communicators.world_size)
     fp32_sums = wire.endswith("+")
-    reduction = Reduction(model, flat, communicators, strategy, wire.rstrip("+"), fp32_sums, bucket_bytes=40_000)  # type: ignore[arg-type]
+    reduction = Reduction(flat, communicators, strategy, wire.rstrip("+"), fp32_sums, bucket_bytes=40_000)  # type: ignore[arg-type]
     config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
     optimizer, gather = Lamb(flat, config), None
     if strategy.startswith("sharded"):
@@ -136,10 +136,11 @@ def sharded_facts(flat: FlatParameters, optimizer: ShardedLamb, reduction: Reduc
 def difference_from_unsharded(mesh: Mesh, communicators: Communicators, strategy: Strategy, bucket_bytes: int) -> float:
     """The largest difference of a tensor, as a part of its norm, over 20 steps on equal gradients."""
     config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
-    whole, divided = (FlatParameters.of(model, communicators.world_size) for model in (fresh_model(), fresh_model()))
-    reduction = Reduction(fresh_model(), divided, communicators, strategy, bucket_bytes=bucket_bytes)
+    model = fresh_model()
+    whole, divided = (FlatParameters.of(each, communicators.world_size) for each in (fresh_model(), model))
+    reduction = Reduction(divided, communicators, strategy, bucket_bytes=bucket_bytes)
     lamb, sharded = Lamb(whole, config), ShardedLamb(divided, config, reduction)
-    gather = WeightGather(fresh_model(), divided, reduction)
+    gather = WeightGather(model, divided, reduction)
     generator = torch.Generator().manual_seed(11)
     worst = 0.0
     for step in range(STEPS):
@@ -159,7 +160,7 @@ def differences_and_choice(mesh: Mesh, strategy: Strategy) -> dict[str, object]:
     """From the optimizer that is not divided, with tensors divided and not; and what measuring says."""
     model = fresh_model()
     communicators = Communicators.create(mesh)
-    choice = measured_choice(model, FlatParameters.of(model, communicators.world_size), communicators)
+    choice = measured_choice(FlatParameters.of(model, communicators.world_size), communicators)
     ways = [""] * mesh.world_size
     if dist.is_initialized():
         dist.all_gather_object(ways, str(choice.way))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from bert.optimizer import FlatParameters
+from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Lane, Reduction, bucket_slices, choose
 from bert.parallel.sharded_lamb import shard_pieces
@@ -117,11 +117,12 @@ def test_the_fastest_way_is_taken_and_the_other_rail_given_back(tmp_path: Path) 
     assert found["rail_given_back"]
 
 
-@pytest.mark.parametrize(("size", "shards", "bytes_"), [(64, 8, 4), (1000, 4, 400), (24, 3, 10**9), (7, 1, 4)])
-def test_buckets_cover_the_vector_from_its_end_in_equal_pieces(size: int, shards: int, bytes_: int) -> None:
+@pytest.mark.parametrize(("size", "shards", "bytes_"), [(1024, 8, 4), (16_000, 4, 6400), (384, 3, 10**9), (112, 1, 4)])
+def test_buckets_cover_the_vector_from_its_end_in_equal_and_aligned_pieces(size: int, shards: int, bytes_: int) -> None:
     buckets = bucket_slices(size, shards, bytes_)
     assert [place for bucket in reversed(buckets) for place in range(size)[bucket]] == list(range(size))
-    assert all((bucket.stop - bucket.start) % shards == 0 for bucket in buckets)
+    assert all((bucket.stop - bucket.start) % (ALIGNMENT * shards) == 0 for bucket in buckets)
+    assert len(buckets) > 1 or bytes_ >= 4 * size
 
 
 def test_without_other_ranks_nothing_is_chosen_and_nothing_held() -> None:
@@ -129,11 +130,12 @@ def test_without_other_ranks_nothing_is_chosen_and_nothing_held() -> None:
     mesh, model = Mesh(0, 1, 0, torch.device("cpu")), torch.nn.Linear(3, 4)
     communicators = Communicators.create(mesh)
     vectors = [torch.zeros(16) for _ in range(4)]
-    flat = FlatParameters(vectors[0], vectors[1], LambSegments((12, 4), (True, False)), vectors[2], vectors[3])
+    places = dict(zip(model.parameters(), (slice(12), slice(12, 16)), strict=True))
+    flat = FlatParameters(vectors[0], vectors[1], LambSegments((12, 4), (True, False)), vectors[2], vectors[3], places)
     config = replace(tiny_cpu().training, reduction="sharded", wire="bf16")
-    choice = choose(config, model, flat, communicators)
+    choice = choose(config, flat, communicators)
     assert str(choice) == "reduction: flat (one rank)"
-    reduction = Reduction(model, flat, communicators, choice.way.strategy, config.wire)
+    reduction = Reduction(flat, communicators, choice.way.strategy, config.wire)
     with reduction.overlapped():
         model(torch.ones(3)).sum().backward()
     reduction.finish()

@@ -96,7 +96,7 @@ def test_the_norm_that_an_optimizer_returns(sharded: bool) -> None:
     flat = FlatParameters.of(model)
     if sharded:
         communicators = Communicators.create(join_mesh("cpu"))
-        optimizer = ShardedLamb(flat, OptimizerConfig(0.1, 10), Reduction(model, flat, communicators, "sharded"))
+        optimizer = ShardedLamb(flat, OptimizerConfig(0.1, 10), Reduction(flat, communicators, "sharded"))
     else:
         optimizer = Lamb(flat, OptimizerConfig(0.1, 10))
     flat.gradients_P.copy_(normal(len(flat.gradients_P)))

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from bert.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
-from bert.optimizer import FlatParameters, Lamb, lamb_segments, learning_rate, learning_rate_tensor
+from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
+from bert.parallel.reduction import BUCKET_BYTES, bucket_slices
+from bert.recipes import RECIPES
 from kernels import LambSegments, LambState, lamb_apply, lamb_directions, lamb_step
 
 HYPERPARAMETERS: dict[str, Any] = {
@@ -183,7 +185,7 @@ def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
     state, gradient = LambState.zeros_like(flat), torch.tensor([0.1, -0.2, 0.3])
     state.momentum_P.copy_(gradient)
     state.variance_P.copy_(gradient.square())
-    hyper = HYPERPARAMETERS | {"beta_2": beta_2}
+    hyper: dict[str, Any] = HYPERPARAMETERS | {"beta_2": beta_2}
     for step in range(1, 401):
         lamb_step(flat, gradient.clone(), state, segments, **at(step, 0.0), **hyper)
     exact = gradient.double().square()
@@ -275,22 +277,64 @@ def test_query_key_and_value_have_their_own_trust_ratio():
 
 
 def test_segments_follow_roles():
+    """Each starts where its parameter does, or a third of it; a parameter's last segment ends where the next one starts."""
     model = small_model()
-    segments = lamb_segments(model)
-    assert sum(segments.sizes) == sum(parameter.numel() for parameter in model.parameters())
-    start, by_offset = 0, {}
-    for size, adapted in zip(segments.sizes, segments.adapted, strict=True):
-        by_offset[start] = (size, adapted)
-        start += size
+    flat = FlatParameters.of(model)
+    sizes = iter(zip(flat.segments.sizes, flat.segments.adapted, strict=True))
     start = 0
     for name, parameter in model.named_parameters():
+        assert flat.places[parameter] == slice(start, start + parameter.numel()), name
         excluded = name.endswith("bias") or "norm" in name
         parts = 3 if name.endswith("query_key_value.weight") else 1
-        size = parameter.numel() // parts
         for part in range(parts):
-            assert by_offset.pop(start + part * size) == (size, not excluded), name
-        start += parameter.numel()
-    assert not by_offset
+            size, adapted = next(sizes)
+            padding = -parameter.numel() % 16 if part == parts - 1 else 0
+            assert (size - padding, adapted) == (parameter.numel() // parts, not excluded), name
+            start += size
+    assert next(sizes, None) is None
+    assert start == len(flat.weights_P)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("ranks", [1, 24, 64, 4096])
+def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
+    """Parameters and gradients in the whole vectors, and every rank's piece of a bucket, hence of a shard."""
+    with torch.device("meta"):
+        model = BertForPreTraining(RECIPES[recipe]().model)
+    flat = FlatParameters.of(model, ranks)
+    assert list(flat.places) == list(model.parameters())
+    assert all(place.start % 16 == 0 for place in flat.places.values())
+    for bucket in bucket_slices(len(flat.weights_N), ranks, BUCKET_BYTES):
+        piece, rest = divmod(bucket.stop - bucket.start, ranks)
+        assert (bucket.start % 16, piece % 16, rest) == (0, 0, 0)
+    assert 0 <= len(flat.weights_P) - sum(parameter.numel() for parameter in model.parameters()) < 1000
+
+
+def test_pointers_are_aligned():
+    """Of a vocabulary and a hidden size that are not."""
+    model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
+    flat = FlatParameters.of(model, 3)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        assert parameter.data_ptr() % 16 == parameter.grad.data_ptr() % 16 == 0, name
+    assert flat.weights_P.data_ptr() % 64 == 0
+
+
+def test_padding_stays_zero_and_has_no_part_in_any_norm():
+    model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
+    initialize_(model, torch.Generator().manual_seed(0))
+    flat = FlatParameters.of(model, 3)
+    padding = torch.ones_like(flat.weights_N, dtype=torch.bool)
+    for parameter, place in flat.places.items():
+        padding[place] = False
+        assert parameter.grad is not None
+        parameter.grad.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    exact = sum(
+        float(parameter.grad.double().square().sum()) for parameter in flat.places if parameter.grad is not None
+    )
+    assert Lamb(flat, OptimizerConfig(0.1, 10)).step().item() == pytest.approx(exact**0.5, rel=1e-6)
+    assert not flat.weights_N[padding].any()
+    assert padding.sum() > 20
 
 
 def test_flat_parameters_keep_values_and_share_memory():
