@@ -47,9 +47,9 @@ class Mesh:
 
     @cached_property
     def rail_ranks(self) -> tuple[int, ...]:
-        """The ranks with this one's place on their hosts, one a host: they share a network path, a rail."""
+        """The ranks with this one's place on their hosts, one a host, ascending: they share a network path, a rail."""
         place = self.node_ranks.index(self.rank)
-        return tuple(ranks[place] for ranks in self.nodes) or (self.rank,)
+        return tuple(sorted(ranks[place] for ranks in self.nodes)) or (self.rank,)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 Losses are divided by counts of the whole global batch, so that gradients add up: nothing is scaled before or after.
 """
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -65,8 +66,9 @@ class Communicators:
 
         Unless ``in_network`` is off, NCCL is asked for a second rail that adds up in the switches (CollNet, SHARP), where
         there are several hosts. What NCCL does where switches cannot is its own affair: it sends as otherwise, and warns.
-        Raises ``ValueError`` when it is on and this PyTorch cannot ask.
+        Raises ``ValueError`` when it is on and this PyTorch cannot ask, or has no groups in the order of local ranks.
         """
+        _require_order(mesh)
         options, why_not = None, "as set"
         if in_network != "off":
             options, why_not = _in_network_options(mesh)
@@ -106,12 +108,22 @@ def _in_network_options(mesh: Mesh) -> tuple[Any, str]:
     return options, ""
 
 
+def _require_order(mesh: Mesh) -> None:
+    """The same on every rank, so that none waits for others that have been refused."""
+    crossed = next((ranks for ranks in mesh.nodes if list(ranks) != sorted(ranks)), None)
+    if crossed is not None and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"a host's ranks by local rank are {', '.join(map(str, crossed))}, and PyTorch {torch.__version__} makes no "
+            "group in that order: number each host's ranks as its local ranks, or install PyTorch 2.12 or newer"
+        )
+
+
 def _group(ranks: tuple[int, ...], options: Any = None) -> dist.ProcessGroup | None:
     if len(ranks) == 1:
         return None
-    group = dist.new_group(
-        list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, sort_ranks=False
-    )
+    # PyTorch 2.11 has no sort_ranks; where ranks ascend it does not matter.
+    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
     assert isinstance(group, dist.ProcessGroup)
     return group
 

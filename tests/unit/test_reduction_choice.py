@@ -1,6 +1,7 @@
 """Which ways to reduce come into question: what is asked for, what hosts and ranks there are, and in-network reduction."""
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Literal, cast
@@ -149,3 +150,43 @@ def test_the_rail_that_is_not_taken_is_given_back(monkeypatch: pytest.MonkeyPatc
         gone.clear()
     assert groups().settle(HIERARCHICAL) == groups()
     assert gone == []
+
+
+def new_group_of_2_11(made: list[tuple[int, ...]]) -> Callable[..., dist.ProcessGroup]:
+    """With the parameters that ``new_group`` has in PyTorch 2.11, which sorts the ranks itself."""
+
+    def new_group(
+        ranks: Any = None,
+        timeout: Any = None,
+        backend: Any = None,
+        pg_options: Any = None,
+        use_local_synchronization: bool = False,
+        group_desc: Any = None,
+        device_id: Any = None,
+    ) -> dist.ProcessGroup:
+        del timeout, backend, pg_options, use_local_synchronization, group_desc, device_id
+        made.append(tuple(sorted(ranks)))
+        return dist.ProcessGroup(0, len(ranks))  # type: ignore[reportCallIssue]  # the stubs' other overload
+
+    return new_group
+
+
+def test_a_pytorch_that_sorts_ranks_serves_hosts_whose_ranks_ascend(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(dist, "new_group", new_group_of_2_11(made))
+    Communicators.create(mesh("cpu"))
+    assert made == [(0, 1, 2, 3), (0, 1), (0, 2)]
+    made.clear()
+    # Local ranks in the order of ranks on each host, but the second rail meets a later host's lower rank first.
+    Communicators.create(replace(mesh("cpu", ((0, 3), (1, 2))), rank=3))
+    assert made == [(0, 1, 2, 3), (0, 3), (2, 3)]
+
+
+def test_a_pytorch_that_sorts_ranks_is_refused_where_it_would_mix_up_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every rank, also on those whose own host is in order: nobody waits for the others."""
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(dist, "new_group", new_group_of_2_11(made))
+    for rank in range(4):
+        with pytest.raises(ValueError, match=r"ranks by local rank are 3, 2, and PyTorch .* install PyTorch 2\.12"):
+            Communicators.create(replace(mesh("cpu", ((0, 1), (3, 2))), rank=rank))
+    assert made == []
