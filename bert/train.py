@@ -37,13 +37,14 @@ from bert.metrics import (
     Stopwatch,
 )
 from bert.mllog import MLLog, evaluation_interval
+from bert.model import BertForPreTraining
 from bert.parallel.collectives import agreed_integer, agreed_text, all_reduce_sum_, barrier, broadcast_
 from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
 from bert.resume import Checkpoints, RunState, checkpoint_folders, find, restore
 from bert.slow_ranks import SlowRanks
-from bert.step import TrainingStep, build_model
+from bert.step import TrainingStep, build_model, empty_model
 from bert.timed_run import Inputs, TimedRun
 from dataloading.capacity import Capacity, choose_capacities, draw_sizes
 from dataloading.dataset import Dataset, open_dataset
@@ -227,9 +228,7 @@ def initialise(
 
     Where there are ``capacities``, the step is recorded for each, and so is the evaluation for its own.
     """
-    model = build_model(config, mesh, seed)
-    if config.data.initial_checkpoint is not None:
-        load_weights(model, config.data.initial_checkpoint)
+    model = first_model(config, mesh, seed)
     step = TrainingStep(model, config, mesh, stopwatch)
     if mesh.world_size > 1:
         log.line(f"# {step.choice}")
@@ -250,6 +249,15 @@ def initialise(
     )
     evaluator.warm_up(model, step.autocast(), recorder)
     return step
+
+
+def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
+    """The model that training starts from: the initial checkpoint's weights if there is one, else random ones."""
+    if config.data.initial_checkpoint is None:
+        return build_model(config, mesh, seed)
+    model = empty_model(config, mesh)
+    load_weights(model, config.data.initial_checkpoint)  # all of them, or it raises
+    return model
 
 
 def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: MLLog) -> None:

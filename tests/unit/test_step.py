@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -18,6 +19,7 @@ from bert.optimizer import Lamb, learning_rate
 from bert.parallel.mesh import Mesh, join_mesh
 from bert.recipes import tiny_cpu
 from bert.step import TrainingStep, build_model
+from bert.train import first_model
 from dataloading.capacity import Capacity
 from dataloading.dataset import open_dataset
 from dataloading.loader import batch_of
@@ -290,3 +292,44 @@ def test_the_shipped_checkpoint_fits_the_recipe(tmp_path: Path) -> None:
     assert all(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items() if tensor.ndim > 1)
     save_weights(model, tmp_path / "copy.safetensors")
     load_weights(model, tmp_path / "copy.safetensors")
+
+
+def test_random_weights_are_drawn_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by a generator of the device, and nothing of the model's size is made elsewhere first."""
+    device, seen = torch.device("meta"), []
+
+    class Generator:
+        def __init__(self, device: torch.device = CPU) -> None:
+            self.device = device
+
+        def manual_seed(self, seed: int) -> "Generator":
+            seen.append((self.device, seed))
+            return self
+
+    def draw(model: torch.nn.Module, generator: Generator) -> None:
+        seen.extend({(tensor.device, generator.device) for tensor in (*model.parameters(), *model.buffers())})
+
+    monkeypatch.setattr(torch, "Generator", Generator)
+    monkeypatch.setattr("bert.step.initialize_", draw)
+    model = build_model(small_config(), Mesh(0, 1, 0, device), seed=3)
+    assert seen == [(device, 3), (device, device)]
+    assert model.training
+
+
+def test_weights_that_a_checkpoint_brings_are_not_drawn_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file's weights are all there is to the model, and random numbers go on as after drawing."""
+    config, mesh = tiny_cpu(), Mesh(0, 1, 0, CPU)
+    assert config.data.initial_checkpoint is not None
+    random_state = torch.get_rng_state()
+    drawn = first_model(replace(config, data=replace(config.data, initial_checkpoint=None)), mesh, seed=3)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(map(torch.equal, drawn.parameters(), build_model(config, mesh, seed=3).parameters()))
+    monkeypatch.setattr("bert.step.initialize_", None)
+    loaded = first_model(config, mesh, seed=3)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    state = loaded.state_dict()
+    expected = load_file(config.data.initial_checkpoint)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
+    assert {name for name, _ in loaded.named_parameters()} == state.keys()
+    assert loaded.training
