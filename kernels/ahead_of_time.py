@@ -78,6 +78,8 @@ class Cost:
     """Bytes of local memory that a thread needs for what its registers have no room for."""
     shared: int
     """Bytes of shared memory of a block, static and dynamic."""
+    in_flight: int
+    """Copies to shared memory that may still be on their way where the kernel waits for others; 0 of one that has none."""
 
     @property
     def fits(self) -> bool:
@@ -117,22 +119,23 @@ def costs_of(
 def cost(module: str, configuration: Configuration, capability: int) -> Cost:
     """Compile one configuration for one compute capability.
 
-    Triton compiles integers that are multiples of 16 anew, with other vector widths and pipelines. Each figure is the larger
+    Triton compiles integers that are multiples of 16 anew, with other vector widths and pipelines. Each figure is the worse
     of a compilation with all and one with none of the integers so; pointers are aligned in both, as PyTorch's are.
     """
     figures = [
         _figures(_compiled(configuration, capability, aligned_types)) for aligned_types in (("*",), ("*", "i", "u"))
     ]
-    registers, spilled, shared = (max(both) for both in zip(*figures, strict=True))
+    registers, spilled, shared, in_flight = zip(*figures, strict=True)
     return Cost(
         module,
         configuration.kernel.__name__,
         configuration.name,
         capability,
         configuration.num_warps,
-        registers,
-        spilled,
-        shared,
+        max(registers),
+        max(spilled),
+        max(shared),
+        min(in_flight),
     )
 
 
@@ -152,16 +155,18 @@ def _compiled(configuration: Configuration, capability: int, aligned_types: tupl
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def _figures(compiled: "CompiledKernel") -> tuple[int, int, int]:
-    """Registers, spilled bytes and shared memory."""
+def _figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
+    """Registers, spilled bytes, shared memory, and copies in flight."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
         usage = _resource_usage(knobs.nvidia.cuobjdump.path, binary.name)
+    waits = re.findall(r"async_wait.*\bnum = (\d+)", compiled.asm["ttgir"])
     # Triton has no arrays of its own on the stack: what is there are registers that there was no room for.
-    return _number(r"REG:(\d+)", usage), _number(r"STACK:(\d+)", usage), compiled.metadata.shared
+    spilled = _number(r"STACK:(\d+)", usage)
+    return _number(r"REG:(\d+)", usage), spilled, compiled.metadata.shared, max(map(int, waits), default=0)
 
 
 def _resource_usage(cuobjdump: str, binary: str) -> str:

@@ -43,9 +43,11 @@ class _Launch:
 
 # By the compute capability that they are chosen from. None was measured: they spill no registers, and of what does not
 # spill they let the most warps be on a multiprocessor, in several blocks. Sequences are short, so blocks are small too.
+# With two stages the next tile is asked for at the end of an iteration and waited for at the start of the next one; with
+# three a tile is on its way while one is computed with.
 _LAUNCHES = {
-    80: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 8, 2), "dkv": _Launch(64, 32, 4, 2)},
-    90: {"forward": _Launch(64, 64, 4, 2), "dq": _Launch(64, 64, 4, 2), "dkv": _Launch(64, 64, 4, 2)},
+    80: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 8, 3), "dkv": _Launch(64, 32, 4, 3)},
+    90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
 }
 _FP32_LAUNCHES = {
     "forward": _Launch(32, 32, 4, 2),
