@@ -102,6 +102,7 @@ class Evaluator:
         else:
             self._capacities, self._recorded = capacities, BatchGraphs(count)
             self._recorded.record(batches, recorder)
+            recorder.capture()
         model.train()
 
     def read_ahead(self) -> None:

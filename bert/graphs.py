@@ -19,10 +19,14 @@ Function = Callable[[], None]
 
 
 class Recorder(Protocol):
-    """How a function that takes and returns nothing is made repeatable."""
+    """How functions that take and return nothing are made repeatable."""
 
     def record(self, function: Function) -> Function:
-        """What repeats ``function`` on the tensors it uses now. It runs at least once on the way, so state changes."""
+        """Run ``function``, and return what will repeat it, once ``capture`` was called, on the tensors that it uses now."""
+        ...
+
+    def capture(self) -> None:
+        """Capture all that was handed to ``record`` since the last call; functions may run again, so state changes."""
         ...
 
 
@@ -30,19 +34,22 @@ class CudaRecorder:
     """CUDA graphs that share one pool of memory, since nothing that one leaves there is read after its replay.
 
     They must be replayed one after another on one stream. Record what takes the most memory first: what follows fits into
-    the blocks that it has made.
+    the blocks that it has made. All functions run before any is captured: what a run takes from the ordinary memory is
+    given back when the first capture begins, so that there is never need for both at a time.
+    (``torch.cuda.use_mem_pool`` would not let a run take the graphs' memory: it does not reach the thread of autograd.)
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._waiting: list[tuple[torch.cuda.CUDAGraph, Function]] = []
 
     def record(self, function: Function) -> Function:
-        """Run it on a side stream, capture it there, and return the replay.
+        """Run it on a side stream, and return the replay of its capture there, which is to come.
 
-        The run before makes what cannot be made while capturing: compiled kernels, handles and workspaces of cuBLAS for
-        this stream, communicators of NCCL, tables of the optimizer. It is on the stream of the capture because autograd
-        gives the gradients of a backward pass to the stream that first used the parameters.
+        The run makes what cannot be made while capturing: compiled kernels, handles and workspaces of cuBLAS for this
+        stream, communicators of NCCL, tables of the optimizer. It is on the stream of the capture because autograd gives
+        the gradients of a backward pass to the stream that first used the parameters.
         """
         before = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(before)
@@ -50,11 +57,17 @@ class CudaRecorder:
             function()
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: NCCL's watchdog asks for events from its own thread at any time, autograd's thread launches the
-        # backward pass and allocates; in the mode "global" what such a thread may not do would end this capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            function()
+        self._waiting.append((graph, function))
         return graph.replay
+
+    def capture(self) -> None:
+        """Capture, in the same order. ``torch.cuda.graph`` waits for the device and gives back unused memory first."""
+        for graph, function in self._waiting:
+            # thread_local: NCCL's watchdog asks for events from its own thread at any time, autograd's thread launches the
+            # backward pass and allocates; in the mode "global" what such a thread may not do would end this capture.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                function()
+        self._waiting.clear()
 
 
 class BatchGraphs:
@@ -68,7 +81,10 @@ class BatchGraphs:
         self._recorded: dict[Capacity, tuple[Batch, Function]] = {}
 
     def record(self, batches: Sequence[Batch], recorder: Recorder) -> None:
-        """Record the function for the capacity of each of ``batches``, the largest first, in buffers that all share."""
+        """Record the function for the capacity of each of ``batches``, the largest first, in buffers that all share.
+
+        Batches of these capacities can be given to it again when ``recorder`` has captured.
+        """
         largest_first = sorted(batches, key=lambda batch: batch.tokens, reverse=True)
         buffers = {
             name: torch.zeros_like(max((batch.tensors[name] for batch in batches), key=len))

@@ -215,6 +215,7 @@ class TrainingStep:
         for kind in dict.fromkeys(reversed(self._kinds(self._micro_batches))):
             self._trained[kind].record(batches, recorder)
         replay = recorder.record(self._update_weights)
+        recorder.capture()
 
         def timed() -> None:
             with self._stopwatch.time("update"):

@@ -22,17 +22,21 @@ class Repeating:
     """Replays by running again on what the recording saw, as a device would; counts."""
 
     def __init__(self) -> None:
-        self.recorded = self.replayed = 0
+        self.recorded = self.captured = self.replayed = 0
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
         function()
         self.recorded += 1
 
         def replay() -> None:
+            assert self.captured == self.recorded
             self.replayed += 1
             function()
 
         return replay
+
+    def capture(self) -> None:
+        self.captured = self.recorded
 
 
 @pytest.fixture

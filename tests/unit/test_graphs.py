@@ -1,6 +1,7 @@
 """Recorded steps: the same weights, bit for bit, as steps that are run; and what a recording may not contain."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Literal
 
@@ -30,6 +31,8 @@ class Repeating:
 
     def __init__(self) -> None:
         self.recorded: list[Callable[[], None]] = []
+        self.captured = 0
+        """How many of them."""
         self.replays: list[int] = []
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
@@ -38,10 +41,14 @@ class Repeating:
         self.recorded.append(function)
 
         def replay() -> None:
+            assert number < self.captured
             self.replays.append(number)
             function()
 
         return replay
+
+    def capture(self) -> None:
+        self.captured = len(self.recorded)
 
 
 def config(precision: Literal["fp32", "fp8"]) -> Config:
@@ -166,6 +173,7 @@ def test_recordings_share_buffers_largest_first() -> None:
     graphs, recorder = BatchGraphs(seen.append), Repeating()
     order = [CAPACITIES[0], LARGER, CAPACITIES[1]]
     graphs.record([inert_batch(capacity) for capacity in order], recorder)
+    recorder.capture()
     assert [batch.capacity for batch in seen] == [LARGER, CAPACITIES[1], CAPACITIES[0]]
     for name, largest in seen[0].tensors.items():
         assert {batch.tensors[name].data_ptr() for batch in seen} == {largest.data_ptr()}
@@ -185,6 +193,79 @@ def test_a_recording_without_the_copy_is_noticed(small_run: SmallRun, monkeypatc
     monkeypatch.setattr("bert.graphs._copy_", lambda *_: None)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         test_replayed_steps_are_the_steps(small_run, "fp32")
+
+
+def test_everything_runs_before_anything_is_captured(small_run: SmallRun) -> None:
+    """Of a step: what running takes and what is captured are never in memory at the same time."""
+    step, events = training_step(), []
+
+    class Noting(Repeating):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            events.append("run")
+            return super().record(function)
+
+        def capture(self) -> None:
+            events.append("capture")
+            super().capture()
+
+    step.warm_up(global_batches(small_run, 1)[0], 1, Noting(), [*CAPACITIES, LARGER])
+    assert events == ["run"] * 4 + ["capture"]  # three capacities and the update
+
+
+def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for what PyTorch has of CUDA. A replay is that of the graph of its function."""
+    events: list[object] = []
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        def replay(self) -> None:
+            events.append(self)
+
+    @contextmanager
+    def within(name: str) -> Iterator[None]:
+        events.append(f"begin {name}")
+        yield
+        events.append(f"end {name}")
+
+    def capturing(graph: Graph, pool: str, stream: Stream, capture_error_mode: str) -> AbstractContextManager[None]:
+        graphs.append(graph)
+        return within(f"capture {len(graphs)} in {pool} on {stream.name}, {capture_error_mode}")
+
+    graphs: list[Graph] = []
+    main, side = Stream("main"), Stream("side")
+    for name, stand_in in {
+        "Stream": lambda _: side,
+        "current_stream": lambda _: main,
+        "stream": lambda stream: within(stream.name),
+        "graph_pool_handle": lambda: "pool",
+        "CUDAGraph": Graph,
+        "graph": capturing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    recorder = CudaRecorder(torch.device("cuda"))
+    replays = [recorder.record(lambda name=name: events.append(name)) for name in ("large", "small")]
+    assert graphs == []
+    ran = [
+        ["side waits for main", "begin side", name, "end side", "main waits for side"] for name in ("large", "small")
+    ]
+    assert events == ran[0] + ran[1]
+    events.clear()
+    recorder.capture()
+    kinds = [f"capture {number} in pool on side, thread_local" for number in (1, 2)]
+    assert events == [f"begin {kinds[0]}", "large", f"end {kinds[0]}", f"begin {kinds[1]}", "small", f"end {kinds[1]}"]
+    events.clear()
+    recorder.capture()
+    for replay in replays:
+        replay()
+    assert events == graphs, "what was captured is not captured again"
 
 
 @pytest.mark.gpu
