@@ -33,14 +33,13 @@ class Accuracy:
 class PendingAccuracy:
     """An evaluation that the device has been given, and whose counts are on their way over all ranks to the host.
 
-    Whatever the device gets next does not wait for them: on a GPU they take a stream of their own.
+    Whatever the device gets next does not wait for them: on a GPU they take ``stream``, another than the current one.
     """
 
-    def __init__(self, counts: Tensor) -> None:
+    def __init__(self, counts: Tensor, stream: torch.cuda.Stream | None) -> None:
         self._counts = counts  # must live until they are summed and copied
         self._work = start_all_reduce_sum_(counts)
-        if counts.is_cuda:
-            stream = torch.cuda.Stream(counts.device)
+        if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(counts.device))
             with torch.cuda.stream(stream):
                 if self._work is not None:
@@ -76,6 +75,7 @@ class Evaluator:
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._capacities: list[Capacity] = []
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
+        self._counts_stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._recorded: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
@@ -127,7 +127,7 @@ class Evaluator:
         for batch in self._batches:
             count(batch)
         model.train()
-        return PendingAccuracy(self._counts.clone())
+        return PendingAccuracy(self._counts.clone(), self._counts_stream)
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         """Add the batch's correct predictions and masked tokens to the counts."""
@@ -138,6 +138,8 @@ class Evaluator:
         self._counts[1] += (batch.masked_lm_ids >= 0).sum()
 
     def _read_all(self) -> list[Batch]:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins on the first GPU
         batches = []
         for indices in self._indices:
             samples = self._dataset.take(indices)

@@ -238,6 +238,8 @@ class Uploads:
 
     def start(self, batches: list[Batch]) -> Step:
         """Hand over the copies, from any thread. The allocator keeps the pinned memory until they have taken place."""
+        # A thread begins on the first GPU, and leaving a stream goes back there: that would make a context on it.
+        torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             copies = [batch.pin().to(self._device) for batch in batches]
             arrived = torch.cuda.Event()

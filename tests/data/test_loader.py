@@ -1,7 +1,10 @@
 """Batches: the flat stream, its bookkeeping, and the same from NumPy and DALI."""
 
+import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -174,3 +177,40 @@ def test_asking_for_missing_dali_is_an_error(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ValueError, match=r"data\.loader"):
         choose_loader("dali", CPU)
     assert choose_loader("auto", torch.device("cuda")) == "numpy"
+
+
+def test_uploads_begin_on_their_own_gpu(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that reads ahead, nothing of CUDA comes before its device is set: it would be the first GPU's.
+
+    With stand-ins for what PyTorch has of CUDA.
+    """
+    own, calls = torch.device("cuda", 3), []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def wait_event(self, _: object) -> None:
+            """Nothing to wait for."""
+
+    def noting(name: str, result: object = None) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            calls.append((threading.current_thread().name, name, *args))
+            return result
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "set_device", noting("set_device"))
+    monkeypatch.setattr(torch.cuda, "stream", noting("stream", nullcontext()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=noting("record")))
+    monkeypatch.setattr(Batch, "pin", lambda batch: noting("pin", batch)())
+    monkeypatch.setattr(Batch, "to", lambda batch, device: noting("to", batch)(device))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    loader = NumpyLoader(small_run.train, rank_batches(small_run, 1, 0), own, 1)
+    next(loader)
+    loader.close()
+    in_thread = [call[1:] for call in calls if call[0] == "prefetch"]
+    assert in_thread[0] == ("set_device", own)
+    assert [name for name, *_ in in_thread[:5]] == ["set_device", "stream", "pin", "to", "record"]

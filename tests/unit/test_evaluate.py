@@ -1,5 +1,6 @@
 """Evaluations that are recorded, read ahead, and whose result is asked for later."""
 
+import threading
 from collections.abc import Callable
 
 import numpy as np
@@ -12,6 +13,7 @@ from bert.graphs import CudaRecorder
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
 from dataloading.dataset import Dataset, open_dataset
+from dataloading.loader import Batch
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
 CPU = torch.device("cpu")
@@ -124,6 +126,21 @@ def test_data_is_read_ahead_once_and_its_faults_surface(
     faulty.read_ahead()
     with pytest.raises(ValueError, match="damaged"):
         faulty(model, PLAIN)
+
+
+def test_data_is_read_ahead_on_its_own_gpu(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of CUDA happens in the reader's thread; with stand-ins for what does."""
+    own, calls = torch.device("cuda", 3), []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+    )
+    monkeypatch.setattr(Batch, "pin", lambda batch: calls.append((threading.current_thread().name, "pin")) or batch)
+    ahead = evaluator(dataset, 64)
+    ahead._device = own
+    ahead.read_ahead()
+    assert ahead._read is not None
+    count = len(ahead._read.result())
+    assert calls == [("evaluation_0", own)] + [("evaluation_0", "pin")] * count
 
 
 @pytest.mark.gpu
