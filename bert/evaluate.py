@@ -15,6 +15,7 @@ from bert.parallel.mesh import Mesh
 from dataloading.capacity import Capacity, choose_capacities
 from dataloading.dataset import Dataset
 from dataloading.loader import Batch, batch_of, capacity_of, inert_batch
+from kernels import captured
 
 
 @dataclass(frozen=True)
@@ -101,8 +102,9 @@ class Evaluator:
             count(batches[-1])
         else:
             self._capacities, self._recorded = capacities, BatchGraphs(count)
-            self._recorded.record(batches, recorder)
-            recorder.capture()
+            with captured():
+                self._recorded.record(batches, recorder)
+                recorder.capture()
         model.train()
 
     def read_ahead(self) -> None:

@@ -8,6 +8,7 @@ the reduction runs beside its backward pass; so has the first one where weights 
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -26,6 +27,7 @@ from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.weight_gather import WeightGather
 from dataloading.capacity import Capacity
 from dataloading.loader import Batch, inert_batch
+from kernels import captured
 
 
 class Statistics:
@@ -192,7 +194,7 @@ class TrainingStep:
         """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), nullcontext() if recorder is None else captured():
             if choose is not None:
                 choose(lambda: self(micro_batches))
             for _ in range(steps):

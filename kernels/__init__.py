@@ -4,7 +4,8 @@ Shape legend: T tokens of the flat stream, Q query tokens, S sequences, M masked
 F intermediate, V vocabulary, N rows, C classes, P parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
 from kernels import fp8, lamb, reference
@@ -18,6 +19,7 @@ _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 _PYTORCH = Implementation("pytorch", "kernels.pytorch")
+_PYTORCH_ATTENTION = Implementation("pytorch", "kernels.pytorch", capturable=False)
 _PYTORCH_FP8 = Implementation("pytorch", "kernels.pytorch_fp8")
 _FLASH_ATTENTION = Implementation("flash_attn", "kernels.flash_attention", requires="flash_attn")
 _FLASH_ATTENTION_3 = Implementation("flash_attn_3", "kernels.flash_attention_3", requires="flash_attn_interface")
@@ -30,17 +32,20 @@ _TORCH_VARLEN = Implementation("torch_varlen", "kernels.torch_varlen", requires=
 
 
 def _op(
-    definition: Callable[_Parameters, _Returned], triton: str, *others: Implementation
+    definition: Callable[_Parameters, _Returned], triton: str, *others: Implementation, capturable: bool = True
 ) -> Op[_Parameters, _Returned]:
-    """An op with its implementations in the order of preference; on a CPU Triton's, in its interpreter, comes last."""
+    """An op with its implementations in the order of preference; on a CPU Triton's, in its interpreter, comes last.
+
+    ``capturable``: whether the definition is.
+    """
     compiled = Implementation("triton", triton, requires="triton")
-    plain = (*others, Implementation("reference", definition.__module__))
+    plain = (*others, Implementation("reference", definition.__module__, capturable=capturable))
     return Op(definition, {"cuda": (compiled, *plain), "cpu": (*plain, compiled)})
 
 
-_ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _TRANSFORMER_ENGINE, _TORCH_VARLEN, _PYTORCH)
-varlen_attention = _op(reference.varlen_attention, "kernels.triton_attention", *_ATTENTIONS)
-varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton_attention", *_ATTENTIONS)
+_ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _TRANSFORMER_ENGINE, _TORCH_VARLEN, _PYTORCH_ATTENTION)
+varlen_attention = _op(reference.varlen_attention, "kernels.triton_attention", *_ATTENTIONS, capturable=False)
+varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton_attention", *_ATTENTIONS, capturable=False)
 dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton_layer_norm", _APEX_NORM, _PYTORCH)
 dense_gelu = _op(reference.dense_gelu, "kernels.triton_dense")
 embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton_layer_norm", _APEX_NORM, _PYTORCH)
@@ -95,6 +100,19 @@ def choose(implementations: Mapping[str, str]) -> None:
         OPS[op].ask_for(name)
 
 
+@contextmanager
+def captured() -> Iterator[None]:
+    """For the length of a block, the choices for a GPU are such as a CUDA graph can capture; they stay.
+
+    Raises:
+        ValueError: inside, from an op that has none for its inputs, with the reasons.
+    """
+    with ExitStack() as stack:
+        for op in OPS.values():
+            stack.enter_context(op.captured())
+        yield
+
+
 __all__ = [
     "OPS",
     "Dropout",
@@ -102,6 +120,7 @@ __all__ = [
     "LambState",
     "bias_gelu_backward_cast_fp8",
     "bias_gelu_cast_fp8",
+    "captured",
     "cast_fp8",
     "cast_transpose_fp8",
     "cast_transpose_sum_fp8",

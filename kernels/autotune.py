@@ -242,7 +242,7 @@ def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
         if devices:
             torch.cuda.empty_cache()
     errors |= failed
-    taken = fastest(times)
+    taken = _taken(request, times)
     for name, error in errors.items():
         _LOG.warning("%s=%s failed while it was measured: %s", op.name, name, error)
     if taken is None:
@@ -262,6 +262,13 @@ def fastest(seconds: Mapping[str, float]) -> str | None:
     """The first, in order, of those that are as good as the fastest; None of none."""
     best = min(seconds.values(), default=0.0)
     return next((name for name, each in seconds.items() if each <= best * (1 + SAME)), None)
+
+
+def _taken(request: Request, seconds: Mapping[str, float]) -> str | None:
+    """The fastest that may be chosen now: one that was measured may be none that can be captured."""
+    op = OPS[request.op]
+    permitted = [name for name in seconds if op.permits(op.implementations[name], request.device.type)]
+    return fastest({name: seconds[name] for name in permitted})
 
 
 def contest(
@@ -427,7 +434,8 @@ def _cached(cache: Cache, request: Request) -> Choice | None:
     except ValueError as error:
         _LOG.warning("what was measured for %s earlier is ignored: %s", request.op, error)
         return None
-    return choice
+    taken = _taken(request, choice.milliseconds)
+    return None if taken is None else dataclasses.replace(choice, taken=taken)
 
 
 def _cache_key(request: Request) -> dict[str, object]:

@@ -3,6 +3,7 @@
 An op has one signature and several implementations. ``auto`` takes the one that was measured to be the fastest
 (``kernels.autotune``), otherwise the first in the order for the device that has nothing against the inputs, and remembers
 its choice by what matters of them, so that a call costs one look-up. An explicit choice works or raises, with the reasons.
+What is chosen while a step is prepared for capture can be captured.
 """
 
 import importlib
@@ -39,6 +40,8 @@ class Implementation:
     arguments where it cannot do everything."""
     requires: str | None = None
     """Package without which the module cannot be imported."""
+    capturable: bool = True
+    """Whether a CUDA graph can capture it: it hands nothing that is on the device to the host."""
 
     def missing(self) -> list[str]:
         """Why this cannot be imported here, or nothing."""
@@ -75,6 +78,7 @@ class Op(Generic[Parameters, Returned]):
         self._measured: Mapping[str, str] = {}
         self._said: set[str] = set()
         self._observer: Observer | None = None
+        self._captured = False
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     @property
@@ -107,11 +111,11 @@ class Op(Generic[Parameters, Returned]):
         """The implementation for these arguments.
 
         Raises:
-            ValueError: the one asked for cannot compute them; the message has the reasons.
+            ValueError: the one asked for cannot compute them, or none can be captured; the message has the reasons.
         """
         if self._asked != AUTO:
             asked = self.implementations[self._asked]
-            if reasons := asked.unsupported_reasons(self.name, *args, **kwargs):
+            if reasons := self.unsupported_reasons(asked, *args, **kwargs):
                 raise ValueError(
                     f"{self.name}={self._asked} cannot be used: {'; '.join(reasons)}; set it to {AUTO} or to another of "
                     f"{', '.join(self.implementations)}"
@@ -119,10 +123,28 @@ class Op(Generic[Parameters, Returned]):
             return asked
         measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
         order = self.order(device_type(*args, **kwargs))
+        against = []
         for implementation in sorted(order, key=lambda implementation: implementation.name != measured):
-            if not implementation.unsupported_reasons(self.name, *args, **kwargs):
+            reasons = self.unsupported_reasons(implementation, *args, **kwargs)
+            if not reasons:
                 return implementation
-        raise AssertionError(f"{self.name}: no implementation, not even the definition")
+            against.append(f"{implementation.name}: {', '.join(reasons)}")
+        raise ValueError(
+            f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
+            "set training.cuda_graphs to False, or change what is asked of it"
+        )
+
+    def unsupported_reasons(
+        self, implementation: Implementation, *args: Parameters.args, **kwargs: Parameters.kwargs
+    ) -> list[str]:
+        """Why this implementation is not to compute the op for these arguments, or nothing."""
+        if not self.permits(implementation, device_type(*args, **kwargs)):
+            return ["it reads values of the device on the host, which no CUDA graph can capture"]
+        return implementation.unsupported_reasons(self.name, *args, **kwargs)
+
+    def permits(self, implementation: Implementation, device: str) -> bool:
+        """Whether this implementation may be chosen for tensors there, if it can compute them."""
+        return implementation.capturable or not self._captured or device != "cuda"
 
     def ask_for(self, name: str) -> None:
         """Makes ``name`` the explicit choice; ``auto`` takes it back. ValueError for an unknown name."""
@@ -155,6 +177,16 @@ class Op(Generic[Parameters, Returned]):
             self._observer = None
 
     @contextmanager
+    def captured(self) -> Iterator[None]:
+        """For the length of a block, chooses for a GPU only what a CUDA graph can capture; such choices stay."""
+        before, self._captured = self._captured, True
+        self._chosen.clear()
+        try:
+            yield
+        finally:
+            self._captured = before
+
+    @contextmanager
     def using(self, name: str) -> Iterator[None]:
         """``ask_for`` for the length of a block."""
         before = self._asked
@@ -172,7 +204,7 @@ class Op(Generic[Parameters, Returned]):
         first = self.order("cuda")[0]
         if self._asked != AUTO or self._measured or chosen is first or device_type(*args, **kwargs) != "cuda":
             return
-        reasons = "; ".join(first.unsupported_reasons(self.name, *args, **kwargs))
+        reasons = "; ".join(self.unsupported_reasons(first, *args, **kwargs))
         if reasons not in self._said:
             self._said.add(reasons)
             _LOG.warning("%s: %s instead of %s: %s", self.name, chosen.name, first.name, reasons)

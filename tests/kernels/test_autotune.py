@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kernels import OPS, autotune, autotune_cache, dropout_add_layer_norm, lamb_step
+from kernels import OPS, autotune, autotune_cache, captured, dropout_add_layer_norm, lamb_step
 from kernels.autotune import Choice, Choices, Request, apply, contest, fastest, measure, observed, tune
 from kernels.autotune_cache import Cache, default_folder
 from kernels.examples import example_inputs
@@ -83,6 +83,26 @@ def grow(x: Tensor) -> Tensor:
 
 def request_for(x: Tensor) -> Request:
     return Request.of("grown", (x,), {})
+
+
+def test_what_cannot_be_captured_is_measured_and_not_taken(calls: list[str], monkeypatch: pytest.MonkeyPatch):
+    """The same measurement serves steps that are captured and others."""
+    slow, _, fast = OPS["grown"].order("cpu")
+    order = (slow, dataclasses.replace(fast, capturable=False))
+    monkeypatch.setitem(OPS, "grown", Op(grown, {"cpu": order, "cuda": order}))
+    monkeypatch.setattr(autotune, "_cache_key", lambda _: {})
+    request = request_for(torch.ones(64))
+    with captured():
+        assert tune([request], seconds=SHORT).measured[0].taken == "fast", "a CPU captures nothing"
+    calls.clear()
+    on_gpu = dataclasses.replace(request, device=torch.device("cuda"))
+    assert tune([on_gpu]).measured[0].taken == "fast"
+    with captured():
+        choice = tune([on_gpu]).measured[0]
+    assert choice.taken == "slow"
+    assert list(choice.milliseconds) == ["slow", "fast"]
+    assert tune([on_gpu]).measured[0].taken == "fast"
+    assert calls == [], "nothing is measured again"
 
 
 def test_of_times_as_good_as_the_fastest_the_first_is_taken():

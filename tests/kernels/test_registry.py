@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
-from kernels import OPS, Dropout, choose, dropout_add_layer_norm, varlen_attention
+from kernels import OPS, Dropout, captured, choose, dropout_add_layer_norm, varlen_attention
 from kernels.__main__ import main
 from kernels.examples import example_inputs
 from kernels.registry import Implementation, Op, signature
@@ -172,6 +173,61 @@ def test_choices_by_configuration():
             assert varlen_attention.asked == "reference"
     finally:
         choose({"varlen_attention": "auto"})
+
+
+def attention_call(head_size: int, device: str = "cuda") -> tuple[Any, ...]:
+    """Arguments of ``varlen_attention`` with dropout, which PyTorch's own varlen attention does not have."""
+    bounds = torch.zeros(3, dtype=torch.int32, device=device)
+    heads = torch.zeros(8, 2, head_size, dtype=torch.bfloat16, device=device)
+    dropout = Dropout(0.1, torch.zeros(2, dtype=torch.int64, device=device), 0)
+    return heads, heads, heads, bounds, bounds, 4, dropout
+
+
+def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
+    """Not by order, by measurement, by falling back or by name: capture would fail in ``tolist``, without a reason."""
+    with FakeTensorMode():
+        usual, odd = attention_call(64), attention_call(24 * 8 + 4)  # the second size is none of any kernel's
+        assert varlen_attention.chosen(*odd).name == "pytorch"
+        varlen_attention.prefer({signature(*usual): "pytorch"})
+        try:
+            assert varlen_attention.chosen(*usual).name == "pytorch"
+            with captured():
+                assert varlen_attention.chosen(*usual).name == "triton"
+                with pytest.raises(
+                    ValueError, match=r"no implementation that a CUDA graph .*triton: head size 196; .*False"
+                ):
+                    varlen_attention.chosen(*odd)
+                for name in ("pytorch", "reference"):
+                    with varlen_attention.using(name), pytest.raises(ValueError, match=f"{name} cannot .* on the host"):
+                        varlen_attention.chosen(*usual)
+                assert varlen_attention.chosen(*attention_call(64, "cpu")).name == "pytorch"
+            assert varlen_attention.chosen(*odd).name == "pytorch"
+        finally:
+            varlen_attention.prefer({})
+
+
+def test_what_reads_the_device_is_known_not_to_be_capturable():
+    """By running every definition and PyTorch's own on a CPU: a ``tolist`` or ``item`` there is one on a GPU."""
+    reads: list[str] = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            del types
+            if getattr(func, "__name__", "") in ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__index__"):
+                reads.append(func.__name__)
+            return func(*args, **kwargs or {})
+
+    for name, op in OPS.items():
+        args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)
+        for implementation in op.implementations.values():
+            if implementation.name not in ("pytorch", "reference") or implementation.unsupported_reasons(
+                name, *args, **kwargs
+            ):
+                continue
+            reads.clear()
+            with Watch():
+                implementation.function(name)(*args, **kwargs)
+            assert implementation.capturable is (reads == []), f"{name}: {implementation.name}"
 
 
 def test_every_op_has_its_definition_for_every_device():

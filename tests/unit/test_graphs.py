@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from bert.config import Config, ModelConfig, OptimizerConfig
+from bert.evaluate import Evaluator
 from bert.graphs import BatchGraphs, CudaRecorder, Recorder
 from bert.metrics import Stopwatch
 from bert.parallel.mesh import Mesh
 from bert.recipes import tiny_cpu
 from bert.step import TrainingStep, build_model
 from dataloading.capacity import Capacity
+from dataloading.dataset import open_dataset
 from dataloading.loader import Batch, batch_of, inert_batch
 from dataloading.sampler import MicroBatch
-from kernels import autotune, cast_fp8
+from kernels import OPS, autotune, cast_fp8
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
 CAPACITIES = [Capacity(192, 8, 48, MAX_SEQ_LENGTH), Capacity(320, 8, 64, MAX_SEQ_LENGTH)]
@@ -193,6 +195,30 @@ def test_a_recording_without_the_copy_is_noticed(small_run: SmallRun, monkeypatc
     monkeypatch.setattr("bert.graphs._copy_", lambda *_: None)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         test_replayed_steps_are_the_steps(small_run, "fp32")
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_is_chosen_for_a_recorded_step_can_be_captured(small_run: SmallRun, recorded: bool) -> None:
+    """While implementations are measured and while steps and evaluations run first; afterwards anything again."""
+    plain, step = OPS["varlen_attention"].implementations["pytorch"], training_step()
+
+    def permitted() -> bool:
+        return OPS["varlen_attention"].permits(plain, "cuda")
+
+    class Noting(Repeating):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            seen.append(permitted())
+            return super().record(function)
+
+    seen: list[bool] = []
+    recorder = Noting() if recorded else None
+    batches = global_batches(small_run, 1)[0]
+    step.warm_up(batches, 1, recorder, CAPACITIES, lambda _: seen.append(permitted()))
+    evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), Mesh(0, 1, 0, torch.device("cpu")), 64)
+    evaluator.warm_up(step.model, step.autocast(), recorder)
+    assert seen == ([False] * len(seen) if recorded else [True])
+    assert len(seen) > 3 or not recorded
+    assert permitted()
 
 
 def test_everything_runs_before_anything_is_captured(small_run: SmallRun) -> None:
