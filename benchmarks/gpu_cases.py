@@ -57,7 +57,8 @@ class Case:
 
 
 def _outputs(returned: object) -> list[Tensor]:
-    return list(returned) if isinstance(returned, tuple) else [cast("Tensor", returned)]
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    return [cast("Tensor", output) for output in outputs if output is not None]
 
 
 def cases(
@@ -121,7 +122,7 @@ def cases(
         ),
         Case(
             "masked_lm_loss",
-            (normal(masked, hidden), normal(vocabulary, hidden, **small), normal(vocabulary), labels),
+            (normal(masked, hidden), normal(vocabulary, hidden, **small), normal(vocabulary), labels, -1, False),
             flop=(2.0 * masked * hidden * vocabulary, 6.0 * masked * hidden * vocabulary),
         ),
     ]

@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, compute_dtype
+from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts
 from kernels import (
     bias_gelu_backward_cast_fp8,
     bias_gelu_cast_fp8,
     cast_fp8,
     cast_transpose_fp8,
     cast_transpose_sum_fp8,
+    compute_dtype,
     new_scales,
     scaled_matmul,
 )

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from bert.config import ModelConfig
 from kernels import (
     Dropout,
+    compute_dtype,
     cross_entropy_sum,
     dense_gelu,
     dropout_add_layer_norm,
     embedding_layer_norm,
+    masked_lm_logits,
     masked_lm_loss,
     varlen_attention,
     varlen_self_attention,
@@ -291,8 +293,8 @@ class BertForPreTraining(nn.Module):
         return DropoutSites(self.config, self.dropout_state.clone())
 
     def masked_lm_logits(self, masked_MD: Tensor) -> Tensor:
-        """[M, V] from the encoder's output at the masked tokens."""
-        return F.linear(self._transformed(masked_MD), self.embeddings.word, self.decoder_bias)
+        """[M, V] from the encoder's output at the masked tokens, as an evaluation has them: in at least fp32."""
+        return masked_lm_logits(self._transformed(masked_MD), self.embeddings.word, self.decoder_bias)
 
     def next_sentence_logits(self, cls_SD: Tensor) -> Tensor:
         """[S, 2] from the encoder's output at the [CLS] tokens; column 1 is a random next sentence."""
@@ -302,12 +304,6 @@ class BertForPreTraining(nn.Module):
         wide_MD = dense_gelu(masked_MD, self.transform.weight, self.transform.bias)
         norm = self.transform_norm
         return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
-
-
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """That of products with ``x``, and of the residual stream, since ops that are no matrix product keep what they get."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from kernels import fp8, lamb, reference
 from kernels.fp8 import new_scales
 from kernels.lamb import LambSegments, LambState
 from kernels.random import Dropout
-from kernels.reference import cross_entropy_sum
+from kernels.reference import compute_dtype, cross_entropy_sum, masked_lm_logits
 from kernels.registry import Implementation, Op
 
 _Parameters = ParamSpec("_Parameters")
@@ -125,6 +125,7 @@ __all__ = [
     "cast_transpose_fp8",
     "cast_transpose_sum_fp8",
     "choose",
+    "compute_dtype",
     "cross_entropy_sum",
     "dense_gelu",
     "dropout_add_layer_norm",
@@ -132,6 +133,7 @@ __all__ = [
     "lamb_apply",
     "lamb_directions",
     "lamb_step",
+    "masked_lm_logits",
     "masked_lm_loss",
     "new_scales",
     "scaled_matmul",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.pytorch import drop
 from kernels.random import Dropout
-from kernels.reference import summed_embeddings
+from kernels.reference import compute_dtype, correct_predictions, masked_lm_logits, summed_embeddings
 
 _MOST_LOGITS = 2**32
 """The kernels count elements in 32 bits."""
@@ -61,16 +61,15 @@ def masked_lm_loss(
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the masked tokens' cross-entropies, [] in fp32, and how many are predicted right, [] int64, if asked for."""
     library = importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
-    logits_MV = F.linear(hidden_MD, decoder_VD, bias_V)
+    logits_of = masked_lm_logits if count_correct else F.linear
+    logits_MV = logits_of(hidden_MD, decoder_VD, bias_V)
     ignored_M = labels_M == ignore_index
     # apex reads the logit of every label, also of one that is to be ignored: give it some class, and drop the loss
     classes_M = labels_M.masked_fill(ignored_M, 0)
     to_float = logits_MV.dtype != torch.float32
     losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, ignore_index, to_float)
     loss = losses_M.masked_fill(ignored_M, 0.0).sum()
-    if not count_correct:
-        return loss, None
-    return loss, (logits_MV.detach().argmax(dim=-1) == labels_M).sum()
+    return loss, correct_predictions(logits_MV, labels_M) if count_correct else None
 
 
 def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
@@ -96,9 +95,7 @@ def embedding_layer_norm_unsupported_reasons(
 
 def masked_lm_loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
     """Why these inputs cannot be computed. Releases before bfloat16 raise it themselves when called."""
-    device = hidden_MD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_MD.dtype
-    reasons = _reasons(hidden_MD, dtype)
+    reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
     if len(hidden_MD) * len(decoder_VD) >= _MOST_LOGITS:
         reasons.append(f"{len(hidden_MD)} x {len(decoder_VD)} logits, expected fewer than 2^32")
     return reasons

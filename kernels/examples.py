@@ -112,10 +112,11 @@ def _embedding_layer_norm(make: _Maker) -> tuple[Any, ...]:
 
 
 def _masked_lm_loss(make: _Maker) -> tuple[Any, ...]:
+    """In training, which does not count."""
     size = make.size
     decoder = make.values(size.vocabulary, size.hidden)
     labels = make.ids(size.vocabulary, size.masked)
-    return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels
+    return make.values(size.masked, size.hidden), decoder, make.values(size.vocabulary), labels, -1, False
 
 
 def _cast_fp8(make: _Maker) -> tuple[Any, ...]:

@@ -121,12 +121,60 @@ def masked_lm_loss(
     Rows whose label is ``ignore_index`` count for neither. Returns (loss [] in at least fp32, correct [] int64), or None for
     the second where ``count_correct`` is False, since the search for the largest logit costs a pass of its own; the caller
     divides, because the number of masked tokens of the whole global batch is known to the plan and not to this rank.
+
+    Where it counts, as an evaluation does, the loss too is that of ``masked_lm_logits``: 16 bits would make equal what is
+    not. Otherwise, as in training, logits have the type of the product.
     """
-    logits_MV = F.linear(hidden_MD, decoder_VD, bias_V)
-    loss = cross_entropy_sum(logits_MV, labels_M, ignore_index)
     if not count_correct:
-        return loss, None
-    return loss, (logits_MV.detach().argmax(dim=-1) == labels_M).sum()
+        return cross_entropy_sum(F.linear(hidden_MD, decoder_VD, bias_V), labels_M, ignore_index), None
+    logits_MV = masked_lm_logits(hidden_MD, decoder_VD, bias_V)
+    return cross_entropy_sum(logits_MV, labels_M, ignore_index), correct_predictions(logits_MV, labels_M)
+
+
+def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> Tensor:
+    """``hidden @ decoder.T + bias`` in at least fp32, [M, V].
+
+    The operands are in the type of products (``compute_dtype``). These are added up in fp32 and never rounded to 16 bits,
+    and the bias is taken as it is.
+    """
+    dtype = compute_dtype(hidden_MD)
+    hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    differentiable = torch.is_grad_enabled() and (hidden_MD.requires_grad or decoder_VD.requires_grad)
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        if dtype != wide and not differentiable:
+            return fp32_product(hidden_MD, decoder_VD) + bias_V.to(wide)
+        return F.linear(hidden_MD.to(wide), decoder_VD.to(wide), bias_V.to(wide))
+
+
+def fp32_product(a_MK: Tensor, b_NK: Tensor, out: Tensor | None = None) -> Tensor:
+    """``a @ b.T`` of operands in 16 bits, added up and written in fp32: [M, N], without a gradient.
+
+    On a CPU, for which PyTorch has no such product, the operands are cast up. That is the same: a product of two numbers of
+    16 bits is exact in fp32.
+    """
+    if a_MK.is_cuda:
+        return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(a_MK.float(), b_NK.float().t(), out=out)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which matrix products with ``x`` compute: autocast's where it is on, otherwise that of ``x``.
+
+    Autocast leaves fp64 alone.
+    """
+    device = x.device.type
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else x.dtype
+
+
+def correct_predictions(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
+    """How many rows have the label as their largest logit, [] int64.
+
+    Of equal logits the one with the lowest index counts as the largest. A row with a NaN is never right.
+    """
+    largest_M, predicted_M = logits_MV.detach().max(dim=-1)  # the first of equal ones, and NaN where there is one
+    return ((predicted_M == labels_M) & ~largest_M.isnan()).sum()
 
 
 def cross_entropy_sum(logits_NC: Tensor, labels_N: Tensor, ignore_index: int = -1) -> Tensor:

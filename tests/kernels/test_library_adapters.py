@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kernels import OPS, Dropout, apex, flash_attention, flash_attention_3, reference, torch_varlen, transformer_engine
 from kernels.registry import Implementation
+from tests.kernels.library_stand_ins import SoftmaxCrossEntropyLoss, library
 
 LIBRARIES = {
     "amp_C",
@@ -106,14 +107,6 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bound
 
 def spare_like(rows: Tensor, output: Tensor) -> Tensor:
     return rows.new_full((len(rows) - len(output), *rows.shape[1:]), torch.nan)
-
-
-def library(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
-    """Makes a module of this name importable, and the packages that it is in."""
-    parts = name.split(".")
-    for stop in range(1, len(parts) + 1):
-        monkeypatch.setitem(sys.modules, ".".join(parts[:stop]), ModuleType(parts[stop - 1]))
-    vars(sys.modules[name]).update(functions)
 
 
 @pytest.fixture
@@ -269,29 +262,6 @@ def nvidia_apex(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         assert not torch.is_autocast_enabled("cpu")
         seen.update(eps=eps)
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
-
-    class SoftmaxCrossEntropyLoss(torch.autograd.Function):
-        @staticmethod
-        def forward(
-            ctx: Any,
-            logits: Tensor,
-            labels: Tensor,
-            smoothing: float = 0.0,
-            padding_idx: int = 0,
-            half_to_float: bool = False,
-        ) -> Tensor:
-            assert half_to_float == (logits.dtype != torch.float32)
-            assert labels.min() >= 0, "a logit outside of the row is read"
-            assert smoothing == 0
-            ctx.save_for_backward(logits, labels)
-            losses = F.cross_entropy(logits.float(), labels, reduction="none")
-            return losses.masked_fill_(labels == padding_idx, 0)
-
-        @staticmethod
-        def backward(ctx: Any, grad_loss: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-            logits, labels = ctx.saved_tensors
-            errors = logits.float().softmax(-1) - F.one_hot(labels, logits.shape[1])
-            return (grad_loss[:, None] * errors).to(logits.dtype), None, None, None, None
 
     library(monkeypatch, "apex.normalization.fused_layer_norm", fused_layer_norm_affine=fused_layer_norm_affine)
     library(monkeypatch, "apex.contrib.xentropy.softmax_xentropy", SoftmaxCrossEntropyLoss=SoftmaxCrossEntropyLoss)

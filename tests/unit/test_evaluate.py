@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from bert.graphs import CudaRecorder
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
 from dataloading.dataset import Dataset, open_dataset
-from dataloading.loader import Batch
+from dataloading.loader import Batch, batch_of
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
 CPU = torch.device("cpu")
@@ -141,6 +142,24 @@ def test_data_is_read_ahead_on_its_own_gpu(dataset: Dataset, monkeypatch: pytest
     assert ahead._read is not None
     count = len(ahead._read.result())
     assert calls == [("evaluation_0", own)] + [("evaluation_0", "pin")] * count
+
+
+def test_predictions_in_bf16_are_counted_on_logits_that_are_not_rounded(
+    dataset: Dataset, model: BertForPreTraining, small_run: SmallRun
+) -> None:
+    """A bias of 16 on every logit: in bf16, where 0.125 lies between neighbours, most of a row would be equal."""
+    with torch.no_grad():
+        model.decoder_bias.fill_(16.0)
+    batch, autocast = batch_of(small_run.evaluation), torch.autocast("cpu", torch.bfloat16)
+    model.eval()
+    with torch.inference_mode(), autocast:
+        _, masked_MD = model.head_inputs(batch)
+        operands = model._transformed(masked_MD).bfloat16().double(), model.embeddings.word.bfloat16().double()
+    labelled = replace(batch, masked_lm_ids=(operands[0] @ operands[1].T).argmax(dim=-1))
+    evaluate = evaluator(dataset, len(dataset))
+    evaluate._batches = [labelled]
+    accuracy = evaluate(model.train(), autocast)
+    assert accuracy.correct == accuracy.count == len(batch.masked_lm_ids)
 
 
 @pytest.mark.gpu
