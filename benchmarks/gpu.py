@@ -27,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.gpu_scale import FULL, TINY, Context
 from benchmarks.gpu_timing import Report, first_line, folder_name
+from kernels.precision import set_product_precision
 
 PARTS: dict[str, tuple[str, int]] = {
     "ceilings": ("gpu_ceilings", 35),
@@ -70,6 +71,7 @@ class Settings:
 
 def run_part(settings: Settings) -> int:
     """Run one part in this process; 1 when it failed."""
+    set_product_precision()
     device = torch.device(settings.device)
     report = Report(settings.folder / f"{settings.part}.json", settings.part, device)
     report.write()

@@ -23,6 +23,7 @@ import torch
 from kernels import OPS, autotune
 from kernels.autotune_cache import Cache
 from kernels.examples import Size, example_inputs
+from kernels.precision import set_product_precision
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MASKED_PER_SEQUENCE = 38
@@ -71,6 +72,7 @@ def _autotune(arguments: Sequence[str]) -> None:
     parser.add_argument("--sequences", type=int, nargs="+", metavar="N", help="by default 96 on a GPU, 1 on a CPU")
     chosen = parser.parse_args(arguments)
     device = _device(chosen)
+    set_product_precision()
     for op in chosen.ops:
         autotune.check_names(op)
     counts = chosen.sequences or [96 if device == "cuda" else 1]

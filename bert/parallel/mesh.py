@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from bert.parallel.attempt import agree_on_attempt
 from bert.parallel.single import all_gather_single
+from kernels.precision import set_product_precision
 
 TIMEOUT = timedelta(minutes=10)
 """After this long in one collective, or in waiting for all ranks to join, a rank gives up."""
@@ -101,9 +102,11 @@ class Launch:
 def join_mesh(device: str) -> Mesh:
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
-    NCCL between GPUs, gloo between CPUs. Raises ``ValueError`` when the environment, the device or the hosts do not fit.
+    NCCL between GPUs, gloo between CPUs. From here on products are as precise as training asks (``set_product_precision``).
+    Raises ``ValueError`` when the environment, the device or the hosts do not fit.
     """
     launch = Launch.from_environment()
+    set_product_precision()
     if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
