@@ -6,43 +6,42 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kernels import ahead_of_time
 from kernels.ahead_of_time import BEGIN, END, Cost
+from tests.kernels.compiled import Findings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process where Triton compiles: this one's interprets."""
-    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=REPOSITORY,
-        env=kept | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def costs(configurations: str, capabilities: str) -> list[Cost]:
-    """What ``costs_of`` gives for a Python expression."""
+def value(expression: str) -> Any:
+    """Of a Python expression, in a process where Triton compiles: this one's interprets."""
     program = (
-        "import dataclasses, json; from kernels.ahead_of_time import *; from tests.kernels import fat_kernels; "
-        f"print(json.dumps([dataclasses.asdict(cost) for cost in costs_of({configurations}, {capabilities})]))"
+        "import json; from dataclasses import asdict; from kernels.ahead_of_time import *; "
+        f"from tests.kernels import compiled, fat_kernels; print(json.dumps({expression}))"
     )
-    done = python("-c", program)
+    kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=REPOSITORY, env=kept, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    return [Cost(**cost) for cost in json.loads(done.stdout.splitlines()[-1])]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def findings() -> Findings:
+    """The costs of all configurations, most of them from the file."""
+    found = value("asdict(compiled.find())")
+    return Findings([Cost(**cost) for cost in found.pop("costs")], **found)
 
 
 @needs_triton
-def test_every_configuration_compiles_without_spills_and_fits() -> None:
-    found = costs("all_configurations()", "(80, 90, 100)")
+def test_every_configuration_compiles_without_spills_and_fits(findings: Findings) -> None:
+    found = findings.costs
     assert {cost.module for cost in found} == {path.stem for path in (REPOSITORY / "kernels").glob("triton_*.py")}
     assert {cost.capability for cost in found} in ({80, 90, 100}, set())
     assert not [cost for cost in found if cost.spilled]
@@ -55,8 +54,17 @@ def test_every_configuration_compiles_without_spills_and_fits() -> None:
 
 
 @needs_triton
+def test_the_file_of_costs_is_right(findings: Findings) -> None:
+    assert findings.wrong == []
+    assert findings.lacking == [], "nothing is wrong with them, but with the file: python -m tests.kernels.compiled"
+
+
+@needs_triton
 def test_kernels_that_ask_for_too_much_are_noticed() -> None:
-    lean, spilling, sharing = costs("{'fat_kernels': fat_kernels.configurations()}", "(90,)")
+    """And 7.5 is older than any architecture that they are for."""
+    found = value("[asdict(cost) for cost in costs_of({'fat_kernels': fat_kernels.configurations()}, (75, 90))]")
+    lean, spilling, sharing = (Cost(**cost) for cost in found)
+    assert [cost.capability for cost in (lean, spilling, sharing)] == [90] * 3
     assert lean.fits
     assert lean.spilled == 0
     assert spilling.spilled > 50
@@ -67,10 +75,12 @@ def test_kernels_that_ask_for_too_much_are_noticed() -> None:
 
 
 @needs_triton
-def test_interpreting_is_an_error_that_says_so() -> None:
-    done = python("-m", "kernels.ahead_of_time", TRITON_INTERPRET="1")
-    assert done.returncode == 2
-    assert done.stderr == "error: TRITON_INTERPRET is set, and Triton compiles nothing then: unset it\n"
+def test_interpreting_is_an_error_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert ahead_of_time.main([]) == 2
+    assert capsys.readouterr().err == "error: TRITON_INTERPRET is set, and Triton compiles nothing then: unset it\n"
 
 
 def test_missing_triton_is_an_error_that_says_so(
@@ -103,12 +113,6 @@ def test_a_configuration_that_is_not_for_an_architecture() -> None:
     lines = ahead_of_time.table([cost(80), cost(90), cost(100), *newer]).splitlines()
     assert lines[0].endswith("| sm_80 | sm_90 | sm_100 |")
     assert lines[-1] == "| triton_x | `forward` | small | 8 | - | 40 / 0 / 1.0 | 40 / 0 / 1.0 |"
-
-
-@needs_triton
-def test_an_architecture_older_than_a_configurations_is_left_out() -> None:
-    newer = "{'fat_kernels': [dataclasses.replace(fat_kernels.configurations()[0], capabilities=(90, 100))]}"
-    assert [cost.capability for cost in costs(newer, "(80, 90)")] == [90]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""What every configuration of the Triton kernels costs, kept in a file: compiling them all takes minutes.
+
+    python -m tests.kernels.compiled        # compiles what the file lacks, and writes it anew
+
+The file knows a configuration by a digest of everything that its compilation depends on. The tests compile the others, and
+one of each kernel again to see that the file is right.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kernels import ahead_of_time
+from kernels.ahead_of_time import Configuration, Cost
+
+FILE = Path(__file__).with_name("compiled.json")
+
+
+@dataclass(frozen=True)
+class Item:
+    """A configuration of a module, for one compute capability."""
+
+    module: str
+    configuration: Configuration
+    capability: int
+
+    @property
+    def name(self) -> str:
+        kernel = self.configuration.kernel.__name__
+        return f"{self.module}: {kernel}, {self.configuration.name}, sm_{self.capability}"
+
+    def digest(self) -> str:
+        """Of the kernel and what it calls, the configuration, Triton, and the way that it is compiled and measured."""
+        import triton
+
+        kernel = self.configuration.kernel
+        for function in vars(sys.modules[kernel.__module__]).values():
+            if isinstance(function, triton.JITFunction):
+                function.starting_line_number = 0  # where a function stands in its file is no difference
+        chosen = self.configuration
+        settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages
+        parts = self.name, kernel.cache_key, settings, inspect.getsource(ahead_of_time)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The costs of all configurations, the names of those that the file should know and does not, and where it is wrong."""
+
+    costs: list[Cost]
+    lacking: list[str]
+    wrong: list[str]
+
+
+def find() -> Findings:
+    """Take from the file what it knows; compile the rest, and a sample of what it knows."""
+    kept = {digest: Cost(**figures) for digest, figures in _read().items()}
+    items = {item.digest(): item for item in _items()}
+    lacking = [digest for digest in items if digest not in kept]
+    again = [digest for digest in _sample(items) if digest in kept]
+    compiled = _compile([items[digest] for digest in (*lacking, *again)])
+    found = dict(zip((*lacking, *again), compiled, strict=True))
+    return Findings(
+        [found.get(digest) or kept[digest] for digest in items],
+        [items[digest].name for digest in lacking if kept],
+        [f"{kept[digest]}, compiled {found[digest]}" for digest in again if found[digest] != kept[digest]],
+    )
+
+
+def _read() -> dict[str, dict]:
+    """Figures by digest; none where the file was made with another version of Triton."""
+    content = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    return content["costs"] if content.get("triton") == _version() else {}
+
+
+def _version() -> str:
+    import triton  # only where there is something to compile
+
+    return triton.__version__
+
+
+def _items() -> list[Item]:
+    return [
+        Item(module, configuration, capability)
+        for module, its_own in ahead_of_time.all_configurations().items()
+        for configuration in its_own
+        for capability in configuration.capabilities
+    ]
+
+
+def _sample(items: dict[str, Item]) -> list[str]:
+    """One of each kernel, and of architectures each in turn."""
+    by_kernel: dict[str, list[str]] = {}
+    for digest, item in items.items():
+        by_kernel.setdefault(item.configuration.kernel.__name__, []).append(digest)
+    return [its_own[place % len(its_own)] for place, its_own in enumerate(by_kernel.values())]
+
+
+def _compile(items: Iterable[Item]) -> list[Cost]:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(lambda item: ahead_of_time.cost(item.module, item.configuration, item.capability), items))
+
+
+def main() -> None:
+    """Write the file."""
+    kept, items = _read(), {item.digest(): item for item in _items()}
+    lacking = {digest: item for digest, item in items.items() if digest not in kept}
+    costs = kept | {digest: asdict(cost) for digest, cost in zip(lacking, _compile(lacking.values()), strict=True)}
+    rows = ",\n".join(f'"{digest}": {json.dumps(costs[digest])}' for digest in items)
+    FILE.write_text(f'{{"triton": "{_version()}", "costs": {{\n{rows}\n}}}}\n', encoding="utf-8")
+    print(f"{FILE}: {len(items)} configurations, of which {len(lacking)} were compiled")
+
+
+if __name__ == "__main__":
+    main()
