@@ -86,13 +86,13 @@ class TrainingStep:
         self.model = model
         self.fp8 = _fp8_state(model, config, mesh)
         training = config.training
-        communicators = Communicators.create(mesh, training.in_network)
+        communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
         self.flat = FlatParameters.of(model, communicators.world_size)
         self.choice = choose(training, self.flat, communicators)
         """How gradients are summed over ranks, and why so."""
         strategy = self.choice.way.strategy
         communicators = communicators.settle(self.choice.way)
-        self._reduction = Reduction(self.flat, communicators, strategy, training.wire, training.fp32_sums)
+        self._reduction = Reduction(self.flat, communicators, strategy, training.reduce_dtype)
         self.optimizer: Lamb | ShardedLamb
         self._gather: WeightGather | None = None
         if strategy in ("sharded", "sharded_world"):

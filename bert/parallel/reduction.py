@@ -19,14 +19,14 @@ from torch import Tensor
 from bert.config import TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import TIMEOUT, Mesh
-from bert.parallel.single import all_gather_single, reduce_scatter_single
+from bert.parallel.single import all_gather_single
+from bert.parallel.sums import Bf16Sums, Fp32Sums, ReduceDtype, Sums, piece_of
 
 Strategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
 its rail, all-gather in the node. sharded: the same without the all-gather; ``WeightGather`` gathers weights instead.
 sharded_world: reduce-scatter over all ranks, and weights gathered over all."""
 
-WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -61,17 +61,20 @@ class Communicators:
     """Why there is none."""
 
     @classmethod
-    def create(cls, mesh: Mesh, in_network: Literal["auto", "on", "off"] = "off") -> "Communicators":
+    def create(
+        cls, mesh: Mesh, in_network: Literal["auto", "on", "off"] = "off", reduce_dtype: ReduceDtype = "fp32"
+    ) -> "Communicators":
         """Every rank must call it at the same time.
 
         Unless ``in_network`` is off, NCCL is asked for a second rail that adds up in the switches (CollNet, SHARP), where
-        there are several hosts. What NCCL does where switches cannot is its own affair: it sends as otherwise, and warns.
-        Raises ``ValueError`` when it is on and this PyTorch cannot ask, or has no groups in the order of local ranks.
+        there are several hosts and what travels is fp32, as switches add in the type that travels. What NCCL does where
+        switches cannot is its own affair: it sends as otherwise, and warns. Raises ``ValueError`` when it is on and cannot
+        be asked for, or when this PyTorch has no groups in the order of local ranks.
         """
         _require_order(mesh)
         options, why_not = None, "as set"
         if in_network != "off":
-            options, why_not = _in_network_options(mesh)
+            options, why_not = _in_network_options(mesh, reduce_dtype)
             if in_network == "on" and options is None and len(mesh.rail_ranks) > 1:
                 raise ValueError(f"training.in_network is on, but {why_not}: set it to auto or off")
         return cls(
@@ -95,10 +98,12 @@ class Communicators:
         return replace(self.along(way), in_network_rail=None)
 
 
-def _in_network_options(mesh: Mesh) -> tuple[Any, str]:
+def _in_network_options(mesh: Mesh, reduce_dtype: ReduceDtype = "fp32") -> tuple[Any, str]:
     """``ProcessGroupNCCL.Options`` that ask for sums in the switches; or None, and why."""
     if len(mesh.rail_ranks) == 1:
         return None, "one host"
+    if reduce_dtype == "bf16":
+        return None, "switches would add in bf16"
     if mesh.device.type != "cuda":
         return None, "gloo has none"
     options = dist.ProcessGroupNCCL.Options()
@@ -182,8 +187,8 @@ class Reduction:
     In the backward of the last micro-batch, under ``overlapped``, a bucket starts when the last of its gradients is there;
     ``finish`` starts the rest and waits. Without ``overlapped``, ``finish`` does it all.
 
-    ``wire`` is the type that travels. With bf16 or fp16 partial sums are rounded at every hop, unless ``fp32_sums`` is set:
-    then each rank gets all contributions to its piece, adds them in fp32 and rounds once.
+    ``reduce_dtype`` is the type that travels; sums are fp32. With bf16 a gradient's contribution is rounded once, and so is
+    each sum that is sent on: flat 2 times in all, sharded_world once, the others 3 times, or 1 less without node or rail.
     """
 
     def __init__(
@@ -191,8 +196,7 @@ class Reduction:
         flat: FlatParameters,
         communicators: Communicators,
         strategy: Strategy,
-        wire: Literal["fp32", "bf16", "fp16"] = "fp32",
-        fp32_sums: bool = False,
+        reduce_dtype: ReduceDtype = "fp32",
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.strategy = strategy
@@ -200,9 +204,10 @@ class Reduction:
         self._gradients_N = flat.gradients_N
         self.buckets = bucket_slices(len(flat.gradients_N), communicators.world_size, bucket_bytes)
         self.lane = Lane(flat.gradients_N.device)
-        narrow = wire != "fp32" and communicators.everyone is not None
-        self._wire_N = torch.empty_like(flat.gradients_N, dtype=WIRES[wire]) if narrow else None
-        self._fp32_sums = fp32_sums and narrow
+        self._sums: Sums = Fp32Sums()
+        if reduce_dtype == "bf16" and communicators.everyone is not None:
+            longest = max(bucket.stop - bucket.start for bucket in self.buckets)
+            self._sums = Bf16Sums(longest, flat.gradients_N.device)
         self._armed = False
         self._started = 0
         self._waiting: list[int] = []
@@ -227,7 +232,7 @@ class Reduction:
 
     def piece(self, flat_N: Tensor, bucket: slice) -> Tensor:
         """This rank's part of a bucket of a flat vector, as a view."""
-        return _piece(flat_N[bucket], self.shard_group)
+        return piece_of(flat_N[bucket], self.shard_group)
 
     @torch.no_grad()
     def gather(self, flat_N: Tensor, bucket: slice) -> None:
@@ -273,53 +278,15 @@ class Reduction:
 
     @torch.no_grad()
     def _reduce(self, bucket: slice) -> None:
-        gradients = self._gradients_N[bucket]
-        sent = gradients if self._wire_N is None else self._wire_N[bucket].copy_(gradients)
+        gradients, groups, sums = self._gradients_N[bucket], self.communicators, self._sums
         if self.strategy == "flat":
-            self._all_reduce(sent, self.communicators.everyone)
-        else:
-            group = self.shard_group
-            self._reduce_scatter(sent, group)
-            piece = _piece(sent, group)
-            if self.strategy != "sharded_world":
-                self._all_reduce(piece, self.communicators.rail)
-            if self.strategy == "hierarchical" and group is not None:
-                all_gather_single(sent, piece, group=group)
-            elif sent is not gradients:
-                _piece(gradients, group).copy_(piece)
-                return
-        if sent is not gradients:
-            gradients.copy_(sent)
-
-    def _reduce_scatter(self, sent: Tensor, group: dist.ProcessGroup | None) -> None:
-        if group is None:
+            sums.all_reduce_(gradients, groups.everyone)
             return
-        piece = _piece(sent, group)
-        if not self._fp32_sums:
-            reduce_scatter_single(piece, sent, group=group)
-            return
-        contributions = torch.empty_like(sent)
-        dist.all_to_all_single(contributions, sent, group=group)
-        piece.copy_(contributions.view(group.size(), -1).sum(0, dtype=torch.float32))
-
-    def _all_reduce(self, sent: Tensor, group: dist.ProcessGroup | None) -> None:
-        if group is None:
-            return
-        if not self._fp32_sums:
-            dist.all_reduce(sent, group=group)
-            return
-        whole = sent
-        if len(sent) % group.size():
-            whole = sent.new_zeros(-(-len(sent) // group.size()) * group.size())
-            whole[: len(sent)] = sent
-        self._reduce_scatter(whole, group)
-        all_gather_single(whole, _piece(whole, group), group=group)
-        if whole is not sent:
-            sent.copy_(whole[: len(sent)])
-
-
-def _piece(bucket: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    return bucket if group is None else bucket.chunk(group.size())[group.rank()]
+        sums.reduce_scatter_(gradients, self.shard_group)
+        if self.strategy != "sharded_world":
+            sums.all_reduce_(piece_of(gradients, groups.node), groups.rail)
+        if self.strategy == "hierarchical":
+            sums.all_gather_(gradients, groups.node)
 
 
 @dataclass(frozen=True)
@@ -364,15 +331,21 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
     """How this run reduces, the same on all ranks. For start-up: it may zero gradients."""
     ways = candidates(config, communicators)
     if len(ways) > 1:
-        choice = measured_choice(flat, communicators, ways, wire=config.wire, fp32_sums=config.fp32_sums)
-        if communicators.in_network_rail is None:
-            choice = replace(choice, reason=f"{choice.reason}; in-network: {communicators.why_not_in_network}")
-        return choice
+        choice = measured_choice(flat, communicators, ways, reduce_dtype=config.reduce_dtype)
+    else:
+        choice = Choice(ways[0], _only_because(config, communicators))
+    along_rails = communicators.rail is not None and any(way.strategy in ("hierarchical", "sharded") for way in ways)
+    if along_rails and communicators.in_network_rail is None:
+        choice = replace(choice, reason=f"{choice.reason}; in-network: {communicators.why_not_in_network}")
+    return choice
+
+
+def _only_because(config: TrainingConfig, communicators: Communicators) -> str:
     if communicators.everyone is None:
-        return Choice(ways[0], "one rank")
+        return "one rank"
     if config.reduction != "auto":
-        return Choice(ways[0], "as set")
-    return Choice(ways[0], "one host" if communicators.rail is None else "one rank a host")
+        return "as set"
+    return "one host" if communicators.rail is None else "one rank a host"
 
 
 def measured_choice(
@@ -380,8 +353,7 @@ def measured_choice(
     communicators: Communicators,
     ways: Sequence[Way] = (Way("flat"), Way("hierarchical")),
     rounds: int = 4,
-    wire: Literal["fp32", "bf16", "fp16"] = "fp32",
-    fp32_sums: bool = False,
+    reduce_dtype: ReduceDtype = "fp32",
     enough_seconds: float = 3.0,
 ) -> Choice:
     """The fastest way to reduce a gradient of this size here, the same on all ranks. For start-up: it zeroes gradients.
@@ -389,7 +361,7 @@ def measured_choice(
     Rounds alternate; a round takes as long as on the slowest rank, and a way as its best round, since the first one
     connects. No round begins after ``enough_seconds``.
     """
-    reductions = [Reduction(flat, communicators.along(way), way.strategy, wire, fp32_sums) for way in ways]
+    reductions = [Reduction(flat, communicators.along(way), way.strategy, reduce_dtype) for way in ways]
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
     best, spent = [math.inf] * len(ways), 0.0

@@ -1,6 +1,6 @@
 """One rank of ``test_reduction.py``: trains 20 steps and writes what it saw.
 
-torchrun ... reduction_worker.py OUT.json STRATEGY WIRE ORDER RANKS_OF_A_NODE
+forked_ranks ... reduction_worker OUT.json STRATEGY REDUCE_DTYPE ORDER RANKS_OF_A_NODE
 """
 
 import json
@@ -17,6 +17,7 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Communicators, Reduction, Strategy, measured_choice
 from bert.parallel.sharded_lamb import ShardedLamb
+from bert.parallel.sums import ReduceDtype
 from bert.parallel.weight_gather import WeightGather
 from dataloading.loader import batch_of
 from dataloading.sampler import Plan
@@ -44,13 +45,12 @@ def fresh_model() -> BertForPreTraining:
     return model
 
 
-def train(mesh: Mesh, strategy: Strategy, wire: str) -> dict[str, object]:
+def train(mesh: Mesh, strategy: Strategy, reduce_dtype: ReduceDtype) -> dict[str, object]:
     """The loop that a step would run: micro-batches, overlap in the last backward, finish, update."""
     model = fresh_model()
     communicators = Communicators.create(mesh)
     flat = FlatParameters.of(model, communicators.world_size)
-    fp32_sums = wire.endswith("+")
-    reduction = Reduction(flat, communicators, strategy, wire.rstrip("+"), fp32_sums, bucket_bytes=40_000)  # type: ignore[arg-type]
+    reduction = Reduction(flat, communicators, strategy, reduce_dtype, bucket_bytes=40_000)
     config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
     optimizer, gather = Lamb(flat, config), None
     if strategy.startswith("sharded"):
@@ -173,10 +173,10 @@ def differences_and_choice(mesh: Mesh, strategy: Strategy) -> dict[str, object]:
     }
 
 
-def main(out: str, strategy: Strategy, wire: str, order: str, local_size: str) -> None:
+def main(out: str, strategy: Strategy, reduce_dtype: ReduceDtype, order: str, local_size: str) -> None:
     mesh = regrouped(join_mesh("cpu"), order, int(local_size))
-    result = train(mesh, strategy, wire)
-    if wire == "fp32":
+    result = train(mesh, strategy, reduce_dtype)
+    if reduce_dtype == "fp32":
         result |= differences_and_choice(mesh, strategy)
     if mesh.is_main:
         Path(out).write_text(json.dumps(result))

@@ -72,7 +72,7 @@ def test_more_ranks_give_the_same_losses(
 
 @pytest.mark.parametrize(
     "changes",
-    [{"training__reduction": "sharded"}, {"training__reduction": "hierarchical", "training__wire": "bf16"}],
+    [{"training__reduction": "sharded"}, {"training__reduction": "hierarchical", "training__reduce_dtype": "bf16"}],
     ids=["sharded", "bf16"],
 )
 def test_other_reductions_end_where_the_flat_one_does(
@@ -81,7 +81,7 @@ def test_other_reductions_end_where_the_flat_one_does(
     """Losses of every step, the weights that are saved, evaluations; log and terminal name the reduction."""
     saved, output = tmp_path / "saved.safetensors", []
     steps = train(small_run, tmp_path, 4, output, save_checkpoint=saved, **changes)
-    narrow = "training__wire" in changes
+    narrow = "training__reduce_dtype" in changes
     line = f"# reduction: {changes['training__reduction']} (as set)"
     assert line in (tmp_path / "tiny_cpu" / "bert" / "result_0.txt").read_text()
     assert output[0].count(line.removeprefix("# ")) == 1

@@ -8,10 +8,11 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh
@@ -26,10 +27,9 @@ def run_worker(out: Path, ranks: int, *arguments: object, worker: str = "reducti
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    program = ["-m", f"tests.distributed.{worker}", str(out), *map(str, arguments)]
+    program = [str(ranks), str(port), f"tests.distributed.{worker}", str(out), *map(str, arguments)]
     done = subprocess.run(
-        [*launcher, *program],
+        [sys.executable, "-m", "tests.distributed.forked_ranks", *program],
         cwd=REPOSITORY,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -86,22 +86,42 @@ def test_twenty_steps_are_those_of_one_rank(
         assert sharded["forgotten"]
 
 
-@pytest.mark.parametrize(
-    ("wire", "strategy", "error"),
-    [
-        ("bf16", "hierarchical", 2e-2),
-        ("bf16+", "hierarchical", 2e-2),
-        ("fp16", "sharded", 2e-3),
-        ("fp16+", "sharded_world", 2e-3),
-    ],
-)
-def test_narrow_wires_stay_close(tmp_path: Path, alone: dict[str, Any], wire: str, strategy: str, error: float) -> None:
-    found = run_worker(tmp_path / "out.json", 4, strategy, wire, "block", 2)
-    assert found["norms"][:3] == pytest.approx(alone["norms"][:3], rel=error)
-    assert found["norms"][:3] != pytest.approx(alone["norms"][:3], rel=1e-7)  # it did travel narrow
+@pytest.mark.parametrize("strategy", ["hierarchical", "sharded_world"])
+def test_gradients_in_bf16_train_as_well(tmp_path: Path, alone: dict[str, Any], strategy: str) -> None:
+    found = run_worker(tmp_path / "out.json", 4, strategy, "bf16", "block", 2)
+    assert found["norms"][:3] == pytest.approx(alone["norms"][:3], rel=2e-3)
+    assert found["norms"][:3] != pytest.approx(alone["norms"][:3], rel=1e-7)  # they did travel in bf16
     for one, other in zip(alone["losses"], found["losses"], strict=True):
         assert other == pytest.approx(one, rel=0.05)
     assert found["same_weights"]
+
+
+def test_gradients_in_bf16_are_rounded_a_fixed_number_of_times(tmp_path: Path) -> None:
+    """Once is 0.17 % in the norm. Of eight ranks, on nodes of 1, 2, 4 and 8; rounded at hops sums are 0.35 to 0.39 % off."""
+    found = run_worker(tmp_path / "out.json", 8, worker="rounding_worker")
+    errors = {1: (1.5e-3, 1.8e-3), 2: (2.2e-3, 2.5e-3), 3: (2.7e-3, 3.1e-3)}
+    assert len(found) == 32
+    for name, sums in found.items():
+        strategy, dtype, local_size = name.split()
+        assert sums["same"], name
+        if dtype == "fp32":
+            assert sums["error"] < 1e-7, name
+            continue
+        roundings = {"flat": 2, "sharded_world": 1}.get(strategy, 2 if local_size in "18" else 3)
+        if strategy == "sharded" and local_size == "8":  # each rank keeps the sum that it made
+            roundings = 1
+        least, most = errors[roundings]
+        assert least < sums["error"] < most, name
+
+
+def test_buckets_in_bf16_share_two_buffers() -> None:
+    """Whatever the number of buckets: the memory that docs/scaling.md names."""
+    several, (weights, gradients) = cast(dist.ProcessGroup, object()), torch.zeros(2, 1632)
+    flat = FlatParameters(weights, gradients, LambSegments((1632,), (True,)), weights, gradients, {})
+    reduction = Reduction(flat, Communicators(several, None, several, 2), "flat", "bf16", bucket_bytes=384)
+    held = [value for value in vars(reduction._sums).values() if isinstance(value, torch.Tensor)]
+    assert len(reduction.buckets) == 17
+    assert sum(buffer.nbytes for buffer in held) == 2 * 384 / 2
 
 
 def test_the_fastest_way_is_taken_and_the_other_rail_given_back(tmp_path: Path) -> None:
@@ -126,21 +146,22 @@ def test_buckets_cover_the_vector_from_its_end_in_equal_and_aligned_pieces(size:
 
 
 def test_without_other_ranks_nothing_is_chosen_and_nothing_held() -> None:
-    """Whatever was asked for: no hooks, no buffer for the wire, no thread."""
+    """Whatever was asked for: no hooks, no buffers for bf16, no thread."""
     mesh, model = Mesh(0, 1, 0, torch.device("cpu")), torch.nn.Linear(3, 4)
     communicators = Communicators.create(mesh)
     vectors = [torch.zeros(16) for _ in range(4)]
     places = dict(zip(model.parameters(), (slice(12), slice(12, 16)), strict=True))
     flat = FlatParameters(vectors[0], vectors[1], LambSegments((12, 4), (True, False)), vectors[2], vectors[3], places)
-    config = replace(tiny_cpu().training, reduction="sharded", wire="bf16")
+    config = replace(tiny_cpu().training, reduction="sharded", reduce_dtype="bf16")
     choice = choose(config, flat, communicators)
     assert str(choice) == "reduction: flat (one rank)"
-    reduction = Reduction(flat, communicators, choice.way.strategy, config.wire)
+    reduction = Reduction(flat, communicators, choice.way.strategy, config.reduce_dtype)
     with reduction.overlapped():
         model(torch.ones(3)).sum().backward()
     reduction.finish()
     held = [value for value in vars(reduction).values() if isinstance(value, torch.Tensor)]
     assert all(value is flat.gradients_N for value in held)
+    assert not vars(reduction._sums)
     assert reduction._hooks == []
     assert not any("reduction" in thread.name for thread in threading.enumerate())
 

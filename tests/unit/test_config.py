@@ -57,7 +57,7 @@ def test_underscores_are_understood() -> None:
         (["dgxa100_1x8", "--model.hidden-dropout", "0"], "model.hidden_dropout is 0.0, but the closed division"),
         (["tiny_cpu", "--log.system", "a/b"], "log.system"),
         (["tiny_cpu", "--training.precision", "bf16"], "training.precision"),
-        (["tiny_cpu", "--training.fp32-sums"], "training.wire is fp32"),
+        (["tiny_cpu", "--training.reduce-dtype", "fp16"], "training.reduce-dtype"),
         (["tiny_cpu", "--training.reduction", "ring"], "training.reduction"),
     ],
 )

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Choice, Communicators, Way, _in_network_options, candidates
+from bert.parallel.reduction import Choice, Communicators, Way, _in_network_options, candidates, choose
 from bert.recipes import tiny_cpu
 
 Asked = Literal["auto", "on", "off"]
@@ -54,6 +54,25 @@ def test_what_is_asked_for_and_possible_is_measured(
     assert candidates(training, found) == expected
 
 
+@pytest.mark.parametrize(
+    ("reduction", "found", "line"),
+    [
+        ("hierarchical", groups(), "hierarchical (as set; in-network: why)"),
+        ("sharded", groups(node=False), "sharded (as set; in-network: why)"),
+        ("hierarchical", groups(rail=False), "hierarchical (as set)"),
+        ("sharded_world", groups(), "sharded_world (as set)"),
+        ("auto", groups(node=False), "flat (one rank a host)"),
+        ("auto", groups(rail=False), "flat (one host)"),
+    ],
+)
+def test_where_there_is_one_way_the_line_says_why_and_why_no_switches_add(
+    reduction: Any, found: Communicators, line: str
+) -> None:
+    training = replace(tiny_cpu().training, reduction=reduction)
+    unused: Any = None
+    assert str(choose(training, unused, unused, found)) == f"reduction: {line}"
+
+
 def test_a_way_is_named_as_it_is_shown() -> None:
     assert str(Choice(SWITCHES, "as set")) == "reduction: hierarchical in-network (as set)"
 
@@ -82,8 +101,11 @@ def test_switches_are_asked_for_between_gpus_of_several_hosts(monkeypatch: pytes
     assert (options.config.collnet_enable, why_not) == (1, "")
     assert _in_network_options(mesh("cuda", ((0, 1, 2, 3),))) == (None, "one host")
     assert _in_network_options(mesh("cpu")) == (None, "gloo has none")
+    assert _in_network_options(mesh("cuda"), "bf16") == (None, "switches would add in bf16")
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=OldOptions))
     assert _in_network_options(mesh("cuda")) == (None, "this PyTorch cannot ask NCCL for it")
+    with pytest.raises(ValueError, match="in_network is on, but switches would add in bf16: set it to auto"):
+        Communicators.create(mesh("cuda"), "on", "bf16")
     with pytest.raises(ValueError, match="in_network is on, but this PyTorch cannot ask NCCL for it: set it to auto"):
         Communicators.create(mesh("cuda"), "on")
 
@@ -128,6 +150,7 @@ def test_groups_are_made_of_the_asked_for_kind(monkeypatch: pytest.MonkeyPatch) 
         ({"device": "cpu"}, "in_network is on, but training.device is cpu"),
         ({"reduction": "flat"}, "in_network is on, but training.reduction is flat"),
         ({"reduction": "sharded_world"}, "in_network is on, but training.reduction is sharded_world"),
+        ({"reduce_dtype": "bf16"}, "in_network is on, but training.reduce_dtype is bf16"),
     ],
 )
 def test_asking_for_switches_where_none_could_add_is_refused(changes: dict[str, Any], complaint: str) -> None:

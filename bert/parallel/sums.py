@@ -1,0 +1,95 @@
+"""Sums of a vector over the ranks of a group, by the type in which vectors travel.
+
+Shape legend: N elements of a vector, R ranks of the group, W = N / R elements of a piece.
+
+PyTorch's own collectives in bf16 leave the rounding of partial sums to whatever carries them: a ring or a tree rounds at
+every hop, so that the error grows with the number of ranks (``benchmarks/reduction_error.py``).
+"""
+
+from typing import Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bert.parallel.single import all_gather_single, reduce_scatter_single
+
+ReduceDtype = Literal["fp32", "bf16"]
+
+
+def piece_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """This rank's piece of a vector, [W], as a view; all of it where ``group`` is None, which stands for one rank."""
+    return vector_N if group is None else vector_N.chunk(group.size())[group.rank()]
+
+
+class Sums(Protocol):
+    """Collectives in place on fp32 vectors [N] that divide into a piece for each rank. Without a group each does nothing."""
+
+    def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Leave this rank's piece as the sum over the ranks; what the others hold is left undefined."""
+        ...
+
+    def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Fill the vector with the pieces of all ranks, the same on each."""
+        ...
+
+    def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """Leave the sum over the ranks, the same on each."""
+        ...
+
+
+class Fp32Sums:
+    """Sums of vectors that travel as they are, added on the way: by NCCL, gloo or switches, in an order of theirs."""
+
+    def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """As ``Sums`` has it."""
+        if group is not None:
+            reduce_scatter_single(piece_of(vector_N, group), vector_N, group=group)
+
+    def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """As ``Sums`` has it."""
+        if group is not None:
+            all_gather_single(vector_N, piece_of(vector_N, group), group=group)
+
+    def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """As ``Sums`` has it."""
+        if group is not None:
+            dist.all_reduce(vector_N, group=group)
+
+
+class Bf16Sums:
+    """Sums of vectors that travel in bf16 and are added in fp32, in as many bytes as a ring would send of them.
+
+    A contribution is rounded once, before it is sent, and a sum once, before it is gathered, whatever the number of ranks.
+    What is bf16 already, such as the sum of the rails on its way through the node, is not rounded again.
+    """
+
+    def __init__(self, elements: int, device: torch.device) -> None:
+        """Hold the buffers for vectors of up to ``elements``; calls follow one another on one stream or thread."""
+        self._sent, self._received = torch.empty(2, elements, dtype=torch.bfloat16, device=device)
+
+    def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """As ``Sums`` has it; the sum is not rounded."""
+        if group is None:
+            return
+        received_N = self._received[: len(vector_N)]
+        dist.all_to_all_single(received_N, self._sent[: len(vector_N)].copy_(vector_N), group=group)
+        add_contributions(received_N.view(group.size(), -1), out_W=piece_of(vector_N, group))
+
+    def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """As ``Sums`` has it; pieces are rounded."""
+        if group is None:
+            return
+        piece_W, received_N = piece_of(vector_N, group), self._received[: len(vector_N)]
+        all_gather_single(received_N, self._sent[: len(piece_W)].copy_(piece_W), group=group)
+        vector_N.copy_(received_N)
+
+    def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
+        """As ``Sums`` has it; the sum is rounded."""
+        self.reduce_scatter_(vector_N, group)
+        self.all_gather_(vector_N, group)
+
+
+def add_contributions(contributions_RW: Tensor, out_W: Tensor) -> None:
+    """Add the bf16 contributions of all ranks in fp32, in an order that their number decides, not their arrival."""
+    torch.sum(contributions_RW, 0, dtype=torch.float32, out=out_W)
