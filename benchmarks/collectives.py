@@ -33,6 +33,7 @@ from benchmarks.conditions import write_figures
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Communicators, Reduction, Strategy, measured_choice
+from bert.parallel.sums import ReduceDtype
 from kernels import LambSegments
 
 LAYERS = 16
@@ -52,6 +53,8 @@ class Case:
     rounds: int
     computation: Literal["", "wait", "products"] = ""
     """Of the step whose exposed communication is measured, if that is what is measured."""
+    reduce_dtype: ReduceDtype = "fp32"
+    """In which gradients travel; weights that are gathered travel in fp32."""
 
 
 class Network:
@@ -102,9 +105,13 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         raise SystemExit(2)
     if quick:
         cases = [Case(2, 2, "block", None, 8, 1), Case(2, 2, "cyclic", None, 8, 1)]
-        cases += [Case(2, 1, "block", "300mbit", 4, 1, "products")]
+        cases += [
+            Case(2, 2, "block", None, 8, 1, reduce_dtype="bf16"),
+            Case(2, 1, "block", "300mbit", 4, 1, "products"),
+        ]
     else:
         cases = [Case(2, 4, o, r, 64, 2) for r in (None, "1gbit", "300mbit") for o in ("block", "cyclic")]
+        cases += [Case(2, 4, "block", rate, 64, 2, reduce_dtype="bf16") for rate in (None, "1gbit", "300mbit")]
         cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, "wait")]
         cases += [Case(2, 1, "block", rate, 64, 3, "products") for rate in ("300mbit", "1gbit")]
     figures = []
@@ -190,8 +197,10 @@ def _rank(case: Case, found: Path) -> None:
     if case.computation:
         figures = _exposed(case, model, flat, communicators)
     else:
-        figures = {s: _reduced(case, mesh, flat, Reduction(flat, communicators, s)) for s in STRATEGIES}
-        figures["choice"] = str(measured_choice(flat, communicators, rounds=2).way)
+        reductions = {s: Reduction(flat, communicators, s, case.reduce_dtype) for s in STRATEGIES}
+        figures = {strategy: _reduced(case, mesh, flat, reduction) for strategy, reduction in reductions.items()}
+        choice = measured_choice(flat, communicators, rounds=2, reduce_dtype=case.reduce_dtype)
+        figures["choice"] = str(choice.way)
     if mesh.is_main:
         found.write_text(json.dumps(figures))
     dist.barrier()
@@ -302,7 +311,10 @@ def _computation(kind: str, seconds: float) -> Callable[[], None]:
 
 
 def _line(figure: dict[str, Any]) -> str:
-    place = f"{figure['hosts']} hosts x {figure['local_size']}, {figure['order']:<6} {figure['rate'] or 'unshaped':<9}"
+    place = (
+        f"{figure['hosts']} hosts x {figure['local_size']}, {figure['order']:<6} {figure['rate'] or 'unshaped':<9} "
+        f"{figure['reduce_dtype']}"
+    )
     if figure["computation"]:
         off, on, kind = figure["exposed_off"], figure["exposed_on"], figure["computation"]
         return f"{place} {kind}: exposed communication {off:.2f} s without overlap, {on:.2f} s with"
@@ -313,12 +325,13 @@ def _line(figure: dict[str, Any]) -> str:
 def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
     ratios = {}
     for figure in figures:
-        place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {figure['rate'] or 'unshaped'}"
+        rate, dtype = figure["rate"] or "unshaped", figure["reduce_dtype"]
+        place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {rate} {dtype}"
         if figure["computation"]:
             name = f"{place}, {figure['computation']}, exposed communication with overlap over without"
             ratios[name] = figure["exposed_on"] / figure["exposed_off"]
             continue
-        bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"]
+        bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"] / (2 if dtype == "bf16" else 1)
         for strategy in STRATEGIES:
             ratios[f"{place}, {strategy} bytes over the bound"] = figure[strategy]["megabytes_per_host"] / bound
         ratios[f"{place}, time of flat over hierarchical"] = (

@@ -25,8 +25,11 @@ def test_between_hosts_hierarchical_sends_what_it_must(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(out.read_text())
-    *reduced, overlapped = figures["cases"]
+    *reduced, in_bf16, overlapped = figures["cases"]
     assert [case["order"] for case in reduced] == ["block", "cyclic"]
+    assert in_bf16["reduce_dtype"] == "bf16"
+    for strategy in ("hierarchical", "sharded"):
+        assert 0.49 < in_bf16[strategy]["megabytes_per_host"] / in_bf16["megabytes"] < 0.53, strategy
     for name, ratio in figures["ratios"].items():
         assert f"{name}: {ratio:.2f}" in done.stdout
     for case in reduced:

@@ -70,7 +70,7 @@ def test_where_there_is_one_way_the_line_says_why_and_why_no_switches_add(
 ) -> None:
     training = replace(tiny_cpu().training, reduction=reduction)
     unused: Any = None
-    assert str(choose(training, unused, unused, found)) == f"reduction: {line}"
+    assert str(choose(training, unused, found)) == f"reduction: {line}"
 
 
 def test_a_way_is_named_as_it_is_shown() -> None:
