@@ -4,8 +4,9 @@
 #   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= .
 #          (with --build-arg PIP_EXTRA_INDEX_URL=..., the index of PyTorch's CPU builds, it is gigabytes smaller)
 #
-# BASE needs bash and CPython 3.11 or newer with pip. If it has a PyTorch, as NGC's has, that one is used; else the pinned one.
-ARG BASE=nvcr.io/nvidia/pytorch:25.10-py3
+# BASE needs bash and CPython 3.11 or newer with pip. If it has a PyTorch, as NGC's has, that one is used, and must be 2.11 or
+# newer (26.02 and 26.03 bring 2.11); else the pinned one.
+ARG BASE=nvcr.io/nvidia/pytorch:26.03-py3
 FROM ${BASE}
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 

@@ -54,10 +54,14 @@ from dataloading.synthetic import synthetic_samples
 from dataloading.tokenization import Vocabulary
 from kernels import autotune, choose
 
+OLDEST_TORCH = (2, 11)
+"""PyTorch's oldest release that this is tested with, of the images of NGC from 26.02 on. Installing asks for it too."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Parse, check, run; returns the exit status."""
     try:
+        _require_torch()
         config = parse(arguments)
         guard = DataGuard([config.data.train, config.data.evaluation])
         interruption = Interruption()
@@ -78,6 +82,14 @@ def main(arguments: Sequence[str]) -> int:
         return _refused(error)
     finally:
         leave_mesh()
+
+
+def _require_torch() -> None:
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        oldest = ".".join(map(str, OLDEST_TORCH))
+        raise ValueError(
+            f"PyTorch is {torch.__version__} here, expected {oldest} or newer: install it, or take a newer image"
+        )
 
 
 def parse(arguments: Sequence[str]) -> Config:

@@ -17,6 +17,20 @@ prepare_venv() {
   exec {lock}>&-
 }
 
+# prepare_torch VERSION: put that PyTorch with what it needs into .venv/torch-VERSION, unless it is there. Before .venv's packages
+# in PYTHONPATH it takes the place of the pinned one. After prepare_venv, in the root of the repository.
+prepare_torch() {
+  local python=${PYTHON:-python3} folder=.venv/torch-$1
+  [[ -e $folder/installed ]] && return
+  say "installing PyTorch $1 into $folder (once, a minute or two)"
+  rm -rf "$folder" && mkdir -p "$folder"
+  grep -vE '^(torch|setuptools)==' constraints.txt >.venv/constraints.txt
+  "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
+    --only-binary=:all: --constraint .venv/constraints.txt --target "$folder" "torch==$1" ||
+    fail "pip could not install PyTorch $1, see above"
+  touch "$folder/installed"
+}
+
 venv_is_current() {
   local part pins
   pins=$(venv_pins) || return 1
@@ -54,7 +68,8 @@ for line in open("constraints.txt"):
 ' >.venv/constraints.txt
   # shellcheck disable=SC2086  # one word a requirement
   "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
-    --only-binary=:all: --constraint .venv/constraints.txt $requirements || fail "pip could not install the packages, see above"
+    --only-binary=:all: --constraint .venv/constraints.txt $requirements ||
+    fail "pip could not install the packages, see above${SYSTEM_TORCH:+; PyTorch stays $(grep ^torch== .venv/constraints.txt)}"
   mkdir -p .venv/installed
   for part in run "$@"; do
     venv_pins >".venv/installed/$part"

@@ -18,6 +18,8 @@ from dataloading.samples import Samples
 from dataloading.synthetic import synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
+pytestmark = pytest.mark.oldest_torch
+
 CPU = torch.device("cpu")
 
 

@@ -1,5 +1,6 @@
 """Ways to reduce and the sharded optimizer, on ranks over gloo: the numbers of one rank."""
 
+import inspect
 import json
 import os
 import socket
@@ -45,11 +46,17 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_worker(tmp_path_factory.mktemp("alone") / "out.json", 1, "flat", "fp32", "block", 1)
 
 
+SORTS_RANKS = "sort_ranks" not in inspect.signature(dist.new_group).parameters
+"""As PyTorch 2.11 does; then a host whose ranks do not ascend is refused."""
+
 CASES = [
-    (2, "flat", "block", 2),
+    pytest.param(2, "flat", "block", 2, marks=pytest.mark.oldest_torch),
     (2, "sharded", "block", 1),
-    (4, "hierarchical", "turning", 2),
-    (4, "sharded", "cyclic", 2),
+    pytest.param(
+        *(4, "hierarchical", "turning", 2),
+        marks=pytest.mark.skipif(SORTS_RANKS, reason="this PyTorch sorts the ranks of a group"),
+    ),
+    pytest.param(4, "sharded", "cyclic", 2, marks=pytest.mark.oldest_torch),
     (8, "hierarchical", "block", 4),
     (8, "sharded", "block", 8),
     (8, "sharded_world", "block", 4),

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,18 @@ def test_starts_at_the_same_moment_install_once(bare: Path) -> None:
     assert calls(bare) == ["venv", "pip"]
 
 
+def test_another_pytorch_stands_beside_the_packages_and_is_installed_once(bare: Path) -> None:
+    """Pins that it does not go with are left out."""
+    command = "source launch/venv.sh; prepare_venv; prepare_torch 2.11.0"
+    for _ in range(2):
+        assert start(Path("/bin/bash"), "-c", command, cwd=bare, PYTHON="./python").returncode == 0
+    assert calls(bare) == ["venv", "pip", "pip"]
+    assert (bare / "calls").read_text().endswith("--target .venv/torch-2.11.0 torch==2.11.0\n")
+    pinned = (bare / "constraints.txt").read_text().splitlines()
+    left_out = set(pinned) - set((bare / ".venv/constraints.txt").read_text().splitlines())
+    assert sorted(line.partition("==")[0] for line in left_out) == ["setuptools", "torch"]
+
+
 def test_venv_of_a_removed_interpreter_is_made_anew(bare: Path) -> None:
     (bare / ".venv/bin").mkdir(parents=True)
     (bare / ".venv/bin/python").symlink_to("/nowhere/python")
@@ -213,10 +226,14 @@ def test_unfit_interpreter_is_one_line(bare: Path, python: str | None, complaint
     assert not (bare / ".venv").exists()
 
 
-def test_failed_installation_is_tried_again(bare: Path) -> None:
+def test_failed_installation_is_tried_again(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     working = (bare / "python").read_text()
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', "exit 1"))
-    assert "could not install" in one_error(prepare(bare))
+    assert one_error(prepare(bare)).endswith("pip could not install the packages, see above")
+    with monkeypatch.context() as patch:  # where the system's PyTorch may be older than what is asked for
+        patch.setenv("SYSTEM_TORCH", "1")
+        kept = f"PyTorch stays torch=={version('torch')}"
+        assert one_error(prepare(bare)).endswith(f"pip could not install the packages, see above; {kept}")
     (bare / "python").write_text(working)
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "pip"]

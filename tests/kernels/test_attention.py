@@ -6,6 +6,8 @@ from torch import Tensor
 
 from kernels import Dropout, reference, varlen_attention
 
+pytestmark = pytest.mark.oldest_torch
+
 LENGTHS = {
     "one token": [1],
     "one sequence": [512],

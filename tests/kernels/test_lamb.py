@@ -16,6 +16,8 @@ from bert.parallel.reduction import BUCKET_BYTES, bucket_slices
 from bert.recipes import RECIPES
 from kernels import LambSegments, LambState, lamb_apply, lamb_directions, lamb_step
 
+pytestmark = pytest.mark.oldest_torch
+
 HYPERPARAMETERS: dict[str, Any] = {
     "beta_1": 0.9,
     "beta_2": 0.999,

@@ -16,6 +16,8 @@ from kernels.__main__ import main
 from kernels.examples import example_inputs
 from kernels.registry import Implementation, Op, signature
 
+pytestmark = pytest.mark.oldest_torch
+
 
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

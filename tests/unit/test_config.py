@@ -8,10 +8,11 @@ from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from bert.config import Config, OptimizerConfig
 from bert.recipes import RECIPES, tiny_cpu
-from bert.train import parse
+from bert.train import OLDEST_TORCH, main, parse
 from tests.conftest import REPOSITORY, SmallRun
 
 
@@ -151,3 +152,27 @@ def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_pat
     result.write_text("precious")
     assert "result_3.txt exists already" in refused(small_run.arguments(tmp_path, log__run=3))
     assert result.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("version", "refusal"),
+    [
+        ("2.10.0a0+b558c986e8.nv25.12", "PyTorch is 2.10.0a0+b558c986e8.nv25.12 here, expected 2.11 or newer"),
+        ("1.13.1", "PyTorch is 1.13.1 here, expected 2.11 or newer"),
+        ("2.11.0a0+a6c236b9fd.nv26.03", "no recipe given"),
+        ("3.0.0", "no recipe given"),
+    ],
+)
+def test_an_older_pytorch_is_refused_first_of_all(
+    version: str, refusal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {refusal}: ")
+
+
+def test_the_oldest_pytorch_is_the_same_everywhere() -> None:
+    """What installing asks for, what a run asks for, and what CI tests with."""
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    assert f'"torch>={oldest}.0a0"' in (REPOSITORY / "pyproject.toml").read_text()
+    assert f"TORCH={oldest}.0 ./run_tests.sh -m oldest_torch" in (REPOSITORY / ".ci/run").read_text()

@@ -17,6 +17,8 @@ from dataloading.dataset import Dataset, open_dataset
 from dataloading.loader import Batch, batch_of
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
+pytestmark = pytest.mark.oldest_torch
+
 CPU = torch.device("cpu")
 PLAIN = torch.autocast("cpu", enabled=False)
 

@@ -23,6 +23,8 @@ from dataloading.sampler import MicroBatch
 from kernels import OPS, autotune, cast_fp8
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
+pytestmark = pytest.mark.oldest_torch
+
 CAPACITIES = [Capacity(192, 8, 48, MAX_SEQ_LENGTH), Capacity(320, 8, 64, MAX_SEQ_LENGTH)]
 LARGER = Capacity(448, 8, 80, MAX_SEQ_LENGTH)
 """Which nothing is recorded for."""

@@ -8,6 +8,8 @@ import torch
 
 from bert.parallel.mesh import Identity, Launch, Mesh, group_by_host, join_mesh, launched_world_size
 
+pytestmark = pytest.mark.oldest_torch
+
 CPU = torch.device("cpu")
 
 

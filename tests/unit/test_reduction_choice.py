@@ -14,6 +14,8 @@ from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Choice, Communicators, Way, _in_network_options, candidates, choose
 from bert.recipes import tiny_cpu
 
+pytestmark = pytest.mark.oldest_torch
+
 Asked = Literal["auto", "on", "off"]
 GROUP = cast(dist.ProcessGroup, object())
 NODES = ((0, 1), (2, 3))

@@ -7,6 +7,8 @@ import torch.distributed as dist
 
 from bert.parallel import single
 
+pytestmark = pytest.mark.oldest_torch
+
 
 @pytest.mark.parametrize(
     ("new", "old"),

@@ -25,6 +25,8 @@ from dataloading.dataset import open_dataset
 from dataloading.loader import batch_of
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
+pytestmark = pytest.mark.oldest_torch
+
 CPU = torch.device("cpu")
 
 
