@@ -27,6 +27,8 @@ from dataloading.capacity import Capacity
 from dataloading.loader import Batch, inert_batch
 from kernels import OPS
 
+pytestmark = pytest.mark.oldest_torch
+
 CAPACITY = Capacity(192, 5, 32, 48)
 OF_THE_STEP = (
     "varlen_attention",
