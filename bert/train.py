@@ -22,6 +22,7 @@ from rich.console import Console
 from bert.checkpoint import load_weights, require_weights, save_weights
 from bert.clock import DataGuard
 from bert.config import Config
+from bert.displays import LivePanel, PlainLines
 from bert.evaluate import Evaluator
 from bert.faults import FaultWatch
 from bert.graphs import CudaRecorder
@@ -29,8 +30,6 @@ from bert.interruption import Interrupted, Interruption
 from bert.metrics import (
     DeviceStopwatch,
     JsonLines,
-    LivePanel,
-    PlainLines,
     Progress,
     Reporter,
     Sink,

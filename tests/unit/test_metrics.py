@@ -11,13 +11,12 @@ import pytest
 import torch
 from rich.console import Console
 
+from bert.displays import LivePanel, PlainLines
 from bert.metrics import (
     DeviceStopwatch,
     EndRecord,
     EvaluationRecord,
     JsonLines,
-    LivePanel,
-    PlainLines,
     Progress,
     Reporter,
     StepRecord,
