@@ -85,7 +85,7 @@ def fp8_cases(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch
         ),
         Fp8Case(
             "scaled_matmul",
-            (left, right, scalar(0.5), scalar(0.25), torch.bfloat16),
+            (left, right, scalar(0.5), scalar(0.25), torch.bfloat16, None, True),
             lambda: [left.double() @ right.double().t() / 8],
             flop=2.0 * tokens * hidden * wide,
         ),

@@ -6,9 +6,10 @@ weights, multiply E4M3 by E4M3 going forward and E5M2 by E4M3 going back, as MLP
 lengths. The last layer, which computes little more than the rows that the heads read, has 1 % of it and stays in the
 precision of autocast, as attention, heads, norms, embeddings and the residual stream do. The fp32 parameters stay masters.
 
-Each quantized tensor is a site with a scale of its own: the largest power of two that kept the largest magnitude of the
-step before inside the format. All scales are on the device and the host reads none, so that a captured step can be
-replayed. They are each rank's own where they are of activations and gradients; those of the weights agree, as weights do.
+Each quantized tensor is a site with a scale of its own: the largest power of two that keeps the largest magnitude of the
+step before inside the format, with room to grow (``kernels.fp8.HEADROOM_BITS``). All scales are on the device and the host
+reads none, so that a captured step can be replayed. They are each rank's own where they are of activations and gradients;
+those of the weights agree, as weights do.
 
 On a CPU the definitions of ``kernels.fp8`` stand in: right, and several times slower than fp32. They are for tests.
 
@@ -35,7 +36,7 @@ from kernels import (
     new_scales,
     scaled_matmul,
 )
-from kernels.fp8 import E4M3, E5M2, LARGEST
+from kernels.fp8 import E4M3, E5M2, largest_scaled
 
 _CALIBRATION_ROUNDS = 4
 
@@ -72,15 +73,21 @@ class Fp8Dense:
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """[T, N] of the quantized input."""
-        return scaled_matmul(input_TK, self.weight_NK, self.input.inverse, self.weight.inverse, dtype, bias_N)
+        inverses = self.input.inverse, self.weight.inverse
+        return scaled_matmul(input_TK, self.weight_NK, *inverses, dtype, bias_N, use_fast_accum=True)
 
     def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, K] of the quantized gradient."""
-        return scaled_matmul(gradient_TN, self.weight_KN, self.gradient.inverse, self.weight.inverse, dtype)
+        inverses = self.gradient.inverse, self.weight.inverse
+        return scaled_matmul(gradient_TN, self.weight_KN, *inverses, dtype, use_fast_accum=True)
 
     def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor:
-        """fp32 [N, K] of the quantized and transposed gradient and input."""
-        return scaled_matmul(gradient_NT, input_KT, self.gradient.inverse, self.input.inverse, torch.float32)
+        """fp32 [N, K] of the quantized and transposed gradient and input.
+
+        A sum over all tokens, whose terms cancel: in the tensor cores alone it would lose a part of what FP8 leaves of it.
+        """
+        inverses = self.gradient.inverse, self.input.inverse
+        return scaled_matmul(gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False)
 
 
 class Fp8State:
@@ -99,7 +106,8 @@ class Fp8State:
 
     def __init__(self, denses: Iterable[Dense], device: torch.device) -> None:
         denses = list(denses)
-        self._largest_S = torch.tensor([LARGEST[E4M3], LARGEST[E4M3], LARGEST[E5M2]] * len(denses), device=device)
+        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]
+        self._largest_S = torch.tensor(largest * len(denses), device=device)
         self.scale_S = torch.ones_like(self._largest_S)
         self.inverse_S = torch.ones_like(self._largest_S)
         self.amax_S = torch.zeros_like(self._largest_S)

@@ -144,7 +144,7 @@ def _scaled_matmul(make: _Maker) -> tuple[Any, ...]:
     size = make.size
     operands = _detached(make, (make.tokens, size.hidden), (size.intermediate, size.hidden))
     inverses = (torch.ones((), device=make.device) for _ in operands)
-    return *(operand.to(E4M3) for operand in operands), *inverses, make.dtype
+    return *(operand.to(E4M3) for operand in operands), *inverses, make.dtype, None, True
 
 
 def _detached(make: _Maker, *shapes: tuple[int, ...]) -> list[Tensor]:

@@ -20,6 +20,14 @@ E5M2 = torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 """Largest finite value."""
 
+HEADROOM_BITS = {E4M3: 2, E5M2: 4}
+"""How much larger than in the step before a tensor may become until it saturates: fourfold, and sixteenfold for gradients.
+
+A gradient's largest magnitude at times grows ninefold in one step, that of inputs and weights by less than a third. The
+price is paid by what is too small, and is nothing as long as the largest magnitude is below some 2^10 (E4M3) or 2^20 (E5M2)
+deviations (``benchmarks/fp8_headroom.py``).
+"""
+
 ALIGNMENT = 16
 """What the sizes of scaled matrix products are multiples of."""
 
@@ -30,6 +38,11 @@ _MANTISSA_BITS, _EXPONENT_BIAS = 23, 127
 def padded(rows: int) -> int:
     """The next multiple of 16: the length of a transposed result's rows."""
     return -(-rows // ALIGNMENT) * ALIGNMENT
+
+
+def largest_scaled(dtype: torch.dtype) -> float:
+    """What the largest magnitude of the step before may be scaled to: ``LARGEST`` less the headroom."""
+    return LARGEST[dtype] / 2 ** HEADROOM_BITS[dtype]
 
 
 def capability_reasons(device: torch.device) -> list[str]:
@@ -91,12 +104,15 @@ def scaled_matmul(
     inverse_b: Tensor,
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """``(a * inverse_a) @ (b * inverse_b).T``, accumulated in fp32, plus the bias: [M, N] in ``out_dtype``.
 
     a and b are E4M3 or E5M2, not both E5M2, and the inverses are 1 / scale. N and K are multiples of 16. The bias may have
-    any floating-point type and counts as rounded to ``out_dtype``.
+    any floating-point type and counts as rounded to ``out_dtype``. With ``use_fast_accum`` an implementation may leave the
+    sum to tensor cores that keep about 14 bits of it.
     """
+    del use_fast_accum
     with torch.autocast(a_MK.device.type, enabled=False):
         product_MN = (a_MK.float() * inverse_a) @ (b_NK.float() * inverse_b).t()
         return (product_MN if bias_N is None else product_MN + bias_N.detach().to(out_dtype)).to(out_dtype)
@@ -106,7 +122,7 @@ def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     """The next step's scales, fp32 [N]: the largest powers of two with ``scale * amax <= largest``.
 
     Where ``amax`` is 0 or not finite the old scale stays. Scale and inverse are kept normal numbers, from 2^-126 to 2^126.
-    All are fp32 [N]; ``largest_N`` is each tensor's ``LARGEST``. Integers alone decide, so that the result is exact.
+    All are fp32 [N]; ``largest_N`` is each tensor's ``largest_scaled``. Integers alone decide, so that the result is exact.
     """
     amax_fraction_N, amax_exponent_N = torch.frexp(amax_N)
     largest_fraction_N, largest_exponent_N = torch.frexp(largest_N)

@@ -9,9 +9,6 @@ from torch import Tensor
 
 from kernels.fp8 import ALIGNMENT, E4M3, E5M2, capability_reasons
 
-LONGEST_FAST_SUM = 4096
-"""Terms up to which the tensor cores' own sums, of which Hopper's keep about 14 bits, are taken as they are."""
-
 
 def scaled_matmul(
     a_MK: Tensor,
@@ -20,11 +17,11 @@ def scaled_matmul(
     inverse_b: Tensor,
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> Tensor:
     """``(a * inverse_a) @ (b * inverse_b).T + bias``: [M, N] in ``out_dtype``.
 
-    Sums over a layer's width, going forward and back, are taken as the tensor cores make them; those of a weight's gradient,
-    over all tokens, are added up outside of them (``use_fast_accum=False``).
+    Without ``use_fast_accum`` cuBLASLt adds up in fp32 outside of Hopper's tensor cores.
     """
     return torch._scaled_mm(
         a_MK,
@@ -33,7 +30,7 @@ def scaled_matmul(
         scale_b=inverse_b,
         bias=None if bias_N is None else bias_N.detach().to(out_dtype),
         out_dtype=out_dtype,
-        use_fast_accum=a_MK.shape[1] <= LONGEST_FAST_SUM,
+        use_fast_accum=use_fast_accum,
     )
 
 
@@ -44,8 +41,10 @@ def unsupported_reasons(
     inverse_b: Tensor,
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
+    use_fast_accum: bool = False,
 ) -> list[str]:
     """Why these operands cannot be multiplied; empty when they can."""
+    del use_fast_accum
     reasons = capability_reasons(a_MK.device)
     if {a_MK.dtype, b_NK.dtype} not in ({E4M3}, {E4M3, E5M2}):
         reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected E4M3, or one of E4M3 and one of E5M2")
