@@ -52,6 +52,9 @@ def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], o
     """Train from the weights of ``initial``, a step a global batch."""
     model: Any = hugging_face_model(initial).to(side.dtype).train()
     model.set_attn_implementation(side.attention)
+    # Hugging Face's embedding leaves [PAD] untrained; the reference's does not, and [PAD] is among the tokens that masking
+    # draws at random.
+    model.bert.embeddings.word_embeddings.padding_idx = None
     lamb, trained = Lamb(model, optimizer), Trained()
     for batch in batches:
         masked_lm_loss, next_sentence_loss = _backward(side, model, batch)
