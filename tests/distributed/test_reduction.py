@@ -50,7 +50,7 @@ SORTS_RANKS = "sort_ranks" not in inspect.signature(dist.new_group).parameters
 """As PyTorch 2.11 does; then a host whose ranks do not ascend is refused."""
 
 CASES = [
-    pytest.param(2, "flat", "block", 2, marks=pytest.mark.oldest_torch),
+    (2, "flat", "block", 2),
     (2, "sharded", "block", 1),
     pytest.param(
         *(4, "hierarchical", "turning", 2),
