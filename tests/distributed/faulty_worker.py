@@ -1,6 +1,7 @@
-"""A rank of a run that breaks on purpose: ``python -m tests.distributed.faulty_worker WHAT RANK RECIPE ...``."""
+"""A rank of a run that breaks on purpose: ``python -m tests.distributed.faulty_worker WAY:RANK[,WAY:RANK] RECIPE ...``."""
 
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -10,14 +11,15 @@ from bert.mllog import MLLog
 from bert.step import TrainingStep
 from dataloading.loader import NumpyLoader
 
-AT_STEP = 250
+AT_STEP = 50
 """The step at which it happens: some evaluations after the start."""
 
 
 def main() -> int:
-    what, rank, *arguments = sys.argv[1:]
-    if os.environ["RANK"] == rank:
-        WAYS[what]()
+    breaks, *arguments = sys.argv[1:]
+    for way, _, rank in (part.partition(":") for part in breaks.split(",")):
+        if os.environ["RANK"] == rank:
+            WAYS[way]()
     return bert.train.main(arguments)
 
 
@@ -31,6 +33,16 @@ def raise_in_step() -> None:
     _before_each(TrainingStep, "__call__", broken)
 
 
+def die() -> None:
+    """Killed. A run of fewer than two times ``AT_STEP`` steps that goes on from a checkpoint comes to its end."""
+
+    def killed(count: int) -> None:
+        if count == AT_STEP:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    _before_each(TrainingStep, "__call__", killed)
+
+
 def hang_in_loader() -> None:
     """A read that never returns."""
 
@@ -42,11 +54,14 @@ def hang_in_loader() -> None:
 
 
 def slow_down() -> None:
-    """Data that come late, from a step on."""
+    """Data that come late, from a step on: each time, ten times as late as the step before took."""
+    came = time.monotonic()
 
     def late(count: int) -> None:
-        if count > AT_STEP // 5:
-            time.sleep(0.05)
+        nonlocal came
+        if count > 5:
+            time.sleep(10 * (time.monotonic() - came))
+        came = time.monotonic()
 
     _before_each(NumpyLoader, "__next__", late)
 
@@ -71,7 +86,14 @@ def linger() -> None:
     _before_each(MLLog, "abort", lambda _: time.sleep(3))
 
 
-WAYS = {"raise": raise_in_step, "hang": hang_in_loader, "slow": slow_down, "overflow": overflow, "linger": linger}
+WAYS = {
+    "raise": raise_in_step,
+    "die": die,
+    "hang": hang_in_loader,
+    "slow": slow_down,
+    "overflow": overflow,
+    "linger": linger,
+}
 
 
 def _before_each(owner: type, name: str, act: Any) -> None:

@@ -4,28 +4,30 @@ The rank that survives takes its time to end. So its agent sees the other one wa
 rank again without counting that.
 """
 
-import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.conftest import REPOSITORY, SmallRun
-from tests.distributed.test_ranks import ENVIRONMENT, wait_for
+from tests.distributed.faulty_worker import AT_STEP
+from tests.distributed.ranks import ENVIRONMENT, free_port
+from tests.programs import PATIENCE_S
 
 
 def test_all_nodes_start_again_and_go_on_from_the_last_checkpoint(small_run: SmallRun, tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     folder, results = tmp_path / "checkpoints", tmp_path / "tiny_cpu" / "bert"
-    settings = {"training__max_samples": 16 * 600, "evaluation__interval_samples": 16 * 300}
-    settings |= {"checkpoint__folder": folder, "checkpoint__every_steps": 40, "log__interval_steps": 20}
+    samples = 16 * (AT_STEP + 15)
+    settings = {"training__max_samples": samples, "evaluation__interval_samples": 16 * 40}
+    settings |= {"checkpoint__folder": folder, "checkpoint__every_steps": 20, "log__interval_steps": 20}
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=1"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=nodes", "--local-addr=127.0.0.1"]
-    command += ["-m", "tests.distributed.faulty_worker", "linger", "0", *small_run.arguments(tmp_path, **settings)]
+    command += [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--rdzv-id=nodes",
+        "--local-addr=127.0.0.1",
+    ]
+    command += ["-m", "tests.distributed.faulty_worker", "linger:0,die:1", *small_run.arguments(tmp_path, **settings)]
     outputs = [tmp_path / f"agent_{node}" for node in range(2)]
     agents: list[subprocess.Popen[str]] = []
     for output in outputs:
@@ -36,10 +38,7 @@ def test_all_nodes_start_again_and_go_on_from_the_last_checkpoint(small_run: Sma
                 )
             )
     try:
-        wait_for(lambda: (folder / "step_00000080").exists(), agents[0])
-        [killed] = [pid for agent in agents for pid in children(agent.pid) if rank_of(pid) == 1]
-        os.kill(killed, signal.SIGKILL)
-        statuses = [agent.wait(90) for agent in agents]
+        statuses = [agent.wait(PATIENCE_S) for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
@@ -50,16 +49,5 @@ def test_all_nodes_start_again_and_go_on_from_the_last_checkpoint(small_run: Sma
     assert "# ended by a fault: rank 1 on host" in first
     found = re.search(r"# resumed from: .*/step_(\d{8})\n", second)
     assert found
-    assert int(found[1]) >= 80
-    assert '"samples_count": 9600' in second
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def rank_of(pid: int) -> int | None:
-    for variable in Path(f"/proc/{pid}/environ").read_text().split("\0"):
-        if variable.startswith("RANK="):
-            return int(variable.removeprefix("RANK="))
-    return None
+    assert int(found[1]) in (20, 40)
+    assert f'"samples_count": {samples}' in second

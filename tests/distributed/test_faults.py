@@ -1,4 +1,8 @@
-"""Ranks that die, stop, fail or stand still in the middle of a run: all others end in time, with one message."""
+"""Ranks that die, stop, fail or stand still in the middle of a run: all others end, with one message that says why.
+
+What ends a run at once is told from what ends it after ``training.fault_seconds`` by what the message says: a busy machine
+may take any time for it.
+"""
 
 import itertools
 import json
@@ -6,87 +10,56 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
 from bert.faults import FAULT_STATUS
 from bert.optimizer import learning_rate
 from bert.train import parse
-from tests.conftest import REPOSITORY, SmallRun
-from tests.distributed.test_ranks import launch, wait_for
+from tests.conftest import SmallRun
+from tests.distributed.ranks import Ranks, torchrun, wait_for
+from tests.programs import PATIENCE_S
 
 SECONDS = 4.0
-"""The setting ``training.fault_seconds`` of the runs below."""
+"""The setting ``training.fault_seconds`` of runs that are to wait for it to pass."""
+LONG = 60.0
+"""Of runs that are not."""
+WORKER = "tests.distributed.faulty_worker"
 
 
-class Ranks:
-    """Processes of one run, started without a launcher that would end the others when one ends."""
+class Start(Protocol):
+    """Starts a run without an end."""
 
-    def __init__(self, arguments: list[str], count: int, folder: Path, program: tuple[str, ...] = ("-m", "bert.train")):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.master_port: int = probe.getsockname()[1]
-        self.errors = [folder / f"stderr_{rank}" for rank in range(count)]
-        self.processes: list[subprocess.Popen[str]] = []
-        for rank in range(count):
-            place = {
-                "RANK": rank,
-                "WORLD_SIZE": count,
-                "LOCAL_RANK": rank,
-                "LOCAL_WORLD_SIZE": count,
-                "OMP_NUM_THREADS": 1,
-            }
-            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.master_port}
-            environment = os.environ | {name: str(value) for name, value in place.items()}
-            with self.errors[rank].open("wb") as errors:
-                command = [sys.executable, *program, *arguments]
-                self.processes.append(
-                    subprocess.Popen(
-                        command, stdout=subprocess.DEVNULL, stderr=errors, cwd=REPOSITORY, env=environment, text=True
-                    )
-                )
-
-    def all_stderr(self) -> str:
-        return "".join(path.read_text() for path in self.errors)
-
-    def ends(self, ranks: list[int], seconds: float) -> list[int]:
-        """Exit statuses of ``ranks``, which must end in this time."""
-        deadline = time.monotonic() + seconds
-        return [self.processes[rank].wait(max(0.01, deadline - time.monotonic())) for rank in ranks]
-
-    def clean_up(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGCONT)
-                process.kill()
-                process.wait()
+    def __call__(self, count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
+        """Of ``count`` ranks, after its first evaluations; or one that ``breaks`` by itself, as its worker is told."""
+        ...
 
 
 @pytest.fixture
-def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
-    started: list[Ranks] = []
+def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as stack:
 
-    def start(count: int = 3, program: tuple[str, ...] = ("-m", "bert.train"), **changes: object) -> Ranks:
-        endless = {
-            "training__max_samples": 10_000_000,
-            "training__global_batch_size": 12,
-            "evaluation__interval_samples": 1200,
-        }
-        arguments = small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **endless | changes)
-        ranks = Ranks(arguments, count, tmp_path, program)
-        started.append(ranks)
-        result = result_of(tmp_path)
-        wait_for(lambda: result.exists() and result.read_text().count('"eval_stop"') > 1, ranks.processes[0])
-        return ranks
+        def start(count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
+            endless = {
+                "training__max_samples": 10_000_000,
+                "training__global_batch_size": 12,
+                "training__fault_seconds": LONG,
+                "evaluation__interval_samples": 240,
+            }
+            arguments = small_run.arguments(tmp_path, **endless | changes)
+            if breaks is not None:
+                return stack.enter_context(Ranks([breaks, *arguments], count, WORKER))
+            ranks = stack.enter_context(Ranks(arguments, count))
+            result = result_of(tmp_path)
+            ranks.wait_for(lambda: result.exists() and result.read_text().count('"eval_stop"') > 1)
+            return ranks
 
-    yield start
-    for ranks in started:
-        ranks.clean_up()
+        yield start
 
 
 def result_of(folder: Path) -> Path:
@@ -97,93 +70,92 @@ def last_record(result: Path) -> str:
     return [line for line in result.read_text().splitlines() if line.startswith(":::MLLOG")][-1]
 
 
-def messages(ranks: Ranks) -> list[str]:
-    return [line for line in ranks.all_stderr().splitlines() if line.startswith("error: ")]
-
-
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_killed_rank_ends_all_at_once(start: Callable[..., Ranks], tmp_path: Path, lost: int) -> None:
+def test_a_killed_rank_ends_all_at_once(start: Start, tmp_path: Path, lost: int) -> None:
     ranks = start()
     ranks.processes[lost].kill()
     others = [rank for rank in range(3) if rank != lost]
-    assert ranks.ends(others, seconds=SECONDS) == [FAULT_STATUS] * 2
-    [message] = messages(ranks)
+    assert ranks.ends(*others) == [FAULT_STATUS] * 2
+    [message] = ranks.errors
     host = re.escape(socket.gethostname())
     assert re.fullmatch(rf"error: rank {lost} on host {host}: ended without a word, last in \w+ of step \d+", message)
-    assert "Traceback" not in ranks.all_stderr()
+    assert "Traceback" not in ranks.output
     assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(tmp_path).read_text()
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_a_stopped_rank_ends_all_in_time(start: Callable[..., Ranks], tmp_path: Path, count: int) -> None:
-    ranks = start(count)
+def test_a_stopped_rank_ends_all_in_time(start: Start, tmp_path: Path, count: int) -> None:
+    ranks = start(count, training__fault_seconds=SECONDS)
     ranks.processes[1].send_signal(signal.SIGSTOP)
     begin = time.monotonic()
     others = [rank for rank in range(count) if rank != 1]
-    assert ranks.ends(others, seconds=2 * SECONDS + 3) == [FAULT_STATUS] * (count - 1)
+    assert ranks.ends(*others) == [FAULT_STATUS] * (count - 1)
     assert time.monotonic() - begin > SECONDS / 2
-    [message] = messages(ranks)
+    [message] = ranks.errors
     assert message.startswith(f"error: rank 1 on host {socket.gethostname()}: not heard of for ")
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
     ranks.processes[1].send_signal(signal.SIGCONT)  # and when it goes on, it ends as well
-    assert ranks.ends([1], seconds=2 * SECONDS) == [FAULT_STATUS]
+    assert ranks.ends(1) == [FAULT_STATUS]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_loss_of_rank_0_ends_all_in_time(start: Callable[..., Ranks], number: signal.Signals) -> None:
-    ranks = start()
+@pytest.mark.parametrize(
+    ("number", "seconds", "why"),
+    [
+        (signal.SIGKILL, LONG, "ended without a word"),
+        (signal.SIGSTOP, SECONDS, r"not heard of for \d+ s: stopped, or cut off"),
+    ],
+)
+def test_the_loss_of_rank_0_ends_all(start: Start, number: signal.Signals, seconds: float, why: str) -> None:
+    ranks = start(training__fault_seconds=seconds)
     ranks.processes[0].send_signal(number)
-    assert ranks.ends([1, 2], seconds=2 * SECONDS + 3) == [FAULT_STATUS] * 2
-    [message] = messages(ranks)
-    assert message.startswith(f"error: rank 0 on host {socket.gethostname()}: ")
-    assert "Traceback" not in ranks.all_stderr()
-
-
-WORKER = ("-m", "tests.distributed.faulty_worker")
+    assert ranks.ends(1, 2) == [FAULT_STATUS] * 2
+    [message] = ranks.errors
+    assert re.fullmatch(rf"error: rank 0 on host {re.escape(socket.gethostname())}: {why}", message)
+    assert "Traceback" not in ranks.output
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_an_error_on_one_rank_ends_all_at_once(start: Callable[..., Ranks], tmp_path: Path, rank: int) -> None:
-    ranks = start(program=(*WORKER, "raise", str(rank)))
-    assert ranks.ends([0, 1, 2], seconds=60) == [FAULT_STATUS] * 3
-    [message] = messages(ranks)
+def test_an_error_on_one_rank_ends_all_at_once(start: Start, tmp_path: Path, rank: int) -> None:
+    ranks = start(breaks=f"raise:{rank}")
+    assert ranks.ends() == [FAULT_STATUS] * 3
+    [message] = ranks.errors
     assert message == f"error: rank {rank} on host {socket.gethostname()}: RuntimeError: broken on purpose"
-    assert ranks.all_stderr().count("Traceback") == 1  # of what broke, and not of those whose connections broke with it
+    assert ranks.output.count("Traceback") == 1  # of what broke, and not of those whose connections broke with it
     assert "# ended by a fault: " in result_of(tmp_path).read_text()
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_stands_still_is_named(start: Callable[..., Ranks], tmp_path: Path, rank: int) -> None:
-    ranks = start(program=(*WORKER, "hang", str(rank)))
-    assert ranks.ends([0, 1, 2], seconds=60) == [FAULT_STATUS] * 3
-    [message] = messages(ranks)
+def test_a_rank_that_stands_still_is_named(start: Start, tmp_path: Path, rank: int) -> None:
+    ranks = start(breaks=f"hang:{rank}", training__fault_seconds=SECONDS)
+    assert ranks.ends() == [FAULT_STATUS] * 3
+    [message] = ranks.errors
     assert re.match(
         rf"error: rank {rank} on host \S+: standing still for \d+ s in data_wait of step \d+, and the", message
     )
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
 
-def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Callable[..., Ranks]) -> None:
-    ranks = start()
+def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Start) -> None:
+    ranks = start(training__fault_seconds=SECONDS)
     for process in ranks.processes:
         process.send_signal(signal.SIGSTOP)
     time.sleep(2 * SECONDS)
     for process in ranks.processes:
         process.send_signal(signal.SIGCONT)
     time.sleep(SECONDS / 2)
-    assert [process.poll() for process in ranks.processes] == [None] * 3, ranks.all_stderr()
+    assert [process.poll() for process in ranks.processes] == [None] * 3, ranks.output
 
 
-def test_a_stranger_at_the_port_is_sent_away(start: Callable[..., Ranks]) -> None:
+def test_a_stranger_at_the_port_is_sent_away(start: Start) -> None:
     ranks = start(2)
     with socket.create_connection(("127.0.0.1", hub_port(ranks))) as stranger:
         stranger.sendall(b'{"token": "guess", "rank": 1, "host": "elsewhere"}\n{"failed": "no", "status": 0}\n')
-        stranger.settimeout(5)
+        stranger.settimeout(PATIENCE_S)
         assert stranger.recv(100) == b""
     with socket.create_connection(("127.0.0.1", hub_port(ranks))) as stranger:
-        stranger.settimeout(5)
+        stranger.settimeout(PATIENCE_S)
         try:
             stranger.sendall(b"x" * 100_000)
             assert stranger.recv(100) == b""
@@ -212,9 +184,8 @@ def hub_port(ranks: Ranks) -> int:
 
 
 def test_under_torchrun_a_killed_rank_is_named_first(small_run: SmallRun, tmp_path: Path) -> None:
-    process = launch(
-        small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=1600), ranks=2
-    )
+    arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
+    process = torchrun(2, arguments, "--standalone")
     result = result_of(tmp_path)
     wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -225,28 +196,31 @@ def test_under_torchrun_a_killed_rank_is_named_first(small_run: SmallRun, tmp_pa
         if variable.startswith("RANK=")
     }
     os.kill(ranks[1], signal.SIGKILL)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode != 0
     assert output.count(f"error: rank 1 on host {socket.gethostname()}: ended without a word") == 1
     assert '"status": "aborted"' in last_record(result)
 
 
-def test_a_slow_rank_is_named_while_the_run_goes_on(start: Callable[..., Ranks], tmp_path: Path) -> None:
-    start(program=(*WORKER, "slow", "1"), log__interval_steps=10)
+def test_a_slow_rank_is_named_while_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    ranks = start(breaks="slow:1", log__interval_steps=5)
     metrics = result_of(tmp_path).with_name("metrics_0.jsonl")
-    warnings = [line for line in metrics.read_text().splitlines() if '"event": "warning"' in line]
-    [named] = [line for line in warnings if f"rank 1 on host {socket.gethostname()} is slow: " in line]
-    times = re.search(r"([\d.]+) times the median", named)
+    slow = f"rank 1 on host {socket.gethostname()} is slow: "
+    ranks.wait_for(lambda: metrics.exists() and slow in metrics.read_text())
+    ranks.wait_for(lambda: "warning at step" in result_of(tmp_path).read_text())
+    named = next(json.loads(line) for line in metrics.read_text().splitlines() if slow in line)
+    assert named["event"] == "warning"
+    times = re.search(r"([\d.]+) times the median", named["text"])
     assert times
     assert float(times[1]) > 2
-    assert f"warning at step {json.loads(named)['step']}: rank 1 on host" in result_of(tmp_path).read_text()
+    assert f"warning at step {named['step']}: rank 1 on host" in result_of(tmp_path).read_text()
 
 
 def test_steps_that_are_all_skipped_end_the_run_on_every_rank(
-    small_run: SmallRun, start: Callable[..., Ranks], tmp_path: Path
+    small_run: SmallRun, start: Start, tmp_path: Path
 ) -> None:
-    ranks = start(program=(*WORKER, "overflow", "1"), log__interval_steps=10, training__bad_intervals=3)
-    ranks.ends([0, 1, 2], seconds=60)
+    ranks = start(breaks="overflow:1", log__interval_steps=10, training__bad_intervals=3)
+    assert ranks.ends() == [1, 1, 1], ranks.output
     text = result_of(tmp_path).read_text()
     assert "ending the run: no step of the last 3 intervals had finite gradients" in text
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
@@ -259,4 +233,4 @@ def test_steps_that_are_all_skipped_end_the_run_on_every_rank(
     for record, so_far in zip(steps, itertools.accumulate(skipped), strict=True):
         last_taken = record["step"] - so_far - 1  # from 0
         assert record["learning_rate"] == pytest.approx(learning_rate(optimizer, last_taken), rel=1e-8)
-    assert messages(ranks) == []
+    assert ranks.errors == []

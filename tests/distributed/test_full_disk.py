@@ -16,8 +16,9 @@ from bert.mllog import MLLog
 from bert.parallel.mesh import Mesh
 from bert.train import _together, parse
 from tests.conftest import SmallRun
-from tests.distributed.test_faults import Ranks, messages
-from tests.distributed.test_ranks import launch, records
+from tests.distributed.ranks import Ranks
+from tests.distributed.test_ranks import records
+from tests.programs import PATIENCE_S, Program
 
 FULL = os.strerror(errno.ENOSPC)
 
@@ -56,37 +57,30 @@ def test_a_checkpoint_that_does_not_fit_is_a_warning_and_the_one_before_stays(
 ) -> None:
     folder = disk(600)
     settings = {"training__max_samples": 16 * 12, "evaluation__interval_samples": 96, "checkpoint__every_steps": 4}
-    process = launch(small_run.arguments(tmp_path, checkpoint__folder=folder, **settings), 1)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output
+    process = Program("bert.train", small_run.arguments(tmp_path, checkpoint__folder=folder, **settings))
+    assert process.wait(PATIENCE_S) == 1, process.output
     assert [record["step"] for record in records(tmp_path, "step")] == list(range(1, 13))
     texts = [str(record["text"]) for record in records(tmp_path, "warning")]
     assert texts == [f"no checkpoint was written: {folder}: {FULL}"] * 2
     assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
     assert [path.name for path in folder.iterdir()] == ["step_00000004"]
     changes = settings | {"checkpoint__folder": None, "resume": folder}
-    process = launch(small_run.arguments(tmp_path / "resumed", **changes), 1)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1, output
+    process = Program("bert.train", small_run.arguments(tmp_path / "resumed", **changes))
+    assert process.wait(PATIENCE_S) == 1, process.output
     assert [record["step"] for record in records(tmp_path / "resumed", "step")] == list(range(5, 13))
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(
-    small_run: SmallRun, tmp_path: Path, disk: Disk, count: int
-) -> None:
+def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(small_run: SmallRun, disk: Disk, count: int) -> None:
     folder = disk(48)
     arguments = small_run.arguments(folder, training__max_samples=10_000_000)
-    ranks = Ranks(arguments, count, tmp_path)
-    try:
-        assert ranks.ends(list(range(count)), 90) == [2] * count, ranks.all_stderr()
-    finally:
-        ranks.clean_up()
-    [message] = messages(ranks)
+    with Ranks(arguments, count) as ranks:
+        assert ranks.ends() == [2] * count, ranks.output
+    [message] = ranks.errors
     written = folder / "tiny_cpu" / "bert"
     assert any(message.endswith(f": {written / name}: {FULL}") for name in ("result_0.txt", "metrics_0.jsonl"))
-    assert "Traceback" not in ranks.all_stderr()
-    assert "Exception" not in ranks.all_stderr()
+    assert "Traceback" not in ranks.output
+    assert "Exception" not in ranks.output
     *whole, _ = (written / "metrics_0.jsonl").read_text().splitlines()
     # A loaded machine may have slow ranks to warn of.
     assert {strict(line)["event"] for line in whole} - {"warning"} == {"run", "step", "eval"}

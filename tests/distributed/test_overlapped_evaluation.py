@@ -1,28 +1,19 @@
 """Evaluations whose result is read a step later: the same run, the same verdict, a log that passes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from compliance.checker import check_file
-from tests.conftest import REPOSITORY, SmallRun
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+from tests.conftest import SmallRun
+from tests.distributed.ranks import Ranks
 
 
 def run(small_run: SmallRun, results: Path, module: str, ranks: int = 1, **changes: object) -> list[dict[str, Any]]:
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    arguments = small_run.arguments(results, **changes)
-    command = [*launcher, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
+    with Ranks(small_run.arguments(results, **changes), ranks, module) as started:
+        assert set(started.ends()) <= {0, 1}, started.output
     lines = (results / "tiny_cpu" / "bert" / "metrics_0.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -1,34 +1,16 @@
 """The same run on 1, 2 and 4 ranks, over gloo: the same losses, the same log."""
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import REPOSITORY, SmallRun
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-def launch(arguments: list[str], ranks: int) -> subprocess.Popen[str]:
-    launcher = [sys.executable]
-    if ranks > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        launcher += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
-    command = [*launcher, "-m", "bert.train", *arguments]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY, env=ENVIRONMENT
-    )
+from tests.conftest import SmallRun
+from tests.distributed.ranks import Ranks, torchrun, wait_for
+from tests.programs import PATIENCE_S, Program
 
 
 def records(results: Path, event: str) -> list[dict[str, float]]:
@@ -39,11 +21,11 @@ def records(results: Path, event: str) -> list[dict[str, float]]:
 def train(
     run: SmallRun, results: Path, ranks: int, shown: list[str] | None = None, **changes: object
 ) -> list[dict[str, float]]:
-    process = launch(run.arguments(results, **changes), ranks)
-    output, _ = process.communicate(timeout=180)
+    """A run that misses its target; the records of its steps."""
+    with Ranks(run.arguments(results, **changes), ranks) as started:
+        assert started.ends() == [1] * ranks, started.output
     if shown is not None:
-        shown.append(output)
-    assert process.returncode == (0 if ranks > 1 else 1), output  # alone, a run that misses its target says so
+        shown.append(started.output)
     return records(results, "step")
 
 
@@ -129,32 +111,22 @@ def test_accumulation_gives_the_same_losses(
     assert [record["loss"] for record in accumulated] == pytest.approx(losses, rel=2e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("launched", [False, True], ids=["alone", "by torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
-    small_run: SmallRun, tmp_path: Path, ranks: int, number: signal.Signals
+    small_run: SmallRun, tmp_path: Path, launched: bool, number: signal.Signals
 ) -> None:
-    process = launch(
-        small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=1600), ranks
-    )
+    arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
+    process = torchrun(2, arguments, "--standalone") if launched else Program("bert.train", arguments)
     result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
     wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), process)
     process.send_signal(number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE_S)
     text = result.read_text()
     assert '"status": "aborted"' in text, output
     assert text.count('"run_stop"') == text.count('"train_samples"') == text.count('"eval_samples"') == 1
     assert text.count('"block_start"') == text.count('"block_stop"')
     assert '"event": "end", "status": "aborted"' in (result.parent / "metrics_0.jsonl").read_text()
-    if ranks == 1:
+    if not launched:
         assert process.returncode == 128 + number
         assert "Traceback" not in output
-
-
-def wait_for(condition: object, process: subprocess.Popen[str], seconds: float = 90) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "the run did not get that far"
-        time.sleep(0.05)

@@ -1,9 +1,7 @@
 """Wrong settings are refused before any work, with the name of the setting to change."""
 
-import os
 import shutil
 import subprocess
-import sys
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from bert.config import Config, OptimizerConfig
 from bert.recipes import RECIPES, tiny_cpu
 from bert.train import OLDEST_TORCH, main, parse
 from tests.conftest import REPOSITORY, SmallRun
+from tests.programs import PATIENCE_S, Program
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
@@ -77,19 +76,11 @@ def test_validation_runs_on_replace_too() -> None:
 
 def refused(arguments: list[str], **environment: str) -> str:
     """Run the program, expect it to refuse, and return its one line."""
-    done = subprocess.run(
-        [sys.executable, "-m", "bert.train", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        timeout=120,
-    )
-    assert done.returncode == 2, done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1, done.stderr
-    return done.stderr
+    process = Program("bert.train", arguments, **environment)
+    assert process.wait(PATIENCE_S) == 2, process.output
+    assert process.output.startswith("error: ")
+    assert process.output.count("\n") == 1, process.output
+    return process.output
 
 
 def test_an_unknown_recipe_is_one_line_and_exit_code_2() -> None:

@@ -1,8 +1,6 @@
 """Every recipe at the number of GPUs that it is for, as far as a machine without any can tell."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ from bert.train import check, parse
 from dataloading.sampler import Plan
 from dataloading.synthetic import synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, REPOSITORY, write_small_dataset
+from tests.programs import PATIENCE_S, Program
 
 GPU_RECIPES = sorted(set(RECIPES) - {"tiny_cpu"})
 
@@ -81,30 +80,24 @@ def test_a_recipe_on_a_number_of_gpus_that_does_not_fit_is_told_what_does(
         check(config, 5)
 
 
-def dry_run(
-    recipe: str, wikipedia: Path, results: Path, world_size: int, rank: int
-) -> subprocess.CompletedProcess[str]:
-    """The program itself on one of many machines: it must not wait for the others."""
-    return subprocess.run(
-        [sys.executable, "-m", "bert.train", *arguments(recipe, wikipedia, results), "--dry-run"],
-        cwd=REPOSITORY,
-        env={"OMP_NUM_THREADS": "1", "SLURM_STEP_ID": "0", "SLURM_NTASKS": str(world_size), "SLURM_PROCID": str(rank)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+def dry_run(recipe: str, wikipedia: Path, results: Path, world_size: int, rank: int) -> Program:
+    """The program itself on one of many machines, ended: it must not wait for the others."""
+    step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": world_size, "SLURM_PROCID": rank}
+    program = Program("bert.train", [*arguments(recipe, wikipedia, results), "--dry-run"], **step)
+    program.wait(PATIENCE_S)
+    return program
 
 
 def test_the_largest_recipe_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
     done = dry_run("dgxa100_512x8", wikipedia, tmp_path, 4096, 4095)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"dgxa100_512x8: ready, results would go to {tmp_path}/dgxa100_512x8/bert/result_0.txt\n"
+    assert done.returncode == 0, done.output
+    assert done.output == f"dgxa100_512x8: ready, results would go to {tmp_path}/dgxa100_512x8/bert/result_0.txt\n"
 
 
 def test_a_rank_of_a_launch_that_does_not_fit_says_so_under_its_number(wikipedia: Path, tmp_path: Path) -> None:
     done = dry_run("dgxa100_8x8", wikipedia, tmp_path, 56, 7)
     assert done.returncode == 2
-    assert done.stderr == (
+    assert done.output == (
         "error: rank 7: training.global_batch_size 3072 does not divide over 56 ranks x 1 accumulation steps: "
         "make it a multiple of 56\n"
     )

@@ -1,0 +1,87 @@
+"""Ranks of one run on this machine, without a launcher that would end the others when one ends; and torchrun."""
+
+import contextlib
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+from tests.conftest import REPOSITORY
+from tests.programs import PATIENCE_S, Program
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+class Ranks:
+    """Processes of one run, ended with the block in which they are used."""
+
+    def __init__(self, arguments: list[str], count: int, module: str = "bert.train") -> None:
+        self.master_port = free_port()
+        self.processes = [Program(module, arguments, **self._launcher(rank, count)) for rank in range(count)]
+
+    def _launcher(self, rank: int, count: int) -> dict[str, object]:
+        """The environment that a launcher gives; none for a run of one process."""
+        if count == 1:
+            return {}
+        places: dict[str, object] = {"RANK": rank, "WORLD_SIZE": count, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": count}
+        return places | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": self.master_port}
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            process.kill()
+        self.ends()
+
+    @property
+    def output(self) -> str:
+        """What all have written, rank after rank."""
+        return "".join(process.output for process in self.processes)
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines that say what is wrong."""
+        return [line for line in self.output.splitlines() if line.startswith("error: ")]
+
+    def ends(self, *ranks: int) -> list[int]:
+        """Exit statuses of these ranks, or of all, once they have ended."""
+        return [self.processes[rank].wait(PATIENCE_S) for rank in ranks or range(len(self.processes))]
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Wait until ``condition()`` holds, while rank 0 runs."""
+        wait_for(condition, self.processes[0])
+
+
+def wait_for(condition: Callable[[], object], process: Program | subprocess.Popen[str]) -> None:
+    """Wait until ``condition()`` holds, while ``process`` runs."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        ended = process.poll() is not None
+        assert condition() or not ended, process.communicate(timeout=PATIENCE_S)[0]
+        assert time.monotonic() < deadline, "the run did not get that far"
+        time.sleep(0.05)
+
+
+def torchrun(ranks: int, arguments: list[str], *options: str, module: str = "bert.train") -> subprocess.Popen[str]:
+    """torchrun itself, with ranks of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options]
+    return subprocess.Popen(
+        [*command, "-m", module, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=REPOSITORY,
+        env=ENVIRONMENT,
+    )
+
+
+def free_port() -> int:
+    """One that nobody is given by chance before it is used: the system takes those of connections from 32,768 on."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 20_000)))
+            return probe.getsockname()[1]
