@@ -127,7 +127,7 @@ def _group(ranks: tuple[int, ...], options: Any = None) -> dist.ProcessGroup | N
     if len(ranks) == 1:
         return None
     # PyTorch 2.11 has no sort_ranks; where ranks ascend it does not matter.
-    order = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
     group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
     assert isinstance(group, dist.ProcessGroup)
     return group
