@@ -13,9 +13,9 @@ import torch
 from bert.provenance import commit
 
 
-def write_figures(path: Path, figures: Mapping[str, object], packages: tuple[str, ...] = ("torch", "numpy")) -> None:
-    """Write ``figures`` as JSON, with commit, date, machine and versions of ``packages``."""
-    conditions = {
+def conditions(packages: tuple[str, ...] = ("torch", "numpy")) -> dict[str, object]:
+    """Commit, date, machine, and versions of ``packages``, which must be installed."""
+    return {
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores",
@@ -23,5 +23,9 @@ def write_figures(path: Path, figures: Mapping[str, object], packages: tuple[str
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},
     }
+
+
+def write_figures(path: Path, figures: Mapping[str, object], packages: tuple[str, ...] = ("torch", "numpy")) -> None:
+    """Write ``figures`` as JSON, with the conditions that they were measured in."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**figures, **conditions}, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps({**figures, **conditions(packages)}, indent=1) + "\n", encoding="utf-8")

@@ -1,146 +1,204 @@
 """Everything that is measured on a GPU, in one command.
 
-    python benchmarks/gpu.py [--part NAME] [--out FOLDER]
+    python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 
-Without a part, all of them but end-to-end, each in a process of its own, so that one that fails leaves the others. No
-network is used and no data set needed: samples are random tokens of Wikipedia's lengths. Every part writes a JSON file to
-the folder, by default ``benchmarks/results/<device>``; the table comes last. ``--device cpu --tiny`` runs the same code on
-small shapes, to test it; the figures mean nothing.
+Needs torch, triton and numpy; peers and end-to-end say what else they would take. No network is used and no data set
+needed: samples are random tokens of Wikipedia's lengths. Without --part, all parts but end-to-end. Each is a process of its
+own with a share of the time: one that fails or is cut off leaves the others, and the rows that it has measured. Figures go
+to FOLDER/PART.json; a page of them is printed last. Exits with 0 when all is measured and right, 1 when not, 2 for wrong
+input, 128 + n after signal n.
 """
 
-import importlib
-import json
+import argparse
+import os
+import signal
 import subprocess
 import sys
-import traceback
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-import tyro
-from rich.console import Console
-from rich.table import Table
+from benchmarks.gpu_part import LOST
+from benchmarks.gpu_report import CUT_OFF, Report, Row
+from benchmarks.gpu_table import page
 
-from benchmarks.gpu_scale import FULL, TINY, Context
-from benchmarks.gpu_timing import Report, first_line, folder_name
-from kernels.precision import set_product_precision
 
-PARTS: dict[str, tuple[str, int]] = {
-    "ceilings": ("gpu_ceilings", 35),
-    "correctness": ("gpu_kernels", 85),
-    "step": ("gpu_step", 80),
-    "peers": ("gpu_peers", 160),
-    "kernels": ("gpu_kernels", 75),
-    "fp8": ("gpu_step", 60),
-    "memory": ("gpu_step", 35),
+@dataclass(frozen=True)
+class Part:
+    """A function of ``benchmarks`` that gets a ``Context``, and its share of the time where others run too."""
+
+    function: str
+    share: int
+
+
+PARTS = {
+    "ceilings": Part("gpu_ceilings:ceilings", 30),
+    "correctness": Part("gpu_correctness:correctness", 100),
+    "step": Part("gpu_step:step", 90),
+    "kernels": Part("gpu_kernels:kernels", 80),
+    "fp8": Part("gpu_step:fp8", 70),
+    "peers": Part("gpu_peers:peers", 120),
+    "memory": Part("gpu_memory:memory", 60),
+    "end-to-end": Part("gpu_end_to_end:end_to_end", 450),
 }
-"""Module with a function of the part's name, and the seconds after which the part is cut short: 530 in all."""
+"""In the order in which a first run wants them: what later figures are held against comes first."""
 
-ALONE = {"end-to-end": "gpu_end_to_end"}
-"""Parts that run only when they are asked for, by themselves."""
+ALONE = ("end-to-end",)
+"""Only when asked for."""
+
+SECONDS = 530
+"""In all: under nine minutes."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure, and where the figures go."""
+    """What to measure, for how long at most, and where the figures go."""
 
-    part: Literal["all", "ceilings", "correctness", "step", "peers", "kernels", "fp8", "memory", "end-to-end"] = "all"
-    """All but end-to-end, or one of them."""
-    out: Path | None = None
-    """Folder for the JSON files; by default benchmarks/results/<device>."""
-    device: Literal["cuda", "cpu"] = "cuda"
-    tiny: bool = False
-    """Small shapes: shows that the code runs."""
-
-    def check(self) -> None:
-        """ValueError where nothing can be measured so."""
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("needs a CUDA device, and PyTorch sees none here")
-        if self.device == "cpu" and not (self.tiny and self.out):
-            raise ValueError("--device cpu only tests the program: it needs --tiny, and a folder by --out")
-
-    @property
-    def folder(self) -> Path:
-        """Where the figures go."""
-        return self.out or Path(__file__).parent / "results" / folder_name(torch.device(self.device))
+    parts: list[str]
+    folder: Path
+    device: str
+    tiny: bool
+    seconds: float
 
 
-def run_part(settings: Settings) -> int:
-    """Run one part in this process; 1 when it failed."""
-    set_product_precision()
-    device = torch.device(settings.device)
-    report = Report(settings.folder / f"{settings.part}.json", settings.part, device)
-    report.write()
-    try:
-        module = ALONE.get(settings.part) or PARTS[settings.part][0]
-        measure = getattr(importlib.import_module(f"benchmarks.{module}"), settings.part.replace("-", "_"))
-        measure(Context(device, TINY if settings.tiny else FULL, report))
-        report.complete = True
-    except Exception as error:  # the file says why it is not complete
-        traceback.print_exc()
-        report.error = first_line(error)
-    report.write()
-    return 0 if report.complete else 1
+class StoppedError(Exception):
+    """A signal asks this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"cut off by {signal.Signals(number).name}")
+        self.number = number
 
 
-def run_all(settings: Settings) -> int:
-    """Run every part in a process of its own, one after another; 1 when any failed."""
-    failed = 0
-    for part, (_, seconds) in PARTS.items():
-        (settings.folder / f"{part}.json").unlink(missing_ok=True)
-        command = [sys.executable, __file__, "--part", part, "--device", settings.device, "--out", str(settings.folder)]
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def parse(arguments: Sequence[str]) -> Settings:
+    """The settings that a command line asks for. Raises ``ValueError`` for wrong input."""
+    parser = _Parser(
+        prog="python benchmarks/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", default="all", metavar="NAME,...", help=f"all, or some of {', '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="by default benchmarks/results/<device>")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, metavar="N", help="of all parts; by default %(default)s"
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="by default %(default)s")
+    parser.add_argument("--tiny", action="store_true", help="small shapes: shows that the code runs")
+    chosen = parser.parse_args(arguments)
+    asked = [part for part in PARTS if part not in ALONE] if chosen.part == "all" else chosen.part.split(",")
+    if unknown := [part for part in asked if part not in PARTS]:
+        raise ValueError(f"--part: unknown {unknown[0]!r}, expected all, or some of {', '.join(PARTS)}")
+    if not chosen.seconds > 0:
+        raise ValueError(f"--seconds: {chosen.seconds:g}, expected more than 0")
+    if chosen.device == "cpu" and not (chosen.tiny and chosen.out):
+        raise ValueError("--device cpu only tests the program: it needs --tiny, and a folder by --out")
+    folder = _folder_of_the_gpu(chosen.out) if chosen.device == "cuda" else chosen.out
+    return Settings(list(dict.fromkeys(asked)), folder, chosen.device, chosen.tiny, chosen.seconds)
+
+
+def _folder_of_the_gpu(out: Path | None) -> Path:
+    import torch  # takes seconds, and nothing else here needs it
+
+    from benchmarks.gpu_timing import folder_name
+
+    if not torch.cuda.is_available():
+        raise ValueError("needs a CUDA device, and PyTorch sees none here")
+    return out or Path(__file__).parent / "results" / folder_name(torch.device("cuda"))
+
+
+def measure(settings: Settings) -> bool:
+    """Run the parts one after another; whether all ended well. What one leaves of its time, the others get."""
+    end, well = time.monotonic() + settings.seconds, True
+    for at, part in enumerate(settings.parts):
+        later = sum(PARTS[other].share for other in settings.parts[at:])
+        seconds = (end - time.monotonic()) * PARTS[part].share / later
+        report = run_part(part, f"benchmarks.{PARTS[part].function}", settings, seconds)
+        well = well and report.complete and not report.failures
+    return well
+
+
+def run_part(part: str, function: str, settings: Settings, seconds: float) -> Report:
+    """Run one part in processes of its own until it has ended or its time is up, and return what it has measured.
+
+    A process that ends in the middle of a row, as after an access out of bounds, is followed by another, which goes on
+    behind that row.
+    """
+    path = settings.folder / f"{part}.json"
+    path.unlink(missing_ok=True)
+    end, rows = time.monotonic() + seconds, -1
+    while True:
         try:
-            subprocess.run(
-                [*command, "--tiny"] if settings.tiny else command,
-                timeout=seconds,
-                check=True,
-                stdout=subprocess.DEVNULL,
-            )
-        except subprocess.SubprocessError as error:
-            failed += 1
-            print(f"{part}: {first_line(error)}", file=sys.stderr)
-    return 1 if failed else 0
+            status = _run(function, path, settings, end - time.monotonic())
+        except StoppedError as stopped:
+            _end(path, str(stopped))
+            raise
+        if status is None:
+            return _end(path, f"cut off at its limit of {seconds:.0f} s")
+        report = Report.load(path)
+        if status in (0, 1) and report.error != CUT_OFF:
+            return report
+        if report.measuring:
+            report.add(Row(report.measuring, note=f"failed: the process ended with {_ending(status)}"))
+        elif status != LOST or len(report.rows) == rows:
+            return _end(path, f"the process ended with {_ending(status)}")
+        rows = len(report.rows)
 
 
-def print_table(settings: Settings) -> None:
-    """The rows of every part that has a file."""
-    table = Table("part", "what", "ms", "figure", "", "of ceiling", "note", title=str(settings.folder.name))
-    for part in PARTS if settings.part == "all" else [settings.part]:
-        path = settings.folder / f"{part}.json"
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
-        for row in found["rows"]:
-            cells = (_number(row["milliseconds"]), _number(row["figure"]), row["unit"], _percent(row["share"]))
-            table.add_row(part, row["name"], *cells, row["note"])
-        if not found.get("complete"):
-            table.add_row(part, "not complete", "", "", "", "", note_of(found), style="bold red")
-        table.add_section()
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+def _run(function: str, path: Path, settings: Settings, seconds: float) -> int | None:
+    """The exit status of one process, or None when its time was up; nothing that it has started is left."""
+    command = [sys.executable, str(Path(__file__).with_name("gpu_part.py")), function, str(path), str(seconds)]
+    command += ["--device", settings.device, *(["--tiny"] if settings.tiny else [])]
+    process = subprocess.Popen(command, process_group=0)
+    try:
+        return process.wait(max(0, seconds))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def note_of(found: dict[str, Any]) -> str:
-    """Why a part is not complete."""
-    return found.get("error") or "cut short or never started"
+def _end(path: Path, error: str) -> Report:
+    """Say in a part's file why it is not complete; what was being measured stays named."""
+    report = Report.load(path)
+    place = f" while measuring {report.measuring}" if report.measuring else ""
+    report.end(f"{error}{place}")
+    return report
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+def _ending(status: int) -> str:
+    return f"status {status}" if status >= 0 else signal.Signals(-status).name
 
 
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{100 * value:.1f} %"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def _stop(number: int, _frame: FrameType | None) -> NoReturn:
+    for one in _SIGNALS:
+        signal.signal(one, signal.SIG_IGN)  # the page is printed in peace
+    raise StoppedError(number)
 
 
 def main(arguments: Sequence[str]) -> int:
     """Measure, write and print; returns the exit status."""
     try:
-        settings = tyro.cli(Settings, args=arguments, description=__doc__)
-        settings.check()
-        status = run_all(settings) if settings.part == "all" else run_part(settings)
-        print_table(settings)
+        settings = parse(arguments)
+        for number in _SIGNALS:
+            signal.signal(number, _stop)
+        try:
+            status = 0 if measure(settings) else 1
+        except StoppedError as stopped:
+            status = 128 + stopped.number
+        print(page(settings.folder, list(PARTS)))
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

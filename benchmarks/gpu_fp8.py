@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert.config import ModelConfig
-from kernels.fp8 import E4M3, E5M2
+from bert.model import BertForPreTraining, EncoderLayer
+from kernels.fp8 import E4M3, E5M2, padded
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,13 @@ class Fp8Case:
     """In float64, times the scale where the result is in FP8; without the transposed copies."""
     flop: float = 0.0
     moved: float = 0.0
+    variant: str = ""
+    """What it is taken of, where the op is there twice."""
+
+    @property
+    def title(self) -> str:
+        """The op and what it is taken of."""
+        return f"{self.op}{self.variant}"
 
     def results(self, function: Callable[..., object]) -> list[Tensor]:
         """What a function gives, beside the transposed copies, which must equal the others."""
@@ -38,33 +45,45 @@ class Fp8Case:
         return [output.float() for output in outputs]
 
 
-def fp8_cases(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch.device) -> list[Fp8Case]:
-    """Each op as an encoder layer calls it, gradients as small as they are."""
+def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
+    """Each op as an encoder layer calls it in training: bf16 beside the fp32 parameters, gradients as small as they are."""
+    config, layer = model.config, model.layers[0]
+    assert isinstance(layer, EncoderLayer)
+    device = model.decoder_bias.device
     generator = torch.Generator(device).manual_seed(0)
-    hidden, wide = model.hidden_size, model.intermediate_size
+    hidden, wide = config.hidden_size, config.intermediate_size
+    weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as ``bert.fp8`` hands them on
 
     def normal(*shape: int, deviation: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, device=device) * deviation).to(dtype)
+        return (torch.randn(shape, generator=generator, device=device) * deviation).bfloat16()
 
     def scalar(value: float) -> Tensor:
         return torch.full((), value, device=device)
 
-    small, gradient_scale = 1e-6, 2.0**30
+    small, gradient_scale, weight_scale = 1e-6, 2.0**30, 256.0
     x, gradient = normal(tokens, hidden), normal(tokens, 3 * hidden, deviation=small)
-    product, bias, upstream = normal(tokens, wide), normal(wide), normal(tokens, wide, deviation=small)
+    product, upstream = normal(tokens, wide), normal(tokens, wide, deviation=small)
 
     def scaled(value: Tensor, scale: float) -> Tensor:
         return value.double() * scale
 
     def slope() -> Tensor:
-        y = (product.double() + bias.double()).requires_grad_()
+        y = (product.double() + bias.detach().double()).requires_grad_()
         return torch.autograd.grad(F.gelu(y, approximate="tanh"), y, upstream.double())[0]
 
     left, right = x.to(E4M3), normal(wide, hidden).to(E4M3)
-    cells, wide_cells = tokens * hidden, tokens * wide
+    left_gradient, right_input = normal(wide, padded(tokens)).to(E5M2), normal(hidden, padded(tokens)).to(E4M3)
+    cells, wide_cells, weight_cells = tokens * hidden, tokens * wide, wide * hidden
     return [
         Fp8Case("cast_fp8", (x, scalar(64.0), scalar(0.0), E4M3), lambda: [scaled(x, 64.0)], moved=3 * cells),
         Fp8Case("cast_transpose_fp8", (x, scalar(64.0), scalar(0.0), E4M3), lambda: [scaled(x, 64.0)], moved=4 * cells),
+        Fp8Case(
+            "cast_transpose_fp8",
+            (weight, scalar(weight_scale), scalar(0.0), E4M3),
+            lambda: [scaled(weight, weight_scale)],
+            moved=6 * weight_cells,
+            variant=" of a weight",
+        ),
         Fp8Case(
             "cast_transpose_sum_fp8",
             (gradient, scalar(gradient_scale), scalar(0.0), E5M2),
@@ -74,7 +93,7 @@ def fp8_cases(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch
         Fp8Case(
             "bias_gelu_cast_fp8",
             (product, bias, scalar(32.0), scalar(0.0)),
-            lambda: [F.gelu(product.double() + bias.double(), approximate="tanh") * 32],
+            lambda: [F.gelu(product.double() + bias.detach().double(), approximate="tanh") * 32],
             moved=4 * wide_cells,
         ),
         Fp8Case(
@@ -88,5 +107,12 @@ def fp8_cases(model: ModelConfig, tokens: int, dtype: torch.dtype, device: torch
             (left, right, scalar(0.5), scalar(0.25), torch.bfloat16, None, True),
             lambda: [left.double() @ right.double().t() / 8],
             flop=2.0 * tokens * hidden * wide,
+        ),
+        Fp8Case(
+            "scaled_matmul",
+            (left_gradient, right_input, scalar(0.5), scalar(0.25), torch.float32),
+            lambda: [left_gradient.double() @ right_input.double().t() / 8],
+            flop=2.0 * tokens * hidden * wide,
+            variant=" of a weight's gradient",
         ),
     ]

@@ -3,20 +3,22 @@
 Shape legend in ``kernels/__init__.py``.
 """
 
-import gc
-import statistics
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.cpu_step import hugging_face_model, padded
-from benchmarks.gpu_scale import Context, micro_batches, samples_of
+from benchmarks.gpu_ceilings import Ceilings
+from benchmarks.gpu_report import NotUsableError, Row
+from benchmarks.gpu_scale import Context, micro_batches, samples_of, training_flop
 from benchmarks.gpu_step import prepare, training_step
-from benchmarks.gpu_timing import Row, measured, release, timed_row
-from bert.model import BertForPreTraining, EncoderLayer, LayerNorm, initialize_
+from benchmarks.gpu_timing import measured, release, timed_row
+from benchmarks.hugging_face import new_model, padded
+from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from dataloading.loader import Batch
 
 OURS = "this repository, unpadded"
@@ -29,36 +31,44 @@ def peers(context: Context) -> None:
         "Hugging Face, padded, SDPA": _hugging_face,
         "Hugging Face, padded, SDPA, torch.compile": _hugging_face_compiled,
     }
-    ours: list[float] = []
-
-    def our_row() -> Row:
-        trained, batches = training_step(context), micro_batches(context, context.scale.sequences, 1, padded=True)
-        prepare(context, trained, batches)
-        seconds = measured(lambda: trained(batches), context.device, context.scale.repeats, cold=False)
-        ours.append(context.scale.sequences / statistics.median(seconds))
-        return timed_row(OURS, seconds, context.scale.sequences, "sequences/s", note="LAMB")
-
-    context.report.attempt(OURS, our_row)
+    ceilings = Ceilings.of(context)
+    context.report.attempt(OURS, partial(_our_row, context, ceilings))
     for name, side in sides.items():
-        gc.collect()
-        release(context.device)
-        context.report.attempt(name, lambda n=name, s=side: _peer_row(context, n, s, ours))
+        context.report.attempt(name, partial(_peer_row, context, name, side))
+    context.report.attempt("ours against the fastest peer", partial(_against_fastest, context, list(sides)))
 
 
-def _peer_row(
-    context: Context, name: str, side: Callable[[Context, int], Callable[[], None]], ours: list[float]
-) -> Row:
+def _our_row(context: Context, ceilings: Ceilings) -> Row:
+    sequences = context.scale.sequences
+    trained, batches = training_step(context), micro_batches(context, sequences, 1, padded=True)
+    prepare(context, trained, batches)
+    seconds = measured(lambda: trained(batches), context.device, context.scale.repeats, cold=False)
+    floor, ceiling = ceilings.floor(training_flop(context.scale.model, *micro_batches(context, sequences, 1)))
+    return timed_row(OURS, seconds, sequences, "sequences/s", floor, f"LAMB; model work, {ceiling}", page=True)
+
+
+def _against_fastest(context: Context, names: list[str]) -> Row:
+    rates = {name: row.figure for name in names if (row := context.report.row(name)) and row.figure}
+    ours = context.report.row(OURS)
+    if not (ours and ours.figure and rates):
+        raise NotUsableError("one side was not measured")
+    fastest = max(rates, key=lambda name: rates[name])
+    name, ratio = "ours against the fastest peer", ours.figure / rates[fastest]
+    return Row(name, ours.milliseconds, ours.figure, ours.unit, ours.share, ratio, fastest, page=True)
+
+
+def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Row:
     """The peer's rate at as many of our sequences as it has memory for: all of them, half, or a quarter."""
     for parts in (1, 2, 4):
         sequences = context.scale.sequences // parts
-        seconds = _seconds_if_it_fits(context, side, sequences)
-        if seconds:
-            rate = sequences / statistics.median(seconds)
-            ratio = f"ours is {ours[0] / rate:.2f}x as fast" if ours else "ours failed"
-            return timed_row(name, seconds, sequences, "sequences/s", note=f"{ratio}; {sequences} sequences at once")
-        gc.collect()
+        if seconds := _seconds_if_it_fits(context, side, sequences):
+            row = timed_row(name, seconds, sequences, "sequences/s", note=f"{sequences} sequences at once", page=True)
+            ours = context.report.row(OURS)
+            if ours and ours.figure and row.figure:
+                row = replace(row, note=f"ours is {ours.figure / row.figure:.2f}x as fast; {row.note}")
+            return row
         release(context.device)
-    return Row(name, note="does not fit the device's memory")
+    return Row(name, note="does not fit the device's memory", page=True)
 
 
 def _seconds_if_it_fits(
@@ -72,7 +82,7 @@ def _seconds_if_it_fits(
 
 def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:
     with context.device:  # where weights are drawn many times as fast
-        model = hugging_face_model(_model(context)).train()
+        model = new_model(context.scale.model).train()
     samples = samples_of(context.scale, sequences)
     inputs = {
         name: tensor.to(context.device)
@@ -90,16 +100,9 @@ def _hugging_face_compiled(context: Context, sequences: int) -> Callable[[], Non
 
 def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
     """The same model in PyTorch's own ops; its varlen attention knows no dropout, which makes it the faster here."""
-    model = _model(context).train()
+    model = context.model()
     (batch,) = micro_batches(context, sequences, 1)
     return _step(context, model, lambda: plain_loss(model, batch))
-
-
-def _model(context: Context) -> BertForPreTraining:
-    with context.device:
-        model = BertForPreTraining(context.scale.model)
-    initialize_(model, torch.Generator(context.device).manual_seed(0))
-    return model
 
 
 def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:

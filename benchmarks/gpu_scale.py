@@ -4,14 +4,21 @@ Shape legend: T tokens, S sequences, M masked tokens, D hidden, F intermediate, 
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from benchmarks.gpu_timing import Report, measured
+from benchmarks.gpu_report import Report
 from bert.config import ModelConfig
+from bert.graphs import CudaRecorder
+from bert.model import BertForPreTraining
+from bert.parallel.mesh import Mesh
+from bert.recipes import h100_1x1
+from bert.step import build_model
 from dataloading.capacity import Capacity
 from dataloading.loader import Batch, batch_of
 from dataloading.samples import Samples
@@ -37,7 +44,7 @@ class Scale:
     parity_sequences: int
 
 
-FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 50, 16)
+FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
 TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
 
 
@@ -59,36 +66,36 @@ class Context:
         """bf16, the type that figures are about; fp32 where the scale is tiny."""
         return torch.float32 if self.tiny else torch.bfloat16
 
+    @property
+    def mesh(self) -> Mesh:
+        """One rank on the device."""
+        return Mesh(0, 1, 0, self.device)
 
-@dataclass(frozen=True)
-class Ceilings:
-    """What the device reaches at best: a large matrix product and a large copy."""
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        """Random ones, drawn once a process and kept by the host, where they take no memory of the device."""
+        recipe = h100_1x1()
+        config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
+        model = build_model(config, self.mesh, seed=0)
+        return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
-    flop_per_s: float
-    """Multiply-add = 2."""
-    bytes_per_s: float
-    """Read and written."""
+    def recorder(self) -> CudaRecorder | None:
+        """What records a step as training does, where there is a GPU."""
+        return CudaRecorder(self.device) if self.device.type == "cuda" else None
 
-    @classmethod
-    def of(cls, context: Context) -> "Ceilings":
-        """Measured here and now."""
-        return cls(large_product(context)[0], large_copy(context)[0])
-
-
-def large_product(context: Context) -> tuple[float, list[float]]:
-    """FLOP/s of the large matrix product in low precision, best of all calls, and the seconds of every call."""
-    n = context.scale.square
-    left, right = (torch.randn(n, n, device=context.device, dtype=context.low_precision) for _ in range(2))
-    seconds = measured(lambda: left @ right, context.device, 3 * context.scale.repeats, cold=False)
-    return 2 * n**3 / min(seconds), seconds
+    def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
+        """A model on the device, to train; all of them start from the same weights."""
+        with self.device:
+            model = BertForPreTraining(config or self.scale.model)
+        model.load_state_dict(self._weights)
+        return model.train()
 
 
-def large_copy(context: Context) -> tuple[float, list[float]]:
-    """Bytes/s, read and written, of the large copy, best of all calls, and the seconds of every call."""
-    source = torch.zeros(context.scale.copied, dtype=torch.int8, device=context.device)
-    target = torch.empty_like(source)
-    seconds = measured(lambda: target.copy_(source), context.device, 3 * context.scale.repeats, cold=False)
-    return 2 * source.numel() / min(seconds), seconds
+def drawn_lengths(count: int, longest: int, seed: int) -> NDArray[np.int64]:
+    """Lengths [count] drawn from Wikipedia's histogram."""
+    length, weight = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    drawn = np.random.default_rng(seed).choice(length, count, p=weight / weight.sum())
+    return np.clip(drawn, 3, longest)
 
 
 def wikipedia_lengths(sequences: int, longest: int) -> NDArray[np.int64]:

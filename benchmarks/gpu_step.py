@@ -1,127 +1,95 @@
-# pyright: reportPrivateImportUsage=false
-"""The training step of BERT-Large: its rate, where the time goes, how much memory it takes, how it learns."""
+"""The training step of BERT-Large: its rate, where the time goes, how it learns in FP8."""
 
 import statistics
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-import torch
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
-
-from benchmarks.gpu_scale import Ceilings, Context, micro_batches, training_flop
-from benchmarks.gpu_timing import Row, first_line, measured, release, timed_row
+from benchmarks.gpu_budget import split, synchronisations
+from benchmarks.gpu_ceilings import Ceilings
+from benchmarks.gpu_report import NotUsableError, Row
+from benchmarks.gpu_scale import Context, micro_batches, training_flop
+from benchmarks.gpu_timing import measured, timed_row
 from bert.config import Config
-from bert.graphs import CudaRecorder
-from bert.metrics import Stopwatch
-from bert.parallel.mesh import Mesh
+from bert.metrics import DeviceStopwatch, Stopwatch
 from bert.recipes import dgxa100_1x8, h100_1x1, h100_1x8
-from bert.step import TrainingStep, build_model
+from bert.step import TrainingStep
 from dataloading.loader import Batch
+from kernels.fp8 import capability_reasons
 
 Precision = Literal["fp32", "bf16", "fp8"]
 
-BUDGET = {
-    "loss": ("nll", "cross_entropy", "logsoftmax", "log_softmax", "argmax"),
-    "attention": ("attention", "flash", "fmha", "softmax"),
-    "matrix products, encoder and heads": (
-        "gemm",
-        "matmul",
-        "cutlass",
-        "nvjet",
-        "xmma",
-        "::mm",
-        "addmm",
-        "bmm",
-        "linear",
-    ),
-    "LAMB": ("lamb", "foreach", "multi_tensor", "_norm_out", "vector_norm", "lerp", "addcmul"),
-    "dropout, residual, norm, embeddings": ("layer_norm", "layernorm", "dropout", "embedding", "random_", "bernoulli"),
-    "GELU": ("gelu",),
-    "copies, casts, fills": ("copy", "memcpy", "memset", "fill", "cat", "zero_", "index"),
-}
-"""Rows of the split, by what the names of device kernels contain; the first that fits takes it.
-
-Attention stands before matrix products, because names of its kernels contain those of a matrix product's library.
-"""
-
-_TRITON_ROWS = {
-    "triton_attention": "attention",
-    "triton_lamb": "LAMB",
-    "triton_layer_norm": "dropout, residual, norm, embeddings",
-    "triton_dense": "GELU",
-    "triton_fp8": "FP8 casts, some with GELU",
-    "triton_loss": "loss",
-}
-
 
 def step(context: Context) -> None:
-    """One micro-batch, then the whole global batches of two recipes of eight GPUs on this one; recorded, as in training."""
+    """Global batches of the recipe of one GPU and of two of eight, and one micro-batch; recorded, as in training."""
     ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
-    sizes: list[tuple[Callable[[], Config], int, int]] = [
-        (h100_1x1, sequences, 1),
-        (h100_1x8, sequences, 8),
-        (dgxa100_1x8, max(2, sequences * 56 // 96), 8),
-    ]
-    for recipe, micro, count in sizes:
-        name = f"{micro * count} sequences as {count} x {micro}, optimizer of {recipe.__name__}"
-        report.attempt(name, partial(_rate, context, name, recipe(), micro, count, ceilings))
+    for index, (config, micro, count) in enumerate(_sizes(context)):
+        name = f"{micro * count} sequences as {count} x {micro}, {config.recipe}, {config.training.precision}"
+        report.attempt(name, partial(_rate, context, name, config, micro, count, ceilings, phases=index == 0))
     for precision in ("bf16", "fp8"):
-        _look_into(context, precision)
+        name = f"host synchronisations in a step, {precision}"
+        report.attempt(name, partial(_look_into, context, name, precision))
     name = f"{sequences} sequences, operator by operator"
     report.attempt(name, partial(_rate, context, name, h100_1x1(), sequences, 1, ceilings, recorded=False))
 
 
-def _look_into(context: Context, precision: Precision) -> None:
+def _sizes(context: Context) -> list[tuple[Config, int, int]]:
+    """Recipe, size and number of micro-batches; what is eight GPUs' there is taken one after another here."""
+    one, sequences = h100_1x1(), context.scale.sequences
+    count = one.training.gradient_accumulation_steps
+    micro = 2 if context.tiny else one.training.global_batch_size // count
+    return [
+        (one, micro, count),
+        (with_precision(one, "fp8"), micro, count),
+        (one, sequences, 1),
+        (h100_1x8(), sequences, 8),
+        (dgxa100_1x8(), max(2, sequences * 56 // 96), 8),
+    ]
+
+
+def _look_into(context: Context, name: str, precision: Precision) -> Row:
     """Where the time of a recorded step goes, and whether the host waits in one."""
     batches = micro_batches(context, context.scale.sequences, 1, padded=True)
-    name = f"host synchronisations in a step, {precision}"
     trained = training_step(context, precision=precision)
-
-    def look() -> Row:
-        prepare(context, trained, batches)
-        split(context, lambda: trained(batches), context.scale.sequences, precision)
-        return _synchronisations(context, name, lambda: trained(batches))
-
-    context.report.attempt(name, look)
-
-
-def memory(context: Context) -> None:
-    """Peak memory of a step against the size of the micro-batch, up to the largest that fits."""
-    trained = training_step(context)
-    fits, failing = 0, None
-    size = context.scale.sequences // 4
-    largest = context.scale.sequences * (1 if context.tiny else 16)
-    while size <= largest and failing is None:
-        fits, failing = (size, None) if _peak(context, trained, size) else (fits, size)
-        size *= 2
-    while failing is not None and failing - fits > max(16, fits // 8):
-        middle = (fits + failing) // 2
-        fits, failing = (middle, failing) if _peak(context, trained, middle) else (fits, middle)
-    bound = f"{failing} does not" if failing else "more was not tried"
-    context.report.add(Row("largest micro-batch that fits", figure=fits, unit="sequences", note=bound))
+    prepare(context, trained, batches)
+    split(context, lambda: trained(batches), context.scale.sequences, precision)
+    return synchronisations(context, name, lambda: trained(batches))
 
 
 def fp8(context: Context) -> None:
-    """The step in FP8, and losses of some steps in low precision against fp32: same weights and samples, no dropout."""
-    ceilings, sequences = Ceilings.of(context), context.scale.sequences
+    """The step in FP8, and the losses of many steps in low precision: same weights, same samples, no dropout."""
+    ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
     config = with_precision(h100_1x1(), "fp8")
     for name, recorded in (("step in FP8", True), ("step in FP8, operator by operator", False)):
-        context.report.attempt(name, partial(_rate, context, name, config, sequences, 1, ceilings, recorded=recorded))
-    reference = _losses(context, "fp32")
-    context.report.add(Row("loss in fp32 after the last step", figure=reference[-1]))
+        report.attempt(name, partial(_rate, context, name, config, sequences, 1, ceilings, recorded=recorded))
+    for precision in ("bf16", "fp8", "fp32"):
+        name = _name_of_losses(precision)
+        report.attempt(name, partial(_loss_row, context, name, precision))
+    sides: list[tuple[Precision, Precision]] = [("fp8", "bf16"), ("bf16", "fp32"), ("fp8", "fp32")]
+    for low, high in sides:
+        name = f"losses in {low} against {high}"
+        report.attempt(name, partial(_parity_row, context, name, low, high))
 
-    def against_reference(name: str, precision: Precision) -> Row:
-        losses = _losses(context, precision)
-        worst = max(abs(low - high) / high for low, high in zip(losses, reference, strict=True))
-        note = f"largest relative difference over {len(losses)} steps; {losses[-1]:.4f} after the last"
-        return Row(name, figure=worst, note=note)
 
-    for precision in ("bf16", "fp8"):
-        name = f"losses in {precision} against fp32"
-        context.report.attempt(name, partial(against_reference, name, precision))
+def _name_of_losses(precision: Precision) -> str:
+    return f"loss in {precision} after the last step"
+
+
+def _loss_row(context: Context, name: str, precision: Precision) -> Row:
+    losses = _losses(context, precision)
+    note = f"from {losses[0]:.4f} in {len(losses)} steps"
+    return Row(name, figure=losses[-1], note=note, page=True, losses=losses)
+
+
+def _parity_row(context: Context, name: str, low: Precision, high: Precision) -> Row:
+    rows = [context.report.row(_name_of_losses(precision)) for precision in (low, high)]
+    if not all(row and row.losses for row in rows):
+        raise NotUsableError("a side was not measured")
+    differences = [
+        abs(ours - theirs) / theirs for ours, theirs in zip(*(row.losses for row in rows if row), strict=True)
+    ]
+    note = f"largest relative difference over {len(differences)} steps; {differences[-1]:.2e} at the last"
+    return Row(name, figure=max(differences), note=note, page=True)
 
 
 def with_precision(config: Config, precision: Precision) -> Config:
@@ -130,60 +98,44 @@ def with_precision(config: Config, precision: Precision) -> Config:
 
 
 def training_step(
-    context: Context, config: Config | None = None, *, precision: Precision | None = None, dropout: bool = True
+    context: Context,
+    config: Config | None = None,
+    *,
+    precision: Precision | None = None,
+    dropout: bool = True,
+    stopwatch: Stopwatch | None = None,
 ) -> TrainingStep:
     """The step of a recipe, by default that of one H100, on the model of the context; where that is tiny, fp32 for bf16."""
     config = config or h100_1x1()
     model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
     precision = precision or config.training.precision
+    if precision == "fp8" and (reasons := capability_reasons(context.device)):
+        raise NotUsableError("; ".join(reasons))
     config = replace(config, log=replace(config.log, division="open"), model=model)
     config = with_precision(config, "fp32" if context.tiny and precision == "bf16" else precision)
-    mesh = Mesh(0, 1, 0, context.device)
-    return TrainingStep(build_model(config, mesh, seed=0), config, mesh, Stopwatch())
+    return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch())
 
 
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch], *, recorded: bool = True) -> None:
     """Warm a step up for these batches, and record it where there is a GPU, as training does before its clock starts."""
-    recorder = CudaRecorder(context.device) if recorded and context.device.type == "cuda" else None
+    recorder = context.recorder() if recorded else None
     trained.warm_up(batches, 1, recorder, sorted({batch.capacity for batch in batches}, key=lambda size: size.tokens))
 
 
-def split(context: Context, run: Callable[[], None], sequences: int, precision: Precision) -> None:
-    """A row for each part of the budget: time on the device in one step, and what is left idle."""
-    on_gpu = context.device.type == "cuda"
-    seconds = measured(run, context.device, context.scale.repeats, cold=False)
-    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
-        run()
-        if on_gpu:
-            torch.cuda.synchronize()
-    own_rows = _rows_of_own_kernels()
-    spent: dict[str, float] = {}
-    kernels: dict[str, float] = {}
-    for event in recorded.key_averages():
-        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-        of_the_host = on_gpu and event.device_type != DeviceType.CUDA
-        if of_the_host or event.is_user_annotation or not microseconds:
-            continue
-        row = own_rows.get(event.key) or _budget_row(event.key)
-        spent[row] = spent.get(row, 0.0) + microseconds
-        kernels[f"{row}: {event.key}"] = microseconds
-    whole = statistics.median(seconds) * 1e6
-    spent["idle: launches, host"] = max(0.0, whole - sum(spent.values()))
-    for row, microseconds in sorted(spent.items(), key=lambda item: -item[1]):
-        figure, share = microseconds / sequences, microseconds / whole
-        context.report.add(
-            Row(f"split, {precision}: {row}", microseconds / 1e3, figure, "us a sequence", share, "of the step")
-        )
-    for key, microseconds in sorted(kernels.items(), key=lambda item: -item[1])[:12]:
-        context.report.add(
-            Row(f"kernel, {precision}: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step")
-        )
-
-
 def _rate(
-    context: Context, name: str, config: Config, micro: int, count: int, ceilings: Ceilings, *, recorded: bool = True
+    context: Context,
+    name: str,
+    config: Config,
+    micro: int,
+    count: int,
+    ceilings: Ceilings,
+    *,
+    recorded: bool = True,
+    phases: bool = False,
 ) -> Row:
-    trained = training_step(context, config)
+    # That of training only where its phases are looked at: should it fail, the other rows do not.
+    stopwatch = DeviceStopwatch() if phases and context.device.type == "cuda" else Stopwatch()
+    trained = training_step(context, config, stopwatch=stopwatch)
     real = micro_batches(context, micro, count)
     flop = sum(training_flop(context.scale.model, batch) for batch in real)
     batches = micro_batches(context, micro, count, padded=True) if recorded else real
@@ -191,76 +143,37 @@ def _rate(
     repeats = context.scale.repeats if count == 1 else max(1, context.scale.repeats // 3)
     seconds = measured(lambda: trained(batches), context.device, repeats, cold=False)
     median = statistics.median(seconds)
+    if phases:
+        _add_phases(context, trained, batches, stopwatch, median)
     tokens = sum(batch.tokens for batch in real) / (micro * count)
-    work = f"{flop / median / 1e12:.0f} TFLOP/s of model work, of the large bf16 product"
-    note = f"{trained.precision}: {work}; {tokens:.1f} tokens a sequence"
-    return timed_row(name, seconds, micro * count, "sequences/s", flop / ceilings.flop_per_s, note)
+    work = f"{flop / median / 1e12:.0f} TFLOP/s of model work"
+    floor, ceiling = ceilings.floor(flop)
+    note = f"{trained.precision}: {work}, {ceiling}; {tokens:.1f} tokens a sequence"
+    return timed_row(name, seconds, micro * count, "sequences/s", floor, note, page=True)
 
 
-def _synchronisations(context: Context, name: str, run: Callable[[], None]) -> Row:
-    """Whether anything makes the host wait, by PyTorch's own watch; on a CPU there is nothing to wait for."""
-    if context.device.type == "cpu":
-        return Row(name, note="nothing to see on a CPU")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        run()
-    except RuntimeError as error:
-        return Row(name, note=f"WRONG: {first_line(error)}")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return Row(name, note="none")
-
-
-def _peak(context: Context, trained: TrainingStep, sequences: int) -> bool:
-    """Add the row of one size; whether it fits."""
-    on_gpu = context.device.type == "cuda"
-    release(context.device)
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    try:
-        trained(micro_batches(context, sequences, 1))
-        if on_gpu:
-            torch.cuda.synchronize()
-    except torch.OutOfMemoryError:
-        trained.flat.gradients_P.zero_()
-        context.report.add(Row(f"{sequences} sequences", note="does not fit"))
-        return False
-    peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else None
-    note = "peak of a step" if on_gpu else "a CPU keeps no count"
-    context.report.add(Row(f"{sequences} sequences", figure=peak, unit="GiB", note=note))
-    return True
+def _add_phases(
+    context: Context, trained: TrainingStep, batches: list[Batch], stopwatch: Stopwatch, step_seconds: float
+) -> None:
+    """A step by the stopwatch of training: its phases add up to the step, or it measures something else."""
+    repeats = max(1, context.scale.repeats // 3)
+    stopwatch.reset()
+    for _ in range(repeats):
+        trained(batches)
+    for phase, seconds in stopwatch.take().items():
+        if seconds:
+            a_step = seconds / repeats
+            row = Row(f"stopwatch: {phase}", 1e3 * a_step, share=a_step / step_seconds, note="of the step", page=True)
+            context.report.add(row)
 
 
 def _losses(context: Context, precision: Precision) -> list[float]:
     """The masked-LM loss of every step, without dropout."""
     trained = training_step(context, precision=precision, dropout=False)
-    prepare(context, trained, micro_batches(context, context.scale.parity_sequences, 1), recorded=False)
+    sequences = context.scale.parity_sequences
+    prepare(context, trained, micro_batches(context, sequences, 1, padded=True))
     losses = []
     for index in range(context.scale.parity_steps):
-        trained(micro_batches(context, context.scale.parity_sequences, 1, seed=index))
+        trained(micro_batches(context, sequences, 1, seed=index, padded=True))
         losses.append(trained.statistics.fetch()[0]["masked_lm_loss"])
     return losses
-
-
-def _rows_of_own_kernels() -> dict[str, str]:
-    """Names of this package's Triton kernels, which say little by themselves, with their row of the budget."""
-    try:
-        from kernels.ahead_of_time import all_configurations
-
-        found = all_configurations()
-    except (ValueError, AttributeError):  # no Triton, or one that interprets: no such kernels either
-        return {}
-    return {
-        configuration.kernel.__name__: _TRITON_ROWS[module]
-        for module, configurations in found.items()
-        if module in _TRITON_ROWS
-        for configuration in configurations
-    }
-
-
-def _budget_row(kernel: str) -> str:
-    for row, parts in BUDGET.items():
-        if any(part in kernel.lower() for part in parts):
-            return row
-    return "everything else"

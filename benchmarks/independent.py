@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.cpu_step import hugging_face_model, padded
+from benchmarks.cpu_step import hugging_face_model
+from benchmarks.hugging_face import padded
 from bert.config import OptimizerConfig
 from bert.model import BertForPreTraining
 from dataloading.samples import Samples

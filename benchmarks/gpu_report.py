@@ -1,0 +1,190 @@
+"""Rows, and the file of a part: written anew with every row, so that a part that is cut off leaves what it has measured.
+
+Nothing here imports PyTorch: the process that starts the parts and ends them writes the same files.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+CUT_OFF = "cut off"
+"""What the file says until the part has ended."""
+
+_OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
+
+
+class NotUsableError(Exception):
+    """What is to be measured is not there, or cannot be used here."""
+
+
+class DeviceLostError(Exception):
+    """The device answers this process no more, as after an access out of bounds; it may answer another."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure."""
+
+    name: str
+    milliseconds: float | None = None
+    """Median."""
+    figure: float | None = None
+    unit: str = ""
+    share: float | None = None
+    """Of the ceiling or floor that ``note`` names, measured in the same run."""
+    peer: float | None = None
+    """How many times as fast as the fastest of the others in the same run."""
+    note: str = ""
+    page: bool = False
+    """Whether the row is on the one page that is printed last; all others are in the file."""
+    seconds: list[float] = field(default_factory=list)
+    """Every single time, in order."""
+    losses: list[float] = field(default_factory=list)
+    """Of every step, where those are looked at."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is wrong, which is more than not being usable here."""
+        return self.note.startswith(("failed", "WRONG"))
+
+
+@dataclass
+class Report:
+    """The rows of a part and how it ended."""
+
+    path: Path
+    about: Mapping[str, object]
+    """What the figures depend on: part, device, commit, versions."""
+    settle: Callable[[], None] = lambda: None
+    """Called after each measurement, for the next to find the device as it was; may raise ``DeviceLostError``."""
+    rows: list[Row] = field(default_factory=list)
+    measuring: str | None = None
+    """The row that is being measured."""
+    error: str | None = CUT_OFF
+    """Why the part is not complete."""
+    took: float = 0.0
+    """Seconds, in all processes of the part."""
+    _since: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def load(cls, path: Path) -> "Report":
+        """That of a file; an empty one where there is none."""
+        if not path.exists():
+            return cls(path, {"part": path.stem})
+        found = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Row(**row) for row in found.pop("rows")]
+        del found["complete"]
+        state = {name: found.pop(name) for name in ("measuring", "error", "took")}
+        return cls(path, found, rows=rows, **state)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the part ran to its end, failed rows or not."""
+        return self.error is None
+
+    @property
+    def failures(self) -> list[Row]:
+        """The rows that are wrong or could not be measured."""
+        return [row for row in self.rows if row.failed]
+
+    def row(self, name: str) -> Row | None:
+        """The row of that name."""
+        return next((row for row in self.rows if row.name == name), None)
+
+    def add(self, *rows: Row, quiet: bool = False) -> None:
+        """Take rows, instead of earlier ones of the same names, and print them."""
+        names = {row.name for row in rows}
+        self.rows = [*(row for row in self.rows if row.name not in names), *rows]
+        self.write()
+        for row in rows if not quiet else ():
+            print(f"{self.path.stem}: {text(row)}", flush=True)
+
+    def attempt(self, name: str, measure: Callable[[], Row | None]) -> Row | None:
+        """Add the row that ``measure`` gives, or one that says why there is none: others can still be measured.
+
+        What an earlier process of this part has tried is not tried again. Returns the row.
+        """
+        if found := self.row(name):
+            return found
+        self.measuring = name
+        self.write()
+        try:
+            row = measure()
+        except Exception as error:  # whatever one library raises must not take the others' figures along
+            row = Row(name, note=f"{_kind(error)}: {first_line(error)}")
+        try:
+            self.settle()
+        except DeviceLostError as error:
+            self.measuring = None
+            self.add(row if row and row.failed else Row(name, note=f"failed: {first_line(error)}"))
+            raise
+        self.measuring = None
+        if row is not None:
+            self.add(row)
+        return row
+
+    def end(self, error: str | None) -> None:
+        """Say that the part has ended: as it should, or why not."""
+        self.error = error
+        self.write()
+
+    def write(self) -> None:
+        """Write the file anew; a reader finds the old one or the new one, whenever this process ends."""
+        now = time.monotonic()
+        self.took, self._since = self.took + now - self._since, now
+        figures = {
+            **self.about,
+            "complete": self.complete,
+            "error": self.error,
+            "measuring": self.measuring,
+            "took": round(self.took, 1),
+            "rows": [{name: _json_value(value) for name, value in asdict(row).items()} for row in self.rows],
+        }
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        aside = self.path.with_name(f".{self.path.name}.partial")
+        aside.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        aside.replace(self.path)
+
+
+def first_line(error: BaseException) -> str:
+    """Type and start of an error's message."""
+    message = str(error).strip().partition("\n")[0][:200]
+    return message if isinstance(error, NotUsableError) else f"{type(error).__name__}: {message}"
+
+
+def text(row: Row) -> str:
+    """A row in one line."""
+    cells = [row.name]
+    if row.milliseconds is not None:
+        cells.append(f"{number(row.milliseconds)} ms")
+    if row.figure is not None:
+        cells.append(f"{number(row.figure)} {row.unit}".rstrip())
+    if row.share is not None:
+        cells.append(percent(row.share))
+    if row.peer is not None:
+        cells.append(f"{row.peer:.2f} x the fastest peer")
+    return "  ".join([*cells, row.note]).rstrip()
+
+
+def number(value: float | None) -> str:
+    """Four digits."""
+    return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def percent(value: float | None) -> str:
+    """A share."""
+    return "" if value is None else f"{100 * value:.1f} %"
+
+
+def _kind(error: Exception) -> str:
+    """An import that fails says that a library is not there, unless it is of this repository."""
+    of_this_repository = (getattr(error, "name", None) or "").startswith(_OWN_PACKAGES)
+    absent = isinstance(error, NotUsableError) or (isinstance(error, ImportError) and not of_this_repository)
+    return "not usable here" if absent else "failed"
+
+
+def _json_value(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
