@@ -43,6 +43,8 @@ from dataloading.tokenization import Tokenizer
 
 LOCAL_SIZE = 8
 """Ranks a node in the hierarchical orders."""
+MAX_LENGTH = 128
+"""Tokens of a sequence, for the sake of memory."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,7 @@ def main(settings: Settings) -> None:
     figures = {}
     for ranks in settings.ranks:
         for agreement in ("agree", "differ"):
-            means = agreement == "agree"
-            found = {name: measure(gradients, ranks, order, means) for name, order in ORDERS.items()}
+            found = measure(gradients, ranks, means=agreement == "agree")
             figures[f"{ranks} ranks that {agreement}"] = found
             title = f"{ranks} ranks that {agreement}: errors of tensors"
             print(f"{title:<44}{'median':>10}{'worst':>11}{'lowest cosine':>15}{'become 0':>11}")
@@ -174,7 +175,7 @@ def sampled_gradients(settings: Settings) -> dict[str, Tensor]:
     """Elements of each tensor's gradient by micro-batch, fp32 [K, W], as on one rank that is alone."""
     tokenizer = Tokenizer.from_vocab(settings.vocab)
     model = _model(settings, tokenizer.vocab_size)
-    samples = _samples(settings, tokenizer, model.config.max_position_embeddings)
+    samples = _samples(settings, tokenizer)
     whole = len(samples.masked_lm_ids)
     generator = torch.Generator().manual_seed(0)
     tensors = dict(_tensors(model))
@@ -208,12 +209,12 @@ def _model(settings: Settings, vocab_size: int) -> BertForPreTraining:
     return model.train()
 
 
-def _samples(settings: Settings, tokenizer: Tokenizer, max_length: int) -> Samples:
+def _samples(settings: Settings, tokenizer: Tokenizer) -> Samples:
     """All that is needed, from everywhere in the text."""
     documents = (
         read_documents(settings.text) if settings.text else [document.sentences for document in demo_documents()]
     )
-    options = PretrainingOptions(max_seq_length=max_length, dupe_factor=2)
+    options = PretrainingOptions(max_seq_length=MAX_LENGTH, dupe_factor=2)
     samples = create_samples(tokenize_documents(documents, tokenizer), options, tokenizer.vocabulary)
     count = settings.micro_batches * settings.sequences
     if len(samples) < count:
@@ -233,26 +234,44 @@ def _tensors(model: BertForPreTraining, gradients: bool = False) -> Iterator[tup
             yield name, tensor
 
 
-def measure(gradients: Mapping[str, Tensor], ranks: int, order: Order, means: bool) -> Figures:
-    """Sum the contributions of ``ranks`` ranks in one order, tensor by tensor, against fp64. Deterministic."""
+def measure(
+    gradients: Mapping[str, Tensor], ranks: int, means: bool, orders: Mapping[str, Order] = ORDERS
+) -> dict[str, Figures]:
+    """Sum the contributions of ``ranks`` ranks in every order, tensor by tensor, against fp64. Deterministic."""
     largest = max(float(tensor.abs().max()) for tensor in gradients.values())
-    scale = 2.0 ** np.floor(np.log2(torch.finfo(order.dtype).max / largest)) if order.scaled else 1.0
-    errors, cosines, flushed, elements = {}, [], 0, 0
+    tallies = {name: _Tally() for name in orders}
     generator = torch.Generator().manual_seed(ranks)
-    for name, gradients_KW in gradients.items():
+    for tensor, gradients_KW in gradients.items():
         contributions_RW = contributions(gradients_KW, ranks, means, generator)
         exact_W = contributions_RW.double().sum(0)
         if not exact_W.any():  # positions and segments that the text does not reach
             continue
-        sent_RW = (contributions_RW * scale).to(order.dtype)
-        flushed += int(((sent_RW == 0) & (contributions_RW != 0)).sum())
-        elements += int((contributions_RW != 0).sum())
-        found_W = order.add(sent_RW).double() / scale
-        errors[name] = float((found_W - exact_W).norm() / exact_W.norm())
-        cosines.append(float(found_W @ exact_W / (found_W.norm() * exact_W.norm()).clamp(min=1e-300)))
-    worst = max(errors, key=lambda name: errors[name])
-    ordered = sorted(errors.values())
-    return Figures(ordered[len(ordered) // 2], errors[worst], worst, min(cosines), flushed / elements)
+        for name, order in orders.items():
+            scale = 2.0 ** np.floor(np.log2(torch.finfo(order.dtype).max / largest)) if order.scaled else 1.0
+            sent_RW = (contributions_RW * scale).to(order.dtype)
+            tallies[name].add(tensor, contributions_RW, sent_RW, exact_W, order.add(sent_RW).double() / scale)
+    return {name: tally.figures() for name, tally in tallies.items()}
+
+
+class _Tally:
+    """What one order did to the tensors so far."""
+
+    def __init__(self) -> None:
+        self._errors: dict[str, float] = {}
+        self._cosines: list[float] = []
+        self._flushed = self._elements = 0
+
+    def add(self, tensor: str, contributions_RW: Tensor, sent_RW: Tensor, exact_W: Tensor, found_W: Tensor) -> None:
+        self._flushed += int(((sent_RW == 0) & (contributions_RW != 0)).sum())
+        self._elements += int((contributions_RW != 0).sum())
+        self._errors[tensor] = float((found_W - exact_W).norm() / exact_W.norm())
+        self._cosines.append(float(found_W @ exact_W / (found_W.norm() * exact_W.norm()).clamp(min=1e-300)))
+
+    def figures(self) -> Figures:
+        worst = max(self._errors, key=lambda tensor: self._errors[tensor])
+        ordered = sorted(self._errors.values())
+        median = ordered[len(ordered) // 2]
+        return Figures(median, self._errors[worst], worst, min(self._cosines), self._flushed / self._elements)
 
 
 def contributions(gradients_KW: Tensor, ranks: int, means: bool, generator: torch.Generator) -> Tensor:
