@@ -123,8 +123,8 @@ class TrainingConfig:
     """Whether switches add up what hosts exchange in hierarchical and sharded (NCCL's CollNet, SHARP). auto: where GPUs are
     on several hosts, the faster of both, measured at start-up."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, an
-    error of 0.3 % at most at any number of ranks."""
+    """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, and an
+    error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
     implementations: dict[str, str] = field(default_factory=dict)
     """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
     taken or the run fails, and what is pinned or measured does not count."""
