@@ -72,6 +72,8 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     except Exception as error:  # the file says why it is not complete
         traceback.print_exc()
         report.end(first_line(error))
+    finally:
+        gc.unfreeze()
     return 1 if report.failures or not report.complete else 0
 
 

@@ -1,4 +1,4 @@
-"""Parts of the GPU benchmark that end as no part should, for its tests."""
+"""Parts of the GPU benchmark for its tests, most of which end as no part should."""
 
 import os
 import signal
@@ -34,3 +34,13 @@ def endless(context: Context) -> None:
     """A row that ends, and one that never does."""
     context.report.attempt("first", lambda: Row("first", figure=1.0))
     context.report.attempt("endless", lambda: time.sleep(3600))
+
+
+def right(context: Context) -> None:
+    """One row."""
+    context.report.add(Row("not on the page", figure=1.0))
+
+
+def wrong(context: Context) -> None:
+    """Two rows, of which one is wrong."""
+    context.report.add(Row("not on the page"), Row("wrong", note="WRONG: 3"))
