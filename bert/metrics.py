@@ -29,7 +29,7 @@ def is_recording() -> bool:
 
 
 class Stage:
-    """Where a rank is: read by ``bert.faults`` from its own thread, and written here for a microsecond a phase."""
+    """Where a rank is: written here for a microsecond a phase, and read by ``bert.parallel.watchdog`` from its thread."""
 
     def __init__(self) -> None:
         self.step = 0

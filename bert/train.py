@@ -1,9 +1,9 @@
 """The timed run, from configuration to result file: ``python -m bert.train RECIPE [--section.field value ...]``.
 
 Under torchrun it is one rank of many, and by itself a run of one process. It exits with 0 when the target was reached, 1
-when the run ended without, 2 when an input or a setting is wrong, 3 after a fault (``bert.faults``), 128 + n after signal n.
-Under torchrun every orderly end is 0, because torchrun takes anything else for a crash and says so at length; the log tells
-how the run ended.
+when the run ended without, 2 when an input or a setting is wrong, 3 after a fault (``bert.parallel.watchdog``), and 128 + n
+after signal n. Under torchrun every orderly end is 0, because torchrun takes anything else for a crash and says so at
+length; the log tells how the run ended.
 """
 
 import contextlib
@@ -24,7 +24,6 @@ from bert.clock import DataGuard
 from bert.config import Config
 from bert.displays import LivePanel, PlainLines
 from bert.evaluate import Evaluator
-from bert.faults import FaultWatch
 from bert.graphs import CudaRecorder
 from bert.interruption import Interrupted, Interruption
 from bert.metrics import (
@@ -39,6 +38,7 @@ from bert.mllog import MLLog, evaluation_interval
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import agreed_integer, agreed_text, all_reduce_sum_, barrier, broadcast_
 from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
+from bert.parallel.watchdog import Watchdog
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
 from bert.resume import Checkpoints, RunState, checkpoint_folders, find, restore
@@ -153,7 +153,7 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
     resumed = _resumed(config, inputs, mesh)
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
-    with MLLog(inputs.result if mesh.is_main else None) as log, _together(config, mesh, log) as watch:
+    with MLLog(inputs.result if mesh.is_main else None) as log, _together(config, mesh, log) as watchdog:
         log.header(provenance(config, mesh, seed))
         if resumed:
             log.resumed(resumed.path, resumed.samples)
@@ -173,7 +173,7 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
             timed = TimedRun(config, inputs, mesh, log, reporter, stopwatch, step, loader, evaluator, interruption)
             # Weights that are saved must be those that were evaluated; a step that is not recorded takes the host long.
             timed.overlapping = bool(capacities) and config.save_checkpoint is None
-            timed.slow_ranks = SlowRanks(watch.hosts) if mesh.is_main and mesh.world_size > 1 else None
+            timed.slow_ranks = SlowRanks(watchdog.hosts) if mesh.is_main and mesh.world_size > 1 else None
             if config.checkpoint.folder is not None:
                 timed.checkpoints = Checkpoints(config, inputs.train, mesh, seed, step)
             if resumed:
@@ -183,7 +183,7 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
             barrier()
             log.run_start()
             guard.release()
-            with watch.getting_on(stopwatch.stage):
+            with watchdog.getting_on(stopwatch.stage):
                 status = timed.train()
         loader.close()
         model = step.whole_model()
@@ -199,9 +199,9 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
 
 
 @contextlib.contextmanager
-def _together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[FaultWatch]:
+def _together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
     """Whatever ends this rank before its time ends the run on all of them, and the log says why."""
-    watch = FaultWatch(mesh, config.training.fault_seconds)
+    watchdog = Watchdog(mesh, config.training.fault_seconds)
 
     def close_log(reason: str) -> None:
         line = f"# ended by a fault: {' '.join(reason.split())}"
@@ -209,20 +209,20 @@ def _together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[FaultWatch]:
             with contextlib.suppress(OSError):  # the fault may be a full disk
                 act()
 
-    watch.on_fault = close_log
+    watchdog.on_fault = close_log
     try:
-        yield watch
+        yield watchdog
     except Interrupted as interrupted:
-        watch.failed(str(interrupted), _status(interrupted))
+        watchdog.failed(str(interrupted), _status(interrupted))
         raise
     except (ValueError, OSError) as error:
-        watch.failed(_text(error), 2)
+        watchdog.failed(_text(error), 2)
         raise
     except Exception as error:
-        watch.failed(f"{type(error).__name__}: {error}", error=error)
+        watchdog.failed(f"{type(error).__name__}: {error}", error=error)
         raise
     finally:
-        watch.close()
+        watchdog.close()
 
 
 def initialise(

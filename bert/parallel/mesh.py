@@ -4,6 +4,7 @@ The launcher's environment says rank and world size; who shares a host is found 
 """
 
 import os
+import resource
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,6 +126,10 @@ def join_mesh(device: str) -> Mesh:
                     f"{launch.world_size_variable}={launch.world_size}, but {name} is not set: export rank 0's address as "
                     "MASTER_ADDR and a free port there as MASTER_PORT"
                 )
+        _allow_descriptors(launch)
+        if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
+            # All ranks are on this host. Gloo would listen on the address of the host's name, and lets anybody in.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=TIMEOUT))
         attempt = agree_on_attempt(store, launch.rank, launch.world_size, TIMEOUT.total_seconds())
@@ -132,6 +137,27 @@ def join_mesh(device: str) -> Mesh:
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT)
         nodes = group_by_host(_all_identities(launch, place), one_launcher=device == "cuda")
     return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes)
+
+
+_DESCRIPTORS = 1024
+"""For everything but connections: files, pipes, libraries, devices, and strangers at the ports."""
+
+
+def _allow_descriptors(launch: Launch) -> None:
+    """Raise this process's limit of open files to what its connections may take, as far as the system lets it.
+
+    Rank 0 has all others at PyTorch's store and at the watchdog, and under gloo every rank has all others once more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 3 * launch.world_size + _DESCRIPTORS
+    if hard != resource.RLIM_INFINITY and hard < 2 * launch.world_size and launch.rank == 0:
+        raise ValueError(
+            f"rank 0 may open {hard} files, but serves {launch.world_size} ranks with two connections each: "
+            f"raise the hard limit of open files to {wanted} (ulimit -Hn, LimitNOFILE)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
 def launched_world_size() -> int:

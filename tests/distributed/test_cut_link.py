@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.collectives import Case, Network, why_not
-from bert.faults import FAULT_STATUS
+from bert.parallel.watchdog import FAULT_STATUS
 from tests.conftest import REPOSITORY, SmallRun
 from tests.distributed.ranks import wait_for
 from tests.distributed.test_faults import last_record

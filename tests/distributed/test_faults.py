@@ -10,16 +10,17 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
-from bert.faults import FAULT_STATUS
 from bert.optimizer import learning_rate
+from bert.parallel.watchdog import FAULT_STATUS
 from bert.train import parse
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, torchrun, wait_for
@@ -29,6 +30,8 @@ SECONDS = 4.0
 """The setting ``training.fault_seconds`` of runs that are to wait for it to pass."""
 LONG = 60.0
 """Of runs that are not."""
+ATTACK_S = 5.0
+"""How long strangers go on."""
 WORKER = "tests.distributed.faulty_worker"
 
 
@@ -148,39 +151,91 @@ def test_a_wait_of_all_ranks_blames_nobody_before_its_time(start: Start) -> None
     assert [process.poll() for process in ranks.processes] == [None] * 3, ranks.output
 
 
-def test_a_stranger_at_the_port_is_sent_away(start: Start) -> None:
+def test_strangers_at_the_ports_do_not_end_a_run(start: Start, tmp_path: Path) -> None:
+    """The watchdog's, and that of PyTorch's store: a flood, garbage, slow and half-open connections."""
+    ranks, result = start(2, breaks="show:0"), result_of(tmp_path)
+    ranks.wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text())
+    told = re.search(r"the watchdog's port: (\d+)", ranks.output)
+    assert told
+    ports = {ranks.master_port, int(told[1])}
+    evaluations = result.read_text().count('"eval_stop"')
+    with Strangers(ports) as strangers:
+        time.sleep(ATTACK_S)
+    assert strangers.connections > 100 * len(ports)
+    ranks.wait_for(lambda: result.read_text().count('"eval_stop"') > evaluations + 1)
+    assert [process.poll() for process in ranks.processes] == [None, None], ranks.output
+    assert ranks.errors == []
+
+
+def test_the_ports_of_a_run_on_one_host_are_closed_to_others(start: Start) -> None:
+    """But for that of PyTorch's store, which listens on all addresses wherever it is told to be."""
     ranks = start(2)
-    with socket.create_connection(("127.0.0.1", hub_port(ranks))) as stranger:
-        stranger.sendall(b'{"token": "guess", "rank": 1, "host": "elsewhere"}\n{"failed": "no", "status": 0}\n')
-        stranger.settimeout(PATIENCE_S)
-        assert stranger.recv(100) == b""
-    with socket.create_connection(("127.0.0.1", hub_port(ranks))) as stranger:
-        stranger.settimeout(PATIENCE_S)
-        try:
-            stranger.sendall(b"x" * 100_000)
-            assert stranger.recv(100) == b""
-        except ConnectionError:
-            pass
-    time.sleep(1)
-    assert [process.poll() for process in ranks.processes] == [None, None]
+    open_to_all = {port for process in ranks.processes for port in listening_ports(process.pid)}
+    assert open_to_all <= {ranks.master_port}
 
 
-def hub_port(ranks: Ranks) -> int:
-    """The port on which rank 0 listens on all addresses, beside that of PyTorch's store."""
-    inodes, pid = set(), ranks.processes[0].pid
+class Strangers:
+    """Threads that connect to these ports of this machine, until the end of the block."""
+
+    def __init__(self, ports: set[int]) -> None:
+        self.connections = 0
+        self._over = threading.Event()
+        kinds = (self._flood, self._garbage, self._slow, self._half_open)
+        self._threads = [threading.Thread(target=self._attack, args=(kind, port)) for kind in kinds for port in ports]
+
+    def __enter__(self) -> "Strangers":
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _attack(self, kind: Callable[[int], None], port: int) -> None:
+        while not self._over.is_set():
+            with suppress(OSError):  # sent away, refused, or one too many
+                kind(port)
+
+    def _connect(self, port: int) -> socket.socket:
+        self.connections += 1
+        return socket.create_connection(("127.0.0.1", port), timeout=1)
+
+    def _flood(self, port: int) -> None:
+        self._connect(port).close()
+
+    def _garbage(self, port: int) -> None:
+        for data in (b"[" * 1100 + b"\n", os.urandom(1000), b"x" * 100_000, b"guess 1 elsewhere\n{}\n", b"\0" * 64):
+            with self._connect(port) as connection:
+                connection.sendall(data)
+
+    def _slow(self, port: int) -> None:
+        with self._connect(port) as connection:
+            while not self._over.wait(0.2):
+                connection.sendall(b"x")
+
+    def _half_open(self, port: int) -> None:
+        with ExitStack() as stack:
+            for _ in range(300):
+                stack.enter_context(self._connect(port))
+            self._over.wait(2)
+
+
+def listening_ports(pid: int) -> set[int]:
+    """Those on which a process listens for other hosts."""
+    inodes, ports = set(), set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        try:
+        with suppress(OSError):
             inodes.add(str(link.readlink()))
-        except OSError:
-            continue
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             address, _, port = fields[1].rpartition(":")
-            own = f"socket:[{fields[9]}]" in inodes and int(port, 16) != ranks.master_port
-            if fields[3] == "0A" and set(address) == {"0"} and own:
-                return int(port, 16)
-    raise AssertionError("it listens nowhere")
+            loopback = address in ("0100007F", f"{0:024X}01000000")
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes and not loopback:
+                ports.add(int(port, 16))
+    return ports
 
 
 def test_under_torchrun_a_killed_rank_is_named_first(small_run: SmallRun, tmp_path: Path) -> None:

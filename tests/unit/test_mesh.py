@@ -2,11 +2,13 @@
 
 import os
 import random
+import resource
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from bert.parallel.mesh import Identity, Launch, Mesh, group_by_host, join_mesh, launched_world_size
+from bert.parallel.mesh import Identity, Launch, Mesh, _allow_descriptors, group_by_host, join_mesh, launched_world_size
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -135,3 +137,26 @@ def test_a_mesh_without_hosts_is_one_host() -> None:
     mesh = Mesh(2, 4, 2, CPU)
     assert mesh.node_ranks == (0, 1, 2, 3)
     assert mesh.rail_ranks == (2,)
+
+
+@pytest.fixture
+def descriptors() -> Iterator[int]:
+    """A low limit of open files, as shells have it; the hard one of this machine."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
+    yield hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_rank_may_open_as_many_files_as_its_connections_take(descriptors: int) -> None:
+    for world_size, expected in ((8, 1048), (1024, 4096), (100_000, 301_024)):
+        _allow_descriptors(Launch(1, world_size))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == (expected if descriptors == resource.RLIM_INFINITY else min(expected, descriptors))
+        assert hard == descriptors
+
+
+def test_a_limit_that_cannot_do_is_refused_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    with pytest.raises(ValueError, match=r"may open 4096 files, but serves 4096 ranks .* to 13312 \(ulimit -Hn"):
+        _allow_descriptors(Launch(0, 4096))

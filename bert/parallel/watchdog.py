@@ -1,0 +1,221 @@
+"""A rank that dies, stops or hangs ends the run on every rank, with one message.
+
+Collectives cannot tell: they wait, or fail on the survivors with the address of a connection. PyTorch's own means do not say
+it either: an agent of torchrun knows the processes of its host and whether they have ended, not whether they get on; its
+store has no password, does not notice that a client is gone, and lives with rank 0's; NCCL's watchdog names a collective and
+no culprit. So every rank keeps a thread with a connection of its own to a hub on rank 0 (``bert.parallel.watchdog_hub``),
+beside everything that training uses. A few times in ``seconds`` it says where the rank is; the end of the connection says
+that the process is gone. The hub finds who is to blame, everybody ends.
+"""
+
+import contextlib
+import os
+import random
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+
+from bert.metrics import Stage
+from bert.parallel.collectives import agreed_integer, agreed_text
+from bert.parallel.mesh import Mesh
+from bert.parallel.watchdog_hub import FAULT_STATUS, LINE, Hub, Verdict, encoded, parsed
+
+__all__ = ["FAULT_STATUS", "Watchdog"]
+
+_GRACE_S = 5.0
+"""For what a rank still has to do before it ends: closing the log, or waiting for the verdict."""
+_FIRST = 10
+"""A phase that has never ended yet may take so many times ``seconds``, and any other so many times its longest."""
+_ANSWER_S = 10.0
+"""A hub that has not answered for so long is asked anew."""
+
+
+class Watchdog:
+    """This rank's thread, and on rank 0 the hub. Without other ranks it does nothing.
+
+    Every rank must create it at the same time. ``seconds`` is how long a rank may be silent, or all may wait for one. When
+    the run ends by a fault, ``on_fault`` gets the message first and has some seconds; it runs in a thread of its own, as
+    the main one may be stuck for good. Raises ``OSError`` where the hub cannot be reached.
+    """
+
+    def __init__(self, mesh: Mesh, seconds: float) -> None:
+        self.on_fault: Callable[[str], None] | None = None
+        self._stage: Stage | None = None
+        self._mesh = mesh
+        self._seconds = seconds
+        self._beat_s = min(seconds / 10, max(1.0, mesh.world_size / 500))  # the hub can hear some hundreds a second
+        self._closing = threading.Event()
+        self._decided = threading.Event()
+        self._sending = threading.Lock()
+        self._error: BaseException | None = None
+        self._hub: Hub | None = None
+        if mesh.world_size == 1:
+            return
+        alone = len(mesh.node_ranks) == mesh.world_size
+        listener = listen("127.0.0.1" if alone else "") if mesh.is_main else None
+        port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
+        token = agreed_text(os.urandom(16).hex() if mesh.is_main else "", mesh)
+        self._main_host = agreed_text(socket.gethostname(), mesh)
+        if listener:
+            self._hub = Hub(listener, mesh.world_size, seconds, self._beat_s, token)
+            self._hub.start()
+        address = "127.0.0.1" if mesh.is_main or alone else os.environ["MASTER_ADDR"]
+        greeting = f"{token} {mesh.rank} {socket.gethostname()}"
+        self._connection, self._received = _join((address, port), greeting.encode() + b"\n", max(_ANSWER_S, seconds))
+        self._silence_s = 0.0
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+
+    @property
+    def hosts(self) -> list[str]:
+        """On rank 0: the host of every rank."""
+        return self._hub.hosts if self._hub else [socket.gethostname()]
+
+    @contextlib.contextmanager
+    def getting_on(self, stage: Stage) -> Iterator[None]:
+        """Expect of this rank that it gets on in the body, from ``stage`` to stage."""
+        stage.forget()
+        self._stage = stage
+        if self._mesh.world_size > 1:
+            self._send(self._place())  # the next beat may be far off, and a rank be lost before
+        try:
+            yield
+        finally:
+            self._stage = None
+
+    def failed(self, text: str, status: int = FAULT_STATUS, error: BaseException | None = None) -> None:
+        """Tell all ranks that this one ends with an error, and end with them. Returns only where nobody is there to ask.
+
+        ``status`` is the exit status of all. The traceback of ``error`` is shown if it is what the run ends for.
+        """
+        if self._mesh.world_size == 1 or self._closing.is_set():
+            return
+        self._error = error
+        self._send({"failed": text[: LINE // 8], "status": status})
+        self._decided.wait(2 * _GRACE_S)
+        if self._decided.is_set():
+            threading.Event().wait()  # the other thread ends the process
+
+    def close(self) -> None:
+        """Part from the others in good order; on rank 0, with the end of the watch for all."""
+        if self._mesh.world_size == 1 or self._closing.is_set():
+            return
+        self._closing.set()
+        self._send({"left": True})
+        if self._hub:
+            self._hub.close(_GRACE_S)
+        self._thread.join(_GRACE_S)
+        self._connection.close()
+
+    def _run(self) -> None:
+        """Say where this rank is; end the process when the hub says so, or says nothing."""
+        turn, due = time.monotonic(), 0.0
+        over = False
+        while not over:
+            if turn >= due:
+                self._send(self._place())
+                due = turn + self._beat_s
+            data = self._receive(max(0.01, due - turn))
+            now = time.monotonic()
+            if self._closing.is_set():
+                return
+            # A turn counts for two beats at most: a machine that was stopped as a whole blames nobody when it goes on.
+            over = self._take_in(data, min(now - turn, 2 * self._beat_s))
+            turn = now
+
+    def _take_in(self, data: bytes | None, elapsed_s: float) -> bool:
+        """Act on what the hub has said in so much time, see ``_receive``; returns whether the watch is over."""
+        self._silence_s += elapsed_s
+        if data:
+            self._silence_s = 0.0
+            *lines, self._received = (self._received + data).split(b"\n")
+            for message in map(parsed, lines):
+                if "verdict" in message:
+                    verdict = Verdict(message["verdict"], message["status"], message["rank"])
+                    self._end(verdict, self._mesh.is_main)
+                if "over" in message:
+                    return True
+        elif data is not None:
+            self._lost_hub("ended without a word")
+        elif self._silence_s > self._seconds:
+            self._lost_hub(f"not heard of for {self._silence_s:.0f} s: stopped, or cut off")
+        return False
+
+    def _receive(self, timeout_s: float) -> bytes | None:
+        """What the hub says; None if nothing, and no bytes if it never will again."""
+        self._connection.settimeout(timeout_s)
+        try:
+            return self._connection.recv(LINE)
+        except TimeoutError:
+            return None
+        except OSError:
+            return b""
+
+    def _place(self) -> dict[str, object]:
+        stage = self._stage
+        if stage is None:
+            return {"phase": "start", "step": 0, "entered": -1, "limit": None}
+        longest = stage.longest.get(stage.phase)
+        limit = max(self._seconds, _FIRST * (self._seconds if longest is None else longest))
+        return {"phase": stage.phase, "step": stage.step, "entered": stage.entered, "limit": limit}
+
+    def _lost_hub(self, what: str) -> None:
+        """End without a verdict. The first rank of each host speaks, rank 0 only where it is alone."""
+        first = next((rank for rank in self._mesh.node_ranks if rank != 0), 0)
+        self._end(Verdict(f"rank 0 on host {self._main_host}: {what}", rank=0), self._mesh.rank == first)
+
+    def _end(self, verdict: Verdict, speaks: bool) -> None:
+        self._decided.set()
+
+        def last_words() -> None:
+            if speaks:
+                print(f"error: {verdict.text}", file=sys.stderr, flush=True)
+            if self._error is not None and verdict.rank == self._mesh.rank:
+                traceback.print_exception(self._error)
+            sys.stderr.flush()
+            if self.on_fault is not None:
+                self.on_fault(verdict.text)
+            sys.stdout.flush()
+
+        words = threading.Thread(target=last_words, name="last-words", daemon=True)
+        words.start()
+        words.join(_GRACE_S)
+        if self._hub:
+            self._hub.join(1.0)  # the verdict is out
+        os._exit(verdict.status)
+
+    def _send(self, message: dict[str, object]) -> None:
+        with self._sending, contextlib.suppress(OSError):  # that the connection is lost is for the reader to notice
+            self._connection.sendall(encoded(message))
+
+
+def listen(address: str = "") -> socket.socket:
+    """Listen on a free port, of all addresses by default: ranks know the one that they reach rank 0 by."""
+    backlog = 4096  # or as many as the system allows: all ranks come at once, and strangers with them
+    if not address and socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+    return socket.create_server((address, 0), backlog=backlog)
+
+
+def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple[socket.socket, bytes]:
+    """A connection to the hub that has answered, and its answer. Among strangers it may take more than one attempt."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        with contextlib.ExitStack() as attempt:
+            try:
+                connection = socket.create_connection(address, timeout=_ANSWER_S)
+                attempt.callback(connection.close)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connection.sendall(greeting)
+                if answer := connection.recv(LINE):
+                    attempt.pop_all()
+                    return connection, answer
+                error: OSError = ConnectionError("it closes the connection")
+            except OSError as refused:
+                error = refused
+        if time.monotonic() > deadline:
+            raise OSError(f"rank 0's watchdog at {address[0]}:{address[1]} does not answer: {error}")
+        time.sleep(random.uniform(0.01, 0.2))
