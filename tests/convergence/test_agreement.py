@@ -1,7 +1,7 @@
 """The program against an independent implementation: the short form of ``benchmarks/agreement.py``.
 
 Three steps of one layer at BERT's vocabulary, on two ranks. It catches what is wrong at once: another loss, clipping,
-schedule or direction, one trust ratio for query, key and value, a global norm of four million elements that loses bits (3e-4
+schedule or direction, a global norm of four million elements that loses bits (3e-4
 when it is added up in fp32). It cannot catch what grows over hundreds of steps, as a variance that drifts, nor trust ratios
 that are a little off, since the first rates are small: for that the benchmark takes 300 steps. Norms at BERT-Large's sizes
 are tested in ``tests/kernels``.
