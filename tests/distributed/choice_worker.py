@@ -1,6 +1,8 @@
 """One rank of the test of the measured choice: which way is taken when one of them is slow, and what is given back.
 
-forked_ranks ... choice_worker OUT.json; two nodes of two ranks, and a second rail in the place of one in the switches.
+python -m tests.distributed.choice_worker OUT.json
+
+Two nodes of two ranks, and a second rail in the place of one in the switches.
 """
 
 import json

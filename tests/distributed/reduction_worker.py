@@ -1,6 +1,6 @@
 """One rank of ``test_reduction.py``: trains 20 steps and writes what it saw.
 
-forked_ranks ... reduction_worker OUT.json STRATEGY REDUCE_DTYPE ORDER RANKS_OF_A_NODE
+python -m tests.distributed.reduction_worker OUT.json STRATEGY REDUCE_DTYPE ORDER RANKS_OF_A_NODE
 """
 
 import json

@@ -1,6 +1,6 @@
 """One rank of the test of what sums over ranks lose: every way, over nodes of every size, against sums in fp64.
 
-forked_ranks ... rounding_worker OUT.json
+python -m tests.distributed.rounding_worker OUT.json
 """
 
 import json

@@ -1,6 +1,6 @@
 """One rank of ``test_overlap.py``: the training step in every order that it can run in, on the same batches.
 
-forked_ranks ... step_worker OUT.json RANKS_OF_A_NODE ACCUMULATIONS STRATEGY...
+python -m tests.distributed.step_worker OUT.json RANKS_OF_A_NODE ACCUMULATIONS STRATEGY...
 """
 
 import contextlib

@@ -2,10 +2,6 @@
 
 import inspect
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -21,23 +17,12 @@ from bert.parallel.reduction import Communicators, Lane, Reduction, bucket_slice
 from bert.parallel.sharded_lamb import shard_pieces
 from bert.recipes import tiny_cpu
 from kernels import LambSegments
-from tests.conftest import REPOSITORY
+from tests.distributed.ranks import Ranks
 
 
-def run_worker(out: Path, ranks: int, *arguments: object, worker: str = "reduction_worker") -> dict[str, Any]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    program = [str(ranks), str(port), f"tests.distributed.{worker}", str(out), *map(str, arguments)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.distributed.forked_ranks", *program],
-        cwd=REPOSITORY,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def run_worker(out: Path, count: int, *arguments: object, worker: str = "reduction_worker") -> dict[str, Any]:
+    with Ranks([str(out), *map(str, arguments)], count, f"tests.distributed.{worker}") as ranks:
+        assert ranks.ends() == [0] * count, ranks.output
     return json.loads(out.read_text())
 
 
