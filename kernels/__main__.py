@@ -9,7 +9,7 @@ For every op and implementation: whether it can be used on this machine and why 
 measures them at the size of BERT-Large with N sequences, both ways; what was measured before is measured again.
 
     python -m kernels show              what was measured, for these calls and in training
-    python -m kernels pin OP NAME       from now on this implementation or an error, in training too
+    python -m kernels pin OP NAME       from now on, for this checkout on this machine, this implementation or an error
     python -m kernels clear [OP]        forgets what was measured and pinned, of one op or of all
 """
 
@@ -110,11 +110,18 @@ def _show(arguments: Sequence[str]) -> None:
 
 
 def _pin(arguments: Sequence[str]) -> None:
-    parser = _Parser(prog="python -m kernels pin")
+    parser = _with_device(_Parser(prog="python -m kernels pin"))
     parser.add_argument("op", metavar="OP")
     parser.add_argument("name", metavar="NAME")
     chosen = parser.parse_args(arguments)
     autotune.check_names(chosen.op, chosen.name)
+    args, kwargs = example_inputs(chosen.op, torch.device(_device(chosen)), _DTYPES[chosen.dtype])
+    implementation = OPS[chosen.op].implementations[chosen.name]
+    if reasons := implementation.unsupported_reasons(chosen.op, *args, **kwargs):
+        raise ValueError(
+            f"{chosen.op}={chosen.name} is not pinned: on {chosen.device} in {chosen.dtype} it cannot be used: "
+            f"{'; '.join(reasons)}"
+        )
     Cache().pin(chosen.op, chosen.name)
 
 

@@ -217,7 +217,8 @@ def apply(choices: Choices) -> None:
         of_op = [choice for choice in choices.measured if choice.op == op.name]
         op.prefer({choice.signature: choice.taken for choice in of_op})
         if op.name in choices.pins and op.asked == AUTO:
-            op.ask_for(choices.pins[op.name])
+            remedy = f"it is pinned on rank 0's machine: python -m kernels clear {op.name} there takes the pin back"
+            op.ask_for(choices.pins[op.name], remedy)
 
 
 def measure(request: Request, seconds: float = SECONDS) -> Choice | None:

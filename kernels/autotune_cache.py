@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import os
+import platform
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -27,16 +28,24 @@ _LOG = logging.getLogger(__name__)
 
 
 def default_folder() -> Path:
-    """``$MLPERF_BERT_CACHE``, or a folder of that name in ``$XDG_CACHE_HOME``, by default ``~/.cache``."""
+    """``$MLPERF_BERT_CACHE``, or this machine's and this checkout's own in ``$XDG_CACHE_HOME``, by default ``~/.cache``.
+
+    What was pinned or is fastest on one machine need not even run on another that shares its home.
+    """
     if chosen := os.environ.get(FOLDER_VARIABLE):
         return Path(chosen)
+    checkout = _digest(os.fsencode(Path(__file__).resolve().parent))[:8]
+    return _user_folder() / "mlperf-bert" / f"{platform.node()}-{checkout}"
+
+
+def _user_folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if base.startswith("/"):  # the XDG base directory specification has others ignored
-        return Path(base) / "mlperf-bert"
+        return Path(base)
     try:
-        return Path.home() / ".cache" / "mlperf-bert"
+        return Path.home() / ".cache"
     except RuntimeError:  # a container's user without a name
-        return Path(tempfile.gettempdir()) / "mlperf-bert"
+        return Path(tempfile.gettempdir())
 
 
 class Cache:

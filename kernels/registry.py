@@ -75,6 +75,7 @@ class Op(Generic[Parameters, Returned]):
         self.__doc__ = definition.__doc__
         self._orders = orders
         self._asked = AUTO
+        self._remedy: str | None = None
         self._measured: Mapping[str, str] = {}
         self._said: set[str] = set()
         self._observer: Observer | None = None
@@ -116,9 +117,9 @@ class Op(Generic[Parameters, Returned]):
         if self._asked != AUTO:
             asked = self.implementations[self._asked]
             if reasons := self.unsupported_reasons(asked, *args, **kwargs):
+                others = f"set it to {AUTO} or to another of {', '.join(self.implementations)}"
                 raise ValueError(
-                    f"{self.name}={self._asked} cannot be used: {'; '.join(reasons)}; set it to {AUTO} or to another of "
-                    f"{', '.join(self.implementations)}"
+                    f"{self.name}={self._asked} cannot be used: {'; '.join(reasons)}; {self._remedy or others}"
                 )
             return asked
         measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
@@ -146,10 +147,13 @@ class Op(Generic[Parameters, Returned]):
         """Whether this implementation may be chosen for tensors there, if it can compute them."""
         return implementation.capturable or not self._captured or device != "cuda"
 
-    def ask_for(self, name: str) -> None:
-        """Makes ``name`` the explicit choice; ``auto`` takes it back. ValueError for an unknown name."""
+    def ask_for(self, name: str, remedy: str | None = None) -> None:
+        """Make ``name`` the explicit choice; ``auto`` takes it back. Raises ``ValueError`` for an unknown name.
+
+        ``remedy`` tells users what to do where that implementation cannot compute a call, by default to ask for another.
+        """
         self.check(name)
-        self._asked = name
+        self._asked, self._remedy = name, remedy
         self._chosen.clear()
 
     def check(self, name: str) -> None:
@@ -189,12 +193,12 @@ class Op(Generic[Parameters, Returned]):
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
         """``ask_for`` for the length of a block."""
-        before = self._asked
+        before = self._asked, self._remedy
         self.ask_for(name)
         try:
             yield
         finally:
-            self.ask_for(before)
+            self.ask_for(*before)
 
     def _say_fall_back(self, chosen: Implementation, *args: Any, **kwargs: Any) -> None:
         """Say once, with the reasons, that a GPU does not get the implementation meant for it.

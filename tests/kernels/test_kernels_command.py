@@ -60,6 +60,15 @@ def test_wrong_input_is_one_line(arguments: list[str], capsys: pytest.CaptureFix
     assert printed.err.count("\n") == 1
 
 
+def test_what_cannot_run_here_is_not_pinned(capsys: pytest.CaptureFixture[str]):
+    assert main(["pin", "dropout_add_layer_norm", "apex", "--device", "cpu"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(
+        "error: dropout_add_layer_norm=apex is not pinned: on cpu in fp32 it cannot be used: fused"
+    )
+    assert Cache().pins() == {}
+
+
 def test_a_process_of_its_own_finds_what_another_measured(tmp_path: Path):
     code = "import sys; from kernels.__main__ import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["autotune", "dense_gelu", "--device", "cpu", "--dtype", "fp32"]
