@@ -35,8 +35,9 @@ from torch import Tensor
 
 from benchmarks.conditions import write_figures
 from benchmarks.independent import Side, Trained, train
-from bert.checkpoint import save_weights, to_hugging_face
+from bert.checkpoint import save_weights
 from bert.config import ModelConfig, OptimizerConfig
+from bert.hugging_face import to_hugging_face
 from bert.model import BertForPreTraining, initialize_
 from bert.recipes import ARTIFACTS
 from dataloading.dataset import Dataset, write_dataset

@@ -30,8 +30,8 @@ from rich.table import Table
 
 from benchmarks.conditions import write_figures
 from benchmarks.hugging_face import new_model, padded
-from bert.checkpoint import to_hugging_face
 from bert.config import ModelConfig, OptimizerConfig
+from bert.hugging_face import to_hugging_face
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from dataloading.loader import batch_of

@@ -1,16 +1,22 @@
-"""Weights in and out: our own names in safetensors files, and Hugging Face's names."""
+"""Weights in and out, in safetensors files under our own names.
+
+A file says in its header which model its weights are of, since shapes do not tell how many heads there are, and, by its
+digest, with which vocabulary it was trained.
+"""
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from bert.config import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.files import atomic_path
 
@@ -23,32 +29,60 @@ class Weight:
     read: Callable[[], Tensor]
 
 
+MODEL, VOCABULARY = "model", "vocabulary_sha256"
+"""Entries of a file's metadata."""
+
+
 def save_weights(model: BertForPreTraining, path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write the weights whole or not at all."""
+    """Write the weights and the model's configuration, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     weights = {name: Weight(tuple(tensor.shape), tensor.detach().cpu) for name, tensor in model.state_dict().items()}
     with atomic_path(path) as temporary:
-        write_safetensors(temporary, weights, metadata or {})
+        write_safetensors(temporary, weights, model_metadata(model.config) | dict(metadata or {}))
+
+
+def model_metadata(model: ModelConfig) -> dict[str, str]:
+    """The metadata that says what ``stated_model`` reads."""
+    return {MODEL: json.dumps(asdict(model))}
+
+
+def stated_model(metadata: Mapping[str, str], source: str) -> ModelConfig | None:
+    """The model whose weights a file says it holds, or None. Raises ``ValueError`` where what it says makes no sense."""
+    if MODEL not in metadata:
+        return None
+    kinds = {name: (int, type(value)) for name, value in asdict(ModelConfig()).items()}
+    try:
+        stated = json.loads(metadata[MODEL])
+        if set(stated) != set(kinds) or any(type(stated[name]) not in kind for name, kind in kinds.items()):
+            raise ValueError(f"expected {', '.join(kinds)}")
+        return ModelConfig(**stated)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{source} does not state its model as this program does: {error}") from None
 
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:
-    """Write fp32 weights one after the other, so that no more than one of them is in memory.
+    """Write fp32 weights one after the other, so that no more than one of them is in memory."""
+    with path.open("wb") as file:
+        file.write(safetensors_header({name: weight.shape for name, weight in weights.items()}, metadata)[0])
+        for name, weight in sorted(weights.items()):
+            tensor = weight.read().float().contiguous()
+            assert tensor.shape == weight.shape, name
+            file.write(tensor.numpy().data)
+
+
+def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
+    """How a file of fp32 tensors begins, and the bytes that follow: the tensors, by name.
 
     The format: eight bytes with the length of a JSON header, the header, the tensors (safetensors, "Format").
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name, weight in sorted(weights.items()):
-        start, end = end, end + 4 * torch.Size(weight.shape).numel()
-        header[name] = {"dtype": "F32", "shape": list(weight.shape), "data_offsets": [start, end]}
+    for name, shape in sorted(shapes.items()):
+        start, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, weight in sorted(weights.items()):
-            tensor = weight.read().float().contiguous()
-            assert tensor.shape == weight.shape, name
-            file.write(tensor.numpy().data)
+    return struct.pack("<Q", len(text)) + text, end
 
 
 def require_weights(path: Path) -> None:
@@ -73,19 +107,68 @@ def _unconverted(path: Path, kind: str, source: Path) -> ValueError:
     )
 
 
+def check_weights(path: Path, model: ModelConfig, vocabulary_sha256: str) -> None:
+    """Raise ``ValueError``, by the header alone, where ``load_weights`` would, or where another vocabulary was in use."""
+    require_weights(path)
+    shapes, metadata = _header(path)
+    one_layer = replace(model, num_hidden_layers=1)
+    with torch.device("meta"):
+        state = BertForPreTraining(one_layer).state_dict()
+    expected = {
+        name.replace("layers.0.", f"layers.{index}."): tuple(tensor.shape)
+        for index in range(model.num_hidden_layers)
+        for name, tensor in state.items()
+    }
+    _require_fit(expected, shapes, str(path))
+    _require_stated(metadata, model, str(path))
+    stated = metadata.get(VOCABULARY, vocabulary_sha256)
+    if stated != vocabulary_sha256:
+        raise ValueError(
+            f"{path} was trained with another vocabulary (SHA-256 {stated[:12]}...) than data.vocab "
+            f"({vocabulary_sha256[:12]}...): set data.vocab to that one, and make the samples with it"
+        )
+
+
 def load_weights(model: BertForPreTraining, path: Path) -> None:
     """Read the weights of ``save_weights`` into ``model``.
 
     Raises ``ValueError`` when the file is missing, damaged, of another kind, or made for another architecture.
     """
     require_weights(path)
+    _require_stated(_header(path)[1], model.config, str(path))
+    copy_weights(model, load_file(path), str(path))
+
+
+def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes by name, and the metadata."""
     try:
-        tensors = load_file(path)
+        with safe_open(path, "pt") as file:
+            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+            metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or make it again") from error
-    if any(name.startswith("bert.") for name in tensors):
+    if any(name.startswith("bert.") for name in shapes):
         raise _unconverted(path, "a file of Hugging Face's", path)
-    copy_weights(model, tensors, str(path))
+    return shapes, metadata
+
+
+def _require_stated(metadata: Mapping[str, str], model: ModelConfig, source: str) -> None:
+    """What shapes do not tell."""
+    stated = stated_model(metadata, source)
+    for name in ("num_attention_heads", "layer_norm_eps"):
+        if stated is not None and getattr(stated, name) != getattr(model, name):
+            raise ValueError(
+                f"{source} holds a model with {name} {getattr(stated, name)}, but model.{name} is {getattr(model, name)}"
+            )
+
+
+def _require_fit(expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str) -> None:
+    for name in sorted(expected.keys() ^ found.keys()):
+        place = "lacks" if name in expected else "holds the unknown tensor"
+        raise ValueError(f"{source} {place} {name}: it was made for another architecture than the model section's")
+    for name, shape in found.items():
+        if shape != expected[name]:
+            raise ValueError(f"{source} holds {name} of shape {shape}, but the model section asks for {expected[name]}")
 
 
 @torch.no_grad()
@@ -95,87 +178,10 @@ def copy_weights(model: BertForPreTraining, tensors: Mapping[str, Tensor], sourc
     Raises ``ValueError``, with the model as it was, unless names, shapes and kinds all fit.
     """
     state = model.state_dict()
-    for name in sorted(state.keys() ^ tensors.keys()):
-        place = "lacks" if name in state else "holds the unknown tensor"
-        raise ValueError(f"{source} {place} {name}: it was made for another architecture than the model section's")
+    expected = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    _require_fit(expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
     for name, tensor in tensors.items():
-        if tensor.shape != state[name].shape:
-            raise ValueError(
-                f"{source} holds {name} of shape {tuple(tensor.shape)}, but the model section asks for "
-                f"{tuple(state[name].shape)}"
-            )
         if not tensor.is_floating_point():
             raise ValueError(f"{source} holds {name} as {tensor.dtype}: expected floating point weights")
     for name, tensor in tensors.items():
         state[name].copy_(tensor)
-
-
-_HUGGING_FACE = {
-    "embeddings.word": "bert.embeddings.word_embeddings.weight",
-    "embeddings.position": "bert.embeddings.position_embeddings.weight",
-    "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
-    "embeddings.norm": "bert.embeddings.LayerNorm",
-    "pooler": "bert.pooler.dense",
-    "next_sentence": "cls.seq_relationship",
-    "transform": "cls.predictions.transform.dense",
-    "transform_norm": "cls.predictions.transform.LayerNorm",
-    "decoder_bias": "cls.predictions.bias",
-}
-_HUGGING_FACE_LAYER = {
-    "attention_output": "attention.output.dense",
-    "attention_norm": "attention.output.LayerNorm",
-    "intermediate": "intermediate.dense",
-    "output": "output.dense",
-    "output_norm": "output.LayerNorm",
-}
-
-
-def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
-    """Each of our names to the Hugging Face names whose tensors, joined along the first dimension, it holds."""
-    pairs = dict(_HUGGING_FACE)
-    for index in range(layers):
-        for ours, theirs in _HUGGING_FACE_LAYER.items():
-            pairs[f"layers.{index}.{ours}"] = f"bert.encoder.layer.{index}.{theirs}"
-    whole = ("embeddings.word", "embeddings.position", "embeddings.segment", "decoder_bias")
-    names: dict[str, tuple[str, ...]] = {
-        ours + suffix: (theirs + suffix,)
-        for ours, theirs in pairs.items()
-        for suffix in ([""] if ours in whole else [".weight", ".bias"])
-    }
-    for index in range(layers):
-        attention = f"bert.encoder.layer.{index}.attention.self"
-        for kind in ("weight", "bias"):
-            names[f"layers.{index}.query_key_value.{kind}"] = tuple(
-                f"{attention}.{part}.{kind}" for part in ("query", "key", "value")
-            )
-    return names
-
-
-def from_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a Hugging Face ``BertForPreTraining`` under our names.
-
-    The tied decoder weight and position buffers are left out; query, key and value are joined. Raises ``ValueError`` at a
-    missing tensor.
-    """
-    layers = 1 + max(
-        (int(name.split(".")[3]) for name in tensors if name.startswith("bert.encoder.layer.")), default=-1
-    )
-    result: dict[str, Tensor] = {}
-    try:
-        for ours, theirs in hugging_face_names(layers).items():
-            parts = [tensors[name] for name in theirs]
-            result[ours] = torch.cat(parts) if len(parts) > 1 else parts[0]
-    except KeyError as error:
-        raise ValueError(f"the checkpoint lacks {error}: expected the state of a BertForPreTraining") from error
-    return result
-
-
-def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under the names of Hugging Face's ``BertForPreTraining``, with the tied decoder spelled out."""
-    layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
-    result = {}
-    for ours, theirs in hugging_face_names(layers).items():
-        result |= dict(zip(theirs, tensors[ours].chunk(len(theirs)), strict=True))
-    result["cls.predictions.decoder.weight"] = tensors["embeddings.word"]
-    result["cls.predictions.decoder.bias"] = tensors["decoder_bias"]
-    return result

@@ -6,10 +6,8 @@ weights are read, checked and written one at a time.
 """
 
 import hashlib
-import json
 import math
 import re
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -22,13 +20,14 @@ import tyro
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bert.checkpoint import Weight, hugging_face_names, write_safetensors
+from bert.checkpoint import VOCABULARY, Weight, model_metadata, stated_model, write_safetensors
 from bert.config import ModelConfig
+from bert.hugging_face import hugging_face_names, stated_heads, write_folder
 from bert.model import BertForPreTraining
 from bert.tf_checkpoint import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name, tf2_names
-from dataloading.files import atomic_path, read_bounded, sync
+from dataloading.files import atomic_path
+from dataloading.tokenization import Vocabulary
 
-_MOST_CONFIG_BYTES = 1 << 20
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Hugging Face's names of today to those in its older files."""
 
@@ -48,6 +47,8 @@ class Source:
     ignored: int
     """tensors that are no weights of the model"""
     model: ModelConfig
+    vocabulary_sha256: str | None = None
+    """of the file that it was trained with, where that is known"""
 
 
 def main() -> int:
@@ -68,6 +69,7 @@ def convert(
     to: Literal["safetensors", "hugging-face"],
     out: Path,
     num_attention_heads: int | None = None,
+    vocab: Path | None = None,
 ) -> None:
     """Write a checkpoint in another format.
 
@@ -75,15 +77,21 @@ def convert(
         source: Prefix or .index of a TensorFlow checkpoint, a Hugging Face folder, or a safetensors file.
         to: safetensors is the format of data.initial_checkpoint; hugging-face makes a folder for from_pretrained.
         out: The file or folder to write; it must be absent.
-        num_attention_heads: Needed where the source does not say it and heads are not 64 wide, as BERT's are.
+        num_attention_heads: Needed where the source does not say it, and is no TensorFlow checkpoint with heads 64 wide.
+        vocab: The vocabulary that the model was trained with; by default vocab.txt beside the source. For hugging-face.
     """
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists already: move it away, or name another --out")
     found = open_source(source, num_attention_heads)
+    vocabulary = _vocabulary(found, source, vocab) if to == "hugging-face" else None
     for line in describe(found):
         print(line, flush=True)
     out.parent.mkdir(parents=True, exist_ok=True)
-    (write_ours if to == "safetensors" else write_hugging_face)(found, out)
+    if vocabulary is None:
+        write_ours(found, out)
+    else:
+        metadata = {"source": found.kind, "source_digest": found.digest}
+        write_folder(out, found.model, found.weights, vocabulary, metadata)
     print(f"wrote {out}")
 
 
@@ -141,47 +149,30 @@ def write_ours(found: Source, out: Path) -> None:
         ours: _joined([found.weights[name] for name in theirs])
         for ours, theirs in hugging_face_names(found.model.num_hidden_layers).items()
     }
-    metadata = {
-        "source": found.kind,
-        "source_digest": found.digest,
-        "num_attention_heads": str(found.model.num_attention_heads),
-    }
+    metadata = {"source": found.kind, "source_digest": found.digest, **model_metadata(found.model)}
+    if found.vocabulary_sha256 is not None:
+        metadata[VOCABULARY] = found.vocabulary_sha256
     with atomic_path(out) as temporary:
         write_safetensors(temporary, weights, metadata)
 
 
-def write_hugging_face(found: Source, out: Path) -> None:
-    """Write a folder that ``transformers.BertForPreTraining.from_pretrained`` loads, whole or not at all."""
-    model = found.model
-    config = {
-        "architectures": ["BertForPreTraining"],
-        "model_type": "bert",
-        "vocab_size": model.vocab_size,
-        "hidden_size": model.hidden_size,
-        "num_hidden_layers": model.num_hidden_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "intermediate_size": model.intermediate_size,
-        "max_position_embeddings": model.max_position_embeddings,
-        "type_vocab_size": model.type_vocab_size,
-        "hidden_act": "gelu_new",  # the tanh form, which the reference and this model compute
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "layer_norm_eps": model.layer_norm_eps,
-        "initializer_range": model.initializer_range,
-        "pad_token_id": 0,
-        "tie_word_embeddings": True,
-    }
-    metadata = {"format": "pt", "source": found.kind, "source_digest": found.digest}
-    with atomic_path(out) as folder:
-        try:
-            folder.mkdir()
-            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-            write_safetensors(folder / "model.safetensors", found.weights, metadata)
-            for path in folder.iterdir():
-                sync(path)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+def _vocabulary(found: Source, source: Path, vocab: Path | None) -> Vocabulary:
+    """The vocabulary of the model. Raises ``ValueError`` where there is none, or it is another's."""
+    beside = (source if source.is_dir() else source.parent) / "vocab.txt"
+    if vocab is None and not beside.is_file():
+        raise ValueError(f"there is no {beside}: set --vocab to the vocabulary that the model was trained with")
+    path = beside if vocab is None else vocab
+    vocabulary = Vocabulary.from_file(path)
+    if vocabulary.size > found.model.vocab_size:
+        raise ValueError(
+            f"{path} has {vocabulary.size:,} tokens, but the model {found.model.vocab_size:,} rows for them"
+        )
+    if found.vocabulary_sha256 not in (None, vocabulary.sha256):
+        raise ValueError(
+            f"{path} is not the vocabulary that the model was trained with (SHA-256 {found.vocabulary_sha256}): "
+            "set --vocab to that one"
+        )
+    return vocabulary
 
 
 def _open_tensorflow(prefix: Path, heads: int | None) -> Source:
@@ -267,12 +258,18 @@ def _open_safetensors(path: Path, heads: int | None) -> Source:
     layers = _layers(r"layers\.(\d+)\." if is_ours else r"bert\.encoder\.layer\.(\d+)\.", shapes)
     weights, missing = (_from_ours if is_ours else _from_theirs)(path, shapes, layers)
     _require_whole(str(path), missing)
+    stated = stated_model(metadata, str(path)) if is_ours else None
     if is_ours:
-        stated = metadata.get("num_attention_heads", "")
-        heads = heads or (int(stated) if stated.isdecimal() and len(stated) < 6 else None)
+        known = metadata.get("num_attention_heads", "")  # of files from before they held the whole configuration
+        known = int(known) if known.isdecimal() and len(known) < 6 else None
+        known = stated.num_attention_heads if stated else known
     else:
         _require_tied(path, shapes)
-        heads = heads or _stated_heads(path.with_name("config.json"))
+        known = stated_heads(path.with_name("config.json"))
+    if known is None and heads is None:
+        raise ValueError(f"{path} does not say how many attention heads there are: set --num-attention-heads")
+    if heads is not None and stated is not None and heads != known:
+        raise ValueError(f"{path} holds a model with {known} attention heads: leave --num-attention-heads {heads} out")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return Source(
@@ -281,7 +278,8 @@ def _open_safetensors(path: Path, heads: int | None) -> Source:
         notes=(),
         weights=weights,
         ignored=len(shapes) - (len(hugging_face_names(layers)) if is_ours else len(weights)),
-        model=_model_of(weights, layers, heads, str(path)),
+        model=_model_of(weights, layers, heads or known, str(path), stated),
+        vocabulary_sha256=metadata.get(VOCABULARY) if is_ours else None,
     )
 
 
@@ -334,21 +332,6 @@ def _require_tied(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
             raise ValueError(f"{path}: {copy} is not {original}, but this model has the two tied")
 
 
-def _stated_heads(path: Path) -> int | None:
-    """``num_attention_heads`` of a Hugging Face config.json, if there is one."""
-    if not path.is_file():
-        return None
-    try:
-        config = json.loads(read_bounded(path, _MOST_CONFIG_BYTES, "expected a Hugging Face config.json"))
-        heads = config["num_attention_heads"]
-        act = config.get("hidden_act", "gelu")
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} does not state num_attention_heads: expected a Hugging Face config.json") from None
-    if not isinstance(heads, int) or heads < 1 or not isinstance(act, str) or not act.startswith("gelu"):
-        raise ValueError(f"{path}: {heads!r} heads and the activation {act!r}, expected a number and a form of gelu")
-    return heads
-
-
 def _layers(pattern: str, names: Iterable[str]) -> int:
     """The number of layers that ``names`` speak of, at most one more than there are names."""
     matches = [match for name in names if (match := re.match(pattern, name))]
@@ -369,8 +352,13 @@ def _require_whole(source: str, missing: list[str]) -> None:
         )
 
 
-def _model_of(weights: Mapping[str, Weight], layers: int, heads: int | None, source: str) -> ModelConfig:
-    """The architecture by the weights' shapes, which must agree with each other. Raises ``ValueError``."""
+def _model_of(
+    weights: Mapping[str, Weight], layers: int, heads: int | None, source: str, like: ModelConfig | None = None
+) -> ModelConfig:
+    """The architecture by the weights' shapes, which must agree with each other; what they do not tell is as in ``like``.
+
+    Raises ``ValueError``.
+    """
     embeddings = "bert.embeddings.{}_embeddings.weight"
     tables = [weights[embeddings.format(name)].shape for name in ("word", "position", "token_type")]
     if layers < 1 or any(len(shape) != 2 for shape in tables):
@@ -382,7 +370,8 @@ def _model_of(weights: Mapping[str, Weight], layers: int, heads: int | None, sou
             "--num-attention-heads"
         )
     try:
-        model = ModelConfig(
+        model = replace(
+            like or ModelConfig(),
             num_hidden_layers=layers,
             hidden_size=hidden,
             num_attention_heads=hidden // 64 if heads is None else heads,

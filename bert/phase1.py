@@ -18,7 +18,7 @@ import torch
 import tyro
 from torch import Tensor
 
-from bert.checkpoint import save_weights
+from bert.checkpoint import VOCABULARY, save_weights
 from bert.model import BertForPreTraining, EncoderLayer, initialize_
 from bert.optimizer import FlatParameters
 from bert.recipes import tiny_model
@@ -27,7 +27,7 @@ from dataloading.documents import demo_documents
 from dataloading.loader import batch_of
 from dataloading.sampler import Plan
 from dataloading.samples import Samples
-from dataloading.tokenization import Tokenizer
+from dataloading.tokenization import Tokenizer, Vocabulary
 from dataloading.vocabulary import learn_vocabulary
 
 
@@ -69,8 +69,8 @@ def main(settings: Phase1) -> None:
         "text_sha256": text_digest(documents),
         **{name: value for name, value in asdict(settings).items() if name != "out"},
     }
-    # One entry: the library writes several in an order of its own, and the file should have the same bytes every time.
-    save_weights(model, settings.out / "phase1.safetensors", {"provenance": json.dumps(provenance)})
+    digest = Vocabulary.from_file(vocab).sha256
+    save_weights(model, settings.out / "phase1.safetensors", {"provenance": json.dumps(provenance), VOCABULARY: digest})
 
 
 def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> None:

@@ -26,6 +26,7 @@ class Inputs:
 
     train: Dataset
     evaluation: Dataset
+    vocabulary_sha256: str
     result: Path
     metrics: Path
     interval: int

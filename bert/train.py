@@ -19,7 +19,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from bert.checkpoint import load_weights, require_weights, save_weights
+from bert.checkpoint import VOCABULARY, check_weights, load_weights, save_weights
 from bert.clock import DataGuard
 from bert.config import Config
 from bert.displays import LivePanel, PlainLines
@@ -129,7 +129,7 @@ def check(config: Config, world_size: int) -> Inputs:
                 f"model.max_position_embeddings is {config.model.max_position_embeddings}"
             )
     if config.data.initial_checkpoint is not None:
-        require_weights(config.data.initial_checkpoint)
+        check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
     _plan(config, train, world_size, seed=0)
     try:
         choose(config.training.implementations)
@@ -145,7 +145,7 @@ def check(config: Config, world_size: int) -> Inputs:
         if path.exists():
             raise ValueError(f"{path} exists already: move it away, or set log.run to another number")
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
-    return Inputs(train, evaluation, result, metrics, interval)
+    return Inputs(train, evaluation, vocabulary.sha256, result, metrics, interval)
 
 
 def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> int:
@@ -188,7 +188,8 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
         loader.close()
         model = step.whole_model()
         if config.save_checkpoint and mesh.is_main:
-            save_weights(model, config.save_checkpoint, {"recipe": config.recipe, "commit": commit()})
+            metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
+            save_weights(model, config.save_checkpoint, metadata)
         if mesh.is_main:
             print(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,13 +14,16 @@ import transformers
 from safetensors.torch import load_file, save, save_file
 
 from bert import convert as convert_module
-from bert.checkpoint import copy_weights, load_weights, save_weights, to_hugging_face
+from bert.checkpoint import Weight, check_weights, copy_weights, load_weights, save_weights, write_safetensors
 from bert.config import ModelConfig
 from bert.convert import convert, open_source
+from bert.hugging_face import to_hugging_face
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters
 from dataloading.loader import batch_of
+from dataloading.samples import Samples
 from dataloading.synthetic import synthetic_samples
+from dataloading.tokenization import Tokenizer, Vocabulary
 from tests.unit.tf_bundles import make
 
 CONFIG = ModelConfig(2, 8, 2, 16, 30, 12)
@@ -42,6 +45,12 @@ def saved(tmp_path: Path) -> Path:
     path = tmp_path / "weights.safetensors"
     save_weights(random_model(0), path)
     return path
+
+
+def write_vocabulary(path: Path, words: int = 25) -> str:
+    """The special tokens and some words; returns its digest."""
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(words))]))
+    return Vocabulary.from_file(path).sha256
 
 
 def test_round_trip(saved: Path):
@@ -161,7 +170,8 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(saved: Path, monkey
 
 def test_the_bytes_are_those_of_the_safetensors_library(tmp_path: Path):
     model, path = random_model(0), tmp_path / "weights.safetensors"
-    save_weights(model, path, {"recipe": "kl\u00e9in"})
+    weights = {name: Weight(tuple(tensor.shape), tensor.clone) for name, tensor in model.state_dict().items()}
+    write_safetensors(path, weights, {"recipe": "kl\u00e9in"})
     assert path.read_bytes() == save(model.state_dict(), {"recipe": "kl\u00e9in"})
 
 
@@ -171,6 +181,7 @@ def test_the_bytes_are_those_of_the_safetensors_library(tmp_path: Path):
 @pytest.fixture
 def theirs(saved: Path, tmp_path: Path) -> Path:
     """A Hugging Face folder with the weights of ``saved``."""
+    write_vocabulary(tmp_path / "vocab.txt")
     convert(saved, "hugging-face", tmp_path / "theirs", 2)
     return tmp_path / "theirs"
 
@@ -182,11 +193,131 @@ def from_pretrained(folder: Path) -> Any:
     return model.eval()
 
 
+FOUR_HEADS = ModelConfig(2, 24, 4, 16, 30, 12, hidden_dropout=0.2, layer_norm_eps=1e-6)
+
+
+def test_a_file_says_which_model_it_holds(tmp_path: Path):
+    """Also what shapes do not tell, such as heads that are not 64 wide."""
+    write_vocabulary(tmp_path / "vocab.txt")
+    save_weights(random_model(0, FOUR_HEADS), tmp_path / "ours.safetensors")
+    assert open_source(tmp_path / "ours.safetensors").model == FOUR_HEADS
+    convert(tmp_path / "ours.safetensors", "safetensors", tmp_path / "again.safetensors")
+    assert open_source(tmp_path / "again.safetensors").model == FOUR_HEADS
+    convert(tmp_path / "again.safetensors", "hugging-face", tmp_path / "theirs")
+    assert json.loads((tmp_path / "theirs" / "config.json").read_bytes())["num_attention_heads"] == 4
+    with pytest.raises(ValueError, match="holds a model with 4 attention heads: leave --num-attention-heads 2 out"):
+        open_source(tmp_path / "ours.safetensors", 2)
+    other = BertForPreTraining(replace(FOUR_HEADS, num_attention_heads=2))
+    with pytest.raises(ValueError, match=r"a model with num_attention_heads 4, but model\.num_attention_heads is 2"):
+        load_weights(other, tmp_path / "ours.safetensors")
+
+
+def test_a_file_that_does_not_say_is_not_guessed_at(tmp_path: Path):
+    model = random_model(0, ModelConfig(2, 64, 4, 16, 30, 12))
+    save_file(model.state_dict(), tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match="does not say how many attention heads there are: set --num-attention-heads"):
+        open_source(tmp_path / "bare.safetensors")
+    assert open_source(tmp_path / "bare.safetensors", 4).model.num_attention_heads == 4
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        "{",
+        "[" * 100_000,
+        "[]",
+        "null",
+        "{}",
+        '{"hidden_size": 8}',
+        json.dumps(asdict(CONFIG) | {"hidden_size": "8"}),
+        json.dumps(asdict(CONFIG) | {"hidden_size": True}),
+        json.dumps(asdict(CONFIG) | {"num_attention_heads": 3}),
+        json.dumps(asdict(CONFIG) | {"more": 1}),
+    ],
+)
+def test_a_statement_that_makes_no_sense(tmp_path: Path, stated: str):
+    save_file(random_model(0).state_dict(), tmp_path / "odd.safetensors", {"model": stated})
+    with pytest.raises(ValueError, match=r"odd\.safetensors does not state its model as this program does"):
+        load_weights(random_model(1), tmp_path / "odd.safetensors")
+
+
+def test_a_file_is_checked_by_its_header(tmp_path: Path):
+    digest = write_vocabulary(tmp_path / "vocab.txt")
+    path = tmp_path / "ours.safetensors"
+    save_weights(random_model(0), path, {"vocabulary_sha256": digest})
+    check_weights(path, CONFIG, digest)
+    with pytest.raises(ValueError, match=r"was trained with another vocabulary .* set data\.vocab to that one"):
+        check_weights(path, CONFIG, "0" * 64)
+    for change, message in (
+        ({"num_hidden_layers": 3}, "lacks layers.2"),
+        ({"num_hidden_layers": 1}, "holds the unknown tensor layers.1"),
+        ({"vocab_size": 31}, "but the model section asks for"),
+        ({"num_attention_heads": 4}, "holds a model with num_attention_heads 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_weights(path, replace(CONFIG, **change), digest)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        check_weights(path, CONFIG, digest)
+
+
+def one_sample(ids: list[int], masked: int) -> Samples:
+    """A single segment with one masked token."""
+    return Samples(
+        input_ids=np.array(ids, np.uint16),
+        segment_ids=np.zeros(len(ids), np.uint8),
+        sequence_offsets=np.array([0, len(ids)]),
+        masked_lm_positions=np.array([masked], np.uint16),
+        masked_lm_ids=np.array([0], np.uint16),
+        masked_lm_offsets=np.array([0, 1]),
+        next_sentence_labels=np.array([0], np.uint8),
+    )
+
+
+def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
+    """With heads of an odd width, and the tokenizer that comes along."""
+    model = random_model(3, FOUR_HEADS).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(20)  # so that words differ
+    digest = write_vocabulary(tmp_path / "vocab.txt")
+    save_weights(model, tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
+    convert(tmp_path / "ours.safetensors", "hugging-face", tmp_path / "theirs")
+    fill: Any = transformers.pipeline("fill-mask", model=str(tmp_path / "theirs"))
+    found = fill("W3 [MASK] w7w1, w5", top_k=30)
+    tokenizer = Tokenizer.from_vocab(tmp_path / "vocab.txt")
+    words = tokenizer.vocabulary.ids
+    ids = [words[token] for token in ("[CLS]", "w3", "[MASK]", "[UNK]", "[UNK]", "w5", "[SEP]")]
+    batch = batch_of(one_sample(ids, masked=2))
+    with torch.no_grad():
+        expected_V = model.masked_lm_logits(model.head_inputs(batch)[1])[0].softmax(0)
+    got_V = torch.zeros(30)
+    for one in found:
+        got_V[one["token"]] = one["score"]
+    torch.testing.assert_close(got_V, expected_V, rtol=1e-4, atol=1e-6)
+
+
+def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):
+    digest = write_vocabulary(tmp_path / "words")
+    save_weights(random_model(0), tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
+    out = tmp_path / "theirs"
+    with pytest.raises(ValueError, match=r"there is no .*vocab\.txt: set --vocab to the vocabulary"):
+        convert(tmp_path / "ours.safetensors", "hugging-face", out)
+    write_vocabulary(tmp_path / "vocab.txt", 24)
+    with pytest.raises(ValueError, match=r"vocab\.txt is not the vocabulary that the model was trained with"):
+        convert(tmp_path / "ours.safetensors", "hugging-face", out)
+    write_vocabulary(tmp_path / "vocab.txt", 26)
+    with pytest.raises(ValueError, match="has 31 tokens, but the model 30 rows"):
+        convert(tmp_path / "ours.safetensors", "hugging-face", out)
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("name", ["tf1", "tf2"])
 def test_tensorflow_to_us_and_to_hugging_face_give_one_model(tmp_path: Path, name: str):
     """Both forms compute the same logits from the converted weights."""
     convert(BUNDLES / name, "safetensors", tmp_path / "ours.safetensors", 2)
-    convert(BUNDLES / name, "hugging-face", tmp_path / "theirs", 2)
+    write_vocabulary(tmp_path / "words")
+    convert(BUNDLES / name, "hugging-face", tmp_path / "theirs", 2, tmp_path / "words")
     ours, theirs = BertForPreTraining(CONFIG).eval(), from_pretrained(tmp_path / "theirs")
     load_weights(ours, tmp_path / "ours.safetensors")
     samples = synthetic_samples(np.array([12, 5, 9]), CONFIG.vocab_size, seed=4)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bert.checkpoint import copy_weights, from_hugging_face, to_hugging_face
+from bert.checkpoint import copy_weights
 from bert.config import ModelConfig
+from bert.hugging_face import from_hugging_face, to_hugging_face
 from bert.model import BertForPreTraining, initialize_
 from dataloading.loader import Batch, batch_of
 from dataloading.samples import Samples

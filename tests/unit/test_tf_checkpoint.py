@@ -373,9 +373,11 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path
     content = (folder / "tf1.data-00000-of-00001").read_bytes()
     entry = TensorBundle(folder / "tf1").entries["cls/seq_relationship/output_bias"]
     damaged = copied(folder, "tf1", tmp_path / "in", ".data-00000-of-00001", flipped(content, 8 * entry.offset + 3))
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
     for to, out in (("safetensors", tmp_path / "out" / "w.safetensors"), ("hugging-face", tmp_path / "out" / "folder")):
         with pytest.raises(ValueError, match="cls/seq_relationship/output_bias has the checksum"):
-            convert(damaged, to, out, 2)  # pyright: ignore[reportArgumentType]
+            convert(damaged, to, out, 2, vocab)  # pyright: ignore[reportArgumentType]
     assert list((tmp_path / "out").iterdir()) == []
 
 
