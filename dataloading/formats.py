@@ -4,9 +4,8 @@ from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
 
-import h5py
-
 from dataloading.hdf5 import open_native
+from dataloading.hdf5_file import HDF5File
 from dataloading.layouts import RaggedShard, open_fixed, unknown_info
 from dataloading.shard import REMEDY, DatasetInfo, FlatShard, Shard, map_file
 
@@ -54,8 +53,8 @@ def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int
 
 def _open_hdf5(path: Path, content: mmap) -> Shard:
     try:
-        with h5py.File(path, "r") as file:
-            return _reader(file)(path, file, content)
+        with HDF5File(path, content) as file:
+            return _reader(file)(path, file)
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError, MemoryError) as error:
         complaint = str(error)
         if complaint.startswith(str(path)):
@@ -63,14 +62,17 @@ def _open_hdf5(path: Path, content: mmap) -> Shard:
         raise ValueError(f"{path}: damaged or of another kind ({complaint}); {REMEDY}") from None
 
 
-def _reader(file: h5py.File) -> Callable[[Path, h5py.File, mmap], Shard]:
-    """The reader for an HDF5 file, told by the names and types of its datasets."""
-    if "format" in file.attrs or "sequence_offsets" in file:
+def _reader(file: HDF5File) -> Callable[[Path, HDF5File], Shard]:
+    """The reader for an HDF5 file, told by the names and types of its arrays."""
+    if file.attribute("format") is not None:
         return open_native
-    input_ids = file.get("input_ids")
-    if isinstance(input_ids, h5py.Dataset) and input_ids.ndim == 2:
-        return open_fixed
-    if isinstance(input_ids, h5py.Dataset) and h5py.check_vlen_dtype(input_ids.dtype) is not None:
-        return RaggedShard
-    names = ", ".join(sorted(file)) or "nothing"
-    raise ValueError(f"of no known layout: it holds {names[:200]}")
+    names = file.names
+    if "sequence_offsets" in names:
+        return open_native
+    if "input_ids" in names:
+        input_ids = file.array("input_ids")
+        if input_ids.ragged:
+            return RaggedShard
+        if len(input_ids.shape) == 2:
+            return open_fixed
+    raise ValueError(f"of no known layout: it holds {ascii(', '.join(names) or 'nothing')[1:201]}")

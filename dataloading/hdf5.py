@@ -7,15 +7,14 @@ archives and transport.
 
 import io
 import json
-import mmap
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import h5py
 import numpy as np
-from numpy.typing import NDArray
 
 from dataloading.files import write_atomically
+from dataloading.hdf5_file import HDF5Array, HDF5File
 from dataloading.samples import Samples
 from dataloading.shard import DatasetInfo, FlatShard, ShardRecord, check_content, check_offsets
 
@@ -25,8 +24,6 @@ SCHEMA_VERSION = 1
 Compression = Literal["none", "gzip"]
 
 _CHUNK_ELEMENTS = 1 << 16
-_MOST_EXPANSION = 1100
-"""Deflate packs at most 1,032 bytes into one, so an array that claims to be larger is not what the file holds."""
 
 DTYPES = {
     "input_ids": np.dtype("<u2"),
@@ -73,19 +70,20 @@ def write_shard(path: Path, samples: Samples, info: DatasetInfo, compression: Co
     )
 
 
-def open_native(path: Path, file: h5py.File, content: mmap.mmap) -> FlatShard:
-    """A file of `write_shard`, given open and mapped; checks its structure and reads nothing but the offsets.
+def open_native(path: Path, file: HDF5File) -> FlatShard:
+    """A file of `write_shard`, given open; checks its structure and, without compression, reads nothing but the offsets.
 
     Raises:
         ValueError: not of this version, or inconsistent.
     """
-    check_version(file.attrs.get("format"), file.attrs.get("schema_version"))
-    digest = str(file.attrs["digest"])
-    info = DatasetInfo(**json.loads(str(file.attrs["info"])))
-    datasets = {name: _dataset(file, name) for name in DTYPES}
-    compressed = datasets["input_ids"].get_create_plist().get_layout() == h5py.h5d.CHUNKED
-    arrays = {name: _array(content, dataset, name, compressed) for name, dataset in datasets.items()}
-    shard = FlatShard(path, info, "native", Samples(**arrays), None if compressed else content)
+    check_version(file.attribute("format"), file.attribute("schema_version"))
+    digest, info = file.attribute("digest"), file.attribute("info")
+    if not isinstance(digest, str) or not isinstance(info, str):
+        raise ValueError("the attributes digest and info are missing")
+    arrays = {name: _array(file, name) for name in DTYPES}
+    samples = Samples(**{name: array.read() for name, array in arrays.items()})
+    in_place = all(array.in_place for array in arrays.values())
+    shard = FlatShard(path, DatasetInfo(**json.loads(info)), "native", samples, file.content if in_place else None)
     shard.digest = digest
     return shard
 
@@ -96,53 +94,8 @@ def check_version(found_format: object, found_version: object) -> None:
         raise ValueError(f"{found_format}, schema version {found_version}; expected {FORMAT}, {SCHEMA_VERSION}")
 
 
-def view_contiguous(
-    content: mmap.mmap, dataset: h5py.h5d.DatasetID, name: str, dtype: np.dtype[Any]
-) -> NDArray[Any] | None:
-    """A dataset of an open file as an array over the map of the file, or None where it is not stored in one piece.
-
-    Raises:
-        ValueError: it claims to lie outside the file.
-    """
-    shape = dataset.shape or (0,)
-    size = int(np.prod(shape))
-    if size == 0:
-        return np.empty(shape, dtype)
-    offset = dataset.get_offset()
-    if offset is None:
-        return None
-    if offset + size * dtype.itemsize > len(content):
-        raise ValueError(f"{name} is not inside the file")
-    return np.frombuffer(content, dtype, size, offset).reshape(shape)
-
-
-def read_bounded_dataset(dataset: h5py.h5d.DatasetID, name: str, file_bytes: int) -> NDArray[Any]:
-    """A whole dataset in memory; ValueError where it claims more than a file of this size can hold."""
-    shape, dtype = dataset.shape or (0,), dataset.dtype
-    claimed = int(np.prod(shape)) * dtype.itemsize
-    if claimed > _MOST_EXPANSION * file_bytes:
-        raise ValueError(f"{name} claims {claimed:,} bytes in a file of {file_bytes:,}")
-    values = np.empty(shape, dtype)
-    if values.size:
-        dataset.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
-    return values
-
-
-def _dataset(file: h5py.File, name: str) -> h5py.h5d.DatasetID:
-    """A flat array of the file, by the library's low-level interface: a run opens thousands, ten times as fast this way."""
-    try:
-        dataset = h5py.h5d.open(file.id, name.encode())
-    except KeyError:
-        raise ValueError(f"{name} is missing, expected a flat array of {DTYPES[name]}") from None
-    if dataset.dtype != DTYPES[name] or len(dataset.shape or ()) != 1:
-        raise ValueError(f"{name} is {dataset.dtype} {dataset.shape}, expected a flat array of {DTYPES[name]}")
-    return dataset
-
-
-def _array(content: mmap.mmap, dataset: h5py.h5d.DatasetID, name: str, compressed: bool) -> NDArray[Any]:
-    if compressed:
-        return read_bounded_dataset(dataset, name, len(content))
-    view = view_contiguous(content, dataset, name, DTYPES[name])
-    if view is None:
-        raise ValueError(f"{name} is not stored in one piece inside the file")
-    return view
+def _array(file: HDF5File, name: str) -> HDF5Array:
+    array = file.array(name)
+    if array.ragged or array.dtype != DTYPES[name] or len(array.shape) != 1:
+        raise ValueError(f"{name} is {array.dtype} {array.shape}, expected a flat array of {DTYPES[name]}")
+    return array

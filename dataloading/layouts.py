@@ -9,7 +9,9 @@ padding among the masked positions.
 """
 
 import io
+import math
 import mmap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.files import write_atomically
-from dataloading.hdf5 import read_bounded_dataset, view_contiguous
+from dataloading.hdf5_file import HDF5Array, HDF5File
 from dataloading.samples import SampleBuilder, Samples, concatenate, offsets_of
 from dataloading.shard import MAX_ID, REMEDY, DatasetInfo, FlatShard, Shard, check_content, check_offsets
 
@@ -53,6 +55,7 @@ class FixedShard(Shard):
         super().__init__(path, unknown_info(columns["input_ids"].shape[1], columns["masked_lm_ids"].shape[1]))
         self._columns = columns
         self._content = content
+        self._as_in_samples = _as_in_samples([columns[name].dtype for name in _RAGGED])
 
     def __len__(self) -> int:
         return len(self._columns["next_sentence_labels"])
@@ -78,7 +81,7 @@ class FixedShard(Shard):
         rows = {name: column[index] for name, column in self._columns.items() if column.ndim == 2}
         length, masked = (int(np.count_nonzero(rows[name])) for name in ("input_mask", "masked_lm_positions"))
         solid = rows["input_mask"][:length].all() and rows["masked_lm_positions"][:masked].all()
-        if not solid or [rows[name].itemsize for name in _RAGGED] != [2, 1, 2, 2]:
+        if not solid or not self._as_in_samples:
             return False
         sizes = (length, length, masked, masked)
         parts = (memoryview(rows[name][:size].tobytes()) for name, size in zip(_RAGGED, sizes, strict=True))
@@ -106,18 +109,18 @@ class RaggedShard(Shard):
     row_offsets: NDArray[np.int64]
     """[R + 1] first sample of each row; a row is a pack in the packed layout, and one sample otherwise."""
 
-    def __init__(self, path: Path, file: h5py.File, content: mmap.mmap) -> None:
+    def __init__(self, path: Path, file: HDF5File) -> None:
         super().__init__(path, unknown_info())
         # Numba comes with it, which takes half a second that other layouts need not spend.
         from dataloading.variable_length import VariableLengthColumn
 
-        self._content = content
-        self.layout = "packed" if "packed_input_len" in file else "varlength"
-        self._columns = {name: VariableLengthColumn(content, file, name) for name in _RAGGED}
+        self._content = file.content
+        self.layout = "packed" if "packed_input_len" in file.names else "varlength"
+        self._columns = {name: VariableLengthColumn(file, name) for name in _RAGGED}
         rows = len(self._columns["input_ids"].counts)
         if self.layout == "packed":
             packed = ("packed_input_len", "packed_masked_lm_len", "next_sentence_labels")
-            sizes = {name: VariableLengthColumn(content, file, name) for name in packed}
+            sizes = {name: VariableLengthColumn(file, name) for name in packed}
             counts = sizes["packed_input_len"].counts
             self._lengths, self._masked_counts, labels = (
                 narrow(column.rows(0, len(column.counts)), np.int64, name, path) for name, column in sizes.items()
@@ -128,7 +131,7 @@ class RaggedShard(Shard):
             counts = np.ones(rows, np.int64)
             self._lengths = self._columns["input_ids"].counts
             self._masked_counts = self._columns["masked_lm_ids"].counts
-            labels = _one_value_a_row(file, "next_sentence_labels", rows)
+            labels = _one_value_a_row(file.array("next_sentence_labels"), rows)
         self._labels = narrow(labels, np.uint8, "next_sentence_labels", path)
         self.row_offsets = offsets_of(counts)
         self._row_of = np.repeat(np.arange(rows), counts)
@@ -141,8 +144,9 @@ class RaggedShard(Shard):
             if not np.array_equal(in_rows, self._columns[name].counts):
                 raise ValueError(f"{name} has rows of other lengths than its neighbours")
         self.held_bytes = sum(column.held_bytes for column in self._columns.values())
-        sizes = [column.element_bytes for column in self._columns.values()]
-        self._rows_are_samples = self.layout == "varlength" and sizes == [2, 1, 2, 2]
+        self._rows_are_samples = self.layout == "varlength" and _as_in_samples(
+            [self._columns[name].dtype for name in _RAGGED]
+        )
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -265,43 +269,32 @@ def narrow(values: NDArray[Any], dtype: Any, name: str, path: Path) -> NDArray[A
     return values.astype(dtype, copy=False)
 
 
-def open_fixed(path: Path, file: h5py.File, content: mmap.mmap) -> Shard:
-    """A shard of the fixed layout, given open and mapped; ValueError where it is damaged."""
-    datasets = {}
-    for name in _FIXED:
-        dataset = file.get(name)
-        if not isinstance(dataset, h5py.Dataset) or dataset.dtype.kind not in "iu":
-            raise ValueError(f"{name} is {dataset}, expected an array of integers")
-        datasets[name] = dataset
-    shape: tuple[int, ...] = datasets["input_ids"].shape or (0,)
-    masked_shape: tuple[int, ...] = datasets["masked_lm_ids"].shape or (0,)
+def open_fixed(path: Path, file: HDF5File) -> Shard:
+    """A shard of the fixed layout, given open; ValueError where it is damaged."""
+    arrays = {name: file.array(name) for name in _FIXED}
+    shape, masked_shape = arrays["input_ids"].shape, arrays["masked_lm_ids"].shape
     expected = dict.fromkeys(("input_ids", "input_mask", "segment_ids"), shape)
     expected |= {"masked_lm_positions": masked_shape, "masked_lm_ids": masked_shape}
     for name, wanted in expected.items():
-        if datasets[name].shape != wanted or len(wanted) != 2 or wanted[0] != shape[0]:
-            raise ValueError(f"{name} has shape {datasets[name].shape}, input_ids {shape}")
-    if datasets["next_sentence_labels"].size != shape[0]:
-        raise ValueError(f"next_sentence_labels has shape {datasets['next_sentence_labels'].shape}, input_ids {shape}")
-    views = {name: view_contiguous(content, dataset.id, name, dataset.dtype) for name, dataset in datasets.items()}
-    columns = {name: view for name, view in views.items() if view is not None}
-    if len(columns) == len(views):
-        columns["next_sentence_labels"] = columns["next_sentence_labels"].reshape(-1)
-        return FixedShard(path, columns, content)
-    return _hold(path, datasets)
+        if arrays[name].ragged or arrays[name].shape != wanted or len(wanted) != 2 or wanted[0] != shape[0]:
+            raise ValueError(f"{name} has shape {arrays[name].shape}, input_ids {shape}")
+    labels = _one_value_a_row(arrays["next_sentence_labels"], shape[0])
+    columns = {name: arrays[name].read() for name in expected} | {"next_sentence_labels": labels}
+    if all(array.in_place for array in arrays.values()):
+        return FixedShard(path, columns, file.content)
+    rows = FixedShard(path, columns, None)
+    blocks = [
+        rows.read(start, min(start + _ROWS_AT_A_TIME, len(rows))) for start in range(0, len(rows), _ROWS_AT_A_TIME)
+    ]
+    return FlatShard(path, rows.info, "fixed", concatenate(blocks))
 
 
-def _hold(path: Path, datasets: dict[str, h5py.Dataset]) -> Shard:
-    """A compressed file of the fixed layout, unpacked a few rows at a time into flat arrays."""
-    file_bytes = path.stat().st_size
-    labels = read_bounded_dataset(datasets["next_sentence_labels"].id, "next_sentence_labels", file_bytes).reshape(-1)
-    blocks = []
-    for start in range(0, len(labels), _ROWS_AT_A_TIME):
-        rows = slice(start, start + _ROWS_AT_A_TIME)
-        columns = {name: np.asarray(dataset[rows]) for name, dataset in datasets.items()}
-        columns["next_sentence_labels"] = labels[rows]
-        blocks.append(FixedShard(path, columns, None).read(0, len(labels[rows])))
-    info = unknown_info(datasets["input_ids"].shape[1], datasets["masked_lm_ids"].shape[1])
-    return FlatShard(path, info, "fixed", concatenate(blocks))
+def _as_in_samples(dtypes: Sequence[np.dtype[Any]]) -> bool:
+    """Whether the integers of `_RAGGED` are stored as `Samples` has them, so that bytes can be taken as they are."""
+    return [dtype.str[1:] for dtype in dtypes if dtype.str[0] in "<|"] in (
+        ["i2", "i1", "i2", "i2"],
+        ["u2", "u1", "u2", "u2"],
+    )
 
 
 def _prefix(marked: NDArray[np.bool_], name: str, path: Path) -> NDArray[np.bool_]:
@@ -311,11 +304,10 @@ def _prefix(marked: NDArray[np.bool_], name: str, path: Path) -> NDArray[np.bool
     return marked
 
 
-def _one_value_a_row(file: h5py.File, name: str, rows: int) -> NDArray[Any]:
-    dataset = file.get(name)
-    if not isinstance(dataset, h5py.Dataset) or dataset.dtype.kind not in "iu" or dataset.size != rows:
-        raise ValueError(f"{name} is {dataset}, expected {rows} integers")
-    return np.asarray(dataset[()]).reshape(-1)
+def _one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
+    if array.ragged or math.prod(array.shape) != rows:
+        raise ValueError(f"{array.name} has shape {array.shape}, expected {rows} integers")
+    return array.read().reshape(-1)
 
 
 def _check_writable(samples: Samples, info: DatasetInfo, path: Path) -> None:

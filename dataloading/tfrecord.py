@@ -10,6 +10,7 @@ masked_lm_ids [max_predictions_per_seq] and masked_lm_weights, which are floats;
 
 import mmap
 import struct
+from array import array
 from pathlib import Path
 from typing import Self
 
@@ -125,26 +126,26 @@ class TFRecordFile:
     def _find_records(self) -> NDArray[np.int64]:
         """[n, 2] where the data of each record begins and ends."""
         content, end = self._content, len(self._content)
-        bounds: list[tuple[int, int]] = []
+        bounds = array("q")  # a record may have a single byte, and a pair of numbers takes a hundred
         place = 0
         while place < end:
             if end - place < _HEADER.size:
-                raise self._error(len(bounds), place, f"the file ends within its header; {_REMEDY}")
+                raise self._error(len(bounds) // 2, place, f"the file ends within its header; {_REMEDY}")
             length, crc = _HEADER.unpack_from(content, place)
             if _masked_crc(content[place : place + 8]) != crc:
                 raise self._error(
-                    len(bounds), place, f"its length has another CRC: no TFRecord file, or damaged; {_REMEDY}"
+                    len(bounds) // 2, place, f"its length has another CRC: no TFRecord file, or damaged; {_REMEDY}"
                 )
             if length > end - place - _FRAME_BYTES:
                 found = f"{length:,} bytes long, and the file ends {end - place:,} bytes after its beginning"
-                raise self._error(len(bounds), place, f"{found}; {_REMEDY}")
+                raise self._error(len(bounds) // 2, place, f"{found}; {_REMEDY}")
             if length > _MAX_RECORD_BYTES:
                 found = f"{length:,} bytes long; expected the reference's samples, of at most {_MAX_RECORD_BYTES:,}"
-                raise self._error(len(bounds), place, found)
+                raise self._error(len(bounds) // 2, place, found)
             place += _HEADER.size
-            bounds.append((place, place + length))
+            bounds.extend((place, place + length))
             place += length + 4
-        return np.array(bounds, np.int64)
+        return np.array(bounds, np.int64).reshape(-1, 2)
 
     def _read_block(self, start: int, stop: int) -> tuple[Samples, tuple[int, int]]:
         """Samples ``start`` to ``stop``, and the lengths of the last one's lists with padding."""

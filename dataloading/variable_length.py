@@ -3,63 +3,52 @@
 An element of a variable-length dataset is a reference into the file's global heap: a count, the address of a heap
 collection and the number of an object inside it (HDF5 File Format Specification 3.0, sections III.E and IV.A.2.d). The
 HDF5 library follows one reference at a time and allocates memory for each. Here the references are taken as one array,
-those that are asked for are followed by a compiled loop, and the objects are gathered from the map of the file.
+those that are asked for are followed by a compiled loop, and the objects are gathered from the map of the file: filters pack
+references, never the heap.
 """
 
-import mmap
 from typing import Any
 
-import h5py
 import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.hdf5 import view_contiguous
+from dataloading.hdf5_file import HDF5File
 from dataloading.samples import offsets_of, ragged_indices, row_blocks
 
-_REFERENCE = np.dtype([("count", "<u4"), ("address", "<u8"), ("object", "<u4")])
 _SIGNATURE = np.frombuffer(b"GCOL\x01", np.uint8)
-_OFFSET_BYTES = 8
-"""Bytes of a file address: what the HDF5 library writes unless told otherwise."""
 
 
 class VariableLengthColumn:
-    """A one-dimensional dataset of variable-length integers, n rows.
+    """A one-dimensional array of variable-length integers, n rows.
 
     Raises:
-        ValueError: not such a dataset, or its references lead out of the file.
+        ValueError: not such an array, or more elements than the file holds.
     """
 
     counts: NDArray[np.int64]
     """[n] elements of each row."""
 
-    def __init__(self, content: mmap.mmap, file: h5py.File, name: str) -> None:
-        dataset = file.get(name)
-        base = h5py.check_vlen_dtype(dataset.dtype) if isinstance(dataset, h5py.Dataset) else None
-        if not isinstance(dataset, h5py.Dataset) or base is None or base.kind not in "iu" or dataset.ndim != 1:
-            raise ValueError(f"{name} is {dataset}, expected rows of integers of variable length")
+    def __init__(self, file: HDF5File, name: str) -> None:
+        array = file.array(name)
+        if not array.ragged or len(array.shape) != 1:
+            raise ValueError(f"{name} is {array.dtype} {array.shape}, expected rows of integers of variable length")
+        if not file.plain_references:
+            raise ValueError(f"{name} lies in a file with a user block or short addresses: write it again without")
+        references = array.read()
         self.name = name
-        self._dtype = base
-        references = self._references(content, file, dataset)
-        if references is None:
-            self._hold(dataset)
-            return
-        self._bytes = np.frombuffer(content, np.uint8)
-        self._view = memoryview(content)
-        self._values = None
+        self.dtype = array.dtype
+        """Of the integers."""
+        self.held_bytes = 0 if array.in_place else references.nbytes
+        """Memory taken by the references, where they are packed."""
+        self._bytes = np.frombuffer(file.content, np.uint8)
+        self._view = memoryview(file.content)
         self._addresses = references["address"].astype(np.int64)
         self._objects = references["object"].astype(np.int64)
         self.counts = references["count"].astype(np.int64)
-
-    @property
-    def element_bytes(self) -> int:
-        """Bytes of one integer."""
-        return self._dtype.itemsize
-
-    @property
-    def held_bytes(self) -> int:
-        """Memory taken by rows that cannot be read in place."""
-        return 0 if self._values is None else self._values.nbytes
+        claimed = int(self.counts.sum()) * self.dtype.itemsize
+        if claimed > len(file.content):  # some rows share an object, and would multiply it
+            raise ValueError(f"{name} claims {claimed:,} bytes in a file of {len(file.content):,}")
 
     def take(self, rows: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
         """Elements ``starts`` to ``starts + lengths`` of the chosen ``rows``, row after row.
@@ -67,9 +56,7 @@ class VariableLengthColumn:
         Raises:
             ValueError: the heap of the file is damaged.
         """
-        if self._values is not None:
-            return _gather(self._values, self._starts[rows] + starts, lengths)
-        size = self._dtype.itemsize
+        size = self.dtype.itemsize
         places, bad = _follow(
             self._bytes, self._addresses[rows], self._objects[rows], self.counts[rows] * size, _SIGNATURE
         )
@@ -77,16 +64,13 @@ class VariableLengthColumn:
             raise ValueError(f"{self.name}: the reference of row {int(rows[bad])} leads to no such object in the heap")
         firsts = places + starts * size
         if not (firsts % size).any():
-            aligned = self._bytes[: len(self._bytes) // size * size].view(self._dtype)
+            aligned = self._bytes[: len(self._bytes) // size * size].view(self.dtype)
             return _gather(aligned, firsts // size, lengths)
-        return _gather(self._bytes, firsts, lengths * size).view(self._dtype)
+        return _gather(self._bytes, firsts, lengths * size).view(self.dtype)
 
     def row(self, index: int) -> memoryview:
         """The bytes of one row; errors as in `take`."""
-        size = int(self.counts[index]) * self._dtype.itemsize
-        if self._values is not None:
-            start = int(self._starts[index]) * self._dtype.itemsize
-            return self._values.data.cast("B")[start : start + size] if size else memoryview(b"")
+        size = int(self.counts[index]) * self.dtype.itemsize
         if size == 0:
             return memoryview(b"")
         place = _place_of(self._bytes, int(self._addresses[index]), int(self._objects[index]), size, _SIGNATURE)
@@ -98,18 +82,6 @@ class VariableLengthColumn:
         """All elements of rows ``first`` to ``stop``."""
         rows = np.arange(first, stop)
         return self.take(rows, np.zeros(len(rows), np.int64), self.counts[rows])
-
-    def _references(self, content: mmap.mmap, file: h5py.File, dataset: h5py.Dataset) -> NDArray[Any] | None:
-        """[n] references, or None where they cannot be seen in place: stored in chunks, or in a file of another kind."""
-        plain = file.userblock_size == 0 and file.id.get_create_plist().get_sizes()[0] == _OFFSET_BYTES
-        return view_contiguous(content, dataset.id, self.name, _REFERENCE) if plain else None
-
-    def _hold(self, dataset: h5py.Dataset) -> None:
-        """Reads all rows through the library, for files whose references are compressed or unusual."""
-        rows = dataset[()]
-        self.counts = np.array([len(row) for row in rows], np.int64)
-        self._starts = offsets_of(self.counts)[:-1]
-        self._values = np.concatenate([np.empty(0, self._dtype), *rows]).astype(self._dtype)
 
 
 def _gather(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:
