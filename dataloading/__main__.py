@@ -16,9 +16,9 @@ from dataloading.dataset import (
     Part,
     index_shards,
     merge,
+    new_folder,
     open_dataset,
     parts_in,
-    require_absent_or_empty,
     scan_shards,
     write_dataset,
 )
@@ -134,12 +134,15 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
         out: Folder to make, with links to the shards, where nothing may be written beside them.
     """
     names = _shard_names(folder)
-    if out is not None:
-        require_absent_or_empty(out)
-        out.mkdir(parents=True, exist_ok=True)
-        for name in names:
-            (out / name).symlink_to((folder / name).resolve())
-    dataset = index_shards(out or folder, names, _info_of(folder, names, vocab))
+    info = _info_of(folder, names, vocab)
+    if out is None:
+        dataset = index_shards(folder, names, info)
+    else:
+        with new_folder(out) as aside:
+            for name in names:
+                (aside / name).symlink_to((folder / name).resolve())
+            index_shards(aside, names, info)
+        dataset = open_dataset(out)
     print(f"{dataset.folder}: {_counts(dataset)}")
 
 
@@ -265,7 +268,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
         with open_shard(path) as shard:
             blocks.append(shard.verify())
     samples = concatenate(blocks)
-    with atomic_path(out) as temporary, temporary.open("wb") as file:
+    with atomic_path(out) as temporary, temporary.open("xb") as file:
         np.savez_compressed(
             file,
             length=samples.lengths.astype(np.int16),

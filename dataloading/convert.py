@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.dataset import Dataset, index_shards, require_absent_or_empty, shard_name
+from dataloading.dataset import Dataset, index_shards, new_folder, open_dataset, shard_name
 from dataloading.formats import whole_shard
 from dataloading.hdf5 import Compression, write_shard
 from dataloading.jobs import begun, run_tasks
@@ -59,7 +59,6 @@ def convert_to_packed(
     Which samples share a pack is random, and so is the order of the packs. Errors as in `convert`; a conversion that was
     stopped begins again.
     """
-    require_absent_or_empty(out)
     count = len(source.shards)
 
     def planned() -> Iterator[Packs]:
@@ -67,12 +66,13 @@ def convert_to_packed(
 
     # Planned twice, so that the number of packs is known before the first is written and no plan has to be kept.
     bounds = np.linspace(0, sum(len(packs) for packs in planned()), count + 1).astype(np.int64)
-    out.mkdir(parents=True, exist_ok=True)
-    for index, (samples, offsets) in enumerate(_cut(planned(), bounds)):
-        path = out / shard_name(index, count)
-        write_packed(path, source.take(samples), offsets, source.info)
-        report(path.name)
-    return index_shards(out, [shard_name(index, count) for index in range(count)], source.info)
+    names = [shard_name(index, count) for index in range(count)]
+    with new_folder(out) as aside:
+        for name, (samples, offsets) in zip(names, _cut(planned(), bounds), strict=True):
+            write_packed(aside / name, source.take(samples), offsets, source.info)
+            report(name)
+        index_shards(aside, names, source.info)
+    return open_dataset(out)
 
 
 def _cut(windows: Iterator[Packs], bounds: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

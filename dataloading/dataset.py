@@ -14,6 +14,7 @@ import os
 import resource
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.files import read_bounded, sync, write_atomically
+from dataloading.files import atomic_path, open_regular, read_json, sync, write_atomically
 from dataloading.formats import open_shard
 from dataloading.hdf5 import FORMAT, SCHEMA_VERSION, check_version, write_shard
 from dataloading.samples import SampleBuilder, Samples, concatenate
@@ -84,24 +85,16 @@ def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetI
     Raises:
         ValueError: the folder holds something, there are fewer samples than shards, or they break what ``info`` says.
     """
-    folder = folder.absolute()
     require_absent_or_empty(folder)
     if not 1 <= shards <= len(samples):
         raise ValueError(f"shards is {shards} for {len(samples):,} samples; expected 1 to the number of samples")
     bounds = np.linspace(0, len(samples), shards + 1).astype(np.int64)
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
+    with new_folder(folder) as partial:
         records = []
         for index, (start, stop) in enumerate(pairwise(bounds.tolist())):
             path = partial / shard_name(index, shards)
             records.append(write_shard(path, samples.slice(start, stop), info))
         write_metadata(partial, records, samples.lengths, samples.masked_counts, info)
-        partial.rename(folder)
-        sync(folder.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def write_metadata(
@@ -130,6 +123,19 @@ def write_metadata(
     write_atomically(folder / (part.manifest_name if part else MANIFEST_NAME), json.dumps(manifest, indent=1).encode())
 
 
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder that becomes ``folder`` when the block ends without an error, and is removed otherwise.
+
+    Raises:
+        ValueError: ``folder`` holds something.
+    """
+    require_absent_or_empty(folder)
+    with atomic_path(folder) as aside:
+        aside.mkdir(parents=True)
+        yield aside
+
+
 def require_absent_or_empty(folder: Path) -> None:
     """ValueError unless a data set can be made at ``folder``."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -143,14 +149,13 @@ def open_dataset(folder: Path, part: Part | None = None) -> "Dataset":
         ValueError: metadata missing, damaged, of another version, or at odds with itself.
     """
     path = folder / (part.manifest_name if part else MANIFEST_NAME)
-    content = read_bounded(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
+    manifest = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
     try:
-        manifest = json.loads(content)
         check_version(manifest["format"], manifest["schema_version"])
         info = DatasetInfo(**manifest["info"])
         shards = tuple(ShardRecord(**record) for record in manifest["shards"])
         lengths_sha256 = manifest["lengths_sha256"]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{path}: damaged or of another kind ({error}); {REMEDY}") from None
     lengths_path = folder / (part.lengths_name if part else LENGTHS_NAME)
     lengths = _read_lengths(lengths_path, sum(shard.samples for shard in shards), lengths_sha256)
@@ -369,15 +374,17 @@ def merge(folders: list[Path], out: Path) -> Dataset:
     _check_sources(members)
     sources = {name: digest for dataset in members for name, digest in dataset.info.sources.items()}
     paths = [dataset.folder / record.name for dataset in members for record in dataset.shards]
-    if {path.parent.absolute() for path in paths} != {out.absolute()}:
-        records = [replace(record, name=shard_name(index, len(records))) for index, record in enumerate(records)]
-        require_absent_or_empty(out)
-        out.mkdir(parents=True, exist_ok=True)
-        for path, record in zip(paths, records, strict=True):
-            _link_or_copy(path, out / record.name)
     lengths = np.concatenate([dataset.lengths for dataset in members])
     masked_counts = np.concatenate([dataset.masked_counts for dataset in members])
-    write_metadata(out, records, lengths, masked_counts, replace(infos[0], sources=sources))
+    info = replace(infos[0], sources=sources)
+    if {path.parent.absolute() for path in paths} == {out.absolute()}:
+        write_metadata(out, records, lengths, masked_counts, info)
+    else:
+        records = [replace(record, name=shard_name(index, len(records))) for index, record in enumerate(records)]
+        with new_folder(out) as aside:
+            for path, record in zip(paths, records, strict=True):
+                _link_or_copy(path, aside / record.name)
+            write_metadata(aside, records, lengths, masked_counts, info)
     return open_dataset(out)
 
 
@@ -451,10 +458,8 @@ def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.copyfile(source, partial)
-        sync(partial)
-        partial.replace(target)
+        shutil.copyfile(source, target)
+        sync(target)
 
 
 def _remedy_without_manifest(folder: Path) -> str:
@@ -472,7 +477,7 @@ def _read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     try:
         if (size := path.stat().st_size) > limit:
             raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {REMEDY}")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None

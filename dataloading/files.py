@@ -1,31 +1,71 @@
 """Files that are written whole or not at all, and read with a bound."""
 
+import json
 import os
+import re
+import secrets
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
+from typing import Any
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that becomes ``path``, safely on disk, when the block ends without an error."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    """A temporary name beside ``path`` that becomes ``path``, safely on disk, when the block ends without an error.
+
+    The block makes a file or a folder of that name, which nobody can know before. When it fails, what it made is removed.
+    """
+    temporary = path.absolute().with_name(f".{path.absolute().name}.{secrets.token_hex(8)}.partial")
     try:
         yield temporary
         sync(temporary)
         temporary.replace(path)
-        sync(path.parent)
+        sync(path.absolute().parent)
     except OSError as error:
-        # Writing to an open file fails without its name.
-        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+        # Writing to an open file fails without its name, and the temporary one means nothing to anybody.
+        named = str(error.filename or temporary)
+        raise OSError(
+            error.errno, error.strerror or str(error), str(path) if named.startswith(str(temporary)) else named
+        ) from None
     finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
         temporary.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """``content`` as the file ``path``, which appears complete and safely on disk, or not at all."""
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(content)
+    with atomic_path(path) as temporary, temporary.open("xb") as file:
+        file.write(content)
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a path has a name of `atomic_path`'s: something unfinished."""
+    return _TEMPORARY.fullmatch(path.name) is not None
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """A file open for reading.
+
+    Raises:
+        ValueError: it is a pipe, a device or the like, which may never answer and never end.
+        OSError: it cannot be opened.
+    """
+    # Opening a pipe would wait for somebody to write to it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode) and not stat.S_ISDIR(mode):
+            raise ValueError(f"{path}: a pipe or a device, expected a file; copy what it gives to one")
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
@@ -35,13 +75,26 @@ def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
         ValueError: it cannot be read, or is larger; ``remedy`` says what to do about either.
     """
     try:
-        size = path.stat().st_size
-        if size > limit:
-            raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {remedy}")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > limit:
+                raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {remedy}")
             return file.read(size)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {remedy}") from None
+
+
+def read_json(path: Path, limit: int, remedy: str) -> Any:
+    """What a JSON file of at most ``limit`` bytes says.
+
+    Raises:
+        ValueError: as of `read_bounded`, or it is no JSON, nested too deeply, or holds a number of thousands of digits.
+    """
+    content = read_bounded(path, limit, remedy)
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged or of another kind ({error}); {remedy}") from None
 
 
 def sync(path: Path) -> None:

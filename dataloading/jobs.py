@@ -12,13 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dataloading.files import read_bounded, write_atomically
+from dataloading.files import is_temporary, read_json, write_atomically
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
 _MAX_DESCRIPTION_BYTES = 64 << 20
-_UNFINISHED = ".*.partial"
 _REMEDY = "delete the folder and begin again"
 
 
@@ -37,13 +36,13 @@ def begun(
     path = folder / name
     there, new = folder.exists(), not path.exists()
     # Another process may be writing the same description at this moment, under a hidden name.
-    if new and there and (not folder.is_dir() or any(not entry.match(_UNFINISHED) for entry in folder.iterdir())):
+    if new and there and (not folder.is_dir() or any(not is_temporary(entry) for entry in folder.iterdir())):
         raise ValueError(f"{folder} is there already; name a folder that does not exist or is empty")
     if new:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(path, json.dumps(description, indent=1).encode())
     _check_same(path, description)
-    for leftover in folder.rglob(_UNFINISHED) if alone else ():
+    for leftover in filter(is_temporary, folder.rglob(".*.partial")) if alone else ():
         leftover.unlink()
     try:
         yield
@@ -97,10 +96,7 @@ def _end_with_parent() -> None:
 
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
     """ValueError unless the job begun in a folder is this one."""
-    try:
-        there = json.loads(read_bounded(path, _MAX_DESCRIPTION_BYTES, _REMEDY))
-    except ValueError as error:
-        raise ValueError(f"{path}: damaged ({error}); {_REMEDY}") from None
+    there = read_json(path, _MAX_DESCRIPTION_BYTES, _REMEDY)
     wanted = json.loads(json.dumps(description))
     if there == wanted:
         return

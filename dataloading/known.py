@@ -13,9 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.dataset import Dataset
+from dataloading.files import read_bounded
 from dataloading.pretraining_data import PretrainingOptions
 from dataloading.samples import Samples
 from dataloading.shard import DatasetInfo
+from dataloading.tokenization import text_lines
 
 VOCABULARY_MD5 = "64800d5d8528ce344256daf115d4965e"
 TRAINING_SAMPLES = 156_726_829
@@ -90,7 +92,7 @@ def check_published(dataset: Dataset, checksums: Path) -> Iterator[str]:
         ValueError: a shard is not in the list or differs, or the list names one that the data set lacks.
     """
     listed = {}
-    for line in checksums.read_text(encoding="utf-8").splitlines():
+    for line in text_lines(read_bounded(checksums, _MAX_LIST_BYTES, "name a list of digests"), checksums):
         fields = line.split()
         if fields:
             if len(fields) != 2:
@@ -107,6 +109,9 @@ def check_published(dataset: Dataset, checksums: Path) -> Iterator[str]:
         yield f"{record.name}: content md5 as published"
     if listed:
         raise ValueError(f"{dataset.folder}: {len(listed)} listed shard(s) are missing, such as {min(listed)}")
+
+
+_MAX_LIST_BYTES = 64 << 20
 
 
 class Census:

@@ -18,6 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from dataloading.dataset import Dataset, Part, index_shards, shard_name
+from dataloading.files import open_regular
 from dataloading.formats import whole_shard
 from dataloading.hdf5 import Compression, write_shard
 from dataloading.jobs import begun, run_tasks
@@ -173,7 +174,7 @@ def _check_texts(texts: Sequence[Path]) -> None:
     """OSError or ValueError where a text cannot be read, is empty, or is another one's copy."""
     by_size: dict[int, list[Path]] = {}
     for path in texts:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             by_size.setdefault(file.seek(0, os.SEEK_END), []).append(path)
     for path in by_size.get(0, []):
         raise ValueError(f"{path}: no text found; expected one sentence a line, an empty line between documents")
@@ -185,5 +186,5 @@ def _check_texts(texts: Sequence[Path]) -> None:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -20,6 +20,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataloading.files import read_bounded
 from dataloading.samples import Samples, offsets_of
 from dataloading.tokenization import Tokenizer, Vocabulary, text_lines
 
@@ -28,6 +29,12 @@ _MIN_SEQ_LENGTH = 5
 
 _MAX_SEQ_LENGTH = (1 << 15) - 1
 """Lengths and positions are stored in 16 bits, and dumped in signed ones."""
+
+_MAX_TEXT_BYTES = 4 << 30
+"""The benchmark's texts have 27 MB; 30 times as much memory is needed."""
+
+_MAX_LINE = 16 << 20
+"""Characters; a text without line feeds would be one sentence."""
 
 _DRAWS_OF_ANOTHER_DOCUMENT = 10
 """How often the reference draws a document for a random next segment before it accepts the document at hand."""
@@ -84,11 +91,14 @@ def read_documents(paths: Sequence[Path]) -> list[list[str]]:
     file before it.
 
     Raises:
-        ValueError: a file is not UTF-8, or has no text.
+        ValueError: a file cannot be read, is not UTF-8, too large, or has no text or a line that is no sentence.
     """
     documents: list[list[str]] = [[]]
     for path in paths:
-        lines = text_lines(path.read_bytes(), path)
+        lines = text_lines(read_bounded(path, _MAX_TEXT_BYTES, "split the text into smaller files"), path)
+        if (longest := max(map(len, lines), default=0)) > _MAX_LINE:
+            number = next(number for number, line in enumerate(lines, 1) if len(line) == longest)
+            raise ValueError(f"{path}: line {number:,} has {longest:,} characters; expected one sentence a line")
         if not any(lines):
             raise ValueError(f"{path}: no text found; expected one sentence a line, an empty line between documents")
         for line in lines:

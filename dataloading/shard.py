@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from dataloading.files import open_regular
 from dataloading.samples import SampleBuilder, Samples
 
 REMEDY = "copy or prepare the data set again"
@@ -40,16 +41,15 @@ class DatasetInfo:
         limits = {"vocab_size": MAX_ID + 1, "max_seq_length": MAX_ID, "max_predictions_per_seq": MAX_ID}
         for name, most in limits.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= most:
+            if type(value) is not int or not 1 <= value <= most:
                 raise ValueError(f"{name} is {value!r}; expected 1 to {most:,}")
-        for name, expected in (
-            ("vocabulary_md5", str),
-            ("vocabulary_sha256", str),
-            ("options", dict),
-            ("sources", dict),
-        ):
-            if not isinstance(getattr(self, name), expected):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {expected.__name__}")
+        for name in ("vocabulary_md5", "vocabulary_sha256"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is no text")
+        for name, kinds in (("options", (int, float, bool, str)), ("sources", (str,))):
+            values = getattr(self, name)
+            if not isinstance(values, dict) or not all(isinstance(value, kinds) for value in values.values()):
+                raise ValueError(f"{name} are no settings by name")
 
     def without_sources(self) -> Self:
         """What all shards of a data set agree on."""
@@ -74,11 +74,12 @@ class ShardRecord:
 
     def __post_init__(self) -> None:
         # A name, not a path: a manifest must not lead out of its folder.
-        if not isinstance(self.name, str) or self.name in ("", "..") or Path(self.name).name != self.name:
+        plain = isinstance(self.name, str) and self.name not in ("", "..") and self.name.isprintable()
+        if not plain or Path(self.name).name != self.name:
             raise ValueError(f"shard name {self.name!r}; expected a file name such as part_00000_of_00001.hdf5")
         counts = (self.samples, self.tokens, self.masked_tokens, self.file_bytes)
-        if not all(isinstance(count, int) and count >= 0 for count in counts):
-            raise ValueError(f"counts of {self.name} are {counts}; expected non-negative integers")
+        if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):
+            raise ValueError(f"counts of {self.name} are no whole numbers from 0")
         if not isinstance(self.digest, str):
             raise ValueError(f"digest of {self.name} is {self.digest!r}; expected text")
 
@@ -255,12 +256,13 @@ def map_file(path: Path) -> mmap.mmap:
     # Python's own open(): opened by another library, the file would raise no audit event "open", by which a timed run
     # notices that data is touched.
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}; {REMEDY}") from None
+        complaint = str(error).removeprefix(f"{path}: ")
+        raise ValueError(f"{path}: {complaint}; {REMEDY}") from None
 
 
 def check_indices(indices: NDArray[np.int64], count: int, path: Path) -> None:

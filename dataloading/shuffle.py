@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.dataset import Dataset, index_shards, shard_name
-from dataloading.files import read_bounded, write_atomically
+from dataloading.files import read_json, write_atomically
 from dataloading.formats import whole_shard
 from dataloading.hdf5 import Compression, write_shard
 from dataloading.jobs import begun
@@ -81,7 +81,7 @@ def shuffle(
         spill = out / BUCKETS_NAME
         if not (spill / "complete.json").exists():
             _fill_buckets(source, spill, buckets, seed, report)
-        complete = json.loads(read_bounded(spill / "complete.json", 1 << 24, "delete the folder and begin again"))
+        complete = read_json(spill / "complete.json", 1 << 24, "delete the folder and begin again")
         _write_shards(source.info, out, complete["samples"], shards, seed, compression, report)
         dataset = index_shards(out, [shard_name(index, shards) for index in range(shards)], source.info)
         _check_multiset(dataset, complete["digest"], report)

@@ -19,6 +19,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataloading.files import open_regular
 from dataloading.samples import Samples, concatenate
 
 _HEADER = struct.Struct("<QI")
@@ -77,7 +78,7 @@ class TFRecordFile:
         self.path = path
         # Python's own open(): a timed run notices by its audit event that data is touched.
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 first_bytes = file.read(_HEADER.size)
                 self._check_kind(first_bytes)
                 self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

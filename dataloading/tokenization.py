@@ -21,8 +21,13 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import models
 
+from dataloading.files import read_bounded
+
 MAX_CHARACTERS_PER_WORD = 200
 """A longer word is [UNK] as a whole."""
+
+_MAX_VOCABULARY_BYTES = 64 << 20
+"""A thousand for each token."""
 
 _CACHED_WORDS = 1 << 20
 """Words remembered before the memory starts afresh; about 150 MB at most for English."""
@@ -58,9 +63,9 @@ class Vocabulary:
         reference does.
 
         Raises:
-            ValueError: not UTF-8, a special token is missing, or more tokens than 16-bit ids can name.
+            ValueError: it cannot be read, is not UTF-8, a special token is missing, or more tokens than 16-bit ids can name.
         """
-        content = path.read_bytes()
+        content = read_bounded(path, _MAX_VOCABULARY_BYTES, "name a BERT vocabulary, one token a line")
         tokens = tuple(dict.fromkeys(text_lines(content, path)))
         missing = [token for token in _SPECIAL_TOKENS if token not in tokens]
         if missing:

@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dataloading.files import atomic_path, read_bounded, write_atomically
+from dataloading.files import atomic_path, open_regular, read_bounded, read_json, write_atomically
 from dataloading.jobs import begun, run_tasks
 
 Sentences = Literal["punkt", "plain"]
@@ -355,7 +355,7 @@ def _make_part(task: _Task) -> tuple[int, PartRecord, bool]:
     split = sentence_splitter(task.sentences)
     sources, evaluation = [], []
     articles_with_text, digest = 0, hashlib.sha256()
-    with atomic_path(task.path) as temporary, temporary.open("wb") as file:
+    with atomic_path(task.path) as temporary, temporary.open("xb") as file:
         for path, (count, seed) in zip(task.inputs, task.held_out, strict=True):
             content = read_bounded(path, _MAX_INPUT_BYTES, "give WikiExtractor's files, of 1 MB by default")
             sources.append(FileRecord(_input_name(path), len(content), _sha256(content)))
@@ -388,7 +388,7 @@ def _finished_part(task: _Task) -> PartRecord | None:
 def _read_record(path: Path) -> tuple[PartRecord, list[str]] | None:
     """(record, evaluation articles) of a finished part; None where there is none, or a damaged one."""
     try:
-        content = json.loads(read_bounded(path, _MAX_RECORD_BYTES, "make it again"))
+        content = read_json(path, _MAX_RECORD_BYTES, "make it again")
         record, evaluation = _part_record(content["record"]), content["evaluation"]
         return (record, evaluation) if _sha256(_joined(evaluation)) == record.evaluation_sha256 else None
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -478,7 +478,7 @@ def _input_name(path: Path) -> str:
 
 
 def _file_record(path: Path, name: str) -> FileRecord:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return FileRecord(name, path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
 
 
