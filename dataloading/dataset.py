@@ -142,24 +142,37 @@ def require_absent_or_empty(folder: Path) -> None:
         raise ValueError(f"{folder} is there already; name a folder that does not exist or is empty")
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """What the manifest of a data set says."""
+
+    info: DatasetInfo
+    shards: tuple[ShardRecord, ...]
+    lengths_sha256: str
+
+
+def read_manifest(folder: Path, part: Part | None = None) -> Manifest:
+    """The manifest of a data set, or of one part of it; ValueError where it is missing, damaged or of another version."""
+    path = folder / (part.manifest_name if part else MANIFEST_NAME)
+    found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
+    try:
+        check_version(found["format"], found["schema_version"])
+        shards = tuple(ShardRecord(**record) for record in found["shards"])
+        return Manifest(DatasetInfo(**found["info"]), shards, found["lengths_sha256"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged or of another kind ({error}); {REMEDY}") from None
+
+
 def open_dataset(folder: Path, part: Part | None = None) -> "Dataset":
     """Opens a data set, or one part of it: reads the manifest and the length index, and touches no shard.
 
     Raises:
         ValueError: metadata missing, damaged, of another version, or at odds with itself.
     """
-    path = folder / (part.manifest_name if part else MANIFEST_NAME)
-    manifest = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
-    try:
-        check_version(manifest["format"], manifest["schema_version"])
-        info = DatasetInfo(**manifest["info"])
-        shards = tuple(ShardRecord(**record) for record in manifest["shards"])
-        lengths_sha256 = manifest["lengths_sha256"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: damaged or of another kind ({error}); {REMEDY}") from None
+    manifest = read_manifest(folder, part)
     lengths_path = folder / (part.lengths_name if part else LENGTHS_NAME)
-    lengths = _read_lengths(lengths_path, sum(shard.samples for shard in shards), lengths_sha256)
-    return Dataset(folder, info, shards, lengths)
+    lengths = _read_lengths(lengths_path, sum(shard.samples for shard in manifest.shards), manifest.lengths_sha256)
+    return Dataset(folder, manifest.info, manifest.shards, lengths)
 
 
 class Dataset:

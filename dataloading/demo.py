@@ -2,11 +2,10 @@
 
 import hashlib
 import platform
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from dataloading.dataset import open_dataset, write_dataset
+from dataloading.dataset import LENGTHS_NAME, MANIFEST_NAME, open_dataset, read_manifest, shard_name, write_dataset
 from dataloading.documents import Document, demo_documents
 from dataloading.pretraining_data import PretrainingOptions, create_samples, tokenize_documents
 from dataloading.samples import Samples
@@ -27,6 +26,8 @@ def write_demo(folder: Path, vocab: Path) -> bool:
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
     if all(_is_current(folder / name, tokenizer, options) for name, _, options in splits):
         return False
+    for name, _, _ in splits:
+        _require_ours(folder / name, name)
     documents = demo_documents()
     for name, held_out, options in splits:
         chosen = [document for document in documents if document.held_out == held_out]
@@ -37,11 +38,10 @@ def write_demo(folder: Path, vocab: Path) -> bool:
             vocabulary_md5=tokenizer.digest["md5"],
             vocabulary_sha256=tokenizer.digest["sha256"],
             options=_recorded(options),
-            sources={f"standard library, {name}": text_digest(chosen)},
+            sources={_source(name): text_digest(chosen)},
         )
         samples = demo_samples(chosen, tokenizer, options)
-        if (folder / name / "manifest.json").exists():
-            shutil.rmtree(folder / name)
+        _clear(folder / name)
         write_dataset(folder / name, samples, shards=SHARDS, info=info)
     return True
 
@@ -56,6 +56,32 @@ def text_digest(documents: list[Document]) -> str:
     """SHA-256 of the documents' text: which text a Python version brought."""
     text = "\n\n".join("\n".join(document.sentences) for document in documents)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _source(name: str) -> str:
+    return f"standard library, {name}"
+
+
+def _require_ours(folder: Path, name: str) -> None:
+    """ValueError where the folder holds anything that no demo has made."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    own = {MANIFEST_NAME, LENGTHS_NAME, *(shard_name(index, SHARDS) for index in range(SHARDS))}
+    try:
+        made_here = set(read_manifest(folder).info.sources) == {_source(name)}
+    except ValueError:
+        made_here = False
+    if not made_here or not own.issuperset(path.name for path in folder.iterdir()):
+        raise ValueError(
+            f"{folder} holds something else than the demo's data, which is not touched: move it away, or name another --out"
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Remove the files of an older demo, the manifest last: without it they would be nobody's."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    for path in sorted(found, key=lambda path: path.name == MANIFEST_NAME):
+        path.unlink()
 
 
 def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str]:

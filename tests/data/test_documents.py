@@ -1,5 +1,6 @@
 """The demo corpus: prose of the standard library, the same every time, with whole modules held out."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from dataloading.dataset import open_dataset
 from dataloading.demo import write_demo
 from dataloading.documents import HELD_OUT_PERCENT, Document, demo_documents, write_text
 from dataloading.pretraining_data import read_documents
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, SmallRun
 
 VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 
@@ -102,3 +103,35 @@ def test_the_data_are_made_once_and_mended_when_damaged(tmp_path: Path) -> None:
     shard.write_bytes(content)
     assert write_demo(tmp_path, VOCAB)
     open_dataset(tmp_path / "evaluation").verify()
+
+
+@pytest.mark.parametrize("name", ["train", "evaluation"])
+@pytest.mark.parametrize("foreign", ["a data set", "a damaged one", "a file beside", "a file"])
+def test_what_the_demo_has_not_made_is_not_touched(
+    tmp_path: Path, small_run: SmallRun, name: str, foreign: str, made: Path
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(made, folder)
+    (folder / "train" / "lengths.npy").write_bytes(b"")  # or nothing would be made anew
+    if foreign == "a data set":
+        shutil.rmtree(folder / name)
+        shutil.copytree(small_run.folder / "train", folder / name)
+    elif foreign == "a damaged one":
+        (folder / name / "manifest.json").write_text("{}")
+    elif foreign == "a file beside":
+        (folder / name / "thesis.txt").write_text("years of work")
+    else:
+        shutil.rmtree(folder / name)
+        (folder / name).write_text("a file")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises((ValueError, OSError)) as caught:
+        write_demo(folder, VOCAB)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert str(folder / name) in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder, VOCAB)
+    return folder
