@@ -180,6 +180,7 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
                 timed.steps, timed.samples = resumed.step, resumed.samples
                 timed.skipped = resumed.step - resumed.optimizer_steps
             log.init_stop()
+            guard.require_untouched()
             barrier()
             log.run_start()
             guard.release()
