@@ -62,7 +62,7 @@ def stated_model(metadata: Mapping[str, str], source: str) -> ModelConfig | None
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:
     """Write fp32 weights one after the other, so that no more than one of them is in memory."""
-    with path.open("wb") as file:
+    with path.open("xb") as file:
         file.write(safetensors_header({name: weight.shape for name, weight in weights.items()}, metadata)[0])
         for name, weight in sorted(weights.items()):
             tensor = weight.read().float().contiguous()

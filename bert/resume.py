@@ -6,18 +6,21 @@
                          state.json             everything else, with size and digest of each file
 
 Nothing in it depends on how many ranks wrote it: what is sharded is gathered, and the sample order follows from seed and
-step. Rank 0 writes and reads. Safetensors and JSON rather than PyTorch's own formats, because those unpickle, and whoever
-can write to the folder could run code then. A checkpoint gets its name when all of it is on disk.
+step. Rank 0 writes and reads, and one run at a time has the folder (``bert.checkpoint_lock``). Safetensors and JSON rather
+than PyTorch's own formats, because those unpickle, and whoever can write to the folder could run code then. A checkpoint
+gets its name when all of it is on disk.
 
 Training waits only for the copy to the host's memory; a thread writes it from there.
 """
 
 import hashlib
 import json
+import math
+import os
 import re
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,17 +31,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bert.checkpoint import Weight, write_safetensors
+from bert.checkpoint_lock import lock_checkpoints
 from bert.config import Config
 from bert.parallel.collectives import agreed_text, all_reduce_min_, broadcast_
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.dataset import Dataset
-from dataloading.files import read_bounded, sync
+from dataloading.files import atomic_path, open_regular, read_json, sync, write_atomically
 
 FORMAT = 1
 _FILES = ("model.safetensors", "momentum.safetensors", "variance.safetensors")
 _STATE_BYTES = 1 << 20
 _REMEDY = "remove it, or resume from another"
+_PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -58,10 +63,16 @@ class RunState:
     """What must be the same when the run goes on."""
     path: str = ""
 
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """All its whole numbers."""
-        return self.step, self.samples, self.optimizer_steps, self.seed, self.dropout_draws
+    def require_sound(self) -> None:
+        """Raise ``TypeError`` where a value is of another type, or a number beyond what a run can have."""
+        counts = self.step, self.samples, self.optimizer_steps, self.seed, self.dropout_draws
+        if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):
+            raise TypeError
+        if not isinstance(self.settings, dict) or not all(isinstance(value, str) for value in self.settings.values()):
+            raise TypeError
+        scales = [] if self.fp8_scales is None else self.fp8_scales
+        if not isinstance(scales, list) or not all(type(scale) is float and 0 < scale < math.inf for scale in scales):
+            raise TypeError
 
 
 class Checkpoints:
@@ -80,6 +91,8 @@ class Checkpoints:
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
         size, pinned = step.flat.weights_P.numel(), mesh.device.type == "cuda"
+        self._removable = set(_by_step(self._folder)) if mesh.is_main else set()
+        """Checkpoints that are this run's own to replace: those it goes on from, and those it has written."""
         self._copies = [torch.empty(size, pin_memory=pinned) for _ in _FILES] if mesh.is_main else []
         """[P] each, in the host's memory: what is being written."""
 
@@ -146,29 +159,24 @@ class Checkpoints:
 
     def _write_folder(self, state: RunState) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        for left in self._folder.glob(".step_*.partial"):  # by a run that was killed
-            shutil.rmtree(left)
         final = self._folder / f"step_{state.step:08}"
-        partial = final.with_name(f".{final.name}.partial")
-        partial.mkdir()
-        try:
+        with atomic_path(final) as partial:
+            partial.mkdir()
             for name, copy_P in zip(_FILES, self._copies, strict=True):
                 write_safetensors(partial / name, _weights(self._step, copy_P), {})
                 sync(partial / name)
             files = {name: _digest(partial / name) for name in _FILES}
             text = json.dumps({"format": FORMAT, **asdict(state), "files": files}, indent=1)
-            (partial / "state.json").write_text(text, encoding="utf-8")
-            for path in (partial / "state.json", partial):
-                sync(path)
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
-            sync(self._folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            write_atomically(partial / "state.json", text.encode())
+            sync(partial)
+            if final in self._removable:
+                shutil.rmtree(final, ignore_errors=True)
         # Those of later steps are not counted: a run that has passed over broken ones still keeps its own.
+        self._removable.add(final)
         earlier = [path for path in _by_step(self._folder) if _step_of(path) <= state.step]
         for old in earlier[self._config.keep :]:
-            shutil.rmtree(old)
+            if old in self._removable:
+                shutil.rmtree(old)
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
@@ -192,21 +200,47 @@ def reseed(seed: int, steps: int, mesh: Mesh) -> None:
     torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
 
 
+def lock(folder: Path, mesh: Mesh) -> None:
+    """Keep other runs out of a folder of checkpoints until this process ends; every rank must call it at the same time.
+
+    Where there can be no lock, that is a warning. Raises ``ValueError`` on every rank when another run is there.
+    """
+
+    def take() -> str:
+        # Of a run that is started again, a process that is just being ended may still have it.
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        try:
+            lock_checkpoints(folder, _PATIENCE_S if again else 0.0)
+        except OSError as error:
+            return f"warning: no lock on {folder} ({error.strerror}): see that no other run writes there"
+        return ""
+
+    warning = _told_by_main(take, mesh)
+    if warning and mesh.is_main:
+        print(warning, flush=True)
+
+
 def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
     """The newest whole checkpoint in ``folder`` that this run may go on from; all ranks agree.
 
     Raises ``ValueError`` on every rank when there is none, with what is wrong with each.
     """
+    found = _told_by_main(lambda: json.dumps(asdict(_newest(folder, config, train))), mesh)
+    return RunState(**json.loads(found))
+
+
+def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
+    """What ``act`` returns on rank 0, on every rank; its ``ValueError`` or ``OSError`` is a ``ValueError`` on every rank."""
     answer = ""
     if mesh.is_main:
         try:
-            answer = json.dumps(asdict(_newest(folder, config, train)))
+            answer = act()
         except (ValueError, OSError) as error:
             answer = f"error: {error}"
     answer = agreed_text(answer, mesh)
     if answer.startswith("error: "):
         raise ValueError(answer.removeprefix("error: "))
-    return RunState(**json.loads(answer))
+    return answer
 
 
 def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
@@ -226,6 +260,8 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None:
             if state.fp8_scales is not None:
+                if len(state.fp8_scales) != step.fp8.scale_S.numel():
+                    raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
                 step.fp8.set_scales_(torch.tensor(state.fp8_scales))
             step.fp8.refresh_weights_()
 
@@ -273,15 +309,16 @@ def _read_state(path: Path) -> RunState:
     """Raises ``ValueError`` unless the checkpoint is whole."""
     name = path / "state.json"
     try:
-        content = json.loads(read_bounded(name, _STATE_BYTES, _REMEDY))
+        content = read_json(name, _STATE_BYTES, _REMEDY)
         if content.pop("format") != FORMAT:
             raise ValueError(f"{name}: of another format than {FORMAT}; {_REMEDY}")
         files: dict[str, Any] = content.pop("files")
         state = RunState(**content | {"path": str(path)})
-        whole = {file: dict(files[file]) for file in _FILES}
-        if not all(isinstance(value, int) and value >= 0 for value in state.counts):
+        whole = {file: {name: files[file][name] for name in ("bytes", "sha256")} for file in _FILES}
+        state.require_sound()
+        if not all(type(digest["bytes"]) is int for digest in whole.values()):
             raise TypeError
-    except (json.JSONDecodeError, UnicodeDecodeError, AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{name}: not the state of a run ({type(error).__name__}); {_REMEDY}") from None
     for file, digest in whole.items():
         if not (path / file).is_file():
@@ -295,7 +332,7 @@ def _read_state(path: Path) -> RunState:
 
 
 def _digest(path: Path) -> dict[str, object]:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
@@ -313,6 +350,9 @@ def _read_into(step: TrainingStep, path: Path, vector_P: Tensor) -> None:
     try:
         with safe_open(path, "pt") as file:
             for name, part in _parts(step, vector_P):
-                part.copy_(file.get_tensor(name))
+                found = file.get_tensor(name)
+                if found.shape != part.shape:  # one that is smaller would be repeated
+                    raise ValueError(f"{path} holds {name} of shape {tuple(found.shape)}, expected {tuple(part.shape)}")
+                part.copy_(found)
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ValueError(f"{path} is not a whole safetensors file of this model ({error}); {_REMEDY}") from error

@@ -41,7 +41,7 @@ from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, lea
 from bert.parallel.watchdog import Watchdog
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
-from bert.resume import Checkpoints, RunState, checkpoint_folders, find, restore
+from bert.resume import Checkpoints, RunState, checkpoint_folders, find, lock, restore
 from bert.slow_ranks import SlowRanks
 from bert.step import TrainingStep, build_model, empty_model
 from bert.timed_run import Inputs, TimedRun
@@ -150,6 +150,8 @@ def check(config: Config, world_size: int) -> Inputs:
 
 def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> int:
     """Initialise, start the clock, train to the target, stop the clock. Returns the exit status."""
+    if config.checkpoint.folder is not None:
+        lock(config.checkpoint.folder, mesh)
     resumed = _resumed(config, inputs, mesh)
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
@@ -360,8 +362,9 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh) -> RunState | None:
 
 
 def _refuse_others(config: Config) -> None:
-    folder = config.checkpoint.folder
-    if folder and not config.resume and checkpoint_folders(folder):
+    folder, source = config.checkpoint.folder, config.resume
+    own = folder and source and folder.resolve() in (source.resolve(), source.resolve().parent)
+    if folder and not own and checkpoint_folders(folder):
         raise ValueError(f"{folder} holds checkpoints of another run: go on from them with resume, or move them away")
 
 

@@ -1,5 +1,6 @@
 """Files that are written whole or not at all, and read with a bound."""
 
+import errno
 import json
 import os
 import re
@@ -51,17 +52,12 @@ def is_temporary(path: Path) -> bool:
 
 
 def open_regular(path: Path) -> BufferedReader:
-    """A file open for reading.
-
-    Raises:
-        ValueError: it is a pipe, a device or the like, which may never answer and never end.
-        OSError: it cannot be opened.
-    """
+    """A file open for reading; OSError for what is none, such as a pipe, which may never answer, or a device without end."""
     # Opening a pipe would wait for somebody to write to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode) and not stat.S_ISDIR(mode):
-            raise ValueError(f"{path}: a pipe or a device, expected a file; copy what it gives to one")
+            raise OSError(errno.EINVAL, "a pipe or a device, expected a file", str(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

@@ -261,8 +261,7 @@ def map_file(path: Path) -> mmap.mmap:
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
     except ValueError as error:
-        complaint = str(error).removeprefix(f"{path}: ")
-        raise ValueError(f"{path}: {complaint}; {REMEDY}") from None
+        raise ValueError(f"{path}: {error}; {REMEDY}") from None
 
 
 def check_indices(indices: NDArray[np.int64], count: int, path: Path) -> None:

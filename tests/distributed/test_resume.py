@@ -153,7 +153,7 @@ def test_broken_checkpoints_are_passed_over_with_reasons(
         f"# resumed from: {folder / 'step_00000008'}\n" in (tmp_path / "tiny_cpu" / "bert" / "result_0.txt").read_text()
     ), output
     for reason in (
-        "step_00000020/state.json: not the state of a run",
+        "step_00000020/state.json: damaged or of another kind",
         r"step_00000016/variance.safetensors: 1,000 bytes, expected [\d,]+",
         "step_00000012/momentum.safetensors: its content has changed since it was written",
     ):
@@ -199,6 +199,27 @@ def test_checkpoints_of_another_run_are_not_mixed_in(
     assert "holds checkpoints of another run" in process.output
 
 
+def test_two_runs_at_a_time_do_not_share_a_folder(
+    small_run: SmallRun, tmp_path: Path, whole: tuple[Path, list[dict[str, float]]]
+) -> None:
+    folder = tmp_path / "checkpoints"
+    changes = settings(folder, training__max_samples=10_000_000, checkpoint__every_steps=1_000_000)
+    first = Program("bert.train", small_run.arguments(tmp_path / "first", **changes))
+    wait_for(lambda: (tmp_path / "first" / "tiny_cpu" / "bert" / "result_0.txt").exists(), first)
+    with Ranks(small_run.arguments(tmp_path / "second", **changes), 2) as second:
+        assert second.ends() == [2, 2]
+    assert f"{folder} is where another run writes its checkpoints (process {first.pid} on host " in second.output
+    assert not (tmp_path / "second").exists()
+    first.send_signal(signal.SIGTERM)
+    first.wait(PATIENCE_S)
+    assert len(list(folder.glob("step_*"))) == 1
+    # Another run's are not taken for what a run that goes on from elsewhere has left.
+    changes = settings(folder, resume=whole[0] / "checkpoints", model__hidden_dropout=0.1)
+    third = Program("bert.train", small_run.arguments(tmp_path / "third", **changes))
+    assert third.wait(PATIENCE_S) == 2
+    assert f"{folder} holds checkpoints of another run" in third.output
+
+
 def test_only_the_newest_are_kept_and_a_signal_writes_one(small_run: SmallRun, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     changes = settings(folder, checkpoint__keep=2, training__max_samples=10_000_000, log__interval_steps=3)
@@ -206,7 +227,7 @@ def test_only_the_newest_are_kept_and_a_signal_writes_one(small_run: SmallRun, t
     wait_for(lambda: (folder / "step_00000040").exists(), process)
     process.send_signal(signal.SIGTERM)
     process.wait(PATIENCE_S)
-    found = sorted(path.name for path in folder.iterdir())
+    found = sorted(path.name for path in folder.iterdir() if path.name != ".lock")
     assert len(found) == 2
     last = records(tmp_path, "step")[-1]["step"]
     assert found[-1] == f"step_{int(last):08}"

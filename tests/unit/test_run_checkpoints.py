@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bert import resume
+from bert.checkpoint_lock import lock_checkpoints
 from bert.config import Config
 from bert.metrics import Stopwatch
 from bert.parallel.mesh import Mesh
@@ -24,9 +27,10 @@ from bert.resume import Checkpoints, checkpoint_folders, find, fixed_settings, r
 from bert.step import TrainingStep, build_model
 from bert.timed_run import TimedRun
 from bert.train import parse
+from dataloading import files
 from dataloading.dataset import Dataset, open_dataset
 from dataloading.loader import batch_of
-from tests.conftest import SmallRun
+from tests.conftest import REPOSITORY, SmallRun
 
 MESH = Mesh(0, 1, 0, torch.device("cpu"))
 SEED = 7
@@ -113,7 +117,8 @@ def test_training_goes_on_while_one_is_written_and_does_not_change_it(make: Make
     assert run.checkpoints.failure() is None
     assert run.checkpoints.longest_s is None
     run.take(2, 3, 4)
-    assert [path.name for path in run.folder.iterdir()] == [".step_00000002.partial"]
+    [unfinished] = run.folder.iterdir()
+    assert re.fullmatch(r"\.step_00000002\.[0-9a-f]{16}\.partial", unfinished.name)
     gate.set()
     run.checkpoints.wait()
     assert not run.checkpoints.writing
@@ -219,29 +224,34 @@ def test_a_mistake_of_the_program_is_no_warning(make: Make, monkeypatch: pytest.
 def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) -> None:
     run = make()
     assert run.save(1) is None
-    (run.folder / "step_00000001").rename(run.folder / ".step_00000001.partial")
-    (run.folder / ".step_00000009.partial").mkdir()
+    (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
+    (run.folder / ".step_00000009.0123456789abcdef.partial").mkdir()
     (run.folder / "step_x").mkdir()
     assert checkpoint_folders(run.folder) == []
+    lock = lock_checkpoints(run.folder, patience_s=0)
     assert run.save(2) is None
-    assert sorted(path.name for path in run.folder.iterdir()) == ["step_00000002", "step_x"]
+    assert sorted(path.name for path in run.folder.iterdir()) == [".lock", "step_00000002", "step_x"]
+    os.close(lock)
 
 
 def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that at no time a part of it has the name."""
-    run, sync, numbers, brought = make(), resume.sync, set(), []
+    run, sync, numbers, brought = make(), files.sync, set(), []
 
     def noting(path: Path) -> None:
         numbers.update(folder.stat().st_ino for folder in run.folder.glob(".step_*"))
-        brought.append(str(path.relative_to(run.folder)))
+        name = re.sub(r"[0-9a-f]{16}", "random", str(path.relative_to(run.folder)))
+        brought.append(re.sub(r"\.state.json.random.partial", "state.json", name))
         sync(path)
 
     monkeypatch.setattr(resume, "sync", noting)
+    monkeypatch.setattr(files, "sync", noting)
     assert run.save(1) is None
     assert numbers == {(run.folder / "step_00000001").stat().st_ino}
-    files = ("model.safetensors", "momentum.safetensors", "variance.safetensors", "state.json")
-    partial = ".step_00000001.partial"
-    assert brought == [*(f"{partial}/{name}" for name in files), partial, "."]
+    names = ("model.safetensors", "momentum.safetensors", "variance.safetensors", "state.json")
+    partial = ".step_00000001.random.partial"
+    assert list(dict.fromkeys(brought)) == [*(f"{partial}/{name}" for name in names), partial, "."]
+    assert brought[-1] == "."
 
 
 def test_random_numbers_after_a_checkpoint_are_of_its_step_and_rank() -> None:
@@ -267,6 +277,7 @@ def test_those_that_were_passed_over_do_not_push_out_what_the_run_writes(make: M
     run = make(checkpoint__keep=1)
     for steps in (8, 12):
         (run.folder / f"step_{steps:08}").mkdir(parents=True)
+    run = make(checkpoint__keep=1)
     for steps in (9, 10):
         assert run.save(steps) is None
     names = [path.name for path in checkpoint_folders(run.folder)]
@@ -302,9 +313,7 @@ def test_waiting_for_one_may_take_as_long_as_writing_others_did(make: Make, monk
     run.checkpoints.save(2, 16)
     run.checkpoints.wait()
     TimedRun._look_at_checkpoint(timed, run.checkpoints)
-    assert warnings == [
-        f"no checkpoint was written: {run.folder}/.step_00000002.partial/model.safetensors/not a folder: Not a directory"
-    ]
+    assert warnings == [f"no checkpoint was written: {run.folder}/step_00000002: Not a directory"]
 
 
 def test_they_are_due_by_steps(make: Make) -> None:
@@ -331,10 +340,39 @@ def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (damage(lambda state: state.update(dropout_draws="1")), "not the state of a run (TypeError)"),
         (damage(lambda state: state.update(seed=1.5)), "not the state of a run (TypeError)"),
         (damage(lambda state: state.update(optimizer_steps=None)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(step=True)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(samples=10**30)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(settings=[])), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(settings={"model.vocab_size": 3})), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(fp8_scales=3)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(fp8_scales=["1"])), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(fp8_scales=[float("nan")])), "not the state of a run (TypeError)"),
+        (
+            damage(lambda state: state["files"]["variance.safetensors"].pop("bytes")),
+            "not the state of a run (KeyError)",
+        ),
+        (
+            damage(lambda state: state["files"]["variance.safetensors"].pop("sha256")),
+            "not the state of a run (KeyError)",
+        ),
+        (
+            damage(lambda state: state["files"].update({"variance.safetensors": [[1]]})),
+            "not the state of a run (TypeError)",
+        ),
+        (
+            damage(lambda state: state["files"]["variance.safetensors"].update(bytes={})),
+            "not the state of a run (TypeError)",
+        ),
+        (lambda path: (path / "state.json").write_text("[" * 100_000), "state.json: damaged or of another kind ("),
+        (lambda path: (path / "state.json").write_text("1" * 100_000), "state.json: damaged or of another kind ("),
+        (lambda path: (path / "state.json").unlink() or os.mkfifo(path / "state.json"), "a pipe or a device"),
         (damage(lambda state: state["files"].pop("variance.safetensors")), "not the state of a run (KeyError)"),
         (damage(lambda state: state.update(files=3)), "not the state of a run (TypeError)"),
         (lambda path: (path / "state.json").write_text("[]"), "not the state of a run ("),
-        (lambda path: (path / "state.json").write_bytes(b"\xff"), "not the state of a run (UnicodeDecodeError)"),
+        (
+            lambda path: (path / "state.json").write_bytes(b"\xff"),
+            "state.json: damaged or of another kind ('utf-8' codec",
+        ),
         (lambda path: (path / "state.json").write_bytes(b" " * 2_000_000), "2,000,000 bytes, expected at most"),
         (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
         (lambda path: (path / "momentum.safetensors").unlink(), "momentum.safetensors is missing"),
@@ -342,7 +380,7 @@ def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     ],
 )
 def test_one_that_is_not_whole_is_refused_with_the_reason(
-    make: Make, spoil: Callable[[Path], None], message: str
+    make: Make, spoil: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make()
     assert run.save(4) is None
@@ -350,6 +388,9 @@ def test_one_that_is_not_whole_is_refused_with_the_reason(
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         find(run.folder, run.config, run.train, MESH)
     assert "remove it, or resume from another" in str(raised.value)
+    assert run.save(3) is None
+    assert find(run.folder, run.config, run.train, MESH).step == 3
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -388,6 +429,58 @@ def test_weights_of_another_model_behind_the_right_digest_are_refused(make: Make
     save_file({"x": torch.zeros(2)}, run.folder / "step_00000004" / "momentum.safetensors")
     with pytest.raises(ValueError, match="not a whole safetensors file of this model"):
         restore(run.step, state, MESH)
+
+
+def test_weights_of_another_shape_are_not_spread_over_the_model(make: Make) -> None:
+    run = make()
+    assert run.save(4) is None
+    state = find(run.folder, run.config, run.train, MESH)
+    path = run.folder / "step_00000004" / "momentum.safetensors"
+    save_file({name: tensor.flatten()[:1] for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(ValueError, match=r"of shape \(1,\), expected"):
+        restore(run.step, state, MESH)
+
+
+def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:
+    """As two runs that share a folder whose file system has no locks."""
+    first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
+    for steps in (1, 2, 3):
+        assert first.save(2 * steps) is None
+        assert second.save(2 * steps + 1) is None
+    assert [path.name for path in checkpoint_folders(first.folder)] == ["step_00000007", "step_00000006"]
+    error = second.save(6)
+    assert error is not None
+    assert error.filename == str(first.folder / "step_00000006")
+    assert find(first.folder / "step_00000006", first.config, first.train, MESH).step == 6
+
+
+def test_a_folder_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from bert.checkpoint_lock import lock_checkpoints
+try:
+    lock_checkpoints(Path(sys.argv[1]), float(sys.argv[2]))
+    print("locked", flush=True)
+    sys.stdin.read()
+except ValueError as error:
+    print(error)
+"""
+    folder = tmp_path / "new" / "checkpoints"
+
+    def start(patience_s: float) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, str(folder), str(patience_s)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+
+    first = start(0)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "locked\n"
+    refused, _ = start(0).communicate()
+    assert refused.startswith(f"{folder} is where another run writes its checkpoints (process {first.pid} on host ")
+    waiting = start(600)
+    first.kill()
+    first.communicate()
+    assert waiting.communicate()[0] == "locked\n"
 
 
 def test_an_empty_folder_and_none_are_refused(make: Make, tmp_path: Path) -> None:
