@@ -25,7 +25,8 @@ from bert.config import ModelConfig
 from bert.hugging_face import hugging_face_names, stated_heads, write_folder
 from bert.model import BertForPreTraining
 from bert.tf_checkpoint import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name, tf2_names
-from dataloading.files import atomic_path
+from dataloading.files import atomic_path, open_regular
+from dataloading.jobs import end_in_order
 from dataloading.tokenization import Vocabulary
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
@@ -123,7 +124,7 @@ def open_source(path: Path, num_attention_heads: int | None = None) -> Source:
         return _open_safetensors(_weights_file(path), num_attention_heads)
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder, and no {path.name}{INDEX_SUFFIX} beside it")
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(16)
         file.seek(-min(8, path.stat().st_size), 2)
         end = file.read(8)
@@ -406,4 +407,5 @@ def _joined(parts: list[Weight]) -> Weight:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

@@ -1,7 +1,6 @@
 """Hugging Face's form of a BERT: names of weights, and a folder that ``transformers`` loads, with its tokenizer."""
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from bert.checkpoint import Weight, write_safetensors
 from bert.config import ModelConfig
-from dataloading.files import atomic_path, read_bounded, sync
+from dataloading.files import atomic_path, read_json, sync
 from dataloading.tokenization import MAX_CHARACTERS_PER_WORD, Vocabulary
 
 _MOST_CONFIG_BYTES = 1 << 20
@@ -99,16 +98,12 @@ def write_folder(
     ``weights`` have Hugging Face's names.
     """
     with atomic_path(out) as folder:
-        try:
-            folder.mkdir()
-            _write_json(folder / "config.json", _configuration(model))
-            _write_tokenizer(folder, model, vocabulary)
-            write_safetensors(folder / "model.safetensors", weights, {"format": "pt"} | dict(metadata))
-            for path in folder.iterdir():
-                sync(path)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
+        folder.mkdir()
+        _write_json(folder / "config.json", _configuration(model))
+        _write_tokenizer(folder, model, vocabulary)
+        write_safetensors(folder / "model.safetensors", weights, {"format": "pt"} | dict(metadata))
+        for path in folder.iterdir():
+            sync(path)
 
 
 def _configuration(model: ModelConfig) -> dict[str, object]:
@@ -163,10 +158,10 @@ def stated_heads(path: Path) -> int | None:
     if not path.is_file():
         return None
     try:
-        config = json.loads(read_bounded(path, _MOST_CONFIG_BYTES, "expected a Hugging Face config.json"))
+        config = read_json(path, _MOST_CONFIG_BYTES, "expected a Hugging Face config.json")
         heads = config["num_attention_heads"]
         act = config.get("hidden_act", "gelu")
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} does not state num_attention_heads: expected a Hugging Face config.json") from None
     if not isinstance(heads, int) or heads < 1 or not isinstance(act, str) or not act.startswith("gelu"):
         raise ValueError(f"{path}: {heads!r} heads and the activation {act!r}, expected a number and a form of gelu")

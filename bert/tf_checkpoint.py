@@ -20,7 +20,7 @@ from pathlib import Path
 import google_crc32c
 import numpy as np
 
-from dataloading.files import read_bounded
+from dataloading.files import open_regular, read_bounded
 
 INDEX_SUFFIX = ".index"
 MAGIC = struct.pack("<Q", 0xDB4775248B80FB57)
@@ -179,7 +179,7 @@ class TensorBundle:
     def _read(self, entry: Entry) -> np.ndarray:
         """[size] uint8."""
         path, content = self.data_file(entry.shard), np.empty(entry.size, np.uint8)
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(entry.offset)
             if file.readinto(content.data) != entry.size:
                 raise ValueError(f"{path}: it ended while it was read; {_REMEDY}")

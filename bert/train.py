@@ -45,6 +45,7 @@ from bert.resume import Checkpoints, RunState, checkpoint_folders, find, lock, r
 from bert.slow_ranks import SlowRanks
 from bert.step import TrainingStep, build_model, empty_model
 from bert.timed_run import Inputs, TimedRun
+from bert.triton_cache import require_private_cache
 from dataloading.capacity import Capacity, choose_capacities, draw_sizes
 from dataloading.dataset import Dataset, open_dataset
 from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str]) -> int:
             print(f"{config.recipe}: ready, results would go to {inputs.result}")
             return 0
         mesh = join_mesh(config.training.device)
+        if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
+            print(f"warning: {warning}", flush=True)
     except Interrupted as interrupted:
         return _stopped(interrupted)
     except (ValueError, OSError) as error:

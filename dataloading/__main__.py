@@ -26,6 +26,7 @@ from dataloading.demo import write_demo
 from dataloading.files import atomic_path
 from dataloading.formats import open_shard
 from dataloading.hdf5 import Compression
+from dataloading.jobs import end_in_order
 from dataloading.prepare import Job, Progress, prepare
 from dataloading.pretraining_data import PretrainingOptions
 from dataloading.samples import Samples, concatenate
@@ -382,4 +383,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_in_order()
     sys.exit(main())

@@ -314,7 +314,9 @@ class Dataset:
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
                 held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes
             self._open_shards[index] = shard
-        return self._open_shards[index]
+        shard = self._open_shards[index]
+        shard.require_whole()
+        return shard
 
     def _forget_now_and_then(self, samples: int) -> None:
         """Keeps the memory that the system counts for mapped pages bounded; they stay in its cache."""

@@ -93,6 +93,20 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
         raise ValueError(f"{path}: damaged or of another kind ({error}); {remedy}") from None
 
 
+def is_private(folder: Path) -> bool:
+    """Whether nobody but this user and root can put anything into a folder, or put another in its place."""
+    for place in reversed([folder.resolve(), *folder.resolve().parents]):
+        state = place.stat()
+        is_ours, mode = state.st_uid == os.geteuid(), state.st_mode
+        by_others = mode & (stat.S_IWGRP | stat.S_IWOTH)
+        # In a folder with the sticky bit, as /tmp, others cannot replace what is there.
+        if not (is_ours or state.st_uid == 0) or (by_others and (place == folder.resolve() or not mode & stat.S_ISVTX)):
+            return False
+        if is_ours and not mode & (stat.S_IRWXG | stat.S_IRWXO):
+            return True  # nobody else gets past it
+    return True
+
+
 def sync(path: Path) -> None:
     """Waits until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -4,13 +4,15 @@ import json
 import multiprocessing
 import os
 import shutil
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from types import FrameType
+from typing import NoReturn, TypeVar
 
 from dataloading.files import is_temporary, read_json, write_atomically
 
@@ -19,6 +21,21 @@ Result = TypeVar("Result")
 
 _MAX_DESCRIPTION_BYTES = 64 << 20
 _REMEDY = "delete the folder and begin again"
+
+
+def end_in_order() -> None:
+    """From here on SIGTERM and SIGHUP end this process as an error does, so that what is unfinished is removed.
+
+    The exit status is 128 + n after signal n, as shells have it. Processes of `run_tasks` end likewise.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one would leave things as they are
+    raise SystemExit(128 + number)
 
 
 @contextmanager
@@ -77,7 +94,10 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
             raise ValueError(
                 "a process was killed, for want of memory perhaps; run the same command again to go on, with fewer --jobs"
             ) from None
-        except BaseException:
+        except BaseException as error:
+            if not isinstance(error, Exception):  # this process was told to end, and a task may take minutes
+                for child in multiprocessing.active_children():
+                    child.terminate()
             pool.shutdown(cancel_futures=True)
             raise
 

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataloading.compiled import compiled
 from dataloading.files import read_bounded
 from dataloading.samples import Samples, offsets_of
 from dataloading.tokenization import Tokenizer, Vocabulary, text_lines
@@ -176,7 +176,7 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
 # (Matsumoto and Nishimura 1998, MT19937).
 
 
-@numba.njit(cache=True)
+@compiled
 def _next_word(twister: NDArray[np.uint32]) -> int:
     """32 random bits."""
     index = twister[624]
@@ -193,7 +193,7 @@ def _next_word(twister: NDArray[np.uint32]) -> int:
     return int(bits ^ (bits >> 18))
 
 
-@numba.njit(cache=True)
+@compiled
 def _random(twister: NDArray[np.uint32]) -> float:
     """``random.random()``: 53 bits from two words."""
     high = _next_word(twister) >> 5
@@ -201,7 +201,7 @@ def _random(twister: NDArray[np.uint32]) -> float:
     return (high * 67108864.0 + low) / 9007199254740992.0
 
 
-@numba.njit(cache=True)
+@compiled
 def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
     """``randint(0, bound - 1)``: as many bits as ``bound`` has, drawn again until they are below it."""
     bits = 0
@@ -213,7 +213,7 @@ def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
     return drawn
 
 
-@numba.njit(cache=True)
+@compiled
 def _shuffle(twister: NDArray[np.uint32], items: NDArray[np.int64]) -> None:
     """``random.shuffle(items)``, in place: `_random_below` for falling bounds, whose bits are counted as they fall."""
     bits = 0
@@ -228,7 +228,7 @@ def _shuffle(twister: NDArray[np.uint32], items: NDArray[np.int64]) -> None:
         items[last], items[other] = items[other], items[last]
 
 
-@numba.njit(cache=True)
+@compiled
 def _draw_samples(
     twister: NDArray[np.uint32],
     token_ids: NDArray[np.uint16],
@@ -305,7 +305,7 @@ def _draw_samples(
     )
 
 
-@numba.njit(cache=True)
+@compiled
 def _draw_pair(
     twister: NDArray[np.uint32],
     sentence_offsets: NDArray[np.int64],
@@ -341,7 +341,7 @@ def _draw_pair(
     return a_start, a_stop, sentence_offsets[start], sentence_offsets[b_stop], True, split
 
 
-@numba.njit(cache=True)
+@compiled
 def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, token_count: int) -> int:
     """Where a run of sentences from ``first`` stops: once it has ``token_count`` tokens, or at ``end``."""
     stop = first + 1
@@ -350,7 +350,7 @@ def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, to
     return stop
 
 
-@numba.njit(cache=True)
+@compiled
 def _truncate(
     twister: NDArray[np.uint32], a_start: int, a_stop: int, b_start: int, b_stop: int, max_num_tokens: int
 ) -> tuple:
@@ -366,7 +366,7 @@ def _truncate(
     return a_start, a_stop, b_start, b_stop
 
 
-@numba.njit(cache=True)
+@compiled
 def _lay_out(
     row: NDArray[np.uint16], first: NDArray[np.uint16], second: NDArray[np.uint16], cls_id: int, sep_id: int
 ) -> None:
@@ -378,7 +378,7 @@ def _lay_out(
     row[-1] = sep_id
 
 
-@numba.njit(cache=True)
+@compiled
 def _mask(
     twister: NDArray[np.uint32],
     row: NDArray[np.uint16],
@@ -413,7 +413,7 @@ def _mask(
             masked += 1
 
 
-@numba.njit(cache=True)
+@compiled
 def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
     """``array``, or a copy of twice its length when it is shorter than ``needed``."""
     if needed <= len(array):
@@ -423,14 +423,14 @@ def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
     return larger
 
 
-@numba.njit(cache=True)
+@compiled
 def _copy(source: np.ndarray, target: np.ndarray) -> None:
     """``target[:len(source)] = source``, which Numba takes seconds to compile for the sake of an error message."""
     for index in range(len(source)):
         target[index] = source[index]
 
 
-@numba.njit(cache=True)
+@compiled
 def _gather_rows(
     values: NDArray[np.uint16], offsets: NDArray[np.int64], order: NDArray[np.int64]
 ) -> NDArray[np.uint16]:

@@ -143,6 +143,7 @@ class Shard(ABC):
         """
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"{self.path}: samples {start} to {stop} asked for; it holds {len(self):,}")
+        self.require_whole()
         samples = self._between(start, stop)
         check_content(samples, self.info, self.path)
         return samples
@@ -150,6 +151,7 @@ class Shard(ABC):
     def take(self, indices: NDArray[np.int64]) -> Samples:
         """The samples at ``indices`` in that order, copied; errors as in `read`."""
         check_indices(indices, len(self), self.path)
+        self.require_whole()
         samples = self._at(indices)
         check_content(samples, self.info, self.path)
         return samples
@@ -176,6 +178,11 @@ class Shard(ABC):
             digest=self.digest or self.read(0, len(self)).digest(),
             file_bytes=self.file_bytes,
         )
+
+    def require_whole(self) -> None:
+        """ValueError where the file has become shorter than it was: to read what is gone would end the process (SIGBUS)."""
+        if self._content is not None and self._content.size() < len(self._content):
+            raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
 
     def forget(self) -> None:
         """Gives the memory of mapped pages back; they are read again when needed."""

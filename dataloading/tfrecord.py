@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Self
 
 import google_crc32c
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataloading.compiled import compiled
 from dataloading.files import open_regular
 from dataloading.samples import Samples, concatenate
 
@@ -194,7 +194,7 @@ def _masked_crc(data: bytes) -> int:
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
-@numba.njit(cache=True)
+@compiled
 def _varint(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int]:
     """(value, place behind it), as a signed 64-bit integer; the place is -1 when there is none."""
     value = 0
@@ -208,7 +208,7 @@ def _varint(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int]
     return 0, -1
 
 
-@numba.njit(cache=True)
+@compiled
 def _field(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int, int, int]:
     """(number, wire type, begin and end of the value) of the field at ``place``; the end is -1 when it is malformed.
 
@@ -233,7 +233,7 @@ def _field(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int, 
     return tag >> 3, wire, begin, begin + size
 
 
-@numba.njit(cache=True)
+@compiled
 def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, values: NDArray[np.int64]) -> int:
     """Fills ``values`` from the Feature at ``place``, floats by their bits; returns how many, or minus the problem.
 
@@ -280,7 +280,7 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
     return count
 
 
-@numba.njit(cache=True)
+@compiled
 def _read_entry(
     content: NDArray[np.uint8],
     place: int,
@@ -318,7 +318,7 @@ def _read_entry(
     return 0
 
 
-@numba.njit(cache=True)
+@compiled
 def _read_example(
     content: NDArray[np.uint8],
     place: int,
@@ -350,7 +350,7 @@ def _read_example(
     return 0
 
 
-@numba.njit(cache=True)
+@compiled
 def _ones(values: NDArray[np.int64], length: int, one: int) -> int:
     """How many ``one`` begin ``values[:length]``, when all others are 0; otherwise -1."""
     count = 0
@@ -362,7 +362,7 @@ def _ones(values: NDArray[np.int64], length: int, one: int) -> int:
     return count
 
 
-@numba.njit(cache=True)
+@compiled
 def _decode(
     content: NDArray[np.uint8],
     bounds: NDArray[np.int64],

@@ -9,10 +9,10 @@ references, never the heap.
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from dataloading.compiled import compiled
 from dataloading.hdf5_file import HDF5File
 from dataloading.samples import offsets_of, ragged_indices, row_blocks
 
@@ -94,7 +94,7 @@ def _gather(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np
     return gathered
 
 
-@numba.njit(cache=True)
+@compiled
 def _little_endian(content: NDArray[np.uint8], place: int, size: int) -> int:
     value = np.int64(0)
     for index in range(size):
@@ -102,7 +102,7 @@ def _little_endian(content: NDArray[np.uint8], place: int, size: int) -> int:
     return int(value)
 
 
-@numba.njit(cache=True)
+@compiled
 def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, signature: NDArray[np.uint8]) -> int:
     """Where in the file the bytes of an object of the heap collection at ``address`` start, or -1 if it is not there.
 
@@ -131,7 +131,7 @@ def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, 
     return -1
 
 
-@numba.njit(cache=True)
+@compiled
 def _follow(
     content: NDArray[np.uint8],
     addresses: NDArray[np.int64],

@@ -143,6 +143,8 @@ def _digest(content: bytes) -> str:
 def _read(path: Path) -> dict[str, Any] | None:
     """The object in a file that ``_write`` wrote; None without one, with a warning where there is something else."""
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("a pipe or the like, which may never answer")
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
