@@ -26,6 +26,7 @@ from compliance.convergence import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
 from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, shape_in_name, warn
 from compliance.doctor.host import REPOSITORY, Host
+from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
 from compliance.doctor.system_truth import compare
@@ -178,6 +179,7 @@ def _check_machine(case: _Case) -> Iterator[Diagnosis]:
     yield from vitals.processors(host, plan)
     yield from vitals.limits(host, plan)
     yield from vitals.network(host, plan)
+    yield from rendezvous(host)
     yield ok("container", container(host) or "none")
 
 

@@ -1,0 +1,123 @@
+"""Looks for torchrun's elastic agents, which run what anybody writes who reaches their store.
+
+An elastic agent keeps the state of its rendezvous as a pickle in a store that listens on all addresses and asks for no
+password, and unpickles what it finds there every few seconds. `--standalone` and `--rdzv-backend c10d` make agents elastic;
+so does one node without `--master-port`. The variables TORCHELASTIC_* do not tell: static agents set them too. What guards
+the port, a firewall or a network of the job alone, cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from compliance.doctor.diagnosis import Diagnosis, ok, warn
+from compliance.doctor.host import Host
+
+MAX_NAMED = 3
+"""Most agents that are described."""
+
+LISTENING = "0A"
+"""The state of a socket in /proc/net/tcp."""
+
+_MEND = (
+    "start torchrun with --master-addr and --master-port, or let nobody but the job's nodes reach the port "
+    "(docs/launching.md)"
+)
+
+
+def rendezvous(host: Host) -> Iterator[Diagnosis]:
+    """Are there elastic agents on this machine, or would torchrun's be, by the variables from which it takes options?"""
+    agents = [_described(host, pid, option) for pid in _processes(host) if (option := _elastic_agent(host, pid))]
+    if here := elastic_option([], host.environment):
+        yield warn("rendezvous", f"{here} is set: torchrun would run what others write into its store", _MEND)
+    if agents:
+        more = f" and {len(agents) - MAX_NAMED} more" if len(agents) > MAX_NAMED else ""
+        found = f"torchrun runs what others write into its store: {', '.join(agents[:MAX_NAMED])}{more}"
+        yield warn("rendezvous", found, _MEND)
+    elif not here:
+        yield ok("rendezvous", "no elastic agent of torchrun here")
+
+
+def _described(host: Host, pid: int, option: str) -> str:
+    ports = ports_open_to_all(host, pid)
+    where = f"on all addresses, port {' and '.join(map(str, ports))}" if ports else "its ports cannot be seen from here"
+    return f"pid {pid} ({option}; {where})"
+
+
+def elastic_option(options: list[str], environment: Mapping[str, str]) -> str:
+    """What makes torchrun's agent elastic, of the options before its script or of its variables PET_<OPTION>; else ""."""
+    given = _values(options)
+    if "standalone" in given:
+        return "--standalone"
+    if environment.get("PET_STANDALONE", "0") not in ("", "0"):
+        return "PET_STANDALONE"
+    if backend := given.get("rdzv-backend"):
+        return "" if backend == "static" else f"--rdzv-backend {backend}"
+    backend = environment.get("PET_RDZV_BACKEND", "static")
+    return "" if backend == "static" else f"PET_RDZV_BACKEND={backend}"
+
+
+def ports_open_to_all(host: Host, pid: int) -> list[int]:
+    """The TCP ports on which a process listens on all addresses; none where its files may not be seen."""
+    sockets = set()
+    for name in host.names(f"/proc/{pid}/fd"):
+        try:
+            target = str(host.path(f"/proc/{pid}/fd/{name}").readlink())
+        except OSError:
+            continue
+        sockets |= set(re.findall(r"^socket:\[(\d+)\]$", target))
+    ports = set()
+    for table in ("tcp", "tcp6"):
+        for line in host.read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[3] == LISTENING and fields[9] in sockets:
+                address, _, port = fields[1].partition(":")
+                if not address.strip("0"):
+                    ports.add(int(port, 16))
+    return sorted(ports)
+
+
+def _processes(host: Host) -> list[int]:
+    return sorted(int(name) for name in host.names("/proc") if name.isdecimal())
+
+
+def _elastic_agent(host: Host, pid: int) -> str:
+    """What makes a process an elastic agent; "" when it is none."""
+    words = host.read(f"/proc/{pid}/cmdline").strip("\0").split("\0")
+    start = next((place for place, word in enumerate(words[:4]) if _is_torchrun(word)), None)
+    if start is None:
+        return ""
+    options = words[start + 1 :]
+    variables = dict(
+        pair.split("=", 1) for pair in host.read(f"/proc/{pid}/environ").split("\0") if pair.startswith("PET_")
+    )
+    return elastic_option(options, variables) or _without_port(options, variables)
+
+
+def _is_torchrun(word: str) -> bool:
+    return word == "torch.distributed.run" or word.rpartition("/")[2] == "torchrun"
+
+
+def _without_port(options: list[str], environment: Mapping[str, str]) -> str:
+    """On one node torchrun without a port is elastic too (PyTorch 2.13)."""
+    given = _values(options)
+    several = (given.get("nnodes") or environment.get("PET_NNODES", "1")).rpartition(":")[2] != "1"
+    named = {"master-port", "rdzv-endpoint"} & given.keys() or {
+        "PET_MASTER_PORT",
+        "PET_RDZV_ENDPOINT",
+    } & environment.keys()
+    return "" if several or named else "without --master-port"
+
+
+def _values(options: list[str]) -> dict[str, str]:
+    """torchrun's options and what follows each, up to its script or module."""
+    values: dict[str, str] = {}
+    for word, following in pairwise([*options, ""]):
+        if word in ("-m", "--module", "--no-python", "--no_python", "--") or word.endswith(".py"):
+            break
+        if word.startswith("--"):
+            name, equals, value = word[2:].replace("_", "-").partition("=")
+            values[name] = value if equals else following
+    return values
