@@ -2,7 +2,7 @@
 #
 #   GPUs:  docker build --tag mlperf-bert --build-arg REVISION="$(git rev-parse HEAD)" .
 #   CPUs:  docker build --tag mlperf-bert-cpu --build-arg BASE=python:3.12-slim-bookworm --build-arg EXTRAS= .
-#          (with --build-arg PIP_EXTRA_INDEX_URL=..., the index of PyTorch's CPU builds, it is gigabytes smaller)
+#          (it is gigabytes smaller with --secret id=pip,src=FILE, a pip.conf with the index of PyTorch's CPU builds)
 #
 # BASE needs bash and CPython 3.11 or newer with pip. If it has a PyTorch, as NGC's has, that one is used, and must be 2.11 or
 # newer (26.02 and 26.03 bring 2.11); else the pinned one.
@@ -14,13 +14,15 @@ RUN useradd --create-home --uid 10001 bert
 WORKDIR /workspace/bert
 
 # Packages first: this layer is made again only when a pin changes. NGC's image pins packages with PIP_CONSTRAINT, and the
-# versions of this repository are others: .venv holds them beside the base's, which stay as they are.
+# versions of this repository are others: .venv holds them beside the base's, which stay as they are. What pip needs to reach an
+# index, a password perhaps, comes as a secret, of which the image keeps nothing; its history would show a build argument.
 COPY pyproject.toml constraints.txt ./
-COPY launch/venv.sh launch/
+COPY launch/environment.sh launch/venv.sh launch/
 ARG EXTRAS=dali
-ARG PIP_EXTRA_INDEX_URL=
 # hadolint ignore=SC2086  # one word an extra
-RUN set -eu; unset PIP_CONSTRAINT; export PIP_NO_CACHE_DIR=1; \
+RUN --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
+    set -eu; [ ! -e /run/secrets/pip.conf ] || export PIP_CONFIG_FILE=/run/secrets/pip.conf; \
+    unset PIP_CONSTRAINT; export PIP_NO_CACHE_DIR=1; \
     ! python3 -c 'import torch' 2>/dev/null || export SYSTEM_TORCH=1; \
     . launch/venv.sh; \
     prepare_venv ${EXTRAS}; \

@@ -10,7 +10,8 @@
 # Several nodes, one of these commands on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as of torchrun; they share results/.
 # Started by a launcher (torchrun, srun with MASTER_ADDR, mpirun), this is one process of its run, and RUNS is 1. Launchers call
 # ./run_and_time.sh --prepare RECIPE [-- settings] before and ./run_and_time.sh --verdict RESULT_FILE... after their runs.
-# Exit status: 0 all runs are valid; 1 one is not; 2 wrong input, nothing was started; 130, 143 after Ctrl-C, SIGTERM.
+# Exit status: 0 all runs are valid; 1 one is not, or could not be reported; 2 wrong input, nothing was started; 130, 143 after
+# Ctrl-C, SIGTERM.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
@@ -27,61 +28,35 @@ results=("$@")
 [[ $part != all || ${1--} == -* ]] || { runs=$1 && shift; }
 [[ ${1-} != -- ]] || shift
 settings=("$@")
-[[ $runs =~ ^[1-9][0-9]*$ ]] || fail "RUNS is '$runs', expected a whole number of at least 1"
-[[ ${NPROC:-1} =~ ^[1-9][0-9]*$ ]] || fail "NPROC is '$NPROC', expected a whole number of at least 1"
+# A launcher's process has its place from there. In the batch script of a Slurm job, SLURM_PROCID is set, but no step.
+[[ $part != all || ! (${RANK-}${WORLD_SIZE-} || ${OMPI_COMM_WORLD_RANK-} || (${SLURM_STEP_ID-} && ${MASTER_ADDR-})) ]] || part=rank
 
-extras=()
-! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
-prepare_venv "${extras[@]}"
-python=.venv/bin/python
-train=(-m bert.train "$recipe")
-
-# Check the result files, and show and write the table and the report of their folder.
-verdict() {
-  local folder system description checked
-  folder=$(dirname "$1")
-  system=$(dirname "$folder")
-  description=$(dirname "$system")/systems/$(basename "$system").json
-  say "check, summary and report"
-  [[ -e $description ]] || "$python" -m compliance system --out "$description" \
-    --division "$(sed -n 's/^# config.log.division: //p' "$1")"
-  "$python" -m compliance check "$@" && checked=0 || checked=$?
-  "$python" -m compliance summary "$folder" || return
-  "$python" -m compliance report "$folder" || return
-  return "$checked"
-}
-[[ $part != verdict ]] || { verdict "${results[@]}" && exit 0 || exit; }
-
-# One process of a launcher's run. In the batch script of a Slurm job, SLURM_PROCID is set, but no step.
-if [[ $part == all && (${RANK-}${WORLD_SIZE-} || ${OMPI_COMM_WORLD_RANK-} || (${SLURM_STEP_ID-} && ${MASTER_ADDR-})) ]]; then
-  exec "$python" "${train[@]}" "${settings[@]}"
+whole_number RUNS "$runs" 1
+whole_number NPROC "${NPROC:-1}" 1
+whole_number OMP_NUM_THREADS "${OMP_NUM_THREADS:-1}" 1
+nodes=1 node=0
+if [[ $part == all || $part == prepare ]]; then
+  nodes=${NNODES:-1} node=${NODE_RANK:-0}
+  whole_number NNODES "$nodes" 1
+  whole_number NODE_RANK "$node" 0
+  ((node < nodes)) || fail "NODE_RANK is $node, but NNODES is $nodes: expected one below it, and neither on a single node"
+  ((nodes == 1)) || whole_number MASTER_PORT "${MASTER_PORT:=29500}" 1 65535
+  ((nodes == 1)) || [[ $part == prepare || (${NODE_RANK-} && ${MASTER_ADDR-}) ]] ||
+    fail "NNODES is $nodes, expected NODE_RANK and MASTER_ADDR beside it"
 fi
 
-cores=$(env -u OMP_NUM_THREADS nproc)
-if [[ $recipe == tiny_cpu ]]; then
-  say "data of tiny_cpu: prose of the standard library"
-  "$python" -m dataloading demo --out data/tiny_cpu --vocab bert/artifacts/tiny_cpu/vocab.txt
-  : "${NPROC:=$((cores > 1 ? 2 : 1))}"
-else
-  ((${#extras[@]})) || NPROC=${NPROC:-1} # no GPU
-  : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
-fi
-world_size=$((${NNODES:-1} * NPROC))
-[[ $part != prepare ]] || WORLD_SIZE=${WORLD_SIZE:-$world_size} exec "$python" "${train[@]}" "${settings[@]}" --dry-run
-threads=$((cores > NPROC ? cores / NPROC : 1))
-[[ $recipe != tiny_cpu ]] || threads=$((threads < 2 ? threads : 2)) # so small a model gains nothing from more
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
-
-stopped=0 launched=
-# Pass a signal on to the processes that train: they end the run as aborted with its log complete. torchrun itself does not
-# get it, because it would cut them off; it ends when they have ended. Before there is a log, nothing is worth a word.
+stopped=0 launched='' claim=
+# Pass a signal on. What prepares gives up as at Ctrl-C and leaves nothing half made. The processes that train end the run as
+# aborted with its log complete; torchrun itself does not get the signal, because it would cut them off, and ends when they
+# have ended. Before there is a log, nothing is worth a word; only the first node learns that there is one.
 # shellcheck disable=SC2329  # traps call it
 stop() {
   stopped=$2
   [[ $launched ]] || exit "$stopped"
+  [[ $claim ]] || { kill -s INT -- "-$launched" 2>/dev/null || true; return 0; }
   local workers=
   ((world_size == 1)) || workers=$(grep -lsx "PPid:[[:space:]]*$launched" /proc/[0-9]*/status | cut -d/ -f3) || true
-  [[ -e $result ]] || { kill -s KILL "$launched" && set -- TERM; }
+  [[ -s $claim ]] || ((node)) || { kill -s KILL "$launched" && set -- TERM; }
   # shellcheck disable=SC2086  # one word a process
   kill -s "$1" ${workers:-"$launched"} 2>/dev/null || true
 }
@@ -101,28 +76,80 @@ supervise() {
     kill -0 "$launched" 2>/dev/null || break
   done
   launched=
-  return "$status"
+  return "$((stopped ? stopped : status))"
 }
 
-nodes=(--standalone --local-addr 127.0.0.1) # the name of a container may have no address
-((world_size == NPROC)) || nodes=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR"
-  --master-port "${MASTER_PORT:-29500}")
+extras=()
+! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
+supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}"
+python=.venv/bin/python
+train=(-m bert.train "$recipe")
 
+# Check the result files, and show and write the table and the report of their folder.
+verdict() {
+  local folder system description checked
+  folder=$(dirname "$1")
+  system=$(dirname "$folder")
+  description=$(dirname "$system")/systems/$(basename "$system").json
+  say "check, summary and report"
+  "$python" -m compliance check "$@" && checked=0 || checked=$?
+  [[ -e $description ]] || "$python" -m compliance system --out "$description" \
+    --division "$(sed -n 's/^# config.log.division: //p' "$1")" || checked=$((checked ? checked : 1))
+  "$python" -m compliance summary "$folder" || checked=$((checked ? checked : 1))
+  "$python" -m compliance report "$folder" || checked=$((checked ? checked : 1))
+  return "$checked"
+}
+[[ $part != verdict ]] || { verdict "${results[@]}" && exit 0 || exit; }
+[[ $part != rank ]] || exec "$python" "${train[@]}" "${settings[@]}"
+
+cores=$(env -u OMP_NUM_THREADS nproc)
+if [[ $recipe == tiny_cpu ]]; then
+  say "data of tiny_cpu: prose of the standard library"
+  supervise "$python" -m dataloading demo --out data/tiny_cpu --vocab bert/artifacts/tiny_cpu/vocab.txt
+  : "${NPROC:=$((cores > 1 ? 2 : 1))}"
+else
+  ((${#extras[@]})) || NPROC=${NPROC:-1} # no GPU
+  : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+fi
+world_size=$((nodes * NPROC))
+[[ $part != prepare ]] || WORLD_SIZE=${WORLD_SIZE:-$world_size} exec "$python" "${train[@]}" "${settings[@]}" --dry-run
+threads=$((cores > NPROC ? cores / NPROC : 1))
+[[ $recipe != tiny_cpu ]] || threads=$((threads < 2 ? threads : 2)) # so small a model gains nothing from more
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
+
+# Not torchrun's elastic agents (--standalone, --rdzv-backend c10d): those unpickle what stands in a store without a password,
+# which listens on all addresses. One node: any port that is free, below those that connections get.
+free_port='import random, socket
+while True:
+    with socket.socket() as probe:
+        port = random.SystemRandom().randrange(10_000, 32_000)
+        if probe.connect_ex(("127.0.0.1", port)):
+            print(port)
+            break'
+
+claims=$(mktemp -d)
+trap 'rm -rf "$claims"' EXIT
 results=() status=0
 for ((run = 1; run <= runs && !stopped; run++)); do
   ready=$(WORLD_SIZE=$world_size "$python" "${train[@]}" "${settings[@]}" --dry-run) || { status=$? && break; }
   [[ $ready == *"results would go to "* ]] || { echo "$ready" && exit; } # --help
-  result=${ready##*results would go to }
-  say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each, log in $result"
+  say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each"
   cache=()
   { sync && echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null && cache=(--log.cache-cleared) || true # needs root
   launcher=("$python")
-  ((world_size == 1)) || launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" "${nodes[@]}")
-  supervise "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
-  [[ ! -e $result ]] || results+=("$result")
+  ((world_size == 1)) || launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" --nnodes "$nodes" --node-rank "$node")
+  if ((nodes > 1)); then
+    launcher+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+  elif ((world_size > 1)); then
+    launcher+=(--master-addr 127.0.0.1 --master-port "$("$python" -c "$free_port")")
+  fi
+  claim=$claims/$run
+  supervise env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?
+  [[ ! -s $claim ]] || results+=("$(<"$claim")")
+  claim=
 done
 
-if ((${#results[@]} && ${NODE_RANK:-0} == 0)); then
+if ((${#results[@]})); then # on the first node
   verdict "${results[@]}" && checked=0 || checked=$?
   status=$((checked ? checked : status))
 fi

@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -177,7 +178,10 @@ def _train_by_the_program(model: ModelConfig, vocab: Path, steps: int, folder: P
         "log.interval-steps": 1,
         "save-checkpoint": saved,
     }
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        rendezvous = ["--master-addr=127.0.0.1", f"--master-port={probe.getsockname()[1]}"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run(
         [*launcher, f"--nproc-per-node={RANKS}", "-m", "bert.train", "tiny_cpu", *flags],

@@ -34,7 +34,7 @@ from mlperf_logging.mllog.mllog import MLLogger
 from compliance import digest, rules
 from compliance.rules import QUALITY_TARGET, evaluation_interval, evaluation_samples
 
-__all__ = ["QUALITY_TARGET", "MLLog", "RuleViolation", "evaluation_interval", "evaluation_samples"]
+__all__ = ["QUALITY_TARGET", "MLLog", "ResultExists", "RuleViolation", "evaluation_interval", "evaluation_samples"]
 
 TOKEN = ":::MLLOG"
 REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +42,10 @@ REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
 
 class RuleViolation(ValueError):  # noqa: N818 - it names what happened to the rules
     """A record that the rules of the log forbid; it was not written."""
+
+
+class ResultExists(ValueError):  # noqa: N818 - it names what was found
+    """The result file is there already, and was not touched."""
 
 
 class MLLog:
@@ -56,7 +60,8 @@ class MLLog:
         clock_ms: the present time in milliseconds since the Unix epoch; default a clock that never goes back.
 
     Raises:
-        ValueError: the file is there already, or cannot be created.
+        ResultExists: the file is there already.
+        ValueError: it cannot be created.
     """
 
     def __init__(self, path: Path | None, *, clock_ms: Callable[[], int] | None = None) -> None:
@@ -520,14 +525,14 @@ def _logger_into(file: _LineFile) -> MLLogger:
 
 
 def _create(path: Path) -> BinaryIO:
-    if path.exists():
-        raise ValueError(
-            f"{path} is already there and a result is never overwritten: choose another run number, or move it away"
-        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("xb")
     except OSError as error:
+        if isinstance(error, FileExistsError) and path.parent.is_dir():
+            raise ResultExists(
+                f"{path} is already there and a result is never overwritten: choose another run number, or move it away"
+            ) from None
         raise ValueError(f"{path} cannot be created: {error.strerror}; choose another results folder") from error
 
 

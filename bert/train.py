@@ -12,6 +12,7 @@ import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, lea
 from bert.parallel.watchdog import Watchdog
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
+from bert.result_files import choose_files, claim, create_log
 from bert.resume import Checkpoints, RunState, checkpoint_folders, find, lock, restore
 from bert.slow_ranks import SlowRanks
 from bert.step import TrainingStep, build_model, empty_model
@@ -139,16 +141,12 @@ def check(config: Config, world_size: int) -> Inputs:
     except ValueError as error:
         raise ValueError(f"training.implementations: {error}") from None
     choose_loader(config.data.loader, torch.device(config.training.device))
-    folder = config.log.results / config.log.system / "bert"
+    folder = _folder(config)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         _refuse_others(config)
-    number = _first_free(folder) if config.log.run is None else config.log.run
-    result, metrics = folder / f"result_{number}.txt", folder / f"metrics_{number}.jsonl"
-    for path in (result, metrics):
-        if path.exists():
-            raise ValueError(f"{path} exists already: move it away, or set log.run to another number")
+    files = choose_files(folder, config.log.run)
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
-    return Inputs(train, evaluation, vocabulary.sha256, result, metrics, interval)
+    return Inputs(train, evaluation, vocabulary.sha256, *files, interval)
 
 
 def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> int:
@@ -158,7 +156,14 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
     resumed = _resumed(config, inputs, mesh)
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
-    with MLLog(inputs.result if mesh.is_main else None) as log, _together(config, mesh, log) as watchdog:
+    log = MLLog(None)
+    if mesh.is_main:
+        log, files = create_log(_folder(config), config.log.run)
+        inputs = replace(inputs, **files._asdict())
+    with log, _together(config, mesh, log) as watchdog:
+        if mesh.is_main:
+            claim(inputs.result)
+            print(f"log in {inputs.result}", flush=True)
         log.header(provenance(config, mesh, seed))
         if resumed:
             log.resumed(resumed.path, resumed.samples)
@@ -324,6 +329,10 @@ def _log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: 
     )
 
 
+def _folder(config: Config) -> Path:
+    return config.log.results / config.log.system / "bert"
+
+
 def _plan(config: Config, train: Dataset, world_size: int, seed: int) -> Plan:
     training = config.training
     return Plan(
@@ -436,11 +445,6 @@ def _seed(config: Config) -> int:
     if config.training.seed is not None:
         return config.training.seed
     return int.from_bytes(os.urandom(4), "little") >> 1
-
-
-def _first_free(folder: Path) -> int:
-    taken = {path.stem.partition("_")[2] for path in folder.glob("result_*.txt")}
-    return next(number for number in range(len(taken) + 1) if str(number) not in taken)
 
 
 def _stopped(interrupted: Interrupted) -> int:

@@ -10,16 +10,20 @@
 # unbound. Set already, NCCL_IB_HCA, UCX_NET_DEVICES and OMP_NUM_THREADS stay as they are. BIND=off binds nothing, BIND=show
 # prints what would be done. SYSFS (default /sys) is where the topology is read.
 set -euo pipefail
+# shellcheck source=launch/environment.sh
+source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
 shopt -s nullglob
 sys=${SYSFS:-/sys}
 rank=${LOCAL_RANK:-${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-}}}
 # Slurm writes "8" or "8(x2)" for the tasks a node.
 ranks=${LOCAL_WORLD_SIZE:-${SLURM_STEP_TASKS_PER_NODE:-${OMPI_COMM_WORLD_LOCAL_SIZE:-}}}
 ranks=${ranks%%[(,]*}
-(($# || 0)) || { echo "error: launch/bind.sh: no command given" >&2 && exit 2; }
-if [[ ${BIND-} == off || ! $rank =~ ^[0-9]+$ || ! $ranks =~ ^[0-9]+$ ]] || ((rank >= ranks)); then
-  exec "$@"
-fi
+(($#)) || fail "launch/bind.sh: no command given"
+[[ ${BIND-} != off && $rank && $ranks ]] || exec "$@"
+whole_number "the local rank" "$rank" 0
+whole_number "the number of local ranks" "$ranks" 1
+whole_number OMP_NUM_THREADS "${OMP_NUM_THREADS:-1}" 1
+((rank < ranks)) || exec "$@"
 
 value() { [[ ! -r $1 ]] || cat "$1"; }
 # "0-3,8" as one number a line.

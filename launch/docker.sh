@@ -8,17 +8,27 @@
 # on. Ctrl-C and SIGTERM end the run with its log complete. The exit status is that of run_and_time.sh.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
-fail() { echo "error: $*" >&2 && exit 2; }
+source launch/environment.sh
 
 engine=${ENGINE:-$(command -v docker || command -v podman)} || fail "there is neither docker nor podman here"
 command -v "$engine" >/dev/null || fail "there is no $engine here: set ENGINE to docker or podman"
-mkdir -p "${DATA:=data}" "${RESULTS:=results}"
+[[ ${IMAGE:=mlperf-bert} != -* ]] || fail "IMAGE is ${IMAGE@Q}, expected an image"
+# folder NAME VALUE: its full path, for a mount, in which a colon would begin another field.
+folder() {
+  local path
+  path=$(readlink --canonicalize-missing -- "$2")
+  [[ $2 != -* && $path != *:* ]] || fail "$1 is ${2@Q}, expected a folder whose full path has no colon"
+  mkdir -p "$path" && echo "$path"
+}
+data=$(folder DATA "${DATA:-data}")
+results=$(folder RESULTS "${RESULTS:-results}")
 
 options=(
   run --rm --init --user "$(id -u):$(id -g)" --network host --ipc host # NCCL shares memory between processes
+  --security-opt no-new-privileges
   --ulimit memlock=-1 --ulimit stack=67108864 --cap-add SYS_NICE # page-locked buffers; numactl --preferred
   --stop-timeout 120
-  --volume "$(readlink -f "$DATA"):/workspace/bert/data" --volume "$(readlink -f "$RESULTS"):/workspace/bert/results"
+  --volume "$data:/workspace/bert/data" --volume "$results:/workspace/bert/results"
   --env NPROC --env OMP_NUM_THREADS --env PYTHONUNBUFFERED=1
 )
 [[ ! -t 0 || ! -t 1 ]] || options+=(--tty --interactive) # the panel
@@ -30,4 +40,4 @@ if command -v nvidia-smi >/dev/null; then
 fi
 [[ ${engine##*/} != podman || $(id -u) == 0 ]] || options+=(--userns keep-id)
 [[ ! -e /dev/infiniband ]] || options+=(--device /dev/infiniband)
-exec "$engine" "${options[@]}" "${IMAGE:-mlperf-bert}" "$@"
+exec "$engine" "${options[@]}" "$IMAGE" "$@"

@@ -3,8 +3,8 @@
 # neither python3-venv nor ensurepip. The environment variable PYTHON names another interpreter than python3. With
 # SYSTEM_TORCH=1, its PyTorch and Triton stay in use, at their versions (for containers that bring a build of their own).
 
-say() { echo "==> $*"; }
-fail() { echo "error: $*" >&2 && exit 2; }
+# shellcheck source=launch/environment.sh
+source "${BASH_SOURCE[0]%/*}/environment.sh"
 
 # prepare_venv [EXTRA...]: install the dependencies of pyproject.toml, of training and of these extras, at the versions of
 # constraints.txt, unless they are there. Runs in the root of the repository.
@@ -22,6 +22,7 @@ prepare_venv() {
 # 3.6, which PyTorch 2.11 brings, fails with NumPy 2.4.
 prepare_torch() {
   local python=${PYTHON:-python3} folder=.venv/torch-$1
+  [[ $1 =~ ^[0-9]+([.+][0-9a-z]+)*$ ]] || fail "TORCH is ${1@Q}, expected a version such as 2.11.0" # it is part of a path
   [[ -e $folder/installed ]] && return
   say "installing PyTorch $1 into $folder (once, a minute or two)"
   rm -rf "$folder" && mkdir -p "$folder"
@@ -49,10 +50,11 @@ install_venv() {
     fail "$python is $("$python" -V 2>&1), expected 3.11 or newer: set PYTHON to the path of a newer one"
   "$python" -m pip --python "$(command -v "$python")" --version &>/dev/null ||
     fail "$python has no pip of version 22.3 or newer: install it (Debian and Ubuntu: apt install python3-pip)"
-  if ! .venv/bin/python -V &>/dev/null; then
+  if [[ -e .venv/incomplete ]] || ! .venv/bin/python -V &>/dev/null; then
     say "making .venv with $("$python" -V)"
     "$python" -m venv --without-pip --clear ${SYSTEM_TORCH:+--system-site-packages} .venv || fail "could not make .venv in $PWD, see above"
   fi
+  touch .venv/incomplete # pip takes a package that was cut off while it was installed for whole
   say "installing pinned packages into .venv (once, a minute or two)"
   requirements=$("$python" -c '
 import sys, tomllib
@@ -75,4 +77,5 @@ for line in open("constraints.txt"):
   for part in run "$@"; do
     venv_pins >".venv/installed/$part"
   done
+  rm .venv/incomplete
 }

@@ -68,7 +68,8 @@ def wait_for(condition: Callable[[], object], process: Program | subprocess.Pope
 
 def torchrun(ranks: int, arguments: list[str], *options: str, module: str = "bert.train") -> subprocess.Popen[str]:
     """torchrun itself, with ranks of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", *options]
+    place = (f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    command = [sys.executable, "-m", "torch.distributed.run", *place, *options]
     return subprocess.Popen(
         [*command, "-m", module, *arguments],
         stdout=subprocess.PIPE,

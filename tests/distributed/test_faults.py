@@ -240,7 +240,7 @@ def listening_ports(pid: int) -> set[int]:
 
 def test_under_torchrun_a_killed_rank_is_named_first(small_run: SmallRun, tmp_path: Path) -> None:
     arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
-    process = torchrun(2, arguments, "--standalone")
+    process = torchrun(2, arguments)
     result = result_of(tmp_path)
     wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), process)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()

@@ -117,7 +117,7 @@ def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
     small_run: SmallRun, tmp_path: Path, launched: bool, number: signal.Signals
 ) -> None:
     arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
-    process = torchrun(2, arguments, "--standalone") if launched else Program("bert.train", arguments)
+    process = torchrun(2, arguments) if launched else Program("bert.train", arguments)
     result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
     wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), process)
     process.send_signal(number)

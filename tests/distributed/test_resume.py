@@ -247,8 +247,7 @@ def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(small_run: 
     length = AT_STEP + 15
     changes = settings(tmp_path / "checkpoints", training__max_samples=16 * length, checkpoint__every_steps=20)
     arguments = ["die:1", *small_run.arguments(tmp_path, **changes)]
-    options = ("--standalone", "--local-addr=127.0.0.1", "--max-restarts=1")
-    process = torchrun(2, arguments, *options, module="tests.distributed.faulty_worker")
+    process = torchrun(2, arguments, "--max-restarts=1", module="tests.distributed.faulty_worker")
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
     first, second = ((tmp_path / "tiny_cpu" / "bert" / f"result_{number}.txt").read_text() for number in (0, 1))

@@ -13,6 +13,7 @@ import pytest
 
 from compliance.checker import check_file
 from tests.conftest import REPOSITORY
+from tests.distributed.ranks import free_port
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 EASY = " --evaluation.interval-samples 320 --evaluation.target 0.02"
@@ -22,8 +23,9 @@ SHORTENED = {
     "./run_tests.sh": "./run_tests.sh --collect-only tests/unit/test_imports.py",  # this is that command
     "./run_and_time.sh tiny_cpu 3": "./run_and_time.sh tiny_cpu 2 --" + EASY,
     "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
-    "torchrun --standalone --nproc-per-node 2 -m bert.train tiny_cpu --training.max-samples 9600": (
-        "torchrun --standalone --nproc-per-node 2 -m bert.train tiny_cpu" + BRIEF
+    "torchrun --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 2 -m bert.train tiny_cpu"
+    " --training.max-samples 9600": (
+        f"torchrun --master-addr 127.0.0.1 --master-port {free_port()} --nproc-per-node 2 -m bert.train tiny_cpu" + BRIEF
     ),
     "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50": (
         "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY

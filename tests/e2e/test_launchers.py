@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -73,6 +74,18 @@ def test_verdict_of_a_bad_log_is_its_status(checkout: Path, tmp_path: Path) -> N
     done = start(checkout / "run_and_time.sh", "--verdict", str(log), cwd=checkout)
     assert done.returncode == 1
     assert f"FAIL {log}" in done.stdout
+
+
+def test_a_verdict_that_cannot_describe_the_system_fails(checkout: Path, tmp_path: Path) -> None:
+    log = tmp_path / "results/system/bert/result_0.txt"
+    log.parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY / "results/cpu_2cores/bert/result_0.txt", log)
+    (tmp_path / "results/systems").write_text("no folder\n")
+    done = start(checkout / "run_and_time.sh", "--verdict", str(log), cwd=checkout)
+    assert f"PASS {log}" in done.stdout
+    assert "</html>" in log.with_name("report.html").read_text()
+    assert done.returncode == 1
+    assert "systems/system.json cannot be written" in done.stderr
 
 
 def test_wrong_settings_are_found_in_preparation(checkout: Path, tmp_path: Path) -> None:
@@ -265,8 +278,80 @@ def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) ->
     assert given[-6:] == ["mlperf-bert", "tiny_cpu", "2", "--", "--log.run", "5"]
     assert f"{tmp_path}/my results:/workspace/bert/results" in given
     assert given[given.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    assert given[given.index("--security-opt") + 1] == "no-new-privileges"
     assert "--tty" not in given
     assert (tmp_path / "my results").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("env", "complaint"),
+    [
+        ({"IMAGE": "--privileged"}, "IMAGE is '--privileged', expected an image"),
+        ({"DATA": "-v"}, "DATA is '-v', expected a folder"),
+        ({"DATA": "{here}/data:/etc"}, "data:/etc', expected a folder whose full path has no colon"),
+        ({"RESULTS": "{here}/link"}, "link', expected a folder whose full path has no colon"),
+    ],
+)
+def test_docker_refuses_what_would_be_an_option_or_another_mount(
+    engine: Path, tmp_path: Path, env: dict[str, str], complaint: str
+) -> None:
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a:b")
+    before = set(tmp_path.rglob("*"))
+    given = {name: value.format(here=tmp_path) for name, value in env.items()}
+    done = start(REPOSITORY / "launch/docker.sh", cwd=tmp_path, ENGINE=str(engine), **given)
+    assert complaint in one_error(done)
+    assert set(tmp_path.rglob("*")) == before
+
+
+OPENS = "a[$(touch opened)]"
+BOUND = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "9"}
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        BOUND | {"LOCAL_RANK": "08"},
+        BOUND | {"LOCAL_RANK": OPENS},
+        BOUND | {"LOCAL_WORLD_SIZE": "0"},
+        BOUND | {"LOCAL_WORLD_SIZE": OPENS},
+        BOUND | {"OMP_NUM_THREADS": OPENS},
+        {"SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "eight(x2)"},
+        {"OMPI_COMM_WORLD_LOCAL_RANK": "-1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+    ],
+)
+def test_a_place_that_is_no_number_is_one_line(tmp_path: Path, env: dict[str, str]) -> None:
+    assert "expected a whole number" in one_error(start(BIND, "true", cwd=tmp_path, **env))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("env", "complaint"),
+    [
+        ({"SLURM_NTASKS_PER_NODE": OPENS}, "SLURM_NTASKS_PER_NODE is 'a["),
+        ({"SLURM_JOB_NUM_NODES": OPENS}, "SLURM_JOB_NUM_NODES is 'a["),
+        ({"SLURM_JOB_ID": "../7"}, "SLURM_JOB_ID is '../7'"),
+        ({"SLURM_RESTART_COUNT": OPENS}, "SLURM_RESTART_COUNT is 'a["),
+        ({"CONTAINER": "--overlay=/etc.sif"}, "CONTAINER is '--overlay=/etc.sif', expected an image"),
+        ({"CONTAINER": "a.sif", "MOUNTS": "/etc"}, "MOUNTS is '/etc', expected HOST:CONTAINER folders"),
+        ({"CONTAINER": "a.sif", "MOUNTS": "/a:/b --writable"}, None),
+    ],
+)
+def test_what_slurm_says_is_checked_before_it_is_used(
+    checkout: Path, tmp_path: Path, env: dict[str, str], complaint: str | None
+) -> None:
+    """The batch script without Slurm: it has the variables that Slurm would set, and starts nothing."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_SUBMIT_DIR": str(checkout)} | env
+    (tmp_path / "apptainer").write_text('#!/bin/bash\nprintf "%s\\n" "$@"\nexit 9\n')
+    (tmp_path / "apptainer").chmod(0o755)
+    job["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    done = start(Path("/bin/bash"), "launch/slurm.sub", "tiny_cpu", cwd=checkout, **job)
+    if complaint:
+        assert complaint in one_error(done)
+    else:
+        assert done.returncode == 9
+        assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # one word, and no option
+    assert not (checkout / "opened").exists()
 
 
 def test_docker_gets_gpus_where_there_are_some(engine: Path, tmp_path: Path) -> None:
@@ -286,11 +371,15 @@ def test_docker_without_an_engine_is_one_line(tmp_path: Path) -> None:
     )
 
 
+def kubernetes_objects() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((REPOSITORY / "launch/kubernetes.yaml").read_text(encoding="utf-8")))
+
+
 def test_kubernetes_objects_are_valid_and_agree() -> None:
     import kubernetes_validate
 
-    service, job = yaml.safe_load_all((REPOSITORY / "launch/kubernetes.yaml").read_text(encoding="utf-8"))
-    for thing in (service, job):
+    service, policy, job = kubernetes_objects()
+    for thing in (service, policy, job):
         kubernetes_validate.validate(thing, "1.31", strict=True)
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
@@ -307,3 +396,40 @@ def test_kubernetes_objects_are_valid_and_agree() -> None:
     assert f"USER {pod['securityContext']['runAsUser']}\n" in dockerfile
     workdir = re.findall(r"^WORKDIR (.+)$", dockerfile, re.M)[-1]
     assert f"{workdir}/data" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    ours = {"podSelector": {"matchLabels": {"job-name": job["metadata"]["name"]}}}
+    assert policy["spec"] == ours | {"policyTypes": ["Ingress"], "ingress": [{"from": [ours]}]}
+
+
+def test_pods_pass_the_restricted_profile() -> None:
+    """What Pod Security's "restricted" profile asks of a pod, of what is set in these."""
+    *_, job = kubernetes_objects()
+    pod = job["spec"]["template"]["spec"]
+    assert not pod.keys() & {"hostNetwork", "hostPID", "hostIPC", "initContainers"}
+    (container,) = pod["containers"]
+    assert not any("hostPort" in port for port in container.get("ports", []))
+    context = pod["securityContext"] | container["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] != 0
+    assert context["allowPrivilegeEscalation"] is False
+    assert not context.get("privileged")
+    assert context["seccompProfile"]["type"] in ("RuntimeDefault", "Localhost")
+    assert context["capabilities"]["drop"] == ["ALL"]
+    assert set(context["capabilities"].get("add", [])) <= {"NET_BIND_SERVICE"}
+    allowed = {
+        "configMap",
+        "csi",
+        "downwardAPI",
+        "emptyDir",
+        "ephemeral",
+        "persistentVolumeClaim",
+        "projected",
+        "secret",
+    }
+    assert all((volume.keys() - {"name"}) <= allowed for volume in pod["volumes"])
+
+
+def test_the_image_is_built_without_arguments_that_may_hold_a_password() -> None:
+    """The history of an image shows the values of all arguments."""
+    dockerfile = (REPOSITORY / "Dockerfile").read_text(encoding="utf-8")
+    assert set(re.findall(r"^ARG (\w+)", dockerfile, re.M)) == {"BASE", "EXTRAS", "REVISION"}
+    assert "RUN --mount=type=secret,id=pip," in dockerfile

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,7 +22,7 @@ REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
     """What the set-up of .venv needs of a checkout, and a ``python`` that notes calls and installs nothing."""
-    for name in ("constraints.txt", "pyproject.toml", "launch/venv.sh"):
+    for name in ("constraints.txt", "pyproject.toml", "launch/environment.sh", "launch/venv.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / "python"
@@ -29,7 +31,7 @@ def bare(tmp_path: Path) -> Path:
         case "$*" in
           "-m pip --python"*--version) ;;
           "-m pip"*) echo pip "$@" >>calls ;;
-          "-m venv"*) echo venv >>calls; mkdir -p .venv/bin && ln -s {sys.executable!r} .venv/bin/python ;;
+          "-m venv"*) echo venv >>calls; mkdir -p .venv/bin && ln -sf {sys.executable!r} .venv/bin/python ;;
           *) exec {sys.executable!r} "$@" ;;
         esac
         """
@@ -40,7 +42,7 @@ def bare(tmp_path: Path) -> Path:
 
 def environment(**changes: str) -> dict[str, str]:
     """The environment of a user's shell, outside any launcher."""
-    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "OMP_NUM_THREADS", "PYTHON")
+    unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "NNODES", "NODE_RANK", "OMP_NUM_THREADS", "PYTHON")
     return {name: value for name, value in os.environ.items() if name not in unset} | changes
 
 
@@ -79,6 +81,34 @@ def test_run_ends_with_verdict_and_report(checkout: Path, tmp_path: Path) -> Non
     assert "# processes: 2 x " in log
     assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
     assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
+
+
+def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "my results" / "tiny_cpu" / "bert"
+    folder.mkdir(parents=True)
+    earlier = {folder / name: f"{name} of an earlier run\n" for name in ("result_0.txt", "metrics_2.jsonl")}
+    for path, text in earlier.items():
+        path.write_text(text)
+    settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path / "my results"))
+    runs = [
+        subprocess.Popen(
+            [checkout / "run_and_time.sh", "tiny_cpu", "1", *settings],
+            env=environment(NPROC="1", OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    outputs = [run.communicate(timeout=300)[0] for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    assert all("error" not in output for output in outputs)
+    logs = [re.findall(r"^log in (.*)$", output, re.M) for output in outputs]
+    assert sorted(logs) == [[str(folder / "result_1.txt")], [str(folder / "result_3.txt")]]
+    for output, (log,) in zip(outputs, logs, strict=True):
+        assert re.findall(r"^(?:PASS|FAIL) (.*?): official", output, re.M) == [log]
+        assert "end: success" in output
+    assert {path: path.read_text() for path in earlier} == earlier
 
 
 @pytest.fixture
@@ -140,13 +170,47 @@ def test_unknown_recipe_is_one_line(checkout: Path, tmp_path: Path) -> None:
     assert "unknown recipe 'tiny_gpu'" in one_error(start(checkout / "run_and_time.sh", "tiny_gpu", cwd=tmp_path))
 
 
+TWO_NODES = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "127.0.0.1"}
+OPENS = "a[$(touch opened)]"
+"""What bash would run where it computes with the variable."""
+
+
 @pytest.mark.parametrize(
-    ("arguments", "env"), [(("tiny_cpu", "0"), {}), (("tiny_cpu", "two"), {}), ((), {"NPROC": "-1"})]
+    ("arguments", "env", "complaint"),
+    [
+        (("tiny_cpu", "0"), {}, "RUNS is '0', expected a whole number"),
+        (("tiny_cpu", "two"), {}, "RUNS is 'two'"),
+        (("tiny_cpu", OPENS), {}, "RUNS is 'a["),
+        (("tiny_cpu", "9" * 30), {}, "RUNS is '999"),
+        ((), {"NPROC": "-1"}, "NPROC is '-1'"),
+        ((), {"NPROC": OPENS}, "NPROC is 'a["),
+        ((), {"OMP_NUM_THREADS": OPENS}, "OMP_NUM_THREADS is 'a["),
+        ((), {"NNODES": OPENS}, "NNODES is 'a["),
+        ((), {"NNODES": "0"}, "NNODES is '0'"),
+        ((), {"NNODES": "2\x1b[2J"}, "NNODES is $'2\\E[2J'"),
+        ((), {"NODE_RANK": OPENS}, "NODE_RANK is 'a["),
+        ((), {"NODE_RANK": "1"}, "NODE_RANK is 1, but NNODES is 1"),
+        ((), TWO_NODES | {"NODE_RANK": "01"}, "NODE_RANK is '01'"),
+        ((), TWO_NODES | {"NODE_RANK": "08", "NNODES": "9"}, "NODE_RANK is '08'"),
+        ((), TWO_NODES | {"NODE_RANK": "2"}, "NODE_RANK is 2, but NNODES is 2"),
+        ((), TWO_NODES | {"NODE_RANK": ""}, "NNODES is 2, expected NODE_RANK and MASTER_ADDR beside it"),
+        ((), TWO_NODES | {"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
+        ((), TWO_NODES | {"MASTER_PORT": OPENS}, "MASTER_PORT is 'a["),
+        (("--prepare",), {"NNODES": OPENS}, "NNODES is 'a["),
+    ],
 )
-def test_wrong_counts_are_one_line(
-    checkout: Path, tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str]
-) -> None:
-    assert "expected a whole number" in one_error(start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, **env))
+def test_wrong_counts_are_one_line(bare: Path, arguments: tuple[str, ...], env: dict[str, str], complaint: str) -> None:
+    shutil.copy(ROOT / "run_and_time.sh", bare)
+    assert complaint in one_error(start(bare / "run_and_time.sh", *arguments, cwd=bare, PYTHON="./python", **env))
+    assert not (bare / "opened").exists()
+    assert not (bare / ".venv").exists()
+
+
+@pytest.mark.parametrize("version", ["../../..", "2.11.0/../..", "a[$(touch opened)]", "-U"])
+def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
+    """It becomes part of a path that is removed."""
+    done = start(Path("/bin/bash"), "-c", 'source launch/venv.sh; prepare_torch "$1"', "bash", version, cwd=bare)
+    assert "TORCH is '" in one_error(done)
 
 
 def test_help_needs_no_packages(bare: Path) -> None:
@@ -236,4 +300,59 @@ def test_failed_installation_is_tried_again(bare: Path, monkeypatch: pytest.Monk
         assert one_error(prepare(bare)).endswith(f"pip could not install the packages, see above; {kept}")
     (bare / "python").write_text(working)
     assert prepare(bare).returncode == 0
-    assert calls(bare) == ["venv", "pip"]
+    assert calls(bare) == ["venv", "venv", "venv", "pip"]  # each time from the beginning
+
+
+def test_preparation_that_is_stopped_ends_at_once_and_is_made_anew(bare: Path) -> None:
+    """SIGTERM as from ``docker stop``, to the script alone, while pip is in the middle of a package."""
+    shutil.copy(ROOT / "run_and_time.sh", bare)
+    working = (bare / "python").read_text()
+    half = "mkdir -p .venv/half && mkfifo .venv/end && echo $$ >pip && exec sleep infinity"
+    (bare / "python").write_text(working.replace('echo pip "$@" >>calls', half))
+    process = subprocess.Popen(
+        [bare / "run_and_time.sh", "--", "--help"],
+        env=environment(PYTHON="./python"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_for(lambda: (bare / "pip").exists() and (bare / "pip").read_text().endswith("\n"))
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    pip = Path("/proc") / (bare / "pip").read_text().strip() / "cmdline"
+    wait_for(lambda: not read(pip))
+    (bare / "python").write_text(working)
+    assert prepare(bare).returncode == 0
+    assert calls(bare) == ["venv", "venv", "pip"]
+    assert prepare(bare).stdout == ""
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_data_whose_making_is_stopped_are_not_left_half_made(checkout: Path, tmp_path: Path) -> None:
+    """Here the script has a place of its own for its data: a link in the checkout."""
+    (checkout / "data").mkdir(exist_ok=True)
+    (tmp_path / "tiny_cpu").mkdir()
+    shutil.rmtree(checkout / "data/tiny_cpu", ignore_errors=True)
+    (checkout / "data/tiny_cpu").symlink_to(tmp_path / "tiny_cpu")
+    try:
+        process = subprocess.Popen(
+            [checkout / "run_and_time.sh"],
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        wait_for(lambda: any((tmp_path / "tiny_cpu").iterdir()))
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+        assert not [path for path in (tmp_path / "tiny_cpu").iterdir() if path.name.endswith(".partial")]
+        makers = (path for path in Path("/proc").glob("[0-9]*/cmdline") if b"dataloading\0demo" in read(path))
+        assert not [path for path in makers if (path.parent / "cwd").resolve() == checkout.resolve()]
+    finally:
+        (checkout / "data/tiny_cpu").unlink()

@@ -57,10 +57,15 @@ def status_of(log: Path) -> str:
     return json.loads(line.partition(":::MLLOG ")[2])["metadata"]["status"]
 
 
-def training(cluster: Cluster, checkout: Path, number: int) -> None:
+def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESULTS) -> None:
     """Wait until run ``number`` has trained for some steps."""
-    path = checkout / RESULTS / f"output_{number}.txt"
-    cluster.wait_for(lambda: path.exists() and "\nstep " in path.read_text(), 240)
+    path = checkout / folder / f"metrics_{number}.jsonl"
+    cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text(), 240)
+
+
+def numbers(checkout: Path) -> list[int]:
+    """Of the logs, in order."""
+    return sorted(int(path.stem.removeprefix("result_")) for path in (checkout / RESULTS).glob("result_*.txt"))
 
 
 def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
@@ -69,11 +74,11 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
     assert ended["ExitCode"] == "0:0", output(checkout, job)
     shown = output(checkout, job)
     assert "2 of 2 runs valid" in shown
+    assert shown.count("end: success") == 2
     for run in (0, 1):
         assert f"PASS {RESULTS}/result_{run}.txt" in shown
         log = (checkout / RESULTS / f"result_{run}.txt").read_text()
         assert "# processes: 2 x 1 threads" in log
-        assert "end: success" in (checkout / RESULTS / f"output_{run}.txt").read_text()
         dropped = "# config.log.cache_cleared: True" in log
         assert dropped == ('"cache_clear", "value": true' in log)
     assert (checkout / RESULTS / "report.html").exists()
@@ -100,21 +105,72 @@ def test_time_limit_ahead_ends_the_run_in_order(cluster: Cluster, checkout: Path
     assert "not a valid result (aborted)" in output(checkout, job)
 
 
+def test_a_job_takes_the_numbers_that_are_free_and_touches_no_other_file(cluster: Cluster, checkout: Path) -> None:
+    (checkout / RESULTS).mkdir(parents=True)
+    earlier = {
+        checkout / RESULTS / f"{name}": name
+        for run in (0, 2, 3)
+        for name in (f"result_{run}.txt", f"metrics_{run}.jsonl")
+    }
+    for path, text in earlier.items():
+        path.write_text(text)
+    job = submit(cluster, checkout, "tiny_cpu", "3", *SHORT, REACHED_AT_ONCE, options=("-N1",))
+    assert cluster.finish(job)["ExitCode"] == "0:0", output(checkout, job)
+    assert numbers(checkout) == [0, 1, 2, 3, 4, 5]
+    assert re.findall(r"^PASS (.*?):", output(checkout, job), re.M) == [
+        f"{RESULTS}/result_{run}.txt" for run in (1, 4, 5)
+    ]
+    assert {path: path.read_text() for path in earlier} == earlier
+    assert not list((checkout / RESULTS).glob("*cut-off*"))
+
+
+def test_jobs_at_once_in_one_folder_each_report_their_own(cluster: Cluster, checkout: Path) -> None:
+    jobs = [submit(cluster, checkout, "tiny_cpu", "2", *SHORT, REACHED_AT_ONCE, options=("-N1",)) for _ in range(2)]
+    cluster.wait_for(lambda: [cluster.job(job)["JobState"] for job in jobs] == ["RUNNING"] * 2, 60)
+    assert [cluster.finish(job)["ExitCode"] for job in jobs] == ["0:0", "0:0"], [output(checkout, job) for job in jobs]
+    checked = [re.findall(r"^(?:PASS|FAIL) (.*?):", output(checkout, job), re.M) for job in jobs]
+    assert sorted(checked[0] + checked[1]) == [f"{RESULTS}/result_{run}.txt" for run in range(4)]
+    for job, logs in zip(jobs, checked, strict=True):
+        assert (checkout / f"results/slurm-{job}.runs").read_text().splitlines() == logs
+        assert re.findall(r"^log in (.*)$", output(checkout, job), re.M) == logs
+    assert not list((checkout / RESULTS).glob("*cut-off*"))
+
+
 def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path) -> None:
     """Run 0 ends by itself at its sample limit, run 1 is cut off: only run 1 is repeated, under its number."""
-    limits = ("--training.max-samples", "1600")
+    limits = ("--training.max-samples", "1600", "--log.results", "results/of us all")
+    folder = Path("results/of us all/tiny_cpu/bert")
     job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED, *limits)
-    training(cluster, checkout, 1)
-    first = (checkout / RESULTS / "result_0.txt").read_bytes()
+    training(cluster, checkout, 1, folder)
+    first = (checkout / folder / "result_0.txt").read_bytes()
+    (checkout / folder / "result_2.txt").write_text("of somebody else\n")
     cluster.run("scontrol", "requeue", job)
     cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING", 60)
     cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # Slurm holds requeued jobs back for two minutes
     assert cluster.finish(job)["ExitCode"] == "1:0", output(checkout, job)
     assert "restart 1: 1 of 2 run(s) are done" in output(checkout, job)
-    assert (checkout / RESULTS / "result_0.txt").read_bytes() == first
-    assert "train_samples" in (checkout / RESULTS / "result_1.txt").read_text()
-    assert (checkout / RESULTS / "result_1.txt.cut-off-1").exists()
-    assert sorted(path.name for path in (checkout / RESULTS).glob("result_*.txt")) == ["result_0.txt", "result_1.txt"]
+    assert (checkout / folder / "result_0.txt").read_bytes() == first
+    assert "train_samples" in (checkout / folder / "result_1.txt").read_text()
+    assert (checkout / folder / "result_2.txt").read_text() == "of somebody else\n"
+    names = sorted(path.name for path in (checkout / folder).glob("*_[0-9]*"))
+    assert names == [
+        *("metrics_0.jsonl", "metrics_1.jsonl", "metrics_1.jsonl.cut-off-1"),
+        *("result_0.txt", "result_1.txt", "result_1.txt.cut-off-1", "result_2.txt"),
+    ]
+    notes = (checkout / f"results/slurm-{job}.runs").read_text().splitlines()
+    assert notes == [f"{folder}/result_0.txt", f"{folder}/result_1.txt"]
+    assert not list((checkout / "results").glob(f"slurm-{job}.claim*"))
+
+
+def test_notes_of_an_earlier_job_with_the_same_number_are_left_alone(cluster: Cluster, checkout: Path) -> None:
+    earlier = submit(cluster, checkout, "nothing", options=("-N1", "--hold"))
+    cluster.run("scancel", earlier)
+    notes = checkout / f"results/slurm-{int(earlier) + 1}.runs"
+    notes.write_text("results/other/bert/result_0.txt\n")
+    job = submit(cluster, checkout, "tiny_cpu", options=("-N1",))
+    assert cluster.finish(job)["ExitCode"] == "2:0"
+    assert f"error: results/{notes.name} is of an earlier job with this number" in output(checkout, job)
+    assert notes.read_text() == "results/other/bert/result_0.txt\n"
 
 
 def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path) -> None:

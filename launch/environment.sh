@@ -1,0 +1,14 @@
+# shellcheck shell=bash
+# Sourced by the commands: how they speak, and numbers from outside. A number is compared with a pattern before anything is
+# computed with it: arithmetic in bash runs commands that stand in a variable, and takes 08 for a broken octal number.
+
+say() { echo "==> $*"; }
+fail() { echo "error: $*" >&2 && exit 2; }
+
+# whole_number NAME VALUE LEAST [MOST]: end with an error that names NAME unless VALUE is a whole number from LEAST to MOST.
+whole_number() {
+  local name=$1 value=$2 least=$3 most=${4:-1000000000}
+  if [[ ! $value =~ ^(0|[1-9][0-9]{0,17})$ ]] || ((value < least || value > most)); then
+    fail "$name is ${value@Q}, expected a whole number of at least $least${4:+ and at most $4}"
+  fi
+}

@@ -1,0 +1,89 @@
+"""Where the processes of one node meet: a store that everybody on the machine may write, in which nothing is a program."""
+
+import base64
+import os
+import pickle
+import subprocess
+import threading
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+
+from torch._C._distributed_c10d import TCPStore
+
+from compliance.doctor.host import Host
+from compliance.doctor.rendezvous import ports_open_to_all
+from tests.e2e.test_scripts import NEVER_REACHED, SHORT, environment, read, wait_for
+
+STEPS = ("--training.max-samples", "3200")
+
+
+class Opens:
+    """A pickle that makes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return os.symlink, ("opened", str(self.path))
+
+
+def launcher(folder: Path) -> int:
+    """The process that has started those which train into ``folder``; 0 before there are any."""
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        words = read(command)
+        if (
+            b"bert.train" in words
+            and b"torch.distributed.run" not in words
+            and os.fsencode(folder / "results") in words
+        ):
+            parent = int(read(command.with_name("status")).partition(b"PPid:")[2].split()[0])
+            if b"torch.distributed.run" in read(Path(f"/proc/{parent}/cmdline")):
+                return parent
+    return 0
+
+
+def stores(process: int) -> list[TCPStore]:
+    """Connections to every store that listens in a process."""
+    ports = ports_open_to_all(Host(), process)
+    assert ports
+    return [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)) for port in ports]
+
+
+def test_a_pickle_in_the_store_is_not_opened(checkout: Path, tmp_path: Path) -> None:
+    settings = ("--", *SHORT, NEVER_REACHED, *STEPS, "--log.results", str(tmp_path / "results"))
+    process = subprocess.Popen(
+        [checkout / "run_and_time.sh", "tiny_cpu", "1", *settings],
+        env=environment(NPROC="2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    shown: list[str] = []
+    assert process.stdout
+    reader = threading.Thread(target=lambda: shown.extend(process.stdout or ()))
+    reader.start()
+    wait_for(lambda: any(line.startswith("step ") for line in shown) or process.poll() is not None)
+    values: dict[str, bytes] = {}
+    hostile = base64.b64encode(pickle.dumps(Opens(tmp_path / "was opened"))).decode()
+    for store in stores(launcher(tmp_path)):
+        for key in store.list_keys():
+            values[key] = store.get(key)
+            if is_pickle(values[key]):
+                store.set(key, hostile)
+        store.set("torch.rendezvous.none", hostile)  # where an elastic agent without a name of its run would look
+    process.wait(timeout=240)
+    reader.join()
+    assert process.returncode == 1, "".join(shown)  # it missed its target
+    assert "1 of 1 runs" not in "".join(shown)
+    assert not (tmp_path / "was opened").is_symlink()
+    assert values
+    assert not [key for key, value in values.items() if is_pickle(value)]
+
+
+def is_pickle(value: bytes) -> bool:
+    """Whether a value, or what it stands for in base64, has the first and the last byte of a pickle."""
+    texts = [value]
+    with suppress(ValueError):
+        texts.append(base64.b64decode(value, validate=True))
+    return any(text[:1] == b"\x80" and text[-1:] == b"." for text in texts)
