@@ -1,0 +1,121 @@
+"""The script of the workflow that checks results, run as GitHub's runner runs it, in a repository with a pull request."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+
+WORKFLOW = yaml.safe_load((REPOSITORY / ".github/workflows/results.yml").read_text())
+(STEP,) = (step for step in WORKFLOW["jobs"]["check"]["steps"] if "mlperf-bert-compliance" in step.get("run", ""))
+SHELLS = {None: ["bash", "-e"], "bash": ["bash", "--noprofile", "--norc", "-eo", "pipefail"]}
+"""How the runner calls a shell that is not named, and one that is."""
+
+
+class PullRequest:
+    """A repository with results of two systems, and a branch on which something becomes of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "repository"
+        self.results = self.root / "results"
+        for system in ("node", "an older node"):
+            shutil.copytree(REPOSITORY / "results/cpu_2cores", self.results / system)
+            (self.results / "systems").mkdir(exist_ok=True)
+            shutil.copy(REPOSITORY / "results/systems/cpu_2cores.json", self.results / f"systems/{system}.json")
+        (self.root / "README.md").write_text("results\n")
+        self.git("init", "--quiet", "--initial-branch=main")
+        self.base = self.commit()
+        self.tools = folder / "bin"
+        self.tools.mkdir()
+        command = self.tools / "mlperf-bert-compliance"
+        noting = f'printf "%s\\n" "$@" >{shlex.quote(str(self.tools / "given"))}'
+        command.write_text(f'#!/bin/bash\n{noting}\nPYTHONPATH={REPOSITORY} exec {sys.executable} -m compliance "$@"\n')
+        command.chmod(0o755)
+
+    def git(self, *arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=self.root, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    def commit(self) -> str:
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--allow-empty", "--message=change")
+        return self.git("rev-parse", "HEAD")
+
+    def check(self, base: str = "") -> subprocess.CompletedProcess[str]:
+        """Run the step on what has been committed since ``base``."""
+        script = self.tools / "script.sh"
+        script.write_text(STEP["run"])
+        environment = os.environ | {
+            "BASE": base or self.base,
+            "RUNNER_TEMP": str(self.tools),
+            "PATH": f"{self.tools}:{os.environ['PATH']}",
+        }
+        command = [*SHELLS[STEP.get("shell")], str(script)]
+        return subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
+
+    @property
+    def checked(self) -> list[str]:
+        """The folders that the command was given, in any order."""
+        given = self.tools / "given"
+        return sorted(word for word in given.read_text().splitlines() if "/" in word) if given.exists() else []
+
+
+@pytest.fixture
+def pull_request(tmp_path: Path) -> PullRequest:
+    return PullRequest(tmp_path)
+
+
+def spoil(*paths: Path) -> None:
+    for path in paths:
+        path.write_text(path.read_text().replace('"', "'", 3))
+
+
+def two_logs(system: Path) -> list[Path]:
+    """One of ten may fail."""
+    return [system / f"bert/result_{run}.txt" for run in (3, 7)]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "checked"),
+    [
+        (lambda results: (results.parent / "README.md").write_text("other\n"), 0, []),
+        (lambda results: spoil(*two_logs(results / "node")), 1, ["results/node"]),
+        (lambda results: spoil(*two_logs(results / "an older node")), 1, ["results/an older node"]),
+        (lambda results: (results / "node/bert/result_3.txt").unlink(), 0, ["results/node"]),
+        (lambda results: spoil(results / "systems/node.json"), 1, ["results/node"]),
+        (lambda results: (results / "systems/node.json").unlink(), 0, ["results/node"]),
+        (lambda results: (results / "node").rename(results / "an older node/bert/node"), 0, ["results/an older node"]),
+    ],
+    ids=["nothing", "log", "space", "removed log", "description", "removed description", "moved"],
+)
+def test_what_a_pull_request_changes_is_checked(
+    pull_request: PullRequest, change: Callable[[Path], object], status: int, checked: list[str]
+) -> None:
+    change(pull_request.results)
+    pull_request.commit()
+    done = pull_request.check()
+    assert done.returncode == status, done.stdout + done.stderr
+    assert pull_request.checked == checked
+
+
+def test_a_system_that_is_removed_as_a_whole_needs_no_check(pull_request: PullRequest) -> None:
+    shutil.rmtree(pull_request.results / "node")
+    (pull_request.results / "systems/node.json").unlink()
+    pull_request.commit()
+    done = pull_request.check()
+    assert (done.returncode, done.stdout) == (0, "no logs of node are left\n")
+
+
+def test_changes_that_cannot_be_told_fail(pull_request: PullRequest) -> None:
+    done = pull_request.check("0123456789abcdef0123456789abcdef01234567")
+    assert done.returncode != 0
+    assert pull_request.checked == []
