@@ -79,6 +79,15 @@ supervise() {
   return "$((stopped ? stopped : status))"
 }
 
+# locked FILE COMMAND...: become the command when nobody else holds the lock; another start may be doing the same.
+locked() {
+  local lock
+  exec {lock}>>"$1"
+  flock "$lock"
+  shift
+  exec "$@"
+}
+
 extras=()
 ! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
 supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}"
@@ -105,7 +114,9 @@ verdict() {
 cores=$(env -u OMP_NUM_THREADS nproc)
 if [[ $recipe == tiny_cpu ]]; then
   say "data of tiny_cpu: prose of the standard library"
-  supervise "$python" -m dataloading demo --out data/tiny_cpu --vocab bert/artifacts/tiny_cpu/vocab.txt
+  mkdir -p data
+  supervise locked data/tiny_cpu.lock "$python" -m dataloading demo --out data/tiny_cpu \
+    --vocab bert/artifacts/tiny_cpu/vocab.txt
   : "${NPROC:=$((cores > 1 ? 2 : 1))}"
 else
   ((${#extras[@]})) || NPROC=${NPROC:-1} # no GPU

@@ -84,6 +84,8 @@ def test_run_ends_with_verdict_and_report(checkout: Path, tmp_path: Path) -> Non
 
 
 def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tmp_path: Path) -> None:
+    """Both find no data and make them."""
+    shutil.rmtree(checkout / "data", ignore_errors=True)
     folder = tmp_path / "my results" / "tiny_cpu" / "bert"
     folder.mkdir(parents=True)
     earlier = {folder / name: f"{name} of an earlier run\n" for name in ("result_0.txt", "metrics_2.jsonl")}
