@@ -80,6 +80,7 @@ supervise() {
 }
 
 # locked FILE COMMAND...: become the command when nobody else holds the lock; another start may be doing the same.
+# shellcheck disable=SC2329  # supervise calls it
 locked() {
   local lock
   exec {lock}>>"$1"
@@ -133,10 +134,12 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 free_port='import random, socket
 while True:
     with socket.socket() as probe:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        if probe.connect_ex(("127.0.0.1", port)):
-            print(port)
-            break'
+        try:
+            probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))
+        except OSError:
+            continue
+        print(probe.getsockname()[1])
+        break'
 
 claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT

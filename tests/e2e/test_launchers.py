@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests.conftest import REPOSITORY
-from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, environment, one_error, start
+from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, environment, one_error, start, wait_for
 
 BIND = REPOSITORY / "launch/bind.sh"
 
@@ -24,8 +24,8 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
-    settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path))
+def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
+    """The command on each of two nodes, both of which are this machine."""
     subprocess.run([checkout / "run_and_time.sh", "--prepare"], env=environment(), check=True, capture_output=True)
     shared = {
         "NNODES": "2",
@@ -34,9 +34,9 @@ def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
         "MASTER_PORT": free_port(),
         "OMP_NUM_THREADS": "1",
     }
-    nodes = [
+    return [
         subprocess.Popen(
-            [checkout / "run_and_time.sh", "tiny_cpu", "1", *settings],
+            [checkout / "run_and_time.sh", "tiny_cpu", "1", "--", *SHORT, *settings],
             env=environment(NODE_RANK=str(node), **shared),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -44,10 +44,25 @@ def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
         )
         for node in (0, 1)
     ]
+
+
+def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
+    nodes = two_nodes(checkout, REACHED_AT_ONCE, "--log.results", str(tmp_path))
     outputs = [node.communicate(timeout=240)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert ["1 of 1 runs valid" in output for output in outputs] == [True, False]
     assert "# processes: 2 x 1 threads" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
+
+
+def test_a_signal_to_another_node_ends_the_run_in_order(checkout: Path, tmp_path: Path) -> None:
+    nodes = two_nodes(checkout, NEVER_REACHED, "--log.results", str(tmp_path))
+    metrics = tmp_path / "tiny_cpu/bert/metrics_0.jsonl"
+    wait_for(lambda: metrics.exists() and '"event": "step"' in metrics.read_text())
+    nodes[1].terminate()
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 143], outputs
+    assert "ours fail: not a valid result (aborted)" in outputs[0]
+    assert not re.findall("^error: .*", "".join(outputs), re.M)
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun here: apt-get install openmpi-bin")
