@@ -29,7 +29,9 @@ results=("$@")
 [[ ${1-} != -- ]] || shift
 settings=("$@")
 # A launcher's process has its place from there. In the batch script of a Slurm job, SLURM_PROCID is set, but no step.
-[[ $part != all || ! (${RANK-}${WORLD_SIZE-} || ${OMPI_COMM_WORLD_RANK-} || (${SLURM_STEP_ID-} && ${MASTER_ADDR-})) ]] || part=rank
+if [[ $part == all && (${RANK-}${WORLD_SIZE-} || ${OMPI_COMM_WORLD_RANK-} || (${SLURM_STEP_ID-} && ${MASTER_ADDR-})) ]]; then
+  part=rank
+fi
 
 whole_number RUNS "$runs" 1
 whole_number NPROC "${NPROC:-1}" 1
@@ -151,11 +153,10 @@ for ((run = 1; run <= runs && !stopped; run++)); do
   cache=()
   { sync && echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null && cache=(--log.cache-cleared) || true # needs root
   launcher=("$python")
-  ((world_size == 1)) || launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" --nnodes "$nodes" --node-rank "$node")
-  if ((nodes > 1)); then
+  if ((world_size > 1)); then
+    ((nodes > 1)) || { MASTER_ADDR=127.0.0.1 && MASTER_PORT=$("$python" -c "$free_port"); }
+    launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" --nnodes "$nodes" --node-rank "$node")
     launcher+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
-  elif ((world_size > 1)); then
-    launcher+=(--master-addr 127.0.0.1 --master-port "$("$python" -c "$free_port")")
   fi
   claim=$claims/$run
   supervise env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?

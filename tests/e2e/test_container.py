@@ -16,6 +16,7 @@ from tests.conftest import REPOSITORY
 
 BASE = os.environ.get("BERT_TEST_BASE")
 IMAGE = "localhost/mlperf-bert-test"
+PASSWORD = "a-password-of-a-package-index"
 pytestmark = pytest.mark.skipif(
     not BASE or not shutil.which("buildah"), reason="no buildah here, or BERT_TEST_BASE does not name a base image"
 )
@@ -31,12 +32,15 @@ def buildah(*arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def image() -> str:
+def image(tmp_path_factory: pytest.TempPathFactory) -> str:
+    secret = tmp_path_factory.mktemp("secret") / "pip.conf"
+    secret.write_text(f"[global]\ntimeout = 61\n# {PASSWORD}\n")
     certificates = [
         f"--volume={folder}:{folder}:ro" for folder in ("/etc/ssl/certs", "/usr/local/share/ca-certificates")
     ]
     given = (f"--build-arg=BASE={BASE}", "--build-arg=EXTRAS=", "--build-arg=REVISION=abc")
-    buildah("bud", "--format=docker", "--isolation=chroot", *certificates, *given, f"--tag={IMAGE}", ".")
+    given += (f"--secret=id=pip,src={secret}", f"--tag={IMAGE}")
+    buildah("bud", "--format=docker", "--isolation=chroot", *certificates, *given, ".")
     return IMAGE
 
 
@@ -60,3 +64,13 @@ def test_image_trains_out_of_the_box(image: str) -> None:
     assert "1 of 1 runs valid" in shown
     assert "# commit: abc\n" in head
     assert not {"./.git", "./tests", "./.ci"} & set(files.split())
+
+
+def test_what_pip_was_given_to_reach_an_index_is_not_in_the_image(image: str) -> None:
+    assert PASSWORD not in buildah("inspect", "--type=image", image)
+    container = buildah("from", image).strip()
+    try:
+        find = f"grep -rls {PASSWORD} /etc /home /root /run /tmp /var /workspace || true"
+        assert buildah("run", "--isolation=chroot", "--user=0", container, "--", "bash", "-c", find) == ""
+    finally:
+        buildah("rm", container)
