@@ -25,7 +25,8 @@ SHORTENED = {
     "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
     "torchrun --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 2 -m bert.train tiny_cpu"
     " --training.max-samples 9600": (
-        f"torchrun --master-addr 127.0.0.1 --master-port {free_port()} --nproc-per-node 2 -m bert.train tiny_cpu" + BRIEF
+        f"torchrun --master-addr 127.0.0.1 --master-port {free_port()} --nproc-per-node 2 -m bert.train tiny_cpu"
+        + BRIEF
     ),
     "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50": (
         "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY
