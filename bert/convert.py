@@ -25,6 +25,7 @@ from bert.config import ModelConfig
 from bert.hugging_face import hugging_face_names, stated_heads, write_folder
 from bert.model import BertForPreTraining
 from bert.tf_checkpoint import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name, tf2_names
+from console.program import accept_any_text, bound, complain, parsed, say
 from dataloading.files import atomic_path, open_regular
 from dataloading.jobs import end_in_order
 from dataloading.tokenization import Vocabulary
@@ -54,12 +55,11 @@ class Source:
 
 def main() -> int:
     """Runs the command; a user's error is one line on stderr and exit code 2."""
+    accept_any_text()
     try:
-        tyro.cli(convert, prog="python -m bert.convert")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        parsed(partial(tyro.cli, bound(convert), prog="python -m bert.convert"))()
+    except (ValueError, OSError) as error:
+        complain(error)
     else:
         return 0
     return 2
@@ -86,14 +86,14 @@ def convert(
     found = open_source(source, num_attention_heads)
     vocabulary = _vocabulary(found, source, vocab) if to == "hugging-face" else None
     for line in describe(found):
-        print(line, flush=True)
+        say(line)
     out.parent.mkdir(parents=True, exist_ok=True)
     if vocabulary is None:
         write_ours(found, out)
     else:
         metadata = {"source": found.kind, "source_digest": found.digest}
         write_folder(out, found.model, found.weights, vocabulary, metadata)
-    print(f"wrote {out}")
+    say(f"wrote {out}")
 
 
 def describe(found: Source) -> list[str]:

@@ -9,6 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from bert.metrics import EndRecord, EvaluationRecord, Progress, Record, StepRecord, WarningRecord, clock_text
+from console.text import visible
 
 
 class PlainLines:
@@ -41,7 +42,7 @@ class PlainLines:
                 f"({record.correct}/{record.count})  target {self._progress.target:.4f}  {record.eval_s:.2f} s"
             )
         if isinstance(record, WarningRecord):
-            return f"warning at step {record.step}: {record.text}"
+            return f"warning at step {record.step}: {visible(record.text)}"
         return f"end: {record.status} after {record.samples} samples and {record.time_s:.1f} s"
 
 
@@ -76,7 +77,9 @@ class LivePanel:
         if isinstance(record, EndRecord):
             rows[-1] = ("ended", f"{record.status} after {clock_text(record.time_s)}")
         if self._progress.warning is not None:
-            rows.append(("warning", f"step {self._progress.warning.step}: {escape(self._progress.warning.text)}"))
+            rows.append(
+                ("warning", f"step {self._progress.warning.step}: {escape(visible(self._progress.warning.text))}")
+            )
         for name, value in rows:
             table.add_row(f"[dim]{name}[/dim]", value)
         reached = self._progress.evaluations[-1].masked_lm_accuracy if self._progress.evaluations else 0.0

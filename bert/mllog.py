@@ -33,6 +33,7 @@ from mlperf_logging.mllog.mllog import MLLogger
 
 from compliance import digest, rules
 from compliance.rules import QUALITY_TARGET, evaluation_interval, evaluation_samples
+from console.text import visible
 
 __all__ = ["QUALITY_TARGET", "MLLog", "ResultExists", "RuleViolation", "evaluation_interval", "evaluation_samples"]
 
@@ -89,7 +90,7 @@ class MLLog:
     def header(self, fields: Mapping[str, object]) -> None:
         """Write "# key: value" lines: the resolved configuration, the commit, versions, hardware."""
         for key, value in fields.items():
-            self.line(f"# {key}: {value}")
+            self.line(f"# {key}: {visible(value)}")
 
     def line(self, text: str) -> None:
         """Write one plain line.

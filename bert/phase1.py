@@ -12,6 +12,7 @@ import json
 import platform
 import sys
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,6 +23,7 @@ from bert.checkpoint import VOCABULARY, save_weights
 from bert.model import BertForPreTraining, EncoderLayer, initialize_
 from bert.optimizer import FlatParameters
 from bert.recipes import tiny_model
+from console.program import accept_any_text, complain, parsed, say
 from dataloading.demo import TRAIN_OPTIONS, demo_samples, text_digest
 from dataloading.documents import demo_documents
 from dataloading.loader import batch_of
@@ -92,7 +94,7 @@ def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> Non
         schedule.step()
         flat.gradients_P.zero_()
         if (step + 1) % 200 == 0:
-            print(f"step {step + 1}/{settings.steps}  masked-LM loss {float(masked_lm_loss.detach()):.3f}", flush=True)
+            say(f"step {step + 1}/{settings.steps}  masked-LM loss {float(masked_lm_loss.detach()):.3f}")
 
 
 @torch.no_grad()
@@ -134,8 +136,9 @@ def _add_rotation(weight_ED: Tensor, frequencies: Tensor, offset: int, strength:
 
 
 if __name__ == "__main__":
+    accept_any_text()
     try:
-        main(tyro.cli(Phase1, prog="python -m bert.phase1"))
+        main(parsed(partial(tyro.cli, Phase1, prog="python -m bert.phase1")))
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         sys.exit(2)

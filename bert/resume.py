@@ -36,6 +36,7 @@ from bert.config import Config
 from bert.parallel.collectives import agreed_text, all_reduce_min_, broadcast_
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
+from console.program import say
 from dataloading.dataset import Dataset
 from dataloading.files import atomic_path, open_regular, read_json, sync, write_atomically
 
@@ -217,7 +218,7 @@ def lock(folder: Path, mesh: Mesh) -> None:
 
     warning = _told_by_main(take, mesh)
     if warning and mesh.is_main:
-        print(warning, flush=True)
+        say(warning)
 
 
 def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
@@ -297,7 +298,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
         if config.training.seed not in (None, state.seed):
             raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or give this one")
         for reason in broken:
-            print(f"warning: {reason}; going on from {path}", flush=True)
+            say(f"warning: {reason}; going on from {path}")
         return state
     reasons = "".join(f"; {reason}" for reason in broken)
     raise ValueError(

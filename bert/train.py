@@ -7,13 +7,12 @@ length; the log tells how the run ended.
 """
 
 import contextlib
-import io
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +47,7 @@ from bert.slow_ranks import SlowRanks
 from bert.step import TrainingStep, build_model, empty_model
 from bert.timed_run import Inputs, TimedRun
 from bert.triton_cache import require_private_cache
+from console.program import accept_any_text, complain, parsed, reason, say, say_document
 from dataloading.capacity import Capacity, choose_capacities, draw_sizes
 from dataloading.dataset import Dataset, open_dataset
 from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
@@ -62,6 +62,7 @@ OLDEST_TORCH = (2, 11)
 
 def main(arguments: Sequence[str]) -> int:
     """Parse, check, run; returns the exit status."""
+    accept_any_text()
     try:
         _require_torch()
         config = parse(arguments)
@@ -69,11 +70,11 @@ def main(arguments: Sequence[str]) -> int:
         interruption = Interruption()
         inputs = check(config, launched_world_size())
         if config.dry_run:
-            print(f"{config.recipe}: ready, results would go to {inputs.result}")
+            say(f"{config.recipe}: ready, results would go to {inputs.result}")
             return 0
         mesh = join_mesh(config.training.device)
         if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
-            print(f"warning: {warning}", flush=True)
+            say(f"warning: {warning}")
     except Interrupted as interrupted:
         return _stopped(interrupted)
     except (ValueError, OSError) as error:
@@ -101,19 +102,13 @@ def parse(arguments: Sequence[str]) -> Config:
     known = ", ".join(RECIPES)
     if not arguments or arguments[0] not in RECIPES:
         if arguments and arguments[0] in ("-h", "--help"):
-            print(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
+            say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
             raise SystemExit(0)
         found = f"unknown recipe {arguments[0]!r}" if arguments else "no recipe given"
         raise ValueError(f"{found}: expected one of {known}")
     program = f"python -m bert.train {arguments[0]}"
-    complaint = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(complaint):
-            return tyro.cli(Config, prog=program, args=list(arguments[1:]), default=RECIPES[arguments[0]]())
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ValueError(_unboxed(complaint.getvalue())) from None
+    default = RECIPES[arguments[0]]()
+    return parsed(partial(tyro.cli, Config, prog=program, args=list(arguments[1:]), default=default))
 
 
 def check(config: Config, world_size: int) -> Inputs:
@@ -163,7 +158,7 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
     with log, _together(config, mesh, log) as watchdog:
         if mesh.is_main:
             claim(inputs.result)
-            print(f"log in {inputs.result}", flush=True)
+            say(f"log in {inputs.result}")
         log.header(provenance(config, mesh, seed))
         if resumed:
             log.resumed(resumed.path, resumed.samples)
@@ -202,7 +197,7 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
             metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
             save_weights(model, config.save_checkpoint, metadata)
         if mesh.is_main:
-            print(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
+            say(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return 0
     if interruption.number is not None:
@@ -228,7 +223,7 @@ def _together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
         watchdog.failed(str(interrupted), _status(interrupted))
         raise
     except (ValueError, OSError) as error:
-        watchdog.failed(_text(error), 2)
+        watchdog.failed(reason(error), 2)
         raise
     except Exception as error:
         watchdog.failed(f"{type(error).__name__}: {error}", error=error)
@@ -256,7 +251,7 @@ def initialise(
     if mesh.world_size > 1:
         log.line(f"# {step.choice}")
         if mesh.is_main:
-            print(step.choice, flush=True)
+            say(step.choice)
     broadcast_(step.flat.weights_P)
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * mesh.world_size + mesh.rank)
@@ -430,15 +425,8 @@ def _reporter(
     if console.is_terminal:
         sinks += [LivePanel(progress, console), PlainLines(progress, log.line)]
     else:
-        sinks += [PlainLines(progress, log.line, lambda text: print(text, flush=True))]
+        sinks += [PlainLines(progress, log.line, say)]
     return Reporter(progress, sinks)
-
-
-def _unboxed(complaint: str) -> str:
-    """The first paragraph of tyro's framed message, on one line."""
-    framed = [line.strip("│ ") for line in complaint.splitlines() if line.startswith("│")]
-    paragraph = itertools.takewhile(lambda line: not line.startswith("─"), framed)
-    return " ".join(paragraph).strip() or complaint.strip()
 
 
 def _seed(config: Config) -> int:
@@ -467,13 +455,7 @@ def _complain(error: Exception) -> None:
         rank = Launch.from_environment().rank
     except ValueError:  # the environment is what is wrong
         rank = 0
-    print(f"error: rank {rank}: {_text(error)}" if rank else f"error: {_text(error)}", file=sys.stderr)
-
-
-def _text(error: Exception) -> str:
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return str(error)
+    complain(error, f"error: rank {rank}" if rank else "error")
 
 
 if __name__ == "__main__":

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
-from json import dumps
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
-from tyro.extras import SubcommandApp
 
 from compliance.doctor.system import describe, write
 from compliance.matrix import acceptance, table
 from compliance.report.page import Format, render_as, write_report
 from compliance.report.results import load_results
-from compliance.report.summary import print_summary
+from compliance.report.summary import as_dict, print_summary
 from compliance.rules import NEWEST_RULESET, RULESETS, Division
 from compliance.sarif import write_sarif
 from compliance.submission.check import accepted, check_paths
 from compliance.submission.folders import find
+from console.program import Commands, accept_any_text, complain, say, say_document, say_json
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
 Folder = Annotated[Positional[Path], arg(metavar="FOLDER", help="results/<system>/bert")]
 
-app = SubcommandApp()
+app = Commands()
 
 
 @app.command
@@ -54,13 +55,13 @@ def check(
     if sarif:
         write_sarif(sarif, verdicts)
     if json:
-        print(dumps([verdict.as_dict() for verdict in verdicts], indent=2))
+        say_json([verdict.as_dict() for verdict in verdicts])
     else:
         for verdict in verdicts:
             word = "PASS" if verdict.passed else "FAIL"
-            print(f"{word} {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}")
+            say(f"{word} {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}")
             for finding in verdict.findings:
-                print(f"    {finding}")
+                say(f"    {finding}")
     return 0 if accepted(verdicts) else 1
 
 
@@ -72,9 +73,11 @@ def _print_matrix(paths: tuple[Path, ...], json: bool) -> int:
     logs = [log for path in paths for log in _logs_of(path)]
     tables = [acceptance(log) for log in logs]
     if json:
-        print(dumps([row.as_dict() for rows in tables for row in rows], indent=2))
+        say_json([row.as_dict() for rows in tables for row in rows])
     else:
-        print("\n".join(map(table, tables)), end="")
+        for index, rows in enumerate(tables):
+            for text in [*([""] if index else []), *table(rows)]:
+                say(text)
     return 0 if all(any(row.verdict.official == "pass" for row in rows) for rows in tables) else 1
 
 
@@ -87,9 +90,11 @@ def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET, format: Format = "
         out: The file to write instead.
     """
     if format == "html" or out is not None:
-        print(write_report(folder, ruleset, format, out))
+        say(write_report(folder, ruleset, format, out))
+    elif format == "json":
+        say_json(as_dict(load_results(folder, ruleset)))
     else:
-        print(render_as(load_results(folder, ruleset), format), end="")
+        say_document(render_as(load_results(folder, ruleset), format))
     return 0
 
 
@@ -118,7 +123,7 @@ def system(
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")
     write(out, describe(division, {"system_name": out.stem} | {name: value for name, _, value in pairs}))
-    print(out)
+    say(out)
     return 0
 
 
@@ -140,7 +145,11 @@ def convergence(
     from compliance.standing import standing
 
     found = standing(folder, ruleset, runs, from_train_samples=train_samples)
-    print(dumps(found.as_dict(), indent=2) if json else found)
+    if json:
+        say_json(found.as_dict())
+    else:
+        for text in found.lines():
+            say(text)
     return 0 if found.passed else 1
 
 
@@ -222,14 +231,21 @@ def watch(
 
 def main() -> int:
     """Run the command line; a user's error is one line on stderr and exit status 2."""
+    accept_any_text()
+    signal.signal(signal.SIGTERM, _end)
     try:
-        return app.cli(prog="python -m compliance")
+        return app.run("python -m compliance")
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        complain(error)
         return 2
     except BrokenPipeError:  # whoever reads has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    """End by way of an exception, so that what was begun is removed and other processes are ended."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

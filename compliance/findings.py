@@ -119,11 +119,6 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def printable(text: str, limit: int) -> str:
-    """What a file or a tool says, for a message: nothing that steers a terminal, and not without end."""
-    return "".join(character if character.isprintable() else "?" for character in text)[:limit]
-
-
 def shown(value: object, limit: int = 60) -> str:
     """A value of a file, for a message: escaped, and short."""
     text = ascii(value)

@@ -57,14 +57,14 @@ def acceptance(path: Path) -> list[Acceptance]:
     return rows
 
 
-def table(rows: list[Acceptance]) -> str:
-    """The same for a terminal; every line ends in a line feed."""
+def table(rows: list[Acceptance]) -> list[str]:
+    """The same for a terminal, line by line."""
     lines = [f"{rows[0].verdict.path}", "ruleset  official  ours  what keeps it out"]
     for row in rows:
         reasons = [_in_words(reason) for reason in row.reasons] or [""]
         head = f"{row.verdict.ruleset:<9}{row.verdict.official:<10}{row.verdict.ours:<6}"
         lines += [f"{head if not index else ' ' * len(head)}{reason}".rstrip() for index, reason in enumerate(reasons)]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def _in_words(finding: Finding) -> str:

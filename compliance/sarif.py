@@ -9,7 +9,6 @@ at the first log in it, and says so.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from urllib.parse import quote
 from compliance.artefact import write_whole
 from compliance.findings import Finding, Verdict
 from compliance.submission.folders import absolute
+from console.text import json_document, visible
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 TOOL = "compliance"
@@ -53,7 +53,7 @@ def write_sarif(path: Path, verdicts: Sequence[Verdict]) -> None:
     Raises:
         ValueError: the file cannot be written.
     """
-    write_whole(path, json.dumps(sarif(verdicts, Path.cwd()), indent=2) + "\n")
+    write_whole(path, json_document(sarif(verdicts, Path.cwd())) + "\n")
 
 
 def _rule_id(finding: Finding) -> str:
@@ -79,15 +79,15 @@ def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Pa
     key = f"{finding.key}: " if finding.key else ""
     logged_at = f" Logged at {finding.source}." if finding.source else ""
     artifact = {"uri": uri} | ({"uriBaseId": ROOT} if relative else {})
-    identity = "\n".join((uri, name, finding.key, finding.found))
+    identity = "\n".join((uri, name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
     return {
         "ruleId": name,
         "ruleIndex": places[name],
         "level": finding.severity,
-        "message": {"text": f"{folder}{key}{finding.sentence}. To mend it: {finding.mend}.{logged_at}"},
+        "message": {"text": visible(f"{folder}{key}{finding.sentence}. To mend it: {finding.mend}.{logged_at}")},
         "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": finding.line or 1}}}],
         # Lines move when a log is written again; what was found tells whether it is the same finding.
-        "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity.encode()).hexdigest()[:16] + ":1"},
+        "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16] + ":1"},
     }
 
 

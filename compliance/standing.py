@@ -61,7 +61,8 @@ class Standing:
             **asdict(self.outlook),
         }
 
-    def __str__(self) -> str:
+    def lines(self) -> list[str]:
+        """The same in words and tables, for a terminal."""
         lines = [
             f"{self.folder}: {len(self.runs)} logs, {self.division} division, global batch size "
             f"{self.global_batch_size}, ruleset {self.ruleset}",
@@ -77,7 +78,7 @@ class Standing:
             for case in self.outlook.needed.cases:
                 place = f"evaluation {case.evaluation.index:>3} {case.evaluation.samples:>12,}"
                 lines.append(f"    {place}   mean {case.mean:>12,.0f}   {case.verdict}, scaling {case.scaling:.6f}")
-        return "\n".join([*lines, "", self.outlook.sentence])
+        return [*lines, "", self.outlook.sentence]
 
 
 def _describe_run(run: StandingRun) -> str:

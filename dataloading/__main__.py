@@ -8,6 +8,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+from console.program import Commands, accept_any_text, complain, say
 from dataloading import known
 from dataloading.convert import Layout, convert, convert_to_packed
 from dataloading.dataset import (
@@ -37,7 +38,7 @@ from dataloading.tokenization import Vocabulary
 from dataloading.wikipedia import ExtractionOptions, extract
 from dataloading.wikipedia import Progress as ExtractionProgress
 
-app = tyro.extras.SubcommandApp()
+app = Commands()
 
 
 @app.command(name="extract")
@@ -62,7 +63,7 @@ def _extract(
     made = extract(inputs, out, options, jobs=jobs, report=report)
     articles = sum(part.articles for part in made.parts)
     held_out = sum(part.evaluation_articles for part in made.parts)
-    print(f"{out}: {articles:,} articles in {len(made.parts)} part(s), {held_out:,} held out in {made.evaluation.name}")
+    say(f"{out}: {articles:,} articles in {len(made.parts)} part(s), {held_out:,} held out in {made.evaluation.name}")
 
 
 @app.command(name="prepare")
@@ -95,7 +96,7 @@ def _prepare(
 
     share = None if part is None else _parse_part(part)
     dataset = prepare(job, out, jobs=jobs, part=share, report=report)
-    print(f"{out}: {_counts(dataset)}{f', part {share}: join the parts by merge' if share else ''}")
+    say(f"{out}: {_counts(dataset)}{f', part {share}: join the parts by merge' if share else ''}")
 
 
 @app.command
@@ -110,8 +111,8 @@ def demo(out: Path, vocab: Path) -> None:
     made = write_demo(out, vocab)
     for name in ("train", "evaluation"):
         dataset = open_dataset(out / name)
-        print(f"{dataset.folder}: {len(dataset):,} samples of {dataset.lengths.mean():.1f} tokens", flush=True)
-    print(f"{'made' if made else 'verified'} in {time.perf_counter() - started:.1f} s")
+        say(f"{dataset.folder}: {len(dataset):,} samples of {dataset.lengths.mean():.1f} tokens")
+    say(f"{'made' if made else 'verified'} in {time.perf_counter() - started:.1f} s")
 
 
 @app.command(name="merge")
@@ -122,7 +123,7 @@ def _merge(folders: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
         folders: Where the parts are; parts may share a folder.
         out: Folder to make, or the folder that all parts share.
     """
-    print(f"{out}: {_counts(merge(list(folders), out))}")
+    say(f"{out}: {_counts(merge(list(folders), out))}")
 
 
 @app.command
@@ -144,7 +145,7 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
                 (aside / name).symlink_to((folder / name).resolve())
             index_shards(aside, names, info)
         dataset = open_dataset(out)
-    print(f"{dataset.folder}: {_counts(dataset)}")
+    say(f"{dataset.folder}: {_counts(dataset)}")
 
 
 @app.command(name="shuffle")
@@ -167,11 +168,11 @@ def _shuffle(
         tenths = 10 * progress.done // max(progress.total, 1)
         if tenths > told.get(progress.step, -1):
             told[progress.step] = tenths
-            print(f"{time.perf_counter() - started:7.1f} s  {progress.step} {progress.done:,} samples", flush=True)
+            say(f"{time.perf_counter() - started:7.1f} s  {progress.step} {progress.done:,} samples")
 
     source = open_dataset(folder)
     dataset = shuffle(source, out, shards=shards, seed=seed, compression=compression, report=report)
-    print(f"{out}: {_counts(dataset)}, each sample of {folder} exactly once")
+    say(f"{out}: {_counts(dataset)}, each sample of {folder} exactly once")
 
 
 @app.command(name="convert")
@@ -202,13 +203,13 @@ def _convert(
     source = _open_or_scan(folder, vocab)
 
     def report(name: str) -> None:
-        print(f"{name}", flush=True)
+        say(name)
 
     if to == "packed":
         dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=report)
     else:
         dataset = convert(source, out, to, compression=compression, jobs=jobs, report=report)
-    print(f"{out}: {_counts(dataset)}, layout {to}")
+    say(f"{out}: {_counts(dataset)}, layout {to}")
 
 
 @app.command
@@ -224,8 +225,8 @@ def pick_evaluation(folder: tyro.conf.Positional[Path], out: Path, samples: int 
     picked = source.take(known.pick_evaluation(source, samples))
     write_dataset(out, picked, shards=1, info=source.info)
     dataset = open_dataset(out)
-    print(f"{out}: {_counts(dataset)}")
-    print(known.describe_samples(dataset))
+    say(f"{out}: {_counts(dataset)}")
+    say(known.describe_samples(dataset))
 
 
 @app.command
@@ -241,17 +242,17 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
 
     def visit(shard: ShardRecord, samples: Samples) -> None:
         census.add(samples)
-        print(f"{shard.name}: {shard.samples:,} samples, digest right", flush=True)
+        say(f"{shard.name}: {shard.samples:,} samples, digest right")
 
     dataset.verify(visit)
     if checksums is not None:
         for line in known.check_published(dataset, checksums):
-            print(line, flush=True)
-    print(known.describe_vocabulary(dataset.info))
-    print(known.describe_options(dataset.info))
-    print(known.describe_samples(dataset))
-    print(census.describe_repeats())
-    print(f"{folder}: whole, {_counts(dataset)}, multiset digest {census.multiset_digest:016x}")
+            say(line)
+    say(known.describe_vocabulary(dataset.info))
+    say(known.describe_options(dataset.info))
+    say(known.describe_samples(dataset))
+    say(census.describe_repeats())
+    say(f"{folder}: whole, {_counts(dataset)}, multiset digest {census.multiset_digest:016x}")
 
 
 @app.command
@@ -280,7 +281,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
             masked_lm_positions=samples.masked_lm_positions,
             masked_lm_ids=samples.masked_lm_ids,
         )
-    print(f"{out}: {len(samples):,} samples of {len(shards)} shard(s)")
+    say(f"{out}: {len(samples):,} samples of {len(shards)} shard(s)")
 
 
 def _print_progress(progress: Progress | ExtractionProgress, content: str) -> None:
@@ -288,7 +289,7 @@ def _print_progress(progress: Progress | ExtractionProgress, content: str) -> No
     left = progress.seconds / progress.done * (progress.total - progress.done)
     state = f"{content}, was there" if progress.kept else content
     rest = f", about {_duration(left)} left" if left else ""
-    print(f"{progress.seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {state}{rest}", flush=True)
+    say(f"{progress.seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {state}{rest}")
 
 
 def _counts(dataset: Dataset) -> str:
@@ -364,19 +365,18 @@ def _open_to_verify(folder: Path) -> Dataset:
     """A data set, or the only part that a folder holds."""
     parts = parts_in(folder) if folder.is_dir() else []
     if len(parts) == 1 and not (folder / MANIFEST_NAME).exists():
-        print(f"{folder}: part {parts[0]} of a data set")
+        say(f"{folder}: part {parts[0]} of a data set")
         return open_dataset(folder, parts[0])
     return open_dataset(folder)
 
 
 def main() -> int:
     """Runs the command; a user's error is one line on stderr and exit code 2."""
+    accept_any_text()
     try:
-        app.cli(prog="python -m dataloading")
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        app.run("python -m dataloading")
+    except (ValueError, OSError) as error:
+        complain(error)
     else:
         return 0
     return 2

@@ -22,6 +22,7 @@ from bert.metrics import Stage
 from bert.parallel.collectives import agreed_integer, agreed_text
 from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog_hub import FAULT_STATUS, LINE, Hub, Verdict, encoded, parsed
+from console.program import complain
 
 __all__ = ["FAULT_STATUS", "Watchdog"]
 
@@ -172,7 +173,7 @@ class Watchdog:
 
         def last_words() -> None:
             if speaks:
-                print(f"error: {verdict.text}", file=sys.stderr, flush=True)
+                complain(verdict.text)
             if self._error is not None and verdict.rank == self._mesh.rank:
                 traceback.print_exception(self._error)
             sys.stderr.flush()

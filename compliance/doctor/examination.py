@@ -30,6 +30,8 @@ from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
 from compliance.doctor.system_truth import compare
+from console.program import say, say_json
+from console.text import visible
 
 RECIPE_TIMEOUT_S = 60.0
 DRY_RUN_TIMEOUT_S = 300.0
@@ -430,26 +432,21 @@ def print_examination(request: Request, as_json: bool) -> int:
         counts[diagnosis.state] += 1
         entries.append(diagnosis.as_dict())
         if not as_json:
-            console.print(_line(diagnosis))
+            console.print(_lines(diagnosis))
     if as_json:
-        print(json.dumps(entries, indent=2))
+        say_json(entries)
     else:
-        console.print(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
+        say(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
     return 1 if counts["fail"] else 0
 
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def _line(diagnosis: Diagnosis) -> Text:
-    """What steers a terminal is escaped: some of it was printed by other programs."""
+def _lines(diagnosis: Diagnosis) -> Text:
     shown = Text(no_wrap=True)
     shown.append(f"{diagnosis.state:<5}", style=_COLOURS[diagnosis.state])
-    shown.append(f"{diagnosis.subject:<15} ", style="bold").append(_printable(diagnosis.found))
+    shown.append(f"{diagnosis.subject:<15} ", style="bold").append(visible(diagnosis.found))
     if diagnosis.mend:
-        shown.append(f"\n{'':20} -> {_printable(diagnosis.mend)}")
+        shown.append(f"\n{'':20} -> {visible(diagnosis.mend)}")
     return shown
-
-
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)

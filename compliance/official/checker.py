@@ -24,7 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from compliance.findings import Outcome, Severity, printable
+from compliance.findings import Outcome, Severity
+from console.text import visible
 
 TIMEOUT_S = 120
 """Longest wait for the verdict on one log."""
@@ -72,7 +73,7 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
     """
     answer = _worker().ask(b"\n".join(line for _, line in lines), ruleset)
     if "crash" in answer:
-        return Opinion("fail", (Complaint(printable(answer["crash"], MAX_TEXT_CHARACTERS)),))
+        return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),))
     places = [number for number, _ in lines]
     complaints = [_parse_message(key, text, places, "error") for key, text in answer["errors"]]
     complaints += [_parse_message(key, text, places, "warning") for key, text in answer["warnings"]]
@@ -158,7 +159,7 @@ def _worker() -> _Worker:
 
 
 def _parse_message(key: str | None, message: str, places: Sequence[int], severity: Severity) -> Complaint:
-    text = printable(message.partition("\n")[0], MAX_TEXT_CHARACTERS)
+    text = visible(message.partition("\n")[0], MAX_TEXT_CHARACTERS)
     keys = frozenset({key} if key else ())
     if match := re.match(r"Required (?:EXACTLY_ONE|AT_LEAST\S*) occurrence of (.*?)(?: but found (\d+)|$)", text):
         named = frozenset(re.findall(r"'(\w+)'", match[1]))
@@ -168,7 +169,7 @@ def _parse_message(key: str | None, message: str, places: Sequence[int], severit
     if match := re.match(r"CHECK for '(\w+)' failed in line (\d+):", text):
         test = re.search(r"^failed test: (.*)$", message, re.MULTILINE)
         condition = test[1] if test else ""
-        text = printable(f"{match[1]} fails the condition {condition}", MAX_TEXT_CHARACTERS)
+        text = visible(f"{match[1]} fails the condition {condition}", MAX_TEXT_CHARACTERS)
         line = places[int(match[2])]
         return Complaint(text, keys, line=line, about_state="s[" in condition, severity=severity)
     if "initialized_tensors" in message:

@@ -21,6 +21,7 @@ from typing import Any
 from compliance.artefact import read_bounded
 from compliance.findings import Outcome
 from compliance.submission.folders import BenchmarkFolder, absolute
+from console.text import visible
 
 TIMEOUT_S = 600
 """Longest wait for all answers about one submission."""
@@ -127,5 +128,4 @@ def _run(requests: list[dict[str, str]], folder: str) -> list[Answer]:
 
 def _answer(answer: dict[str, Any]) -> Answer:
     text = answer["messages"][-1] if answer["messages"] else ""
-    message = "".join(character if character.isprintable() else " " for character in text)[:MAX_TEXT_CHARACTERS]
-    return Answer("pass" if answer["passed"] else "fail", message)
+    return Answer("pass" if answer["passed"] else "fail", visible(text, MAX_TEXT_CHARACTERS))

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from compliance.artefact import write_whole
 from compliance.convergence import SUBMISSION_RUNS
-from compliance.findings import Finding, printable
+from compliance.findings import Finding
+from console.text import visible
 
 TIMEOUT_S = 1800
 MAX_MESSAGE_CHARACTERS = 400
@@ -105,7 +106,13 @@ def _run(place: Path, tool: str, *arguments: str | Path, log_output: bool = True
     folder.mkdir()
     try:
         done = subprocess.run(
-            command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False
+            command,
+            cwd=folder,
+            env=os.environ | {"PYTHONIOENCODING": "utf-8:backslashreplace"},  # they print names
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=TIMEOUT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         raise ValueError(f"the official {tool} did not end within {TIMEOUT_S} s") from error
@@ -204,7 +211,7 @@ def _report(tool: str, passed: bool, words: str, findings: Sequence[Finding], sa
         mend = "read what it printed, beside the tree"
         findings = [
             *findings,
-            Finding(None, "", tool, f"it does not pass: {printable(last, MAX_MESSAGE_CHARACTERS)}", mend),
+            Finding(None, "", tool, f"it does not pass: {visible(last, MAX_MESSAGE_CHARACTERS)}", mend),
         ]
     return Report(tool, passed, words, tuple(findings))
 
@@ -299,9 +306,9 @@ def _complaint(tool: str, line: str) -> Finding | None:
         if match := re.search(pattern, line):
             words = [match[0], *(group or "" for group in match.groups())]
             return Finding(
-                None, "", tool, meaning.format(*(printable(word, MAX_MESSAGE_CHARACTERS) for word in words)), mend
+                None, "", tool, meaning.format(*(visible(word, MAX_MESSAGE_CHARACTERS) for word in words)), mend
             )
     if line.startswith("ERROR - ") and not ECHOES.match(line):
-        said = printable(line.removeprefix("ERROR - ").strip(), MAX_MESSAGE_CHARACTERS)
+        said = visible(line.removeprefix("ERROR - ").strip(), MAX_MESSAGE_CHARACTERS)
         return Finding(None, "", tool, said, "read what it printed, beside the tree")
     return None

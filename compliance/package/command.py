@@ -14,9 +14,13 @@ from compliance.package.archive import check_request, write_archive
 from compliance.package.tree import Package, Request, describe_selection, make_package
 from compliance.rules import NOT_A_RESULT
 from compliance.submission.check import accepted, check_paths
+from console.program import say
+from console.text import visible
 
 AGREEMENT = 1e-9
 """Largest relative difference of a figure to the official one."""
+MAX_NAMED = 100
+"""Most files named that are left out of the source."""
 
 
 def run(request: Request, archive: Path | None, password_file: Path | None) -> int:
@@ -42,9 +46,12 @@ def run(request: Request, archive: Path | None, password_file: Path | None) -> i
     )
     if archive and password_file:
         if passed:
-            print(f"\n{archive}: sha1 {write_archive(package.tree, archive, password_file)}")
+            digest = write_archive(package.tree, archive, password_file)
+            say()
+            say(f"{archive}: sha1 {digest}")
         else:
-            print(f"\n{archive}: not written, because a check fails")
+            say()
+            say(f"{archive}: not written, because a check fails")
     return 0 if passed else 1
 
 
@@ -87,19 +94,24 @@ def _differences(package: Package, summary: Summary) -> Iterator[Finding]:
 
 
 def _print(package: Package, reports: list[Report]) -> None:
-    print(
-        f"{package.tree}: {package.request.system.stem}, {package.division} division, ruleset {package.request.ruleset}"
-    )
-    print(f"score {package.minutes:.4f} minutes. {describe_selection(package)}")
-    print(package.outlook.sentence)
-    print(f"\n{'':<28} {'verdict':<8} says")
+    request = package.request
+    say(f"{package.tree}: {request.system.stem}, {package.division} division, ruleset {request.ruleset}")
+    say(f"score {package.minutes:.4f} minutes. {describe_selection(package)}")
+    say(package.outlook.sentence)
+    say()
+    say(f"{'':<28} {'verdict':<8} says")
     for report in reports:
-        print(f"{report.tool:<28} {'pass' if report.passed else 'FAIL':<8} {report.said}")
+        say(f"{report.tool:<28} {'pass' if report.passed else 'FAIL':<8} {report.said}")
     findings = [*package.findings, *(finding for report in reports for finding in report.findings)]
     if findings:
-        print()
+        say()
     for finding in findings:
-        print(finding)
+        say(finding)
     if package.left_out:
-        print(f"\nnot in the source, because of its name or size: {', '.join(package.left_out)}")
-    print(f"\nWhat the official tools printed: {said_beside(package.tree)}\n{NOT_A_RESULT}")
+        few = ", ".join(map(visible, package.left_out[:MAX_NAMED]))
+        more = len(package.left_out) - MAX_NAMED
+        say()
+        say(f"not in the source, because of its name or size: {few}{f' and {more} more' if more > 0 else ''}")
+    say()
+    say(f"What the official tools printed: {said_beside(package.tree)}")
+    say(NOT_A_RESULT)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from compliance.artefact import MAX_FILE_BYTES
+from console.text import visible
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60
@@ -19,7 +20,8 @@ class Source:
     """Files of a source tree, as paths below its root, sorted.
 
     Attributes:
-        left_out: files that a submission may not hold: hidden ones, names with spaces, links, more than 50 MiB.
+        left_out: files that a submission may not hold: hidden ones, names with spaces or unprintable, links, more than
+            50 MiB.
         commit: what is checked out; None without git.
         modified: tracked files that differ from it.
     """
@@ -56,7 +58,7 @@ def tracked_source(root: Path = ROOT) -> Source:
 def _may_be_submitted(path: Path, name: str) -> bool:
     """What the repository checker takes (names, sizes), and no links, which it misreads."""
     parts = PurePosixPath(name).parts
-    named = not any(part.startswith(".") or " " in part for part in parts)
+    named = visible(name) == name and not any(part.startswith(".") or " " in part for part in parts)
     return named and path.is_file() and not path.is_symlink() and path.stat().st_size <= MAX_FILE_BYTES
 
 

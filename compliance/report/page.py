@@ -14,6 +14,8 @@ from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, 
 from compliance.report.published import SOURCE, Published
 from compliance.report.results import STEP_PARTS, Results, Run, breakdown, load_results, numbers, steps_taken
 from compliance.report.summary import (
+    MAX_SENTENCE,
+    MAX_TEXT,
     as_csv,
     as_json,
     as_markdown,
@@ -21,11 +23,11 @@ from compliance.report.summary import (
     duration,
     fraction,
     heading,
-    plain,
     rate,
     statements,
 )
 from compliance.rules import NEWEST_RULESET, NOT_A_RESULT
+from console.text import visible
 
 STYLE_SHEET = Path(__file__).with_name("report.css")
 
@@ -96,9 +98,14 @@ def render(results: Results) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
+        f"<title>{_text(title)}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
         "<body>\n" + "\n".join(part for part in body if part) + _footer(results) + "\n</body></html>\n"
     )
+
+
+def _text(value: object, limit: int = MAX_TEXT) -> str:
+    """What may come from a file, as text of the page."""
+    return escape(visible(value, limit))
 
 
 def _section(title: str, *content: str) -> str:
@@ -116,8 +123,8 @@ def _pair(*figures: str) -> str:
 
 
 def _figure(title: str, chart: str, note: str = "") -> str:
-    caption = f'<p class="aside">{escape(note)}</p>' if note else ""
-    head = f"<h3>{escape(title)}</h3>" if title else ""
+    caption = f'<p class="aside">{_text(note, MAX_SENTENCE)}</p>' if note else ""
+    head = f"<h3>{_text(title)}</h3>" if title else ""
     return f"<figure>{head}{chart}{caption}</figure>"
 
 
@@ -133,16 +140,16 @@ def _header(results: Results) -> str:
         f"global batch size {batch:,}" if batch else "",
         f"started {str(started).replace('T', ' ')[:16]}" if started else "",
     ]
-    subtitle = ", ".join(plain(piece) for piece in pieces if piece)
+    subtitle = ", ".join(piece for piece in pieces if piece)
     return (
-        f"<header><h1>{escape(heading(results))}</h1>"
-        f'<p class="subtitle">{escape(subtitle)}</p><p class="notice">{NOT_A_RESULT}</p></header>'
+        f"<header><h1>{_text(heading(results))}</h1>"
+        f'<p class="subtitle">{_text(subtitle, MAX_SENTENCE)}</p><p class="notice">{NOT_A_RESULT}</p></header>'
     )
 
 
 def _footer(results: Results) -> str:
     return (
-        f"<footer>Checked with the official compliance checker (mlperf-logging), ruleset {escape(results.ruleset)}, and "
+        f"<footer>Checked with the official compliance checker (mlperf-logging), ruleset {_text(results.ruleset)}, and "
         f"this repository's stricter rules. {NOT_A_RESULT}</footer>"
     )
 
@@ -172,9 +179,7 @@ def _figures(results: Results) -> str:
     ]
     if results.convergence is not None and results.convergence.reference is not None:
         figures.append(("Convergence", *_convergence_figure(results.convergence, results.convergence.reference)))
-    items = (
-        f"<div><dt>{name}</dt><dd>{value}<small>{escape(note)}</small></dd></div>" for name, value, note in figures
-    )
+    items = (f"<div><dt>{name}</dt><dd>{value}<small>{_text(note)}</small></dd></div>" for name, value, note in figures)
     return f'<dl class="figures">{"".join(items)}</dl>'
 
 
@@ -191,8 +196,8 @@ def _statements(results: Results) -> str:
         sign, said = MARKS[item.kind]
         spoken = f'<span class="spoken">{said}: </span>' if said else ""
         items.append(
-            f'<li class="{item.kind}"><i aria-hidden="true">{sign}</i><div>{spoken}<strong>{escape(item.title)}</strong> '
-            f"<p>{escape(plain(item.text, 2000))}</p></div></li>"
+            f'<li class="{item.kind}"><i aria-hidden="true">{sign}</i><div>{spoken}<strong>{_text(item.title)}</strong> '
+            f"<p>{_text(item.text, MAX_SENTENCE)}</p></div></li>"
         )
     return f'<ul class="statements">{"".join(items)}</ul>'
 
@@ -286,7 +291,7 @@ def _scrolling(name: str, head: Sequence[str], rows: Iterable[Iterable[str]]) ->
     names = "".join(f'<th scope="col">{title}</th>' for title in head)
     body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{escape(name)}">'
+        f'<div class="scroll" role="region" tabindex="0" aria-label="{_text(name)}">'
         f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
@@ -295,7 +300,7 @@ def _warnings(runs: Iterable[Run]) -> str:
     """What the runs warned of while they ran."""
     said = [(run.number, entry) for run in runs for entry in run.metrics["warning"]]
     items = [
-        f"<li>Run {number}, step {escape(plain(entry.get('step')))}: {escape(plain(entry.get('text')))}</li>"
+        f"<li>Run {number}, step {_text(entry.get('step'))}: {_text(entry.get('text'))}</li>"
         for number, entry in said[:MAX_WARNINGS]
     ]
     if len(said) > MAX_WARNINGS:
@@ -309,12 +314,12 @@ def _findings(results: Results) -> str:
         return ""
     items = []
     for about, finding in found[:MAX_FINDINGS]:
-        where = plain(about) + (f", line {finding.line}" if finding.line else "")
+        where = about + (f", line {finding.line}" if finding.line else "")
         source = f", logged at {finding.source}" if finding.source else ""
         items.append(
-            f'<li class="{finding.severity}"><div class="where"><b>{finding.severity}</b> {escape(where)} '
-            f"<code>{escape(plain(finding.key))}</code></div><p>{escape(plain(finding.sentence))}</p>"
-            f'<p class="mend">{escape(plain(finding.mend))} <span>{escape(plain(finding.rule + source))}</span></p></li>'
+            f'<li class="{finding.severity}"><div class="where"><b>{finding.severity}</b> {_text(where)} '
+            f"<code>{_text(finding.key)}</code></div><p>{_text(finding.sentence)}</p>"
+            f'<p class="mend">{_text(finding.mend)} <span>{_text(finding.rule + source)}</span></p></li>'
         )
     more = f'<p class="aside">and {len(found) - MAX_FINDINGS} more</p>' if len(found) > MAX_FINDINGS else ""
     return f'<ul class="findings">{"".join(items)}</ul>{more}'
@@ -371,7 +376,7 @@ def _bar(name: str, seconds: dict[str, float]) -> str:
         spans.append(
             f'<span class="{PART_CLASSES[part]}" style="width:{share:.2f}%" title="{part}: {duration(taken)}">{label}</span>'
         )
-    return f'<div class="bar-row"><span>{escape(name)}</span><div class="bar">{"".join(spans)}</div></div>'
+    return f'<div class="bar-row"><span>{_text(name)}</span><div class="bar">{"".join(spans)}</div></div>'
 
 
 def _timeline(run: Run) -> str:
@@ -402,8 +407,8 @@ def _published(results: Results) -> str:
     own = Published(
         round="-",
         submitter="this folder, unverified",
-        system=plain(results.system),
-        accelerator=plain(results.accelerator),
+        system=results.system,
+        accelerator=results.accelerator,
         accelerators=results.accelerators or 0,
         minutes=minutes,
         global_batch_size=results.global_batch_size or 0,
@@ -415,19 +420,19 @@ def _published(results: Results) -> str:
     left_out = placement.compared - len(placement.faster) - len(placement.slower)
     rest = f" {left_out} further ones are not shown." if left_out else ""
     return (
-        f'<div class="standing"><p>{escape(placement.sentence)}{rest}</p>'
+        f'<div class="standing"><p>{_text(placement.sentence, MAX_SENTENCE)}{rest}</p>'
         f"{_scrolling('Neighbours among published results', head, rows)}"
-        f'<p class="aside">Source: {escape(SOURCE)}. Later rounds are not in it.</p></div>'
+        f'<p class="aside">Source: {_text(SOURCE)}. Later rounds are not in it.</p></div>'
     )
 
 
 def _published_row(result: Published, longest: float, attribute: str) -> list[str]:
     bar = f'<div class="length" style="width:{6 * result.minutes / longest:.2f}rem"></div>'
-    machine = f"<small>{escape(f'{result.system}, {result.accelerator}')}</small>"
+    machine = f"<small>{_text(f'{result.system}, {result.accelerator}')}</small>"
     return [
-        f'<th{attribute} scope="row">{escape(result.submitter)}{machine}</th>',
+        f'<th{attribute} scope="row">{_text(result.submitter)}{machine}</th>',
         f'<td class="minutes">{bar}{result.minutes:.2f}</td>',
-        f"<td>{escape(result.round)}</td>",
+        f"<td>{_text(result.round)}</td>",
         f"<td>{result.global_batch_size:,}</td>",
         f"<td>{rate(result.rate)}</td>",
     ]
@@ -454,15 +459,14 @@ def _differences(runs: Sequence[Run]) -> dict[str, str]:
     for key in keys:
         values = list(dict.fromkeys(run.log.header.get(key, "absent") for run in runs))
         if len(values) > 1:
-            few = ", ".join(plain(value, 60) for value in values[:10])
+            few = ", ".join(visible(value, 60) for value in values[:10])
             found[key] = few if len(values) <= 10 else f"{len(values)} different values: {few}, ..."
     return dict(islice(found.items(), MAX_DIFFERENCES))
 
 
 def _facts(facts: dict[str, str]) -> str:
     items = [
-        f"<div><dt>{escape(plain(name))}</dt><dd>{escape(plain(value))}</dd></div>"
-        for name, value in islice(facts.items(), MAX_FACTS)
+        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in islice(facts.items(), MAX_FACTS)
     ]
     if len(facts) > MAX_FACTS:
         items.append(f"<div><dt>and more</dt><dd>{len(facts) - MAX_FACTS} lines not shown</dd></div>")

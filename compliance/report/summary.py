@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -18,11 +17,15 @@ from compliance.convergence import SUBMISSION_RUNS, Outlook
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, Results, Run, breakdown
 from compliance.rules import NOT_A_RESULT
+from console.program import say
+from console.text import json_document, visible
 
 COLUMNS = ("run", "official", "verdict", "time to train", "accuracy", "target", "sequences", "sequences/s")
 
 MAX_TEXT = 400
 """Most characters of a text from a log or a description that are shown."""
+MAX_SENTENCE = 2000
+"""The same of a sentence that holds some of them."""
 
 Kind = Literal["good", "warn", "bad", "plain"]
 
@@ -136,16 +139,16 @@ def print_summary(results: Results) -> None:
     else:
         rows = [COLUMNS, *(cells(run) for run in results.runs)]
         widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-        print(heading(results))
+        say(heading(results))
         for row in rows:
-            print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
-    print(score_line(results))
-    print(NOT_A_RESULT)
+            say("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+    say(score_line(results))
+    say(NOT_A_RESULT)
 
 
 def heading(results: Results) -> str:
     """What the folder is."""
-    return f"BERT on {plain(results.system)}"
+    return f"BERT on {visible(results.system, MAX_TEXT)}"
 
 
 def as_markdown(results: Results) -> str:
@@ -153,23 +156,27 @@ def as_markdown(results: Results) -> str:
     head = f"| {' | '.join(COLUMNS)} |\n|{'---:|' * len(COLUMNS)}\n"
     rows = "".join(f"| {' | '.join(cells(run))} |\n" for run in results.runs)
     said = "".join(f"- **{item.title}**: {_markdown(item.text)}\n" for item in statements(results))
-    findings = "".join(
-        f"- {_markdown(plain(about))}, {_markdown(plain(finding))}\n" for about, finding in results.findings
-    )
+    findings = "".join(f"- {_markdown(about)}, {_markdown(finding)}\n" for about, finding in results.findings)
     parts = [f"# {_markdown(heading(results))}\n", f"{NOT_A_RESULT}\n", said, head + rows]
     if findings:
         parts += ["## Findings\n", findings]
     return "\n".join(parts)
 
 
-def _markdown(text: str) -> str:
-    return "".join(f"\\{character}" if character in "\\`*_{}[]<>#|&~$" else character for character in text)
+def _markdown(text: object) -> str:
+    shown = visible(text, MAX_SENTENCE)
+    return "".join(f"\\{character}" if character in "\\`*_{}[]<>#|&~$" else character for character in shown)
 
 
 def as_json(results: Results) -> str:
+    """`as_dict` as text."""
+    return json_document(as_dict(results)) + "\n"
+
+
+def as_dict(results: Results) -> dict[str, Any]:
     """Everything of the report as one JSON document; an absent figure is null."""
     outlook = results.convergence
-    document = {
+    return {
         "note": NOT_A_RESULT,
         "system": results.system,
         "ruleset": results.ruleset,
@@ -186,7 +193,6 @@ def as_json(results: Results) -> str:
         "runs": [_run_as_dict(run, results.dropped.get(run.number)) for run in results.runs],
         "description": results.description,
     }
-    return json.dumps(document, indent=2, allow_nan=False) + "\n"
 
 
 def _run_as_dict(run: Run, dropped: str | None) -> dict[str, Any]:
@@ -227,13 +233,6 @@ def as_csv(results: Results) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def plain(value: object, limit: int = MAX_TEXT) -> str:
-    """Text from a file that may say anything: what is not printable is replaced, and it is not without end."""
-    text = str(value)
-    shown = "".join(character if character.isprintable() else "\ufffd" for character in text[:limit])
-    return shown if len(text) <= limit else f"{shown}..."
 
 
 def duration(seconds: float | None) -> str:

@@ -30,6 +30,7 @@ from compliance.submission.folders import (
     power_findings,
     repository_findings,
 )
+from console.text import visible
 
 HYPERPARAMETERS = tuple(
     key
@@ -73,7 +74,7 @@ class Run:
     @property
     def name(self) -> str:
         """Of the file, for messages."""
-        return ascii(self.verdict.path.name)[1:-1]
+        return visible(self.verdict.path.name)
 
     def object(self, finding: Finding) -> None:
         """Add what the other logs have against this one, unless its record is wrong in itself."""

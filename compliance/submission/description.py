@@ -114,4 +114,4 @@ def _value_findings(name: str, value: object, line: int | None) -> Iterator[Find
         yield Finding(line, name, "result summarizer", found, f'write the number alone, such as "{name}": "8"')
     elif name in rules.SYSTEM_INTEGERS and not isinstance(value, str):
         found = f"value {shown(value)} is a number, expected text, as in all other fields"
-        yield Finding(line, name, RULE, found, f'write it in quotes: "{name}": "{value}"', severity="warning")
+        yield Finding(line, name, RULE, found, f'write it in quotes, such as "{name}": "8"', severity="warning")

@@ -20,6 +20,7 @@ from pathlib import Path
 from compliance import rules
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.findings import Finding, Severity
+from console.text import visible
 
 BENCHMARK = "bert"
 """The only name of the benchmark's folder that the official package checker looks into."""
@@ -198,7 +199,7 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
     )
     for paths, fault, mend in faults:
         if paths:
-            first = ascii(str(min(paths).relative_to(tree.path)))[1:-1]
+            first = visible(min(paths).relative_to(tree.path))
             yield Finding(None, "", REPOSITORY, f"{first} {fault}", mend, more=len(paths) - 1)
 
 
@@ -323,5 +324,5 @@ def _is_large(path: Path) -> bool:
 
 
 def _name(path: Path) -> str:
-    """A file's name for a message: what steers a terminal is escaped."""
-    return ascii(absolute(path).name)[1:-1]
+    """A file's name for a message."""
+    return visible(absolute(path).name)

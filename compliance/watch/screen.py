@@ -7,7 +7,6 @@ elsewhere a line is printed for each evaluation and each complaint.
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +28,7 @@ from compliance.log import parse_line
 from compliance.watch.follow import Follower
 from compliance.watch.forecast import Forecast, forecast
 from compliance.watch.running import RunningLog
+from console.text import visible
 
 POLL_S = 1.0
 INIT_STALE_S = 3600.0
@@ -263,7 +263,7 @@ def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: C
     try:
         chosen = _wait_for(path, timeout_s, console)
         if chosen is None:
-            console.print(f"nothing to watch: no running log at {path} after {timeout_s:g} s", markup=False)
+            _put(console, f"nothing to watch: no running log at {path} after {timeout_s:g} s")
             return 1
         return _follow(Watch(chosen, ruleset), stale_s, console)
     except KeyboardInterrupt:
@@ -274,7 +274,7 @@ def _wait_for(path: Path, timeout_s: float, console: Console) -> Path | None:
     deadline = time.monotonic() + timeout_s
     chosen = choose(path)
     if chosen is None:
-        console.print(f"waiting for a running log at {path}", markup=False)
+        _put(console, f"waiting for a running log at {path}")
     while chosen is None and time.monotonic() < deadline:
         time.sleep(min(POLL_S, max(0.0, deadline - time.monotonic())))
         chosen = choose(path)
@@ -300,8 +300,12 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
                 break
             time.sleep(POLL_S)
     if watched.run.phase != "done":
-        console.print(f"given up: {watched.path} has not grown for {silent_s:.0f} s", markup=False)
+        _put(console, f"given up: {watched.path} has not grown for {silent_s:.0f} s")
     return 0 if watched.run.status == "success" else 1
+
+
+def _put(console: Console, text: str) -> None:
+    console.print(visible(text), markup=False)
 
 
 def _display(watched: Watch, console: Console, stack: ExitStack) -> Callable[[], None]:
@@ -348,7 +352,7 @@ class PlainLines:
             self._put(end_words(run))
 
     def _put(self, text: str) -> None:
-        self._console.print(_printable(text), markup=False)
+        _put(self._console, text)
 
 
 def panel(watched: Watch, now_ms: float) -> Panel:
@@ -359,7 +363,7 @@ def panel(watched: Watch, now_ms: float) -> Panel:
     table.add_column()
 
     def row(name: str, text: str, style: str = "") -> None:
-        table.add_row(name, Text(_printable(text), style=style))  # no markup: some of it comes from the log
+        table.add_row(name, Text(visible(text), style=style))  # no markup: some of it comes from the log
 
     row("phase", _phase_words(watched, now_ms))
     if run.evaluations:
@@ -381,7 +385,7 @@ def panel(watched: Watch, now_ms: float) -> Panel:
         row("!", text, "yellow")
     recipe = run.header.get("recipe")
     title = f"{watched.path.name}{f' · {recipe}' if recipe else ''} · {run.division}"
-    return Panel(table, title=Text(_printable(title)), title_align="left")
+    return Panel(table, title=Text(visible(title)), title_align="left")
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
@@ -455,8 +459,3 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def _printable(text: str) -> str:
-    """Without what would steer the terminal."""
-    return re.sub(r"[^\x20-\x7e\u00a0-\ud7ff\ue000-\uffff]", "?", text)

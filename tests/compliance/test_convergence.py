@@ -171,13 +171,12 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
     (folder / "scaling.json").unlink(missing_ok=True)
     for number, count in enumerate(runs):
         write_minimal(folder / f"result_{number}.txt", batch, count)
-    logging.disable(logging.CRITICAL)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # whatever happens, for this long only
         patch.setattr(rcp_checker, "RCP_Checker", lambda _, ruleset, *__: official(ruleset))
         passed, message, factor = rcp_checker.check_directory(
             str(folder), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
         )
-    logging.disable(logging.NOTSET)
     ours = outlook(runs, batch, ruleset)
     assert passed == (ours.verdict in ("pass", "scaled")), (ours.sentence, message)
     written = folder / "scaling.json"

@@ -289,7 +289,7 @@ def test_a_silent_skip_is_no_success(tmp_path: Path) -> None:
             "the runs converge too fast, or at a batch size without a reference (Missing RCP)",
         ),
         ("ERROR - Files > 50MB: a/b.bin", "a file over 50 MiB: a/b.bin"),
-        ("ERROR - something that nobody knows \x1b[2J", "something that nobody knows ?[2J"),
+        ("ERROR - something that nobody knows \x1b[2J", "something that nobody knows \\x1b[2J"),
         ("ERROR - Seed checker failed", None),
         ("ERROR - Please remove or reduce the size of these files.", None),
     ],

@@ -154,9 +154,8 @@ def test_the_file_is_written_beside_the_other_output(
     monkeypatch.chdir(tmp_path)
     log = write_log(tmp_path / "results" / SYSTEM / "bert" / "result_0.txt", 0)
     log.write_text(log.read_text().replace('"status": "success"', '"status": "done"'))
-    assert (
-        app.cli(args=["check", f"results/{SYSTEM}/bert/result_0.txt", "--sarif", "out/findings.sarif", "--json"]) == 1
-    )
+    arguments = ["check", f"results/{SYSTEM}/bert/result_0.txt", "--sarif", "out/findings.sarif", "--json"]
+    assert app.run("compliance", arguments) == 1
     shown = json.loads(capsys.readouterr().out)
     written = json.loads((tmp_path / "out/findings.sarif").read_text())
     check_structure(written)

@@ -22,7 +22,7 @@ def test_four_runs_of_ten(tmp_path: Path) -> None:
     ]
     assert found.outlook.verdict == "unfinished"
     assert found.passed
-    said = str(found)
+    said = "\n".join(found.lines())
     assert "4 logs, closed division, global batch size 448, ruleset 5.0.0" in said
     assert "reference: mean 2,414,421, minimum 2,274,732 (reference point at batch size 448)" in said
     assert "if the 6 missing converge at" in said
@@ -51,7 +51,7 @@ def test_of_twelve_runs_the_window_counts_that_a_submission_takes(tmp_path: Path
     found = standing(tmp_path, "5.0.0")
     assert [run.path.name for run in found.runs if not run.chosen] == ["result_0.txt", "result_11.txt"]
     assert found.outlook.verdict == "pass"
-    assert str(found).count("not among the runs that a submission takes") == 2
+    assert "\n".join(found.lines()).count("not among the runs that a submission takes") == 2
 
 
 def test_a_run_that_was_aborted_early_is_not_a_fast_one(tmp_path: Path) -> None:

@@ -452,19 +452,19 @@ def test_an_objection_without_a_reason_of_ours_is_passed_on(root: Path, monkeypa
 
 def test_exit_status_and_text(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(bare.parent)
-    assert app.cli(args=["check", "results"]) == 0
+    assert app.run("compliance", ["check", "results"]) == 0
     assert capsys.readouterr().out.count("PASS results/") == 11
     abort(bare / SYSTEM / "bert" / "result_0.txt")
-    assert app.cli(args=["check", "results"]) == 0
+    assert app.run("compliance", ["check", "results"]) == 0
     assert "counts as the slowest run" in capsys.readouterr().out
     abort(bare / SYSTEM / "bert" / "result_1.txt")
-    assert app.cli(args=["check", "results"]) == 1
-    assert app.cli(args=["check", f"results/{SYSTEM}/bert/result_2.txt"]) == 0
-    assert app.cli(args=["check", f"results/{SYSTEM}/bert/result_1.txt"]) == 1
+    assert app.run("compliance", ["check", "results"]) == 1
+    assert app.run("compliance", ["check", f"results/{SYSTEM}/bert/result_2.txt"]) == 0
+    assert app.run("compliance", ["check", f"results/{SYSTEM}/bert/result_1.txt"]) == 1
 
 
 def test_json_names_folders_as_files(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    app.cli(args=["check", str(bare), "--json"])
+    app.run("compliance", ["check", str(bare), "--json"])
     listed = json.loads(capsys.readouterr().out)
     assert [entry["file"] for entry in listed] == [
         str(bare / SYSTEM / "bert"),

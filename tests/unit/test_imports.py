@@ -8,11 +8,12 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ALLOWED = {
+    "console": {"console"},
     "kernels": {"kernels"},
-    "dataloading": {"dataloading"},
-    "compliance": {"compliance"},
-    "bert": {"bert", "kernels", "dataloading"},
-    "cluster": {"cluster", "bert", "kernels", "dataloading"},
+    "dataloading": {"dataloading", "console"},
+    "compliance": {"compliance", "console"},
+    "bert": {"bert", "kernels", "dataloading", "console"},
+    "cluster": {"cluster", "bert", "kernels", "dataloading", "console"},
 }
 EXCEPTIONS = {("bert.mllog", "compliance.digest"), ("bert.mllog", "compliance.rules")}
 TORCH_ALLOWED_IN_DATALOADING = {"dataloading.loader", "dataloading.dali"}

@@ -74,8 +74,14 @@ def test_plain_lines_that_would_break_the_log_are_refused(log: MLLog, tmp_path: 
     with pytest.raises(RuleViolation, match="expected one line"):
         log.line(text)
     with pytest.raises(RuleViolation, match="expected one line"):
-        log.header({"key": text})
+        log.header({text: "value"})
     assert not lines_of(tmp_path / "result_0.txt")
+
+
+def test_a_value_of_the_head_is_one_line_whatever_it_holds(log: MLLog, tmp_path: Path) -> None:
+    log.header({"data.train": "/data/a\nb\r\x1b[2J\udcff", "recipe": ":::MLLOG {}"})
+    written = [line for line in lines_of(tmp_path / "result_0.txt") if not line.startswith(("# chain", "# digest"))]
+    assert written == [r"# data.train: /data/a\nb\r\x1b[2J\udcff", r"# recipe: \x3a::MLLOG {}"]
 
 
 def test_nothing_goes_to_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

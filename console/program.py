@@ -1,0 +1,107 @@
+"""What a command line program says: lines, errors, and its parsed options, all by way of `console.text`."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+from tyro.extras import SubcommandApp
+
+from console.text import json_document, visible
+
+Result = TypeVar("Result")
+
+
+def say(text: object = "") -> None:
+    """Print one line, at once. A line feed in it is shown, not obeyed: a text of several lines is said line by line."""
+    print(visible(text), flush=True)
+
+
+def say_document(text: str) -> None:
+    """Print a document of several lines, each as `say` does."""
+    for one in text.removesuffix("\n").split("\n"):
+        say(one)
+
+
+def say_json(document: object) -> None:
+    """Print a document as JSON; nothing in it is a command to a build server."""
+    print(json_document(document).replace("##", "#\\u0023"), flush=True)
+
+
+def complain(error: object, kind: str = "error") -> None:
+    """Print "error: ..." on standard error."""
+    print(visible(f"{kind}: {reason(error)}"), file=sys.stderr, flush=True)
+
+
+def reason(error: object) -> str:
+    """What an error says; of a failed system call the file and the reason, without its number."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
+
+
+def accept_any_text() -> None:
+    """Make the standard streams escape what their encoding lacks, where they would end the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def parsed(parse: Callable[[], Result]) -> Result:
+    """What `parse`, a call of tyro, makes of the command line.
+
+    Raises:
+        ValueError: what is wrong with the options, in one line instead of tyro's frame.
+    """
+    complaint = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaint):
+            return parse()
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ValueError(_unframed(complaint.getvalue())) from None
+
+
+def _unframed(complaint: str) -> str:
+    """The first paragraph of tyro's framed message, on one line."""
+    framed = [text.strip("│ ") for text in complaint.splitlines() if text.startswith("│")]
+    paragraph = itertools.takewhile(lambda text: not text.startswith("─"), framed)
+    return " ".join(paragraph).strip() or complaint.strip()
+
+
+def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:
+    """Turn a function into one of the same signature that binds its arguments, for a call after parsing."""
+
+    @wraps(function)
+    def bind(*arguments: Any, **named: Any) -> Callable[[], Result]:
+        return partial(function, *arguments, **named)
+
+    return bind
+
+
+class Commands(SubcommandApp):
+    """Commands of one program: the command line is understood before one of them runs."""
+
+    def command(self, function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
+        """Register a function as a command, under its own name or another."""
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            super(Commands, self).command(name=name)(bound(function))
+            return function
+
+        return register(function) if function is not None else register
+
+    def run(self, program: str, arguments: Sequence[str] | None = None) -> Any:
+        """Run the command that the command line, or `arguments`, names, and return what it returns.
+
+        Raises:
+            ValueError: see `parsed`.
+        """
+        return parsed(partial(self.cli, prog=program, args=arguments))()

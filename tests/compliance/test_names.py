@@ -1,0 +1,163 @@
+"""Names of files and folders that lie, through every command: what is printed is harmless, and the verdict is given."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from compliance.package.source import tracked_source
+from compliance.report import summary
+from compliance.report.page import render
+from compliance.report.results import load_results
+from compliance.rules import SYSTEM_FIELDS
+from compliance.sarif import sarif
+from compliance.submission.check import check_paths
+from tests.compliance import run_logs
+from tests.hostile import FORGED, LONG, NAME, assert_harmless, run
+
+UTF8 = os.environ | {"PYTHONUTF8": "1"}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """results/<NAME>/bert with one valid open log, a description that lies as well, and files that were not meant to be."""
+    results = tmp_path_factory.mktemp("names") / NAME / "results"
+    folder = results / NAME / "bert"
+    folder.mkdir(parents=True)
+    run_logs.write_run(folder / "result_0.txt", "open")
+    run_logs.write_metrics(folder / "metrics_0.jsonl")
+    (folder / f"result_{NAME}.txt").symlink_to("/nowhere")
+    (folder / LONG).write_text("")
+    (results / "systems").mkdir()
+    fields = dict.fromkeys(SYSTEM_FIELDS, NAME) | {"division": "open", "number_of_nodes": "1"}
+    (results / "systems" / f"{NAME}.json").write_text(json.dumps(fields))
+    return results
+
+
+@pytest.fixture(scope="module")
+def log(results: Path) -> Path:
+    """A valid log whose own name lies."""
+    path = results.parent / f"{NAME}.txt"
+    path.write_bytes((results / NAME / "bert" / "result_0.txt").read_bytes())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["check", "LOG"], 0),
+        (["check", "LOG", "--json"], 0),
+        (["check", "LOG", "--matrix"], 0),
+        (["check", "RESULTS"], 1),
+        (["check", "BERT", "--json"], 1),
+        (["check", "RESULTS", "--sarif", f"OUT/{NAME}.sarif"], 1),
+        (["check", f"OUT/{LONG}"], 2),
+        (["check", f"--{NAME}"], 2),
+        (["check", "LOG", "--ruleset", NAME], 2),
+        (["summary", "BERT"], 0),
+        (["summary", f"OUT/{NAME}"], 2),
+        (["report", "BERT", "--out", f"OUT/{NAME}.html"], 0),
+        (["report", "BERT", "--format", "markdown"], 0),
+        (["report", "BERT", "--format", "json"], 0),
+        (["report", "BERT", "--format", "csv"], 0),
+        (["report", "BERT", "--format", NAME], 2),
+        (["convergence", "BERT"], 0),
+        (["convergence", "BERT", "--json"], 0),
+        (["convergence", f"OUT/{NAME}"], 2),
+        (["watch", "LOG"], 0),
+        (["watch", f"OUT/{NAME}", "--timeout", "0.1"], 1),
+        (["package", "--org", NAME, "--system", "x.json", "--runs", "BERT", "--out", "OUT"], 2),
+        (["package", "--org", "x", "--system", f"OUT/{NAME}.json", "--runs", "BERT", "--out", "OUT"], 2),
+        (["package", "--org", "x", "--system", "OUT/x.json", "--runs", "BERT", "--out", f"OUT/{NAME}"], 2),
+        (["system", "--out", f"OUT/{NAME}.json"], 0),
+        (["system", "--out", "OUT/x.json", "--set", NAME], 2),
+        (["doctor", "--data", "BERT", "--results", "RESULTS", "--quick"], None),
+        (["doctor", "--data", "BERT", "--results", "RESULTS", "--quick", "--json"], None),
+        (["doctor", "--recipe", NAME], 2),
+        (["doctor", "--checkpoint", f"OUT/{NAME}"], 2),
+        ([NAME], 2),
+    ],
+    ids=lambda value: " ".join(value).replace(LONG, "NAME").replace(NAME, "NAME") if isinstance(value, list) else "",
+)
+def test_a_name_forges_nothing(
+    arguments: Sequence[str], status: int | None, results: Path, log: Path, tmp_path: Path
+) -> None:
+    places = {"LOG": log, "RESULTS": results, "BERT": results / NAME / "bert", "OUT": tmp_path}
+    given = [str(places.get(word, word)).replace("OUT/", f"{tmp_path}/") for word in arguments]
+    found, text = run("compliance", given, UTF8)
+    assert_harmless(text)
+    assert "Traceback" not in text
+    assert found in ((0, 1) if status is None else (status,)), text
+    if arguments[:2] == ["check", "LOG"] and len(arguments) == 2:
+        assert text.startswith("PASS ")
+        assert text.count("\n") == 1
+        assert FORGED in text
+    if status == 2:
+        assert text.startswith("error: ")
+        assert text.count("\n") == 1
+    if "--json" in arguments or "json" in arguments:
+        json.dumps(json.loads(text), ensure_ascii=False).encode()
+
+
+def test_a_terminal_that_knows_only_ascii_ends_no_check(log: Path) -> None:
+    environment = {name: value for name, value in UTF8.items() if name != "PYTHONUTF8"} | {"PYTHONIOENCODING": "ascii"}
+    status, text = run("compliance", ["check", log], environment)
+    assert (status, text[:5]) == (0, "PASS ")
+    (log.parent / "größe.txt").write_bytes(log.read_bytes())
+    status, text = run("compliance", ["check", log.parent / "größe.txt"], environment)
+    assert status == 0
+    assert r"gr\xf6\xdfe.txt: official pass" in text
+
+
+# Documents
+
+
+def test_the_markdown_of_a_report_keeps_its_lines(results: Path) -> None:
+    found = load_results(results / NAME / "bert")
+    text = summary.as_markdown(found)
+    assert_harmless(text)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(table) == 3
+    assert {line.replace("\\|", "").count("|") for line in table} == {len(summary.COLUMNS) + 1}
+    assert "[bold red]" not in text  # its brackets are escaped for Markdown
+    assert "`" not in text.replace("\\`", "")
+
+
+def test_the_page_and_the_table_and_the_document_hold_no_raw_name(results: Path) -> None:
+    found = load_results(results / NAME / "bert")
+    page = render(found)
+    assert_harmless("\n".join(page.split("<style>")[0::2]) + page.split("</style>")[1])
+    rows = list(csv.DictReader(io.StringIO(summary.as_csv(found))))
+    assert len(rows) == len(found.runs)
+    json.dumps(json.loads(summary.as_json(found)), ensure_ascii=False).encode()
+
+
+def test_the_findings_for_code_review_are_text_and_point_at_the_file(results: Path) -> None:
+    document = sarif(check_paths([results]), results.parent)
+    assert document["runs"][0]["results"]
+    for result in document["runs"][0]["results"]:
+        assert_harmless(result["message"]["text"])
+        (place,) = result["locations"]
+        uri = place["physicalLocation"]["artifactLocation"]["uri"]
+        assert uri.isascii()
+        assert uri.isprintable()
+
+
+def test_a_name_that_no_archive_takes_is_left_out_of_the_source(tmp_path: Path) -> None:
+    for name in ("README.md", "Dockerfile", "LICENSE", "run_and_time.sh", "größe.py", NAME, "a\u202eb.py"):
+        (tmp_path / name).write_text("")
+    source = tracked_source(tmp_path)
+    assert set(source.left_out) == {NAME, "a\u202eb.py"}
+    assert "größe.py" in source.files
+
+
+def test_a_header_line_with_a_hostile_name_stays_a_line(tmp_path: Path) -> None:
+    path = run_logs.write_run(tmp_path / "result_0.txt", "open", header={"config.data.train": f"/data/{NAME}"})
+    (line,) = [line for line in path.read_text("utf-8").split("\n") if "config.data.train" in line]
+    assert_harmless(line)
