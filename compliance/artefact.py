@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 MAX_FILE_BYTES = 50 * 2**20
 """Largest file that a submission may hold (submission rules)."""
+
+PARTIAL = ".partial-"
+"""How the names of files and folders begin that are not whole yet; what a killed program leaves may be removed."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -54,23 +59,42 @@ def read_bounded(path: Path) -> bytes:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file under a temporary name beside it, and put it in place when it is on the disk.
+    """Write a text file aside, and put it in place when it is on the disk. What is no text is escaped.
 
     Raises:
         ValueError: saying why it could not be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-            temporary = Path(file.name)
-            try:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-                temporary.chmod(0o644)
-                temporary.replace(path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
+        with written_aside(path) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
+    """Open a new file that becomes `path`, safely on the disk, when the block ends without an error.
+
+    Its name until then is random and its own: `tempfile` creates it with O_EXCL and O_NOFOLLOW.
+    """
+    with tempfile.NamedTemporaryFile(prefix=PARTIAL, dir=path.parent, delete=False) as file:
+        aside = Path(file.name)
+        try:
+            yield file
+            file.flush()
+            aside.chmod(0o644)
+            os.fsync(file.fileno())
+            aside.replace(path)
+        finally:
+            aside.unlink(missing_ok=True)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -10,11 +10,11 @@ import hashlib
 import shutil
 import subprocess
 import tarfile
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 
-from compliance.artefact import write_whole
+from compliance.artefact import write_whole, written_aside
 
 MIN_PASSWORD_CHARACTERS = 16
 TIMEOUT_S = 600
@@ -56,26 +56,20 @@ def write_archive(tree: Path, archive: Path, password_file: Path) -> str:
     check_request(archive, password_file)
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=archive.parent, prefix=f"{archive.name}.partial-", delete=False) as file:
-            aside = Path(file.name)
-        try:
-            _encrypt(tree, aside, password_file)
-            digest = _sha1(aside)
-            aside.chmod(0o644)
-            aside.replace(archive)
-        finally:
-            aside.unlink(missing_ok=True)
+        with written_aside(archive) as file:
+            _encrypt(tree, file, password_file)
+            digest = _sha1(file)
         write_whole(_sum_of(archive), f"{digest}  {archive.name}\n")
     except OSError as error:
         raise ValueError(f"{archive} cannot be written: {error.strerror}; choose another --archive") from error
     return digest
 
 
-def _sha1(path: Path) -> str:
+def _sha1(file: IO[bytes]) -> str:
+    file.seek(0)
     digest = hashlib.sha1(usedforsecurity=False)
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
+    while block := file.read(2**20):
+        digest.update(block)
     return digest.hexdigest()
 
 
@@ -83,9 +77,9 @@ def _sum_of(archive: Path) -> Path:
     return archive.with_name(f"{archive.name}.sha1")
 
 
-def _encrypt(tree: Path, target: Path, password_file: Path) -> None:
-    command = ["openssl", "aes-256-cbc", "-e", "-salt", "-pass", f"file:{password_file}", "-out", str(target)]
-    openssl = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+def _encrypt(tree: Path, target: IO[bytes], password_file: Path) -> None:
+    command = ["openssl", "aes-256-cbc", "-e", "-salt", "-pass", f"file:{password_file}"]
+    openssl = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=target, stderr=subprocess.PIPE)
     assert openssl.stdin
     try:
         with suppress(BrokenPipeError), openssl.stdin as pipe, tarfile.open(fileobj=pipe, mode="w|gz") as tar:
@@ -98,7 +92,7 @@ def _encrypt(tree: Path, target: Path, password_file: Path) -> None:
         raise
     if openssl.returncode != 0:
         reason = said.decode("utf-8", "replace").strip().rpartition("\n")[2]
-        raise ValueError(f"{target.parent}: openssl did not write the archive: {reason}")
+        raise ValueError(f"{tree}: openssl did not write the archive: {reason}")
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from compliance import rules
-from compliance.artefact import MAX_FILE_BYTES
+from compliance.artefact import MAX_FILE_BYTES, PARTIAL, sync
 from compliance.checker import check_log
 from compliance.convergence import SUBMISSION_RUNS, Outlook, converged_samples, outlook
 from compliance.findings import Finding, Verdict
@@ -268,13 +268,15 @@ def _write(package: Package, description: Mapping[str, Any], source: Source) -> 
     request = package.request
     try:
         request.out.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f"{request.org}.partial-", dir=request.out))
+        aside = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=request.out))
     except OSError as error:
         raise ValueError(f"{request.out} cannot be written: {error.strerror}; choose another --out") from error
     try:
         aside.chmod(0o755)
         _fill(aside, package, description, source)
+        _sync_all(aside)
         _put_in_place(aside, request.tree)
+        sync(request.out)
     except OSError as error:
         raise ValueError(f"{error.filename or request.tree} cannot be written: {error.strerror}") from error
     finally:
@@ -287,8 +289,20 @@ def _put_in_place(new: Path, tree: Path) -> None:
         return
     old = Path(tempfile.mkdtemp(prefix=f"{tree.name}.replaced-", dir=tree.parent))
     tree.replace(old / tree.name)
-    new.replace(tree)
+    try:
+        new.replace(tree)
+    except BaseException:
+        (old / tree.name).replace(tree)
+        old.rmdir()
+        raise
     shutil.rmtree(old)
+
+
+def _sync_all(root: Path) -> None:
+    """Wait until a tree is on the disk, so that no loss of power leaves its name with less in it."""
+    for folder, _, files in os.walk(root, topdown=False):
+        for name in (*files, "."):
+            sync(Path(folder, name))
 
 
 def _fill(root: Path, package: Package, description: Mapping[str, Any], source: Source) -> None:
