@@ -8,7 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
 
+from compliance.artefact import MAX_FILE_BYTES, open_regular
+
 CHUNK_BYTES = 2**20
+MAX_BYTES_A_LOOK = MAX_FILE_BYTES
 MAX_LINE_BYTES = 2**20
 """What is longer is no line that anybody wrote on purpose; it is left out."""
 
@@ -17,16 +20,19 @@ class Follower:
     """The lines that a file has gained since the last look.
 
     The file may not be there yet, may be cut short and begun again, and may be replaced by another one; `restarts` counts
-    the times after which what was read before no longer stands in it.
+    the times after which what was read before no longer stands in it. A look reads at most `MAX_BYTES_A_LOOK`, and
+    `has_more` says whether it ended there.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.restarts = 0
         self.bytes_read = 0
+        self.has_more = False
         self._file: BinaryIO | None = None
         self._partial = b""
         self._is_overlong = False
+        self._left = 0
 
     def __enter__(self) -> Self:
         return self
@@ -54,6 +60,7 @@ class Follower:
 
     def lines(self) -> Iterator[bytes]:
         """The whole lines that have come, without their ends. A file that cannot be read now has gained none."""
+        self._left, self.has_more = MAX_BYTES_A_LOOK, False
         try:
             if self._file is None and not self._open():
                 return
@@ -63,7 +70,7 @@ class Follower:
                 self._forget()
                 self._file.seek(0)
             yield from self._rest()
-            if self._was_replaced(status):
+            if not self.has_more and self._was_replaced(status):
                 yield from self._rest()  # what came before it was replaced
                 self.close()
                 self._forget()
@@ -73,9 +80,10 @@ class Follower:
             return
 
     def _open(self) -> bool:
-        if not self.path.is_file():  # a pipe or a device would hold the reader up
+        try:
+            self._file = open_regular(self.path)
+        except ValueError:  # not there, or a pipe or a device, which would hold the reader up
             return False
-        self._file = self.path.open("rb", buffering=0)
         return True
 
     def _was_replaced(self, status: os.stat_result) -> bool:
@@ -91,8 +99,9 @@ class Follower:
 
     def _rest(self) -> Iterator[bytes]:
         assert self._file is not None
-        while chunk := self._file.read(CHUNK_BYTES):
+        while self._left > 0 and (chunk := self._file.read(CHUNK_BYTES)):
             self.bytes_read += len(chunk)
+            self._left -= len(chunk)
             *whole, rest = chunk.split(b"\n")
             for line in whole:
                 if not self._is_overlong and len(self._partial) + len(line) <= MAX_LINE_BYTES:
@@ -102,3 +111,4 @@ class Follower:
                 self._partial, self._is_overlong = b"", True
             else:
                 self._partial += rest
+        self.has_more = self._left <= 0

@@ -28,6 +28,7 @@ BENDING = -1.0
 """Power of the samples in the curve that bends; with a stronger one it often has no end."""
 SCATTER = 2
 """Evaluations that are added to the late end."""
+MAX_SAMPLES = 2.0**63
 SPREADS = 2.0
 """Standard deviations of the reference's runs on each side of their mean."""
 
@@ -74,7 +75,7 @@ def forecast(
         reference: of a closed run; None in the open division and where there is none.
     """
     is_large = target == rules.QUALITY_TARGET
-    usable = [point for point in evaluations if not is_large or point[1] >= KNEE][-WINDOW:]
+    usable = [point for point in evaluations if point[0] > 0 and (not is_large or point[1] >= KNEE)][-WINDOW:]
     following = len(evaluations) + 1
     if len(usable) < WINDOW:
         if reference is None:
@@ -91,7 +92,7 @@ def forecast(
 
 
 def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> float | None:
-    """Samples at which a curve linear in samples ** power reaches the target; None if never.
+    """Samples at which a curve linear in samples ** power reaches the target; None if never, or after `MAX_SAMPLES`.
 
     It has the points' slope by least squares and goes through the last one.
     """
@@ -106,4 +107,8 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     x = xs[-1] + (target - points[-1][1]) * spread / rise
     if sign < 0 and x >= 0:
         return None
-    return scale * max(0.0, sign * x) ** (1 / power)
+    try:
+        reached = scale * max(0.0, sign * x) ** (1 / power)
+    except (OverflowError, ZeroDivisionError):
+        return None
+    return reached if reached <= MAX_SAMPLES else None

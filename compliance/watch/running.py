@@ -22,7 +22,18 @@ INIT_WARNING_FRACTION = 25 / 30
 
 _LABEL = re.compile(rb"^ *\d+: ")
 """What a launcher puts before each line of a rank."""
-_STEP_LINE = re.compile(rb"^step +(\d+) +samples +(\d+) +([\d.]+) ms +([\d.]+) seq/s")
+_STEP_LINE = re.compile(rb"^step +\d+ +samples +(\d{1,18}) +[\d.]+ ms +(\d{1,15}(?:\.\d{1,15})?) seq/s")
+_PROCESSES = re.compile(r"(\d{1,9}) x ")
+
+MAX_EVALUATIONS = 10_000
+MAX_QUOTED = 1_000
+"""Most warnings and broken records that are passed on."""
+MAX_COMPLAINTS = 3_000
+MAX_VALUE = 300
+"""Most characters of a text that are kept."""
+MAX_HEADER_LINES = 1_000
+MAX_HEADER_BYTES = 4_096
+"""Longest line of the head that is kept."""
 
 Phase = Literal["before", "init", "ready", "run", "done"]
 
@@ -45,7 +56,8 @@ class RunningLog:
         settings: value by key of the records that are logged once; of a repeated key the first.
         step_samples: sequences trained by the latest line of metrics.
         step_rate: sequences a second by the same.
-        complaints: broken rules, in the order in which they were noticed; each is said once.
+        complaints: broken rules, and what the run itself warns of, in the order in which they were noticed; each is
+            said once. A log may hold any number of different warnings: of those the first `MAX_QUOTED` are kept.
     """
 
     header: dict[str, str] = field(default_factory=dict)
@@ -64,6 +76,8 @@ class RunningLog:
     complaints: dict[str, None] = field(default_factory=dict)
     _line: int = 0
     _evaluations_started: int = 0
+    _said: set[str] = field(default_factory=set)
+    _quoted: int = 0
 
     def take(self, line: bytes) -> None:
         """Take in one line of the log."""
@@ -72,17 +86,17 @@ class RunningLog:
         if TOKEN in line:
             record, problems = parse_line(line, self._line) if TOKEN + b" " in line else (None, [])
             for problem in problems:
-                self._complain(f"a record is broken: {problem.found}; expected {problem.expected}")
+                self._quote(f"a record is broken: {problem.found}; expected {problem.expected}")
             if record is not None:
                 self._take_record(record)
         elif match := _STEP_LINE.match(line):
-            self._take_step(int(match[2]), float(match[4]))
+            self._take_step(int(match[1]), float(match[2]))
         elif line.startswith(b"# ") and b": " in line:
-            key, _, value = line[2:].decode("utf-8", "replace").partition(": ")
-            if len(self.header) < 1000:
+            key, _, value = line[2:MAX_HEADER_BYTES].decode("utf-8", "replace").partition(": ")
+            if len(self.header) < MAX_HEADER_LINES:
                 self.header.setdefault(key.strip(), value.strip())
         elif line.startswith(b"warning at step "):
-            self._complain(line.decode("utf-8", "replace")[:300])
+            self._quote(line[: 4 * MAX_VALUE].decode("utf-8", "replace"))
 
     def take_metrics(self, line: bytes) -> None:
         """Take in one line of the metrics file."""
@@ -95,10 +109,10 @@ class RunningLog:
         if entry.get("event") == "run" and rules.POSITIVE_INTEGER.accepts(entry.get("world_size")):
             self.processes = entry["world_size"]
         samples, rate = entry.get("samples"), entry.get("sequences_per_s")
-        if entry.get("event") == "step" and rules.is_integer(samples) and rules.is_number(rate):
+        if entry.get("event") == "step" and rules.is_integer(samples) and samples >= 0 and rules.is_number(rate):
             self._take_step(samples, float(rate))
         if entry.get("event") == "warning":
-            self._complain(f"warning at step {entry.get('step')}: {str(entry.get('text'))[:300]}")
+            self._quote(f"warning at step {_brief(entry.get('step'))}: {_brief(entry.get('text'))}")
 
     # What follows from it
 
@@ -139,7 +153,7 @@ class RunningLog:
     def max_samples(self) -> int | None:
         """Sequences after which a run of this repository ends as aborted."""
         text = self.header.get("config.training.max_samples", "")
-        return int(text) if text.isdecimal() else None
+        return int(text) if text.isdecimal() and len(text) < 19 else None
 
     @property
     def rate(self) -> float | None:
@@ -167,14 +181,17 @@ class RunningLog:
             if minutes >= limit:
                 self._complain(f"initialisation has passed its {limit} min: the run is no valid result (TR 11)")
             elif minutes >= limit * INIT_WARNING_FRACTION:
-                self._complain(f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)")
+                self._complain(
+                    f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)", "a long initialisation"
+                )
         if self.phase != "run" or len(self.evaluations) < 2 or self.evaluating_at is not None:
             return
         spacing = max(second.time_ms - first.time_ms for first, second in self._neighbours())
         late_s = (now_ms - self.evaluations[-1].time_ms - spacing) / 1000
         if late_s > max(60.0, spacing / 2000):
             number = len(self.evaluations) + 1
-            self._complain(f"evaluation {number} is late: none for {(late_s + spacing / 1000) / 60:.0f} min")
+            minutes = (late_s + spacing / 1000) / 60
+            self._complain(f"evaluation {number} is late: none for {minutes:.0f} min", f"late evaluation {number}")
 
     def _neighbours(self) -> Iterator[tuple[Evaluation, Evaluation]]:
         return zip(self.evaluations, self.evaluations[1:], strict=False)
@@ -183,11 +200,26 @@ class RunningLog:
         value = self.settings.get(key)
         return value if rules.is_integer(value) and value > 0 else None
 
-    def _complain(self, text: str) -> None:
-        # Numbers in a complaint change from look to look; the first is enough.
-        shape = re.sub(r"\d+(\.\d+)? min", "# min", text)
-        if all(re.sub(r"\d+(\.\d+)? min", "# min", said) != shape for said in self.complaints):
-            self.complaints[text] = None
+    def _complain(self, text: str, about: str = "") -> bool:
+        """Take in a complaint; returns whether it is a new one.
+
+        Args:
+            about: what tells it from others, where numbers in it change from look to look.
+        """
+        if (about or text) in self._said or len(self.complaints) > MAX_COMPLAINTS:
+            return False
+        if len(self.complaints) == MAX_COMPLAINTS:
+            text = f"there are more than {MAX_COMPLAINTS} complaints: `python -m compliance check` lists them"
+        self._said.add(about or text)
+        self.complaints[text] = None
+        return True
+
+    def _quote(self, text: str) -> None:
+        """Take in a complaint in words of the log, of which there may be any number."""
+        if self._quoted < MAX_QUOTED:
+            self._quoted += self._complain(text[:MAX_VALUE])
+        else:
+            self._complain(f"there are more than {MAX_QUOTED} different warnings: the others stand in the log")
 
     # Records
 
@@ -202,7 +234,8 @@ class RunningLog:
         elif key == "run_start":
             self._start(record)
         elif key == "run_stop":
-            self.run_stop_ms, self.status, self.phase = record.time_ms, str(record.metadata.get("status")), "done"
+            self.run_stop_ms, self.phase = record.time_ms, "done"
+            self.status = str(_brief(record.metadata.get("status")))
         elif key == "eval_start":
             self._start_evaluation(record)
         elif key == "eval_accuracy":
@@ -212,7 +245,7 @@ class RunningLog:
         elif key == "cache_clear":  # one that was dropped is enough, as for the check
             self.settings[key] = record.value is not False or self.settings.get(key, False)
         elif key in rules.KEYS and rules.KEYS[key].event_type == "POINT_IN_TIME":
-            self.settings.setdefault(key, record.value)
+            self.settings.setdefault(key, _brief(record.value))
 
     def _start(self, record: Record) -> None:
         if self.run_start_ms is not None:
@@ -232,7 +265,7 @@ class RunningLog:
             self._complain("no seed is logged; the package checker asks for one (TR 5.1)")
         batch, each = self.global_batch_size, self._positive("d_batch_size")
         steps = self._positive("gradient_accumulation_steps")
-        shown = re.match(r"(\d+) x ", self.header.get("processes", ""))
+        shown = _PROCESSES.match(self.header.get("processes", ""))
         processes = self.processes or (int(shown[1]) if shown else None)
         if batch and each and steps and processes and batch != each * steps * processes:
             self._complain(
@@ -255,12 +288,15 @@ class RunningLog:
         samples = _samples_of(record)
         self.evaluating_at = None
         if not rules.is_number(record.value):
-            self._complain(f"eval_accuracy is {str(record.value)[:40]}, no number")
+            self._complain(f"eval_accuracy is {str(_brief(record.value))[:40]}, no number")
             return
         if not 0 <= record.value <= 1:
             self._complain(f"eval_accuracy is {record.value:g}, expected a fraction from 0 to 1")
             return
         index = len(self.evaluations) + 1
+        if index > MAX_EVALUATIONS:
+            self._complain(f"there are more than {MAX_EVALUATIONS} evaluations: the others are not looked at")
+            return
         schedule = self.schedule
         before = self.evaluations[-1].samples if self.evaluations else 0
         if schedule and (samples is None or samples <= max(before, schedule.interval // 100)):
@@ -289,10 +325,18 @@ class RunningLog:
             return
         due = schedule.samples(index)
         if samples >= due + schedule.global_batch_size + schedule.interval // 10:
-            self._complain(f"evaluation {index} was missed: due at {due:,} samples, now {samples:,} (TR 24.4)")
+            text = f"evaluation {index} was missed: due at {due:,} samples, now {samples:,} (TR 24.4)"
+            self._complain(text, f"missed evaluation {index}")
 
 
 def _samples_of(record: Record) -> int | None:
     """Sequences trained at a record: samples_count, or epoch_num, which for BERT counts the same."""
     samples = record.metadata.get("samples_count", record.metadata.get("epoch_num"))
     return samples if rules.COUNT.accepts(samples) else None
+
+
+def _brief(value: Any) -> Any:
+    """A value of a log as it may be kept and shown: not without end, in length or in depth."""
+    if isinstance(value, str):
+        return value[:MAX_VALUE]
+    return f"a JSON {type(value).__name__}" if isinstance(value, (list, dict)) else value

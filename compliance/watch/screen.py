@@ -6,13 +6,17 @@ elsewhere a line is printed for each evaluation and each complaint.
 
 from __future__ import annotations
 
+import heapq
 import math
+import os
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -22,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from compliance import rules
-from compliance.artefact import MAX_FILE_BYTES
+from compliance.artefact import MAX_FILE_BYTES, open_regular
 from compliance.convergence import SUBMISSION_RUNS, Reference, outlook, reference
 from compliance.log import parse_line
 from compliance.watch.follow import Follower
@@ -38,6 +42,8 @@ IDLE_POLLS = 2
 """After so many looks without news, what stands after the last line end is taken for the last line."""
 
 MAX_COMPLAINTS_SHOWN = 8
+MAX_LOGS = 100
+"""Most logs of a folder that are looked at, the newest."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -201,12 +207,15 @@ def is_record(line: bytes) -> bool:
 def results_in(folder: Path) -> dict[Path, float]:
     """The logs of a folder and when each was written to, the newest last."""
     found: dict[Path, float] = {}
-    with suppress(OSError):
-        for path in folder.iterdir():
-            if rules.RESULT_FILE.fullmatch(path.name):
-                with suppress(FileNotFoundError):
-                    found[path] = path.stat().st_mtime
-    return dict(sorted(found.items(), key=lambda entry: (entry[1], entry[0])))
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if rules.RESULT_FILE.fullmatch(entry.name):
+                with suppress(OSError):
+                    status = entry.stat()
+                    if stat.S_ISREG(status.st_mode):
+                        found[folder / entry.name] = status.st_mtime
+    newest = heapq.nlargest(MAX_LOGS, found.items(), key=lambda entry: (entry[1], entry[0]))
+    return dict(reversed(newest))
 
 
 @lru_cache(maxsize=256)
@@ -226,17 +235,24 @@ def _sibling(path: Path, _written: float) -> Sibling:
 def is_finished(path: Path) -> bool:
     """Whether a log has its run_stop."""
     try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return b'"run_stop"' in file.read()
-    except OSError:
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
+            return b'"run_stop"' in file.read(TAIL_BYTES)
+    except (OSError, ValueError):
         return False
 
 
 def choose(path: Path) -> Path | None:
-    """The log to watch: `path` itself, or the newest of a folder that has not ended; None while there is none."""
+    """The log to watch: `path` itself, or the newest of a folder that has not ended; None while there is none.
+
+    Raises:
+        ValueError: `path` is neither a folder nor a regular file, such as a pipe.
+    """
     if not path.is_dir():
-        return path if path.exists() else None
+        if path.exists():
+            open_regular(path).close()
+            return path
+        return None
     for folder in (path, path / "bert"):
         running = [log for log in results_in(folder) if not is_finished(log)]
         if running:
@@ -298,7 +314,8 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
             silent_s = time.monotonic() - watched.news_s
             if run.phase == "done" or silent_s > (max(stale_s, INIT_STALE_S) if run.phase == "init" else stale_s):
                 break
-            time.sleep(POLL_S)
+            if not watched.log.has_more:
+                time.sleep(POLL_S)
     if watched.run.phase != "done":
         _put(console, f"given up: {watched.path} has not grown for {silent_s:.0f} s")
     return 0 if watched.run.status == "success" else 1
@@ -345,7 +362,7 @@ class PlainLines:
             for line in watched.outlooks():
                 self._put(f"outlook: {line}")
         self._evaluations = len(run.evaluations)
-        for text in list(run.complaints)[self._complaints :]:
+        for text in islice(run.complaints, self._complaints, None):
             self._put(f"warning: {text.removeprefix('warning ')}")
         self._complaints = len(run.complaints)
         if run.phase == "done":
@@ -456,6 +473,8 @@ def end_words(run: RunningLog) -> str:
 
 def clock(seconds: float) -> str:
     """Minutes and seconds, with hours where there are any."""
+    if not math.isfinite(seconds):
+        return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
