@@ -107,19 +107,22 @@ def _unconverted(path: Path, kind: str, source: Path) -> ValueError:
     )
 
 
-def check_weights(path: Path, model: ModelConfig, vocabulary_sha256: str) -> None:
-    """Raise ``ValueError``, by the header alone, where ``load_weights`` would, or where another vocabulary was in use."""
-    require_weights(path)
-    shapes, metadata = _header(path)
-    one_layer = replace(model, num_hidden_layers=1)
+def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of all weights of such a model, by name."""
     with torch.device("meta"):
-        state = BertForPreTraining(one_layer).state_dict()
-    expected = {
+        state = BertForPreTraining(replace(model, num_hidden_layers=1)).state_dict()
+    return {
         name.replace("layers.0.", f"layers.{index}."): tuple(tensor.shape)
         for index in range(model.num_hidden_layers)
         for name, tensor in state.items()
     }
-    _require_fit(expected, shapes, str(path))
+
+
+def check_weights(path: Path, model: ModelConfig, vocabulary_sha256: str) -> None:
+    """Raise ``ValueError``, by the header alone, where ``load_weights`` would, or where another vocabulary was in use."""
+    require_weights(path)
+    shapes, metadata = _header(path)
+    _require_fit(weight_shapes(model), shapes, str(path))
     _require_stated(metadata, model, str(path))
     stated = metadata.get(VOCABULARY, vocabulary_sha256)
     if stated != vocabulary_sha256:

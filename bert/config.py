@@ -3,6 +3,7 @@
 The docstring under each field is its ``--help`` text. Recipes (``bert/recipes.py``) are functions that return a ``Config``.
 """
 
+import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Literal
@@ -235,6 +236,8 @@ class Config:
     """Check everything that can be checked before the run, and stop."""
 
     def __post_init__(self) -> None:
+        for section in (self.model, self.optimizer, self.training, self.evaluation):
+            _finite(section)
         if self.log.division == "closed" and self.evaluation.interval_samples is not None:
             raise ValueError(
                 "evaluation.interval_samples is set in the closed division, where the formula of the rules decides: "
@@ -278,6 +281,14 @@ class Config:
             raise ValueError(
                 "model.num_hidden_layers is 1, but training.precision fp8 leaves the last layer in bf16: expected at least 2"
             )
+
+
+def _finite(section: ModelConfig | OptimizerConfig | TrainingConfig | EvaluationConfig) -> None:
+    for each in fields(section):
+        value = getattr(section, each.name)
+        if isinstance(value, float) and not math.isfinite(value):
+            name = f"{type(section).__name__.removesuffix('Config').lower()}.{each.name}"
+            raise ValueError(f"{name} is {value}: expected a finite number")
 
 
 def _at_least(minimum: int, name: str, value: int) -> None:

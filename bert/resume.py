@@ -42,6 +42,7 @@ from dataloading.files import atomic_path, open_regular, read_json, sync, write_
 
 FORMAT = 1
 _FILES = ("model.safetensors", "momentum.safetensors", "variance.safetensors")
+BYTES_PER_PARAMETER = 4 * len(_FILES)
 _STATE_BYTES = 1 << 20
 _REMEDY = "remove it, or resume from another"
 _PATIENCE_S = 60.0

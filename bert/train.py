@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 
 import torch
 import tyro
 from rich.console import Console
 
-from bert.checkpoint import VOCABULARY, check_weights, load_weights, save_weights
+from bert.checkpoint import VOCABULARY, load_weights, save_weights
 from bert.clock import DataGuard
 from bert.config import Config
 from bert.displays import LivePanel, PlainLines
@@ -34,14 +33,15 @@ from bert.metrics import (
     Sink,
     Stopwatch,
 )
-from bert.mllog import MLLog, evaluation_interval
+from bert.mllog import MLLog
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import agreed_integer, agreed_text, all_reduce_sum_, barrier, broadcast_
 from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.parallel.watchdog import Watchdog
+from bert.preflight import check, plan_of, refuse_others, result_folder
 from bert.provenance import commit, provenance
 from bert.recipes import RECIPES
-from bert.result_files import choose_files, claim, create_log
+from bert.result_files import claim, create_log
 from bert.resume import Checkpoints, RunState, checkpoint_folders, find, lock, restore
 from bert.slow_ranks import SlowRanks
 from bert.step import TrainingStep, build_model, empty_model
@@ -49,12 +49,11 @@ from bert.timed_run import Inputs, TimedRun
 from bert.triton_cache import require_private_cache
 from console.program import accept_any_text, complain, parsed, reason, say, say_document
 from dataloading.capacity import Capacity, choose_capacities, draw_sizes
-from dataloading.dataset import Dataset, open_dataset
+from dataloading.dataset import Dataset
 from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
 from dataloading.sampler import MicroBatch, Plan
 from dataloading.synthetic import synthetic_samples
-from dataloading.tokenization import Vocabulary
-from kernels import autotune, choose
+from kernels import autotune
 
 OLDEST_TORCH = (2, 11)
 """PyTorch's oldest release that this is tested with, of the images of NGC from 26.02 on. Installing asks for it too."""
@@ -70,6 +69,10 @@ def main(arguments: Sequence[str]) -> int:
         interruption = Interruption()
         inputs = check(config, launched_world_size())
         if config.dry_run:
+            if config.training.device == "cuda" and not torch.cuda.is_available():
+                complain(
+                    "training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning"
+                )
             say(f"{config.recipe}: ready, results would go to {inputs.result}")
             return 0
         mesh = join_mesh(config.training.device)
@@ -111,39 +114,6 @@ def parse(arguments: Sequence[str]) -> Config:
     return parsed(partial(tyro.cli, Config, prog=program, args=list(arguments[1:]), default=default))
 
 
-def check(config: Config, world_size: int) -> Inputs:
-    """Open what the run will read and look for everything that would stop it later. Raises ``ValueError``."""
-    train, evaluation = open_dataset(config.data.train), open_dataset(config.data.evaluation)
-    vocabulary = Vocabulary.from_file(config.data.vocab)
-    if vocabulary.size != config.model.vocab_size:
-        raise ValueError(
-            f"{config.data.vocab} has {vocabulary.size} entries, but model.vocab_size is {config.model.vocab_size}: "
-            "set data.vocab or model.vocab_size"
-        )
-    for dataset in (train, evaluation):
-        dataset.check_files()
-        dataset.check_vocabulary(vocabulary)
-        if dataset.info.max_seq_length > config.model.max_position_embeddings:
-            raise ValueError(
-                f"{dataset.folder} holds sequences of up to {dataset.info.max_seq_length} tokens, but "
-                f"model.max_position_embeddings is {config.model.max_position_embeddings}"
-            )
-    if config.data.initial_checkpoint is not None:
-        check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
-    _plan(config, train, world_size, seed=0)
-    try:
-        choose(config.training.implementations)
-    except ValueError as error:
-        raise ValueError(f"training.implementations: {error}") from None
-    choose_loader(config.data.loader, torch.device(config.training.device))
-    folder = _folder(config)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        _refuse_others(config)
-    files = choose_files(folder, config.log.run)
-    interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
-    return Inputs(train, evaluation, vocabulary.sha256, *files, interval)
-
-
 def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> int:
     """Initialise, start the clock, train to the target, stop the clock. Returns the exit status."""
     if config.checkpoint.folder is not None:
@@ -153,7 +123,7 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
     barrier()  # no rank creates files before all have passed their checks
     log = MLLog(None)
     if mesh.is_main:
-        log, files = create_log(_folder(config), config.log.run)
+        log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
     with log, _together(config, mesh, log) as watchdog:
         if mesh.is_main:
@@ -172,7 +142,7 @@ def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interrupti
         if resumed:
             restore(step, resumed, mesh)
         log.weights_initialization(config.model.num_hidden_layers)
-        plan = _plan(config, inputs.train, mesh.world_size, seed)
+        plan = plan_of(config, inputs.train, mesh.world_size, seed)
         loader = _loader(config, inputs.train, plan, mesh, capacities, resumed.step if resumed else 0)
         with _reporter(config, inputs, mesh, log, step, resumed.samples if resumed else 0) as reporter:
             timed = TimedRun(config, inputs, mesh, log, reporter, stopwatch, step, loader, evaluator, interruption)
@@ -324,22 +294,6 @@ def _log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: 
     )
 
 
-def _folder(config: Config) -> Path:
-    return config.log.results / config.log.system / "bert"
-
-
-def _plan(config: Config, train: Dataset, world_size: int, seed: int) -> Plan:
-    training = config.training
-    return Plan(
-        train.lengths,
-        train.masked_counts,
-        global_batch_size=training.global_batch_size,
-        world_size=world_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        seed=seed,
-    )
-
-
 def _capacities(config: Config, train: Dataset, mesh: Mesh) -> list[Capacity]:
     """What micro-batches are padded to so that the step can be recorded; none where it is not, as on a CPU."""
     training = config.training
@@ -358,7 +312,7 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh) -> RunState | None:
     folder = config.resume
     restarts = torch.tensor([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))], device=mesh.device)
     if not all_reduce_sum_(restarts).item():
-        _refuse_others(config)
+        refuse_others(config)
     elif folder is None and config.checkpoint.folder and checkpoint_folders(config.checkpoint.folder):
         if config.log.division == "closed":
             raise ValueError(
@@ -366,13 +320,6 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh) -> RunState | None:
             )
         folder = config.checkpoint.folder
     return None if folder is None else find(folder, config, inputs.train, mesh)
-
-
-def _refuse_others(config: Config) -> None:
-    folder, source = config.checkpoint.folder, config.resume
-    own = folder and source and folder.resolve() in (source.resolve(), source.resolve().parent)
-    if folder and not own and checkpoint_folders(folder):
-        raise ValueError(f"{folder} holds checkpoints of another run: go on from them with resume, or move them away")
 
 
 def _loader(
@@ -392,7 +339,7 @@ def _loader(
 
 def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, capacities: Sequence[Capacity]) -> list[Batch]:
     """Random tokens in the lengths of a drawn global batch: sizes are metadata."""
-    micro_batches = _plan(config, train, mesh.world_size, seed=0).rank_batches(0, mesh.rank)
+    micro_batches = plan_of(config, train, mesh.world_size, seed=0).rank_batches(0, mesh.rank)
     batches = []
     for micro in micro_batches:
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import itertools
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -73,7 +74,8 @@ def _unframed(complaint: str) -> str:
     """The first paragraph of tyro's framed message, on one line."""
     framed = [text.strip("│ ") for text in complaint.splitlines() if text.startswith("│")]
     paragraph = itertools.takewhile(lambda text: not text.startswith("─"), framed)
-    return " ".join(paragraph).strip() or complaint.strip()
+    said = " ".join(paragraph).strip() or complaint.strip()
+    return re.sub(r"^Error parsing \w+: ", "", said)
 
 
 def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]]:

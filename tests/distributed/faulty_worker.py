@@ -1,10 +1,12 @@
 """A rank of a run that breaks on purpose: ``python -m tests.distributed.faulty_worker WAY:RANK[,WAY:RANK] RECIPE ...``."""
 
+import contextlib
 import os
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import bert.train
@@ -20,7 +22,7 @@ AT_STEP = 50
 def main() -> int:
     breaks, *arguments = sys.argv[1:]
     for way, _, rank in (part.partition(":") for part in breaks.split(",")):
-        if os.environ["RANK"] == rank:
+        if os.environ.get("RANK", "0") == rank:
             WAYS[way]()
     return bert.train.main(arguments)
 
@@ -88,6 +90,22 @@ def linger() -> None:
     _before_each(MLLog, "abort", lambda _: time.sleep(3))
 
 
+def fill_disk() -> None:
+    """Somebody else's file takes what is left of the disk at ``$DISK``, once the checkpoint of step 4, if any, is there."""
+
+    def filled(count: int) -> None:
+        disk = Path(os.environ["DISK"])
+        if count != 8:
+            return
+        while "--checkpoint.folder" in sys.argv and not (disk / "step_00000004").exists():
+            time.sleep(0.01)
+        with (disk / "ballast").open("wb", buffering=0) as ballast, contextlib.suppress(OSError):
+            while True:
+                ballast.write(bytes(4096))
+
+    _before_each(TrainingStep, "__call__", filled)
+
+
 def show_port() -> None:
     """Nothing breaks; the port of the watchdog is told."""
     listen = watchdog.listen
@@ -101,6 +119,7 @@ def show_port() -> None:
 
 
 WAYS = {
+    "fill": fill_disk,
     "show": show_port,
     "raise": raise_in_step,
     "die": die,

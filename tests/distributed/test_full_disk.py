@@ -55,15 +55,16 @@ def strict(line: str) -> dict[str, Any]:
 def test_a_checkpoint_that_does_not_fit_is_a_warning_and_the_one_before_stays(
     small_run: SmallRun, tmp_path: Path, disk: Disk
 ) -> None:
-    folder = disk(600)
+    folder = disk(2000)
     settings = {"training__max_samples": 16 * 12, "evaluation__interval_samples": 96, "checkpoint__every_steps": 4}
-    process = Program("bert.train", small_run.arguments(tmp_path, checkpoint__folder=folder, **settings))
+    arguments = small_run.arguments(tmp_path, checkpoint__folder=folder, **settings)
+    process = Program("tests.distributed.faulty_worker", ["fill:0", *arguments], DISK=folder)
     assert process.wait(PATIENCE_S) == 1, process.output
     assert [record["step"] for record in records(tmp_path, "step")] == list(range(1, 13))
     texts = [str(record["text"]) for record in records(tmp_path, "warning")]
-    assert texts == [f"no checkpoint was written: {folder}: {FULL}"] * 2
+    assert texts == [f"no checkpoint was written: {folder}/step_{step:08d}: {FULL}" for step in (8, 12)]
     assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
-    assert [path.name for path in folder.iterdir()] == ["step_00000004"]
+    assert {path.name for path in folder.iterdir()} - {"ballast", ".lock"} == {"step_00000004"}
     changes = settings | {"checkpoint__folder": None, "resume": folder}
     process = Program("bert.train", small_run.arguments(tmp_path / "resumed", **changes))
     assert process.wait(PATIENCE_S) == 1, process.output
@@ -71,10 +72,13 @@ def test_a_checkpoint_that_does_not_fit_is_a_warning_and_the_one_before_stays(
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(small_run: SmallRun, disk: Disk, count: int) -> None:
-    folder = disk(48)
+def test_a_file_that_cannot_be_written_ends_the_run_with_one_line(
+    small_run: SmallRun, disk: Disk, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = disk(18_000)
+    monkeypatch.setenv("DISK", str(folder))
     arguments = small_run.arguments(folder, training__max_samples=10_000_000)
-    with Ranks(arguments, count) as ranks:
+    with Ranks(["fill:0", *arguments], count, "tests.distributed.faulty_worker") as ranks:
         assert ranks.ends() == [2] * count, ranks.output
     [message] = ranks.errors
     written = folder / "tiny_cpu" / "bert"
