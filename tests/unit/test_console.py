@@ -19,7 +19,7 @@ ROOMS = ("bert", "compliance", "dataloading")
 OTHER_WAYS = {"print", "Console", "input", "basicConfig", "print_exception"}
 ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceback is for developers
     "bert/displays.py": set(),
-    "bert/faults.py": {"print_exception"},
+    "bert/parallel/watchdog.py": {"print_exception"},
     "bert/train.py": {"Console"},
     "compliance/doctor/examination.py": {"Console", "print"},
     "compliance/official/checker_worker.py": {"print"},  # JSON to the program that asked
