@@ -55,19 +55,19 @@ def begun(
     # Another process may be writing the same description at this moment, under a hidden name.
     if new and there and (not folder.is_dir() or any(not is_temporary(entry) for entry in folder.iterdir())):
         raise ValueError(f"{folder} is there already; name a folder that does not exist or is empty")
-    if new:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(description, indent=1).encode())
-    _check_same(path, description)
-    for leftover in filter(is_temporary, folder.rglob(".*.partial")) if alone else ():
-        leftover.unlink()
     try:
+        if new:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(description, indent=1).encode())
+        _check_same(path, description)
+        for leftover in filter(is_temporary, folder.rglob(".*.partial")) if alone else ():
+            leftover.unlink()
         yield
     except BaseException:
         if alone and new and not any(folder.glob(finished)):
             path.unlink(missing_ok=True)
             if not there:
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
         raise
 
 

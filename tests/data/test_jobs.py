@@ -44,12 +44,12 @@ def test_a_killed_process_is_reported() -> None:
         list(run_tasks(die, range(6), 2))
 
 
-_PARENT = """
+_PARENT = r"""
 import os, sys, time
 from dataloading.jobs import run_tasks
 
 def work(number):
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\n".encode())  # at once, or lines of two processes mix
     time.sleep(60)
 
 list(run_tasks(work, [1, 2], 2))
