@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from bert.convert import open_source
-from dataloading.dataset import merge, open_dataset, write_dataset
+from dataloading.__main__ import main
+from dataloading.dataset import open_dataset, write_dataset
 from dataloading.files import atomic_path, open_regular, read_json, write_atomically
 from dataloading.formats import open_shard
 from dataloading.known import check_published
@@ -224,16 +225,16 @@ def test_a_command_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-def test_joining_that_fails_can_be_begun_again(tmp_path: Path) -> None:
-    for name, seed in (("a", 1), ("b", 2)):
-        write_dataset(tmp_path / name, make_samples(6, seed=seed), shards=2, info=INFO.without_sources())
-    shard = tmp_path / "b" / "part_00001_of_00002.hdf5"
+def test_a_folder_of_links_that_fails_can_be_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path / "data", make_samples(6), shards=2, info=INFO)
+    for name in ("manifest.json", "lengths.npy"):
+        (tmp_path / "data" / name).unlink()
+    shard = tmp_path / "data" / "part_00001_of_00002.hdf5"
     content = shard.read_bytes()
-    shard.unlink()
-    os.mkfifo(shard)
-    with pytest.raises((ValueError, OSError)):
-        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
-    shard.unlink()
-    shard.write_bytes(content)
-    assert len(merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out").take(np.arange(12))) == 12
+    arguments = ["dataloading", "index", tmp_path / "data", "--vocab", VOCAB, "--out", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
+    for kept, status in ((len(content) // 2, 2), (len(content), 0)):
+        shard.write_bytes(content[:kept])
+        assert main() == status
+        assert (tmp_path / "out").exists() == (status == 0)
+    assert len(open_dataset(tmp_path / "out").take(np.arange(6))) == 6
