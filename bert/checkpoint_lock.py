@@ -9,9 +9,10 @@ import os
 import shutil
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from dataloading.files import is_temporary
+from dataloading.files import is_temporary, shown
 
 NAME = ".lock"
 _NOTE_BYTES = 200
@@ -39,8 +40,9 @@ def lock_checkpoints(folder: Path, patience_s: float) -> int:
                     "to another folder, or wait until that run has ended"
                 )
             time.sleep(_POLL_S)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
+        with suppress(OSError):  # a full disk keeps nobody from having the lock
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
             shutil.rmtree(left)
     except BaseException:
@@ -59,5 +61,4 @@ def _taken(descriptor: int) -> bool:
 
 def _owner(descriptor: int) -> str:
     """Who has the lock, as it says itself."""
-    note = os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace")
-    return "".join(letter if letter.isprintable() else "?" for letter in note)
+    return shown(os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace"))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.files import atomic_path, open_regular, read_json, sync, write_atomically
+from dataloading.files import atomic_path, open_regular, read_json, shown, sync, write_atomically
 from dataloading.formats import open_shard
 from dataloading.hdf5 import FORMAT, SCHEMA_VERSION, check_version, write_shard
 from dataloading.samples import SampleBuilder, Samples, concatenate
@@ -160,7 +160,7 @@ def read_manifest(folder: Path, part: Part | None = None) -> Manifest:
         shards = tuple(ShardRecord(**record) for record in found["shards"])
         return Manifest(DatasetInfo(**found["info"]), shards, found["lengths_sha256"])
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: damaged or of another kind ({error}); {REMEDY}") from None
+        raise ValueError(f"{path}: damaged or of another kind ({shown(error)}); {REMEDY}") from None
 
 
 def open_dataset(folder: Path, part: Part | None = None) -> "Dataset":

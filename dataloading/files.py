@@ -13,6 +13,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+_MOST_SHOWN = 400
+
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
 
@@ -90,7 +92,7 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: damaged or of another kind ({error}); {remedy}") from None
+        raise ValueError(f"{path}: damaged or of another kind ({shown(error)}); {remedy}") from None
 
 
 def is_private(folder: Path) -> bool:
@@ -105,6 +107,12 @@ def is_private(folder: Path) -> bool:
         if is_ours and not mode & (stat.S_IRWXG | stat.S_IRWXO):
             return True  # nobody else gets past it
     return True
+
+
+def shown(value: object) -> str:
+    """What a file says, for a message: short, and without characters that a terminal would obey."""
+    text = str(value)
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MOST_SHOWN])
 
 
 def sync(path: Path) -> None:

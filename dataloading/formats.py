@@ -4,6 +4,7 @@ from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
 
+from dataloading.files import shown
 from dataloading.hdf5 import open_native
 from dataloading.hdf5_file import HDF5File
 from dataloading.layouts import RaggedShard, open_fixed, unknown_info
@@ -59,7 +60,7 @@ def _open_hdf5(path: Path, content: mmap) -> Shard:
         complaint = str(error)
         if complaint.startswith(str(path)):
             raise ValueError(complaint) from None
-        raise ValueError(f"{path}: damaged or of another kind ({complaint}); {REMEDY}") from None
+        raise ValueError(f"{path}: damaged or of another kind ({shown(complaint)}); {REMEDY}") from None
 
 
 def _reader(file: HDF5File) -> Callable[[Path, HDF5File], Shard]:
@@ -75,4 +76,4 @@ def _reader(file: HDF5File) -> Callable[[Path, HDF5File], Shard]:
             return RaggedShard
         if len(input_ids.shape) == 2:
             return open_fixed
-    raise ValueError(f"of no known layout: it holds {ascii(', '.join(names) or 'nothing')[1:201]}")
+    raise ValueError(f"of no known layout: it holds {', '.join(names) or 'nothing'}")

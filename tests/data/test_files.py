@@ -131,6 +131,7 @@ def test_a_line_that_is_no_sentence_is_named(tmp_path: Path) -> None:
         ('"samples": 3', '"samples": ' + "9" * 4000, "counts of part_00000_of_00002.hdf5 are no whole numbers"),
         ('"samples": 3', '"samples": true', "counts of part_00000_of_00002.hdf5 are no whole numbers"),
         ('"sources": {}', '"sources": {"text": []}', "sources are no settings by name"),
+        ('"format": "mlperf-bert-samples"', '"format": "\\u001b[2J' + "x" * 90_000 + '"', r"\\x1b\[2Jxxx"),
         ('"random_seed": 12345', '"random_seed": [1]', "options are no settings by name"),
         ('"sources": {}', '"sources": ' + "[" * 900 + "]" * 900, "manifest.json: damaged or of another kind"),
         ('"sources": {}', '"sources": ' + "[" * 90_000, "manifest.json: damaged or of another kind"),
@@ -149,6 +150,8 @@ def test_a_manifest_that_leads_elsewhere_or_nowhere_is_refused(
     with pytest.raises(ValueError, match=message) as caught:
         open_dataset(folder)
     assert str(manifest) in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_shard_that_becomes_shorter_while_it_is_read_is_a_line(tmp_path: Path) -> None:
