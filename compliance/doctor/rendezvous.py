@@ -28,7 +28,7 @@ _MEND = (
 
 
 def rendezvous(host: Host) -> Iterator[Diagnosis]:
-    """Are there elastic agents on this machine, or would torchrun's be, by the variables from which it takes options?"""
+    """Look for elastic agents on this machine, and for variables that would make torchrun's elastic."""
     agents = [_described(host, pid, option) for pid in _processes(host) if (option := _elastic_agent(host, pid))]
     if here := elastic_option([], host.environment):
         yield warn("rendezvous", f"{here} is set: torchrun would run what others write into its store", _MEND)
@@ -47,7 +47,7 @@ def _described(host: Host, pid: int, option: str) -> str:
 
 
 def elastic_option(options: list[str], environment: Mapping[str, str]) -> str:
-    """What makes torchrun's agent elastic, of the options before its script or of its variables PET_<OPTION>; else ""."""
+    """Return what makes torchrun's agent elastic: an option before its script or a variable PET_<OPTION>; else ""."""
     given = _values(options)
     if "standalone" in given:
         return "--standalone"
@@ -60,7 +60,7 @@ def elastic_option(options: list[str], environment: Mapping[str, str]) -> str:
 
 
 def ports_open_to_all(host: Host, pid: int) -> list[int]:
-    """The TCP ports on which a process listens on all addresses; none where its files may not be seen."""
+    """Return the TCP ports on which a process listens on all addresses; none where its files may not be seen."""
     sockets = set()
     for name in host.names(f"/proc/{pid}/fd"):
         try:
@@ -84,7 +84,7 @@ def _processes(host: Host) -> list[int]:
 
 
 def _elastic_agent(host: Host, pid: int) -> str:
-    """What makes a process an elastic agent; "" when it is none."""
+    """Return what makes a process an elastic agent; "" when it is none."""
     words = host.read(f"/proc/{pid}/cmdline").strip("\0").split("\0")
     start = next((place for place, word in enumerate(words[:4]) if _is_torchrun(word)), None)
     if start is None:
@@ -101,7 +101,7 @@ def _is_torchrun(word: str) -> bool:
 
 
 def _without_port(options: list[str], environment: Mapping[str, str]) -> str:
-    """On one node torchrun without a port is elastic too (PyTorch 2.13)."""
+    """Say so where torchrun has no port and a single node: it is elastic then too (PyTorch 2.13)."""
     given = _values(options)
     several = (given.get("nnodes") or environment.get("PET_NNODES", "1")).rpartition(":")[2] != "1"
     named = {"master-port", "rdzv-endpoint"} & given.keys() or {
@@ -112,7 +112,7 @@ def _without_port(options: list[str], environment: Mapping[str, str]) -> str:
 
 
 def _values(options: list[str]) -> dict[str, str]:
-    """torchrun's options and what follows each, up to its script or module."""
+    """Return torchrun's options and what follows each, up to its script or module."""
     values: dict[str, str] = {}
     for word, following in pairwise([*options, ""]):
         if word in ("-m", "--module", "--no-python", "--no_python", "--") or word.endswith(".py"):

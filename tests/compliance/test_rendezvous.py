@@ -15,7 +15,7 @@ from compliance.doctor.host import Host
 from compliance.doctor.rendezvous import elastic_option, ports_open_to_all, rendezvous
 from tests.compliance.fake_host import fake_host
 
-RUN = "python\0-m\0torch.distributed.run\0"
+RUN = "python -m torch.distributed.run"
 TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 00000000:{port:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1
    1: 0100007F:1F90 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4712 1
@@ -29,24 +29,26 @@ def machine(root: Path, command: str, environ: str = "", **environment: str) -> 
     (root / "proc/77/fd").mkdir(parents=True)
     for inode in (4711, 4712, 4713):
         (root / f"proc/77/fd/{inode - 4700}").symlink_to(f"socket:[{inode}]")
-    files = {"/proc/77/cmdline": command, "/proc/77/environ": environ, "/proc/77/net/tcp": TCP.format(port=29400)}
-    return fake_host(root, files | {"/proc/78/cmdline": "bash\0", "/proc/uptime": "1"}, environment=environment)
+    texts = {"/proc/77/cmdline": command, "/proc/77/environ": environ, "/proc/78/cmdline": "bash"}
+    files = {name: text.replace(" ", "\0") + "\0" for name, text in texts.items()}
+    files |= {"/proc/77/net/tcp": TCP.format(port=29400)}
+    return fake_host(root, files | {"/proc/uptime": "1"}, environment=environment)
 
 
 @pytest.mark.parametrize(
     ("command", "environ", "option"),
     [
-        (RUN + "--standalone\0--nproc-per-node\x008\0-m\0bert.train\0", "", "--standalone"),
-        ("/usr/bin/python\0/opt/bin/torchrun\0--rdzv_backend=c10d\0train.py\0", "", "--rdzv-backend c10d"),
-        (RUN + "--rdzv-backend\0etcd-v2\0--nnodes\x002:4\0train.py\0", "", "--rdzv-backend etcd-v2"),
-        (RUN + "--nproc-per-node=2\0train.py\0", "", "without --master-port"),
-        (RUN + "--master-port=1\0train.py\0", "A=b\0PET_RDZV_BACKEND=c10d\0", "PET_RDZV_BACKEND=c10d"),
-        (RUN + "--master-port=1\0train.py\0", "PET_STANDALONE=1\0", "PET_STANDALONE"),
-        (RUN + "--nproc-per-node=2\0--master-port=29500\0train.py\0", "", ""),
-        (RUN + "--nnodes=2\0--node-rank=0\0--master-addr=a\0train.py\0", "", ""),
-        (RUN + "--master-port=1\0-m\0train\0--standalone\0", "", ""),
-        (RUN + "--nproc-per-node=2\0train.py\0", "PET_MASTER_PORT=1\0", ""),
-        ("vim\0torchrun.md\0--standalone\0", "", ""),
+        (RUN + " --standalone --nproc-per-node 8 -m bert.train", "", "--standalone"),
+        ("/usr/bin/python /opt/bin/torchrun --rdzv_backend=c10d train.py", "", "--rdzv-backend c10d"),
+        (RUN + " --rdzv-backend etcd-v2 --nnodes 2:4 train.py", "", "--rdzv-backend etcd-v2"),
+        (RUN + " --nproc-per-node=2 train.py", "", "without --master-port"),
+        (RUN + " --master-port=1 train.py", "A=b PET_RDZV_BACKEND=c10d", "PET_RDZV_BACKEND=c10d"),
+        (RUN + " --master-port=1 train.py", "PET_STANDALONE=1", "PET_STANDALONE"),
+        (RUN + " --nproc-per-node=2 --master-port=29500 train.py", "", ""),
+        (RUN + " --nnodes=2 --node-rank=0 --master-addr=a train.py", "", ""),
+        (RUN + " --master-port=1 -m train --standalone", "", ""),
+        (RUN + " --nproc-per-node=2 train.py", "PET_MASTER_PORT=1", ""),
+        ("vim torchrun.md --standalone", "", ""),
         ("", "", ""),
     ],
 )
@@ -65,7 +67,7 @@ def test_variables_that_would_make_agents_elastic(tmp_path: Path) -> None:
 
 
 def test_many_agents_and_hidden_ones(tmp_path: Path) -> None:
-    files = {f"/proc/{pid}/cmdline": f"{RUN}--standalone\0train.py\0" for pid in range(10, 16)}
+    files = {f"/proc/{pid}/cmdline": f"{RUN} --standalone train.py".replace(" ", "\0") for pid in range(10, 16)}
     (one,) = rendezvous(fake_host(tmp_path, files))
     assert one.found.count("its ports cannot be seen from here") == 3
     assert one.found.endswith(" and 3 more")

@@ -82,7 +82,7 @@ def test_a_pickle_in_the_store_is_not_opened(checkout: Path, tmp_path: Path) -> 
 
 
 def is_pickle(value: bytes) -> bool:
-    """Whether a value, or what it stands for in base64, has the first and the last byte of a pickle."""
+    """Return whether a value, or what it stands for in base64, has the first and the last byte of a pickle."""
     texts = [value]
     with suppress(ValueError):
         texts.append(base64.b64decode(value, validate=True))
