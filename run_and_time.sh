@@ -132,7 +132,8 @@ threads=$((cores > NPROC ? cores / NPROC : 1))
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 
 # Not torchrun's elastic agents (--standalone, --rdzv-backend c10d): those unpickle what stands in a store without a password,
-# which listens on all addresses. One node: any port that is free, below those that connections get.
+# which listens on all addresses. Variables could ask for them, too. One node: any port that is free, below those of connections.
+unset "${!PET_@}"
 free_port='import random, socket
 while True:
     with socket.socket() as probe:

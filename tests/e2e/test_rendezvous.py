@@ -54,7 +54,7 @@ def test_a_pickle_in_the_store_is_not_opened(checkout: Path, tmp_path: Path) -> 
     settings = ("--", *SHORT, NEVER_REACHED, *STEPS, "--log.results", str(tmp_path / "results"))
     process = subprocess.Popen(
         [checkout / "run_and_time.sh", "tiny_cpu", "1", *settings],
-        env=environment(NPROC="2"),
+        env=environment(NPROC="2", PET_STANDALONE="1", PET_RDZV_BACKEND="c10d"),  # torchrun takes options from these
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
