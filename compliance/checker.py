@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compliance import rules
-from compliance.checks import CHECKS, TIMELINE, Context
+from compliance.checks import CHECKS, READABLE, TIMELINE, Context
 from compliance.findings import Finding, Verdict
 from compliance.log import MAX_LINE_BYTES, Log, read_log
 from compliance.official import checker as official
@@ -59,7 +59,8 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
     # A division in the wrong case is a finding of its own; the other rules then follow what was meant.
     division: rules.Division = "open" if named and str(named.value).lower() == "open" else "closed"
     context = Context(log, ruleset, division, aborted=status == "aborted")
-    own = [finding for check in CHECKS for finding in check(context)]
+    # Of a log that was given up, most would complain of what was not read.
+    own = [finding for check in (READABLE if log.given_up else CHECKS) for finding in check(context)]
     opinion = _official_opinion(log, ruleset)
     findings = own + list(_unexplained(context, own, opinion))
     verdict = Verdict(
@@ -74,6 +75,8 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
 
 
 def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
+    if log.given_up:
+        return official.Opinion("fail", (official.Complaint(f"not asked: {log.given_up}"),))
     if log.overlong:
         text = f"not asked: it would need hours for a record of more than {MAX_LINE_BYTES} bytes"
         return official.Opinion("fail", (official.Complaint(text),))

@@ -74,6 +74,10 @@ def _check_lines(context: Context) -> Iterator[Finding]:
         mend = "write every record from one process, whole, on a line of its own"
         found = f"{problem.found}; expected {problem.expected}"
         yield Finding(problem.line, "", "log format", found, mend, severity=problem.severity)
+    if context.log.given_up:
+        mend = "log one run a file, and keep telemetry and other programs' output in other files"
+        yield Finding(None, "", "SR Submission form", f"{context.log.given_up}: the rest was not read", mend)
+        return
     if not context.log.token_lines:
         found = "no MLLOG record in the file; expected the log of a run"
         yield Finding(None, "", "log format", found, "check the file that the run logged to")
@@ -456,6 +460,9 @@ def _check_result(context: Context) -> Iterator[Finding]:
         expected = f"{samples[-1]}, the samples at the last evaluation (line {last.line})"
         yield _at(trained, f"value {_show(trained.value)}", expected, mend, "TR 24.6", severity)
 
+
+READABLE: tuple[Callable[[Context], Iterator[Finding]], ...] = (_check_lines,)
+"""What can be said of a log that was not read to its end."""
 
 CHECKS: tuple[Callable[[Context], Iterator[Finding]], ...] = (
     _check_lines,

@@ -2,7 +2,8 @@
 
 A log is an untrusted file. Everything that the format forbids becomes a `Problem` with its line instead of an
 exception, so that one reading reports all of them; only a file that cannot be read at all raises. The file is read
-once, line by line: a long log of plain lines needs no memory, and a long line no more than `MAX_LINE_BYTES`.
+once, line by line: a long log of plain lines needs no memory, a long line no more than `MAX_LINE_BYTES`, and records no
+more than some times `MAX_RECORD_LINES_BYTES`.
 
 What the official parser takes for a record is one here too. It decodes latin-1, cuts a line at its last token, strips it,
 and wants a JSON object with time_ms, key, value and metadata; whatever goes beyond that is a `Problem` beside the record.
@@ -20,10 +21,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from sys import intern
 from typing import Any, BinaryIO, NamedTuple
 
 from compliance import rules
-from compliance.artefact import open_regular
+from compliance.artefact import MAX_FILE_BYTES, open_regular
 from compliance.digest import ChainCheck
 from compliance.findings import Severity
 
@@ -36,7 +38,15 @@ MAX_LINE_BYTES = 2**20
 MAX_RECORD_BYTES = 16 * 2**10
 """Longest sensible record: the official parser needs a tenth of a second for it, and quadratic time for longer ones."""
 
+MAX_LOG_BYTES = 256 * 2**20
+"""Largest log that is read at all: five times what a submission may hold."""
+
+MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
+"""Most bytes of lines with records that are read: more do not fit into a submission, and in memory they are larger."""
+
 MAX_HEADER_LINES = 10_000
+MAX_HEADER_BYTES = 2**16
+"""Longest plain line that is read as one of the head."""
 
 _TOKEN = TOKEN.encode()
 
@@ -87,11 +97,13 @@ class Log:
         size: of the file in bytes.
         records: in file order.
         problems: what was wrong with the lines that hold the token.
-        header: "key" to "value" of the plain lines "# key: value"; of a repeated key the first.
+        header: "key" to "value" of the plain lines "# key: value"; of a repeated key the first. Empty without records: then
+            it may be any file, behind a link, whose lines are nobody's business.
         token_lines: number of lines that hold the token.
         evidence: (line, bytes) of what the official checker has to see: see `_Evidence`.
         left_out: how many records of each key `evidence` leaves out as more of the same.
         overlong: a line with the token was longer than `MAX_LINE_BYTES`.
+        given_up: why the log was not read to its end, so that records are missing; "" when it was.
         chain: what its digests say.
     """
 
@@ -105,6 +117,7 @@ class Log:
     left_out: dict[str, int]
     overlong: bool
     chain: ChainCheck
+    given_up: str = ""
 
     @cached_property
     def by_key(self) -> dict[str, list[Record]]:
@@ -141,12 +154,17 @@ def read_log(path: Path) -> Log:
     problems: list[Problem] = []
     header: dict[str, str] = {}
     evidence, chain = _Evidence(), ChainCheck()
-    token_lines = 0
+    token_lines = record_bytes = 0
     overlong = False
+    given_up = ""
     with open_regular(path) as file, _without_cycle_search():
         try:
             size = os.fstat(file.fileno()).st_size
-            for number, line in enumerate(_lines(file), start=1):
+            if size > MAX_LOG_BYTES:
+                given_up = (
+                    f"a file of {size / 2**20:,.1f} MiB; expected at most {MAX_LOG_BYTES >> 20} MiB to be read at all"
+                )
+            for number, line in enumerate(() if given_up else _lines(file), start=1):
                 if number == 1:
                     chain.open(line)
                 if chain.opened and chain.take(number, line):
@@ -155,6 +173,10 @@ def read_log(path: Path) -> Log:
                     if line.startswith(b"# ") and not (line.startswith(b"# digest") and chain.take(number, line)):
                         _take_header(line, header)
                     continue
+                record_bytes += len(line)
+                if record_bytes > MAX_RECORD_LINES_BYTES:
+                    given_up = f"more than {MAX_RECORD_LINES_BYTES >> 20} MiB of records; expected those of one run"
+                    break
                 token_lines += 1
                 if line is _OVERLONG:
                     overlong = True
@@ -173,12 +195,13 @@ def read_log(path: Path) -> Log:
         size,
         tuple(records),
         tuple(problems),
-        header,
+        header if token_lines else {},
         token_lines,
         tuple(evidence.lines),
         dict(evidence.left_out),
         overlong,
         chain,
+        given_up,
     )
 
 
@@ -241,10 +264,14 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
     event_type = fields.get("event_type")
     if not isinstance(key, str):
         raise _RecordError(f"key {_shorten(ascii(key))}", "text")
+    if metadata.__class__ is dict:
+        metadata = {
+            intern(name): intern(value) if value.__class__ is str else value for name, value in metadata.items()
+        }
     is_plain = type(time_ms) is int and 0 <= time_ms < 2**63 and type(metadata) is dict
     if not is_plain or event_type not in EVENT_TYPES:
         time_ms, event_type, metadata = _mend_fields(time_ms, event_type, metadata, number, problems)
-    return Record(number, time_ms, event_type, key, value, metadata)
+    return Record(number, time_ms, intern(event_type), intern(key), value, metadata)
 
 
 def _mend_fields(
@@ -306,8 +333,10 @@ def _shorten(text: str, limit: int = 60) -> str:
 
 
 def _take_header(line: bytes, header: dict[str, str]) -> None:
+    if len(header) >= MAX_HEADER_LINES or len(line) > MAX_HEADER_BYTES:
+        return
     key, colon, value = line[2:].decode("utf-8", "replace").partition(": ")
-    if colon and len(header) < MAX_HEADER_LINES:
+    if colon:
         header.setdefault(key.strip(), value.strip())
 
 
@@ -318,7 +347,9 @@ def _lines(file: BinaryIO) -> Iterator[bytes]:
     """
     begun = b""  # of a line that goes on in the next piece
     has_token: bool | None = None  # in what had to be left out of `begun`; None when nothing had to
-    while piece := file.readline(MAX_LINE_BYTES):
+    left = MAX_LOG_BYTES  # of a log that grows meanwhile
+    while left > 0 and (piece := file.readline(MAX_LINE_BYTES)):
+        left -= len(piece)
         if piece.endswith(b"\n") and b"\r" not in piece and not begun and has_token is None:
             yield piece[:-1]
             continue

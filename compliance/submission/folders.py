@@ -14,6 +14,7 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,12 @@ MAX_ENTRIES = 10_000
 
 MAX_WALKED = 200_000
 """Most files and folders of a submission that are looked at."""
+
+MAX_DEPTH = 64
+"""Folders inside each other that are looked into; a path may be too long to be opened before they end."""
+
+MAX_NAME = 200
+"""Most characters of a name in a message."""
 
 LAYOUT = "SR Directory structure"
 REPOSITORY = "repository checker"
@@ -153,6 +160,11 @@ def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
         found = f"{_name(unnumbered[0])} has no number, expected result_<n>.txt"
         mend, more = "number the runs from 0", len(unnumbered) - 1
         yield Finding(None, "", LAYOUT, found, mend, severity="warning", more=more)
+    elsewhere = [] if folder.submission else [path for path in folder.logs if _leads_out(path)]
+    if elsewhere:
+        found = f"{_name(elsewhere[0])} is a symbolic link to a file outside of the folder, expected the log itself"
+        mend, more = "put the file itself in its place", len(elsewhere) - 1
+        yield Finding(None, "", LAYOUT, found, mend, severity="warning", more=more)
     count = len(folder.logs)
     if count != runs and count + len(folder.misnamed) != runs:
         mend = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
@@ -178,29 +190,34 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
     """Names, sizes and links that the official repository checker, or another machine, does not take."""
     logs = {log for folder in tree.benchmarks for log in folder.logs}
     misnamed = {entry for folder in tree.benchmarks for entry in folder.misnamed}  # reported there
-    named, large, links, walked = [], [], [], 0
-    for root, folders, files in os.walk(tree.path):
-        walked += len(folders) + len(files)
-        if walked > MAX_WALKED:
+    named, unprintable, large, links, deep = [], [], [], [], []
+    for walked, entry in enumerate(_walk(tree.path)):
+        if walked == MAX_WALKED:
             found = f"more than {MAX_WALKED} files and folders, the rest was not looked at"
             yield Finding(None, "", REPOSITORY, found, "submit only what the rules ask for", severity="warning")
             break
-        here = Path(root)
-        named += [here / name for name in (*folders, *files) if name.startswith(".") or " " in name]
-        links += [
-            here / name for name in (*folders, *files) if (here / name).is_symlink() and here / name not in misnamed
-        ]
-        large += [here / name for name in files if here / name not in logs and _is_large(here / name)]
-        folders[:] = [name for name in folders if not name.startswith(".")]
-    faults = (
-        (named, "has a space or a leading dot in its name, expected neither", "rename or remove it"),
-        (large, f"is too large, expected at most {MAX_FILE_BYTES >> 20} MiB", "remove or shrink it"),
-        (links, "is a symbolic link, expected the file itself", "put the file itself in its place"),
+        path = Path(entry.path)
+        if entry.name.startswith(".") or " " in entry.name:
+            named.append(path)
+        if visible(entry.name) != entry.name:
+            unprintable.append(path)
+        if entry.is_symlink() and path not in misnamed:
+            links.append(path)
+        if len(path.parts) - len(tree.path.parts) > MAX_DEPTH:
+            deep.append(path)
+        if path not in logs and _is_large(entry):
+            large.append(path)
+    faults: tuple[tuple[list[Path], str, str, Severity], ...] = (
+        (named, "has a space or a leading dot in its name, expected neither", "rename or remove it", "error"),
+        (unprintable, "has unprintable characters in its name, expected none", "rename or remove it", "warning"),
+        (large, f"is too large, expected at most {MAX_FILE_BYTES >> 20} MiB", "remove or shrink it", "error"),
+        (links, "is a symbolic link, expected the file itself", "put the file itself in its place", "error"),
+        (deep, f"lies more than {MAX_DEPTH} folders deep, what is below was not looked at", "put it higher", "warning"),
     )
-    for paths, fault, mend in faults:
+    for paths, fault, mend, severity in faults:
         if paths:
-            first = visible(min(paths).relative_to(tree.path))
-            yield Finding(None, "", REPOSITORY, f"{first} {fault}", mend, more=len(paths) - 1)
+            first = visible(min(paths).relative_to(tree.path), MAX_NAME)
+            yield Finding(None, "", REPOSITORY, f"{first} {fault}", mend, severity=severity, more=len(paths) - 1)
 
 
 def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:
@@ -311,18 +328,36 @@ def _entries(path: Path) -> list[Path]:
         return []
 
 
+def _leads_out(path: Path) -> bool:
+    """Whether a file is a link that leaves its folder."""
+    return path.is_symlink() and path.resolve().parent != path.parent.resolve()
+
+
 def _number(path: Path) -> tuple[int, str]:
     match = rules.RESULT_FILE.fullmatch(path.name)
     return (int(match[1]) if match and len(match[1]) < 10 else 2**31, path.name)
 
 
-def _is_large(path: Path) -> bool:
+def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
+    """Files and folders below a folder, but for those in hidden and linked folders and more than `MAX_DEPTH` deep."""
+    folders = [(root, 1)]
+    while folders:
+        folder, depth = folders.pop()
+        with suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
+                yield entry
+                is_open = entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+                if is_open and depth <= MAX_DEPTH:
+                    folders.append((Path(entry.path), depth + 1))
+
+
+def _is_large(entry: os.DirEntry[str]) -> bool:
     try:
-        return not path.is_symlink() and path.stat().st_size > MAX_FILE_BYTES
+        return entry.is_file(follow_symlinks=False) and entry.stat(follow_symlinks=False).st_size > MAX_FILE_BYTES
     except OSError:
         return False
 
 
 def _name(path: Path) -> str:
     """A file's name for a message."""
-    return visible(absolute(path).name)
+    return visible(absolute(path).name, MAX_NAME)

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from bert.mllog import MLLog
 from compliance import checks, rules
+from compliance import log as log_module
 from compliance.checker import check_file, check_files
 from compliance.log import TOKEN
 from compliance.official import checker as official
@@ -321,3 +323,22 @@ def test_nothing_passes_that_the_official_checker_fails(
     assert verdict.official == original_verdict(path, ruleset)
     assert verdict.official == "pass" or verdict.ours == "fail"
     assert not any("without saying why" in finding.found for finding in verdict.findings)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "records"])
+def test_a_log_beyond_all_bounds_gets_one_clear_finding(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed_log: str
+) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_text(closed_log)
+    if kind == "sparse":
+        os.truncate(path, 2**40)
+        words = "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all: the rest was not read"
+    else:
+        monkeypatch.setattr(log_module, "MAX_RECORD_LINES_BYTES", 10_000)
+        words = "more than 0 MiB of records; expected those of one run: the rest was not read"
+    verdict = check_file(path)
+    assert (verdict.official, verdict.ours) == ("fail", "fail")
+    (finding,) = verdict.findings
+    assert (finding.found, finding.rule) == (words, "SR Submission form")
+    assert "telemetry" in finding.mend

@@ -2,6 +2,7 @@ import json
 import os
 import re
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -342,3 +343,48 @@ def test_evidence_keeps_repeats_on_both_sides_of_run_start(read: Reader, monkeyp
     block = record("block_start", None)
     log = read("\n".join([block, block, block, record("run_start", None), block, block]))
     assert [number for number, _ in log.evidence] == [1, 2, 4, 5]
+
+
+# Bounds
+
+
+def test_a_log_too_large_to_be_read_is_given_up_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a terabyte of nothing
+    log = read_log(path)
+    assert (log.size, log.records, log.token_lines) == (2**40, (), 0)
+    assert log.given_up == "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all"
+
+
+def test_more_records_than_any_run_logs_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MAX_RECORD_LINES_BYTES", 2**20)
+    path = tmp_path / "result_0.txt"
+    line = record() + "\n"
+    path.write_text(line * (2 * 2**20 // len(line)))
+    log = read_log(path)
+    assert len(log.records) == 2**20 // (len(line) - 1)
+    assert log.given_up == "more than 1 MiB of records; expected those of one run"
+    path.write_text("plain\n" * 500_000 + line)
+    assert (read_log(path).given_up, len(read_log(path).records)) == ("", 1)
+
+
+def test_records_take_no_more_memory_than_a_few_times_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    metadata = {"file": "/workspace/bert/run_pretraining.py", "lineno": 812, "epoch_num": 1_000_000}
+    lines = [
+        record(key="tracked_stats", time_ms=1_700_000_000_000 + number, metadata=metadata) + "\n"
+        for number in range(20_000)
+    ]
+    path.write_text("".join(lines))
+    del lines
+    tracemalloc.start()
+    log = read_log(path)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(log.records) == 20_000
+    assert peak < 2.5 * log.size
+    assert held < 2.5 * log.size
+    first, last = log.records[0], log.records[-1]
+    assert first.metadata == last.metadata == metadata
+    assert first.metadata["file"] is last.metadata["file"]

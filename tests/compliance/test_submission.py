@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,9 @@ from compliance.__main__ import app
 from compliance.findings import Finding, Severity, Verdict
 from compliance.official import package as official_package
 from compliance.official.package import Answer
+from compliance.report.page import render
+from compliance.report.results import load_results
+from compliance.report.summary import as_json, as_markdown
 from compliance.submission import check as submission
 from compliance.submission import folders
 from compliance.submission.check import accepted, check_paths
@@ -471,3 +475,63 @@ def test_json_names_folders_as_files(bare: Path, capsys: pytest.CaptureFixture[s
         *(str(bare.parent / log) for log in LOGS),
     ]
     assert all(entry.keys() == {"file", "ruleset", "official", "ours", "findings"} for entry in listed)
+
+
+# Links, and folders without end
+
+
+def test_links_that_lead_out_are_told_and_what_they_lead_to_is_not(bare: Path, tmp_path: Path) -> None:
+    folder = benchmark_folder(bare.parent)
+    secret = tmp_path / "secret.env"
+    secret.write_text("# password: hunter2\nTOKEN=hunter2\n")
+    outside = tmp_path / "scratch.txt"
+    outside.write_bytes((folder / "result_3.txt").read_bytes())
+    (folder / "result_3.txt").unlink()
+    (folder / "result_3.txt").symlink_to(outside)
+    (folder / "result_4.txt").rename(folder / "kept.txt")
+    (folder / "result_4.txt").symlink_to("kept.txt")  # a link beside it is nothing to tell
+    (folder / "result_5.txt").unlink()
+    (folder / "result_5.txt").symlink_to(secret)
+    verdicts = {verdict.path.name: verdict for verdict in check_paths([bare])}
+    (link,) = [found for found in verdicts["bert"].findings if "symbolic link" in found.found]
+    assert (link.found.split()[0], link.more, link.severity) == ("result_3.txt", 1, "warning")
+    assert [found.found for found in verdicts["result_5.txt"].findings] == [
+        "no MLLOG record in the file; expected the log of a run"
+    ]
+    results = load_results(folder)
+    for shown in (render(results), as_markdown(results), as_json(results)):
+        assert "hunter2" not in shown
+
+
+@pytest.fixture
+def nested(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A submission with folders in folders: a path longer than the system opens, deeper than Python recurses."""
+    depth = 2500
+    monkeypatch.chdir(root / "benchmarks")
+    for _ in range(depth):
+        Path("d").mkdir()
+        os.chdir("d")
+    inmost = os.open(".", os.O_RDONLY)
+    os.chdir(root)
+    yield root
+    os.fchdir(inmost)
+    os.close(inmost)
+    for _ in range(depth):  # pytest's own clean-up would recurse
+        os.chdir("..")
+        Path("d").rmdir()
+
+
+def test_folders_nested_without_end_are_looked_into_for_so_long(nested: Path) -> None:
+    (nested / "loop").symlink_to(".")
+    verdict = check_paths([nested])[0]
+    found = {finding.found: finding.severity for finding in verdict.findings}
+    assert "loop is a symbolic link, expected the file itself" in found
+    (deep,) = [text for text in found if "folders deep" in text]
+    assert len(deep) < 300
+    assert found[deep] == "warning"
+
+
+def test_names_that_cannot_be_seen_are_told_in_a_submission(root: Path) -> None:
+    (root / "benchmarks" / "a\u202ebc\n").write_text("")
+    finding = next(found for found in check_paths([root])[0].findings if "unprintable" in found.found)
+    assert finding.found.startswith(r"benchmarks/a\u202ebc\n has unprintable characters")
