@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import itertools
+import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
@@ -48,10 +50,24 @@ def reason(error: object) -> str:
 
 
 def accept_any_text() -> None:
-    """Make the standard streams escape what their encoding lacks, where they would end the program."""
+    """Make the standard streams escape what their encoding lacks, instead of ending the program, and warnings harmless."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(_Visible())
+    warnings.showwarning = _show_warning
+
+
+class _Visible(logging.Formatter):
+    """One harmless line for what a module logs; a traceback below it keeps its lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
+        return visible(super().formatMessage(record))
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+    complain(f"{category.__name__}: {message}", "warning")
 
 
 def parsed(parse: Callable[[], Result]) -> Result:

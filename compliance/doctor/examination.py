@@ -335,6 +335,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
     Raises:
         ValueError: the file is missing, no safetensors file, or cut off.
     """
+    if path.exists() and not path.is_file():  # a pipe would hold the reader up
+        raise ValueError(f"{path}: not a regular file")
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

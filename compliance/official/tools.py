@@ -27,6 +27,8 @@ from console.text import visible
 
 TIMEOUT_S = 1800
 MAX_MESSAGE_CHARACTERS = 400
+MAX_LINE_CHARACTERS = 4000
+"""Most of a line that is looked at: some patterns need time quadratic in it."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[
             reports = [package, *(job.result() for job in jobs)]
             report, summary = summarizer.result()
         for said in place.glob("*.txt"):
-            write_whole(said_beside(tree) / said.name, said.read_text("utf-8", "replace"))
+            lines = said.read_text("utf-8", "replace").split("\n")
+            write_whole(said_beside(tree) / said.name, "\n".join(map(visible, lines)))
     return [*reports, report], summary
 
 
@@ -291,8 +294,8 @@ ECHOES = re.compile(
 def _complaints(tool: str, said: str) -> Iterator[Finding]:
     """The complaints among the lines that a tool printed, each once."""
     seen: set[str] = set()
-    for line in said.splitlines():
-        finding = _complaint(tool, line)
+    for line in said.split("\n"):
+        finding = _complaint(tool, line[:MAX_LINE_CHARACTERS])
         if finding and finding.found not in seen:
             seen.add(finding.found)
             yield finding

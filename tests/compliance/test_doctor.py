@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -262,6 +263,12 @@ def test_files_that_are_no_checkpoints(tmp_path: Path, content: bytes, words: st
             read_safetensors_header(path)
     else:
         assert read_safetensors_header(path) == ({}, 0)
+
+
+def test_a_pipe_in_the_place_of_a_checkpoint_holds_nothing_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "x.safetensors")
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_safetensors_header(tmp_path / "x.safetensors")
 
 
 def test_a_checkpoint_that_is_cut_off(tmp_path: Path) -> None:

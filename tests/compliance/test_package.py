@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 from dataclasses import fields
 from io import BytesIO
 from pathlib import Path
@@ -495,3 +496,14 @@ def test_system_description_of_this_machine_can_be_packaged(ten: Path, tmp_path:
     system.write(path, system.describe("closed", {"submitter": "Example", "system_name": "here"}))
     made: Package = make_package(Request("Example", path, ten / "runs", tmp_path / "out"))
     assert made.results == tmp_path / "out/Example/results/here/bert"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Result file " + "/" * 200_000, "Result file /x logs seed 1 on " * 10_000, "x." * 100_000],
+    ids=["slashes", "beginnings", "names"],
+)
+def test_a_long_line_of_a_tool_takes_no_quadratic_time(line: str) -> None:
+    begin = time.monotonic()
+    assert list(_complaints("tool", f"{line}\nERROR - Missing RCP, please submit"))
+    assert time.monotonic() - begin < 60

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import json
 import os
+import subprocess
+import sys
 import unicodedata
 
 import pytest
@@ -115,3 +117,30 @@ def test_there_is_no_other_way_out() -> None:
                 if isinstance(node, ast.Call)
             }
             assert called & OTHER_WAYS <= ALLOWED.get(name, set()), f"{name}: use console.program"
+
+
+def test_what_modules_log_and_warn_of_is_harmless() -> None:
+    program = (
+        "import logging, warnings; from console.program import accept_any_text; from tests.hostile import NAME\n"
+        "accept_any_text()\n"
+        "logging.getLogger('kernels.autotune').warning('%s is ignored', NAME)\n"
+        "warnings.warn(NAME)\n"
+        "try:\n"
+        "    raise ValueError('odd')\n"
+        "except ValueError:\n"
+        "    logging.getLogger('bert').exception(NAME)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, check=False)
+    text = done.stderr.decode()
+    assert done.returncode == 0
+    assert_harmless(text)
+    lines = text.splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("x\\n")
+    assert lines[0].endswith(" is ignored")
+    assert lines[1].startswith("warning: UserWarning: x\\n")
+    assert lines[3:] == [
+        "Traceback (most recent call last):",
+        '  File "<string>", line 6, in <module>',
+        "ValueError: odd",
+    ]
