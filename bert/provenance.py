@@ -33,7 +33,7 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
         "accelerator": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "none",
         "seed": seed,
     }
-    return head | dict(_flattened("config", config))
+    return head | dict(flattened("config", config))
 
 
 @functools.cache
@@ -70,7 +70,8 @@ def _cpu_model() -> str:
     return names[0] if names else platform.machine()
 
 
-def _flattened(prefix: str, section: object) -> list[tuple[str, object]]:
+def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
+    """Names and values of a section and of those in it; paths in the repository start at its root."""
     assert is_dataclass(section)
     rows: list[tuple[str, object]] = []
     for field in fields(section):
@@ -78,5 +79,5 @@ def _flattened(prefix: str, section: object) -> list[tuple[str, object]]:
         name = f"{prefix}.{field.name}"
         if isinstance(value, Path) and value.is_relative_to(REPOSITORY):
             value = value.relative_to(REPOSITORY)
-        rows += _flattened(name, value) if is_dataclass(value) else [(name, value)]
+        rows += flattened(name, value) if is_dataclass(value) else [(name, value)]
     return rows

@@ -1,5 +1,8 @@
 """The timed run, from configuration to result file: ``python -m bert.train RECIPE [--section.field value ...]``.
 
+``--config FILE`` takes settings from a TOML file, or those of an earlier run from its result file, recipe included; what
+stands on the command line counts more.
+
 Under torchrun it is one rank of many, and by itself a run of one process. It exits with 0 when the target was reached, 1
 when the run ended without, 2 when an input or a setting is wrong, 3 after a fault (``bert.parallel.watchdog``), and 128 + n
 after signal n. Under torchrun every orderly end is 0, because torchrun takes anything else for a crash and says so at
@@ -8,11 +11,13 @@ length; the log tells how the run ended.
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 
 import torch
 import tyro
@@ -21,6 +26,7 @@ from rich.console import Console
 from bert.checkpoint import VOCABULARY, load_weights, save_weights
 from bert.clock import DataGuard
 from bert.config import Config
+from bert.config_file import arguments_of, did_you_mean, setting_names
 from bert.displays import LivePanel, PlainLines
 from bert.evaluate import Evaluator
 from bert.graphs import CudaRecorder
@@ -101,17 +107,44 @@ def _require_torch() -> None:
 
 
 def parse(arguments: Sequence[str]) -> Config:
-    """The configuration that the command line asks for. Raises ``ValueError`` at an unknown recipe or a wrong value."""
+    """The configuration that the command line asks for, after ``--config FILE`` if it is given.
+
+    Raises ``ValueError`` at an unknown recipe or a wrong value.
+    """
     known = ", ".join(RECIPES)
-    if not arguments or arguments[0] not in RECIPES:
-        if arguments and arguments[0] in ("-h", "--help"):
-            say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
-            raise SystemExit(0)
-        found = f"unknown recipe {arguments[0]!r}" if arguments else "no recipe given"
-        raise ValueError(f"{found}: expected one of {known}")
-    program = f"python -m bert.train {arguments[0]}"
-    default = RECIPES[arguments[0]]()
-    return parsed(partial(tyro.cli, Config, prog=program, args=list(arguments[1:]), default=default))
+    if arguments and arguments[0] in ("-h", "--help"):
+        say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
+        raise SystemExit(0)
+    named, *rest = arguments if arguments and not arguments[0].startswith("-") else (None, *arguments)
+    if named is not None and named not in RECIPES:
+        raise ValueError(f"unknown recipe {named!r}: expected one of {known}{did_you_mean(named, list(RECIPES))}")
+    file, rest = _config_file(rest)
+    recipe, settings = (named, []) if file is None else arguments_of(file, named)
+    if recipe is None:
+        raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
+    program = f"python -m bert.train {recipe}"
+    default = RECIPES[recipe]()
+    try:
+        return parsed(partial(tyro.cli, Config, prog=program, args=[*settings, *rest], default=default))
+    except ValueError as error:
+        unknown = re.match(r"Unrecognized options: --([^\s,=]+)", str(error))
+        if unknown is None:
+            raise
+        name = unknown[1].replace("-", "_")
+        raise ValueError(f"there is no setting --{unknown[1]}{did_you_mean(name, setting_names(recipe))}") from None
+
+
+def _config_file(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The file of ``--config FILE``, which may stand anywhere, and the other arguments."""
+    rest = list(arguments)
+    for place, argument in enumerate(rest):
+        option, equals, value = argument.partition("=")
+        if option == "--config":
+            if not equals and place + 1 == len(rest):
+                raise ValueError("--config: expected a file behind it")
+            del rest[place : place + (1 if equals else 2)]
+            return Path(value if equals else arguments[place + 1]), rest
+    return None, rest
 
 
 def run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> int:

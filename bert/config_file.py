@@ -1,0 +1,95 @@
+"""Settings from a file: TOML, or the head of a result file, whose run is then configured once more."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from bert.provenance import flattened
+from bert.recipes import RECIPES
+from dataloading.files import read_bounded
+
+_MOST_BYTES = 1 << 20
+_HEAD_BYTES = 1 << 16
+"""Of a result file, which may be long: its configuration stands at the top."""
+_OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
+"""Settings of a result file that are that run's own."""
+
+
+def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
+    """The recipe and the command line that a file stands for.
+
+    Raises ``ValueError`` when it cannot be read, names another recipe than ``recipe``, or a setting that there is not.
+    """
+    values = dict(_read(path))
+    stated = values.pop("recipe", None)
+    if recipe is not None and stated not in (None, recipe):
+        raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name that one, or leave the recipe out")
+    chosen = recipe or stated
+    if chosen not in RECIPES:
+        raise ValueError(f"{path} names the recipe {chosen!r}: expected recipe = one of {', '.join(RECIPES)}")
+    known = setting_names(chosen)
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{path}: there is no setting {name}{did_you_mean(name, known)}")
+    return chosen, [argument for name, value in values.items() for argument in _arguments(name, value)]
+
+
+def setting_names(recipe: str) -> list[str]:
+    """All settings, as section.field."""
+    return [name.removeprefix("config.") for name, _ in flattened("config", RECIPES[recipe]())]
+
+
+def did_you_mean(name: str, known: list[str]) -> str:
+    """What to add to a complaint about a name, if one that is known looks like it."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _read(path: Path) -> Iterator[tuple[str, object]]:
+    if path.suffix == ".toml":
+        try:
+            content = tomllib.loads(read_bounded(path, _MOST_BYTES, "expected TOML").decode())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise ValueError(f"{path} is no TOML: {error}") from None
+        return _flat("", content)
+    head = _head(path)
+    found = re.findall(r"^# config\.([\w.]+): ?(.*)$", head, re.M)
+    if not found:
+        raise ValueError(
+            f"{path} is neither a .toml file nor a result file of this program: it states no configuration"
+        )
+    return ((name, value) for name, value in found if name not in _OF_ONE_RUN)
+
+
+def _head(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return file.read(_HEAD_BYTES).decode(errors="replace")
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
+
+
+def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and name != "training.implementations":
+            yield from _flat(f"{name}.", value)
+        else:
+            yield name, value
+
+
+def _arguments(name: str, value: object) -> list[str]:
+    """One setting on the command line. In TOML what is None is left out; in a head values stand as Python prints them."""
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, Mapping):
+        return [option, *(str(part) for pair in value.items() for part in pair)]
+    if name == "training.implementations":
+        return [option, *re.findall(r"'([^']*)'", str(value))]
+    if str(value) == "False":
+        section, _, field = option.rpartition(".")
+        return [f"{section}.no-{field}" if section else f"--no-{field.removeprefix('--')}"]
+    if str(value) == "True":
+        return [option]
+    return [f"{option}={value}"]
