@@ -26,6 +26,8 @@ def compiled(function: Function) -> Function:
         kept = njit(cache=True)(function)
     except RuntimeError:  # no folder can be written
         return njit(function)
+    if kept is function:  # NUMBA_DISABLE_JIT is set
+        return function
     return kept if _is_trusted(Path(kept.stats.cache_path)) else njit(function)
 
 

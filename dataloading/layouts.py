@@ -291,10 +291,8 @@ def open_fixed(path: Path, file: HDF5File) -> Shard:
 
 def _as_in_samples(dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Whether the integers of `_RAGGED` are stored as `Samples` has them, so that bytes can be taken as they are."""
-    return [dtype.str[1:] for dtype in dtypes if dtype.str[0] in "<|"] in (
-        ["i2", "i1", "i2", "i2"],
-        ["u2", "u1", "u2", "u2"],
-    )
+    sizes = [dtype.itemsize for dtype in dtypes]
+    return sizes == [2, 1, 2, 2] and all(dtype.newbyteorder("<") == dtype for dtype in dtypes)
 
 
 def _prefix(marked: NDArray[np.bool_], name: str, path: Path) -> NDArray[np.bool_]:
