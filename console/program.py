@@ -65,9 +65,14 @@ class _Visible(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
         return visible(super().formatMessage(record))
 
+    def formatException(self, ei: Any) -> str:  # noqa: N802
+        return "\n".join(map(visible, super().formatException(ei).split("\n")))
 
-def _show_warning(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
-    complain(f"{category.__name__}: {message}", "warning")
+
+def _show_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+) -> None:
+    complain(f"{filename}:{lineno}: {category.__name__}: {message}", "warning")
 
 
 def parsed(parse: Callable[[], Result]) -> Result:

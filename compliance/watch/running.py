@@ -216,9 +216,10 @@ class RunningLog:
 
     def _quote(self, text: str) -> None:
         """Take in a complaint in words of the log, of which there may be any number."""
+        text = text[:MAX_VALUE]
         if self._quoted < MAX_QUOTED:
-            self._quoted += self._complain(text[:MAX_VALUE])
-        else:
+            self._quoted += self._complain(text)
+        elif text not in self._said:
             self._complain(f"there are more than {MAX_QUOTED} different warnings: the others stand in the log")
 
     # Records

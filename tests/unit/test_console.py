@@ -126,7 +126,7 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
         "logging.getLogger('kernels.autotune').warning('%s is ignored', NAME)\n"
         "warnings.warn(NAME)\n"
         "try:\n"
-        "    raise ValueError('odd')\n"
+        "    raise ValueError('odd\\x1b[2J')\n"
         "except ValueError:\n"
         "    logging.getLogger('bert').exception(NAME)\n"
     )
@@ -138,9 +138,9 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
     assert len(lines) == 6
     assert lines[0].startswith("x\\n")
     assert lines[0].endswith(" is ignored")
-    assert lines[1].startswith("warning: UserWarning: x\\n")
+    assert lines[1].startswith("warning: <string>:4: UserWarning: x\\n")
     assert lines[3:] == [
         "Traceback (most recent call last):",
         '  File "<string>", line 6, in <module>',
-        "ValueError: odd",
+        r"ValueError: odd\x1b[2J",
     ]
