@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from compliance.forecast import Schedule, forecast
+
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
 
 
@@ -292,6 +294,8 @@ class Progress:
 
     target: float
     max_samples: int
+    schedule: Schedule
+    """Of the evaluations."""
     resumed_samples: int = 0
     """Trained before the run went on from a checkpoint, in none of its time."""
     latest: StepRecord | None = None
@@ -315,19 +319,19 @@ class Progress:
 
     @property
     def eta(self) -> str:
-        """Time to the evaluation that reaches the target, if accuracy goes on rising as over the last ones, and at most."""
+        """Time to the evaluation that reaches the target: a range where its curve tells one, else at most."""
         if self.latest is None or self.latest.samples == self.resumed_samples:
             return "-"
         rate = (self.latest.samples - self.resumed_samples) / self.latest.time_s
         limit = (self.max_samples - self.latest.samples) / rate
-        recent = self.evaluations[-3:]
-        if len(recent) < 2 or recent[-1].masked_lm_accuracy <= recent[0].masked_lm_accuracy:
+        curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.evaluations]
+        expected = forecast(curve, self.target, self.schedule, None)
+        if expected.earliest is None:
             return f"at most {clock_text(limit)}"
-        rise = (recent[-1].masked_lm_accuracy - recent[0].masked_lm_accuracy) / (len(recent) - 1)
-        spacing = (recent[-1].time_s - recent[0].time_s) / (len(recent) - 1)
-        due = math.ceil((self.target - recent[-1].masked_lm_accuracy) / rise - 1e-9)
-        left = due * spacing - (self.latest.time_s - recent[-1].time_s)
-        return f"about {clock_text(min(max(0.0, left), limit))}, at most {clock_text(limit)}"
+        samples = [self.schedule.samples(index) for index in (expected.earliest, expected.latest) if index is not None]
+        early, late = ((one - self.latest.samples) / rate for one in (samples[0], samples[-1]))
+        late = limit if expected.latest is None else min(late, limit)
+        return f"{clock_text(max(0.0, min(early, late)))} to {clock_text(max(0.0, late))}"
 
 
 class Reporter:

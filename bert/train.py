@@ -53,6 +53,7 @@ from bert.slow_ranks import SlowRanks
 from bert.step import TrainingStep, build_model, empty_model
 from bert.timed_run import Inputs, TimedRun
 from bert.triton_cache import require_private_cache
+from compliance.forecast import Schedule
 from console.program import accept_any_text, complain, parsed, reason, say, say_document
 from dataloading.capacity import Capacity, choose_capacities, draw_sizes
 from dataloading.dataset import Dataset
@@ -383,7 +384,8 @@ def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, capacities: S
 def _reporter(
     config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
 ) -> Reporter:
-    progress = Progress(config.evaluation.target, config.training.max_samples, resumed_samples)
+    schedule = Schedule(inputs.interval, config.training.global_batch_size)
+    progress = Progress(config.evaluation.target, config.training.max_samples, schedule, resumed_samples)
     if not mesh.is_main:
         return Reporter(progress, [])
     console = Console()

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from compliance import rules
+from compliance.forecast import Schedule
 from compliance.log import Record, parse_line
-from compliance.watch.forecast import Schedule
 
 TOKEN = b":::MLLOG"
 

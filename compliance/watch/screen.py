@@ -28,9 +28,9 @@ from rich.text import Text
 from compliance import rules
 from compliance.artefact import MAX_FILE_BYTES, open_regular
 from compliance.convergence import SUBMISSION_RUNS, Reference, outlook, reference
+from compliance.forecast import Forecast, forecast
 from compliance.log import parse_line
 from compliance.watch.follow import Follower
-from compliance.watch.forecast import Forecast, forecast
 from compliance.watch.running import RunningLog
 from console.text import visible
 

@@ -2,7 +2,7 @@ import pytest
 
 from compliance import rules
 from compliance.convergence import reference
-from compliance.watch.forecast import Forecast, Schedule, forecast, reach
+from compliance.forecast import Forecast, Schedule, forecast, reach
 from compliance.watch.screen import Watch
 from tests.conftest import REPOSITORY
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from compliance.forecast import MAX_SAMPLES, reach
 from compliance.watch import follow, running
-from compliance.watch.forecast import MAX_SAMPLES, reach
 from compliance.watch.running import RunningLog
 from compliance.watch.screen import Watch, choose, panel, results_in
 from tests.compliance import run_logs

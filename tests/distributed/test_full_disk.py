@@ -15,6 +15,7 @@ from bert.metrics import EndRecord, JsonLines, Progress, Reporter, WarningRecord
 from bert.mllog import MLLog
 from bert.parallel.mesh import Mesh
 from bert.train import _together, parse
+from compliance.forecast import Schedule
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_ranks import records
@@ -104,7 +105,7 @@ def test_metrics_name_their_file_and_their_other_sinks_are_closed(disk: Disk) ->
             closed.append(True)
 
     def run() -> None:
-        with Reporter(Progress(0.4, 100), [JsonLines(path, {}), Other()]) as reporter:
+        with Reporter(Progress(0.4, 100, Schedule(10, 10)), [JsonLines(path, {}), Other()]) as reporter:
             for step in range(1000):
                 reporter.write(WarningRecord(step, 0.0, "x" * 100))
 
@@ -160,7 +161,10 @@ def test_a_sink_that_cannot_be_closed_is_told_unless_something_else_was_first() 
         def close(self) -> None:
             raise OSError(errno.ENOSPC, FULL, "sink")
 
-    with pytest.raises(OSError, match="sink"), Reporter(Progress(0.4, 100), [Unclosable()]) as reporter:
+    with (
+        pytest.raises(OSError, match="sink"),
+        Reporter(Progress(0.4, 100, Schedule(10, 10)), [Unclosable()]) as reporter,
+    ):
         reporter.write(EndRecord("success", 1.0, 1, None))
-    with pytest.raises(RuntimeError, match="first"), Reporter(Progress(0.4, 100), [Unclosable()]):
+    with pytest.raises(RuntimeError, match="first"), Reporter(Progress(0.4, 100, Schedule(10, 10)), [Unclosable()]):
         raise RuntimeError("first")

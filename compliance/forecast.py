@@ -1,5 +1,7 @@
 """When a run will reach its target: a range of evaluations, from its own curve or from the reference's runs.
 
+The run shows it as it trains, and `watch` for any run's log.
+
 Accuracy rises ever more slowly. Two curves are given the slope of the last four evaluations, by least squares, and are led
 through the last one: a straight line in the samples n, which goes on rising as before and gives the early end of the range,
 and a - b / n, which bends and gives the late end, with two evaluations more for the scatter. BERT-Large's accuracy jumps
@@ -16,9 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from compliance import rules
-from compliance.convergence import Reference
+
+if TYPE_CHECKING:
+    from compliance.convergence import Reference
 
 WINDOW = 4
 """Evaluations that the curves are laid through."""
