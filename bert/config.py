@@ -98,6 +98,10 @@ class TrainingConfig:
     """Sequences an optimizer step, over all ranks."""
     max_samples: int
     """Training sequences after which a run that has not reached the target ends as aborted."""
+    max_steps: int | None = None
+    """The same in optimizer steps, whichever comes first."""
+    max_minutes: float | None = None
+    """The same in minutes since the clock started, looked at with the statistics of every log.interval_steps."""
     gradient_accumulation_steps: int = 1
     seed: int | None = None
     """Seed of sample order and dropout; by default drawn from the system's entropy (rules, section 5.1)."""
@@ -130,9 +134,20 @@ class TrainingConfig:
     """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
     taken or the run fails, and what is pinned or measured does not count."""
 
+    @property
+    def sample_limit(self) -> int:
+        """Samples of a run that does not reach its target, by ``max_samples`` and ``max_steps``."""
+        if self.max_steps is None:
+            return self.max_samples
+        return min(self.max_samples, self.max_steps * self.global_batch_size)
+
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "max_samples", "gradient_accumulation_steps"):
             _at_least(1, f"training.{name}", getattr(self, name))
+        if self.max_steps is not None:
+            _at_least(1, "training.max_steps", self.max_steps)
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise ValueError(f"training.max_minutes is {self.max_minutes}: expected more than 0")
         _at_least(0, "training.warmup_steps", self.warmup_steps)
         _at_least(1, "training.bad_intervals", self.bad_intervals)
         if not 1 <= self.fault_seconds <= 3600:

@@ -95,10 +95,12 @@ def _open_data(config: Config) -> tuple[Dataset, Dataset, Vocabulary]:
 def _interval(config: Config) -> int:
     """Training samples between evaluations, of which there must be one."""
     interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
-    if config.training.max_samples < interval:
+    training = config.training
+    if training.sample_limit < interval:
+        setting = "max_samples" if training.sample_limit == training.max_samples else "max_steps"
         raise ValueError(
-            f"training.max_samples {config.training.max_samples:,} ends the run before its first evaluation, after "
-            f"{interval:,}: raise it, or lower evaluation.interval_samples"
+            f"training.{setting} {getattr(training, setting):,} ends the run before its first evaluation, after "
+            f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
         )
     return interval
 

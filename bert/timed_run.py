@@ -105,7 +105,7 @@ class TimedRun:
         """Train up to ``due`` samples, unless the run ends before."""
         training = self.config.training
         self.log.block_start(self.samples)
-        while self.status is None and self.samples < due and self.samples < training.max_samples:
+        while self.status is None and self.samples < due and self.samples < training.sample_limit:
             self.stopwatch.stage.step = self.steps + 1
             with self.stopwatch.time("data_wait"):
                 micro_batches = next(self.loader)
@@ -127,7 +127,7 @@ class TimedRun:
     def _record(self) -> bool:
         """Fetch the statistics and report them; returns whether some rank was told to stop."""
         self.stopwatch.stage.enter("statistics")
-        means, stopping = self.step.statistics.fetch(self.interruption.number is not None, self.own_seconds)
+        means, stopping = self.step.statistics.fetch(self._is_to_stop(), self.own_seconds)
         now = time.perf_counter()
         steps, seconds = self.steps - self.recorded_steps, now - self.recorded
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self.stopwatch.take().items()}
@@ -162,6 +162,12 @@ class TimedRun:
             return True
         return stopping
 
+    def _is_to_stop(self) -> bool:
+        """Whether a signal has come to this rank, or its time is up. One rank that says so stops all."""
+        minutes = self.config.training.max_minutes
+        time_is_up = minutes is not None and time.perf_counter() - self.started > 60 * minutes
+        return time_is_up or self.interruption.number is not None
+
     def _save_checkpoint(self, checkpoints: Checkpoints) -> None:
         """Begin one, when the one before is there."""
         self._await_checkpoint(checkpoints)
@@ -191,7 +197,7 @@ class TimedRun:
         self.log.eval_start(self.samples)
         pending = self.evaluator.start(self.step.whole_model(), self.step.autocast())
         self.evaluation = Evaluation(pending, begin, self.steps, self.samples)
-        if not self.overlapping or self.samples >= self.config.training.max_samples:
+        if not self.overlapping or self.samples >= self.config.training.sample_limit:
             self._end_evaluation(self.evaluation)
 
     def _end_evaluation(self, evaluation: Evaluation) -> None:

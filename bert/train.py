@@ -385,7 +385,7 @@ def _reporter(
     config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
 ) -> Reporter:
     schedule = Schedule(inputs.interval, config.training.global_batch_size)
-    progress = Progress(config.evaluation.target, config.training.max_samples, schedule, resumed_samples)
+    progress = Progress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
     if not mesh.is_main:
         return Reporter(progress, [])
     console = Console()

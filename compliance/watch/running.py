@@ -152,8 +152,15 @@ class RunningLog:
     @property
     def max_samples(self) -> int | None:
         """Sequences after which a run of this repository ends as aborted."""
-        text = self.header.get("config.training.max_samples", "")
-        return int(text) if text.isdecimal() and len(text) < 19 else None
+        limits = [self._setting("max_samples")]
+        steps = self._setting("max_steps")
+        if steps is not None and self.global_batch_size:
+            limits.append(steps * self.global_batch_size)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _setting(self, name: str) -> int | None:
+        text = self.header.get(f"config.training.{name}", "")
+        return int(text) if text.isdecimal() and text.isascii() and len(text) < 19 else None
 
     @property
     def rate(self) -> float | None:

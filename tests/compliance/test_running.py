@@ -323,6 +323,11 @@ def test_the_most_that_a_run_trains() -> None:
     assert run.max_samples is None
     run.take(b"# config.training.max_samples: 96000")
     assert run.max_samples == 96_000
+    run.take(b"# config.training.max_steps: None")
+    assert run.max_samples == 96_000
+    run = begun()
+    run.take(b"# config.training.max_steps: 10")
+    assert run.max_samples == 10 * (run.global_batch_size or 0) > 0
 
 
 # Untrusted input

@@ -111,6 +111,14 @@ def test_accumulation_gives_the_same_losses(
     assert [record["loss"] for record in accumulated] == pytest.approx(losses, rel=2e-5)
 
 
+def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_path: Path) -> None:
+    assert len(train(small_run, tmp_path / "steps", 2, training__max_steps=6)) == 6
+    endless = {"training__max_samples": 10_000_000, "training__max_minutes": 0.001}
+    taken = train(small_run, tmp_path / "minutes", 2, **endless)
+    assert taken[-2]["time_s"] < 0.06 <= taken[-1]["time_s"] if len(taken) > 1 else taken[0]["time_s"] > 0.06
+    assert [record["status"] for record in records(tmp_path / "minutes", "end")] == ["aborted"]
+
+
 @pytest.mark.parametrize("launched", [False, True], ids=["alone", "by torchrun"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(

@@ -49,7 +49,11 @@ def test_places_that_cannot_be_written(small_run: SmallRun, tmp_path: Path) -> N
 
 def test_a_run_without_an_evaluation_is_refused(small_run: SmallRun, tmp_path: Path) -> None:
     said = refusal(small_run, tmp_path, training__max_samples=160, evaluation__interval_samples=161)
-    assert said.startswith("training.max_samples 160 ends the run before its first evaluation, after 161: raise it")
+    assert said.startswith(
+        "training.max_samples 160 ends the run before its first evaluation, after 161 samples: raise it"
+    )
+    said = refusal(small_run, tmp_path, training__max_steps=4)
+    assert said.startswith("training.max_steps 4 ends the run before its first evaluation, after 80 samples: raise it")
 
 
 def test_a_run_to_go_on_from_is_looked_at(small_run: SmallRun, tmp_path: Path) -> None:
