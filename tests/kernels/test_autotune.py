@@ -4,6 +4,8 @@ import dataclasses
 import gc
 import json
 import multiprocessing
+import multiprocessing
+import os
 import platform
 import sys
 import weakref
@@ -306,6 +308,17 @@ def test_a_choice_that_cannot_be_is_measured_again(
     assert tune([request_for(x)], seconds=SHORT).measured[0].taken == "fast"
     assert "fast" in calls
     assert sum("ignored" in message for message in caplog.messages) == 1
+
+
+def test_a_pipe_in_the_cache_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """To open one would wait for somebody to write to it."""
+    cache = Cache(tmp_path)
+    cache.store("grown", {}, 1)
+    [path] = cache.folder.iterdir()
+    path.unlink()
+    os.mkfifo(path)
+    assert cache.load("grown", {}) is None
+    assert "is ignored: a pipe or the like" in caplog.text
 
 
 def test_a_file_of_another_key_is_ignored(calls: list[str], caplog: pytest.LogCaptureFixture):
