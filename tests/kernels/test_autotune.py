@@ -4,7 +4,6 @@ import dataclasses
 import gc
 import json
 import multiprocessing
-import multiprocessing
 import os
 import platform
 import sys
