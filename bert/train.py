@@ -12,6 +12,7 @@ length; the log tells how the run ended.
 import contextlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -90,13 +91,24 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         return _refused(error)
     try:
-        return run(config, inputs, mesh, guard, interruption)
+        status = run(config, inputs, mesh, guard, interruption)
+        if interruption.number is not None and mesh.is_main:
+            _say_how_to_go_on(config, arguments)
+        return status
     except Interrupted as interrupted:
         return _stopped(interrupted)
     except (ValueError, OSError) as error:
         return _refused(error)
     finally:
         leave_mesh()
+
+
+def _say_how_to_go_on(config: Config, arguments: Sequence[str]) -> None:
+    """Of a run that a signal has ended with a checkpoint, the settings with which another goes on, last of all."""
+    folder = config.checkpoint.folder
+    if folder is not None and config.log.division == "open" and checkpoint_folders(folder):
+        settings = [*arguments, "--resume", str(folder)]  # of a setting that is given twice, the latter counts
+        say(f"to go on: python -m bert.train {shlex.join(settings)}")
 
 
 def _require_torch() -> None:

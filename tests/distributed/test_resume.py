@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 from pathlib import Path
@@ -234,6 +235,12 @@ def test_only_the_newest_are_kept_and_a_signal_writes_one(small_run: SmallRun, t
     state = json.loads((folder / found[-1] / "state.json").read_text())
     assert state["samples"] == 16 * last
     assert load_file(folder / found[-1] / "model.safetensors")
+    *_, command = process.output.splitlines()
+    assert command.startswith("to go on: python -m bert.train tiny_cpu ")
+    further = [*shlex.split(command.removeprefix("to go on: python -m bert.train ")), "--training.max-minutes", "0.001"]
+    process = Program("bert.train", further)
+    assert process.wait(PATIENCE_S) == 1, process.output
+    assert "(resumed: no timed result)" in process.output
 
 
 def test_a_checkpoint_that_cannot_be_written_is_a_warning(small_run: SmallRun, tmp_path: Path) -> None:
