@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import os
+import signal
 import subprocess
 import sys
 import unicodedata
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -144,3 +146,24 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
         '  File "<string>", line 6, in <module>',
         r"ValueError: odd\x1b[2J",
     ]
+
+
+@pytest.mark.parametrize("program", ["bert.train", "bert.convert", "bert.phase1", "compliance", "dataloading"])
+def test_ctrl_c_during_the_imports_is_one_line(program: str, tmp_path: Path) -> None:
+    """The process ends by the signal, which a shell shows as 130."""
+    (tmp_path / "tyro.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", program, "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+
+
+def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
+    code = "import dataloading, sys; assert sys.excepthook is sys.__excepthook__"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    (tmp_path / "tyro.py").write_text("raise RuntimeError('broken')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "dataloading"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert "Traceback" in done.stderr
+    assert "RuntimeError: broken" in done.stderr
