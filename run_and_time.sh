@@ -16,10 +16,7 @@ set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
 
-if [[ ${1-} == -h || ${1-} == --help ]]; then
-  sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//p}' run_and_time.sh
-  exit
-fi
+usage run_and_time.sh "$@"
 part=all
 [[ ${1-} != --prepare && ${1-} != --verdict ]] || { part=${1#--} && shift; }
 recipe=tiny_cpu runs=1
@@ -33,6 +30,12 @@ if [[ $part == all && (${RANK-}${WORLD_SIZE-} || ${OMPI_COMM_WORLD_RANK-} || (${
   part=rank
 fi
 
+if [[ $part == verdict ]]; then
+  ((${#results[@]})) || fail "--verdict: no result file given, expected results/<system>/bert/result_<n>.txt"
+  for result in "${results[@]}"; do
+    [[ -f $result ]] || fail "--verdict: there is no file ${result@Q}, expected results/<system>/bert/result_<n>.txt"
+  done
+fi
 whole_number RUNS "$runs" 1
 whole_number NPROC "${NPROC:-1}" 1
 whole_number OMP_NUM_THREADS "${OMP_NUM_THREADS:-1}" 1

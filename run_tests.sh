@@ -4,6 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
+usage run_tests.sh "$@"
 
 prepare_venv test dali
 if [[ ${TORCH:-} ]]; then

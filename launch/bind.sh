@@ -12,6 +12,7 @@
 set -euo pipefail
 # shellcheck source=launch/environment.sh
 source "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/environment.sh"
+usage "${BASH_SOURCE[0]}" "$@"
 shopt -s nullglob
 sys=${SYSFS:-/sys}
 rank=${LOCAL_RANK:-${SLURM_LOCALID:-${OMPI_COMM_WORLD_LOCAL_RANK:-}}}

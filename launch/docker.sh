@@ -9,6 +9,7 @@
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.."
 source launch/environment.sh
+usage launch/docker.sh "$@"
 
 engine=${ENGINE:-$(command -v docker || command -v podman)} || fail "there is neither docker nor podman here"
 command -v "$engine" >/dev/null || fail "there is no $engine here: set ENGINE to docker or podman"

@@ -5,6 +5,13 @@
 say() { echo "==> $*"; }
 fail() { echo "error: $*" >&2 && exit 2; }
 
+# usage SCRIPT ARGUMENT...: if the first argument asks for help, print the comment at the head of the script, and end.
+usage() {
+  [[ ${2-} == -h || ${2-} == --help ]] || return 0
+  sed -n '2,/^set /{/^set /d; /^#SBATCH/d; s/^# \{0,1\}//p}' "$1"
+  exit 0
+}
+
 # whole_number NAME VALUE LEAST [MOST]: end with an error that names NAME unless VALUE is a whole number from LEAST to MOST.
 whole_number() {
   local name=$1 value=$2 least=$3 most=${4:-1000000000}

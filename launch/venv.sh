@@ -13,6 +13,9 @@ prepare_venv() {
   local lock
   { exec {lock}>>constraints.txt; } 2>/dev/null || fail "cannot write to $PWD, where .venv is to be made"
   flock "$lock" # another start may be installing at this moment
+  local missing
+  missing=$(venv_missing)
+  [[ ! $missing ]] || { say "$missing is gone from .venv: making it anew" && rm -rf .venv; }
   venv_is_current "$@" || install_venv "$@"
   exec {lock}>&-
 }
@@ -39,7 +42,15 @@ venv_is_current() {
   for part in run "$@"; do
     [[ -r .venv/installed/$part && $(<".venv/installed/$part") == "$pins" ]] || return 1
   done
+  [[ ! $(venv_missing) ]]
 }
+
+# The first of what installing put into .venv's packages that is not there any more. pip would believe its own notes.
+venv_missing() {
+  [[ ! -r .venv/installed/entries ]] || LC_ALL=C comm -23 .venv/installed/entries <(venv_entries) | sed -n 1p
+}
+
+venv_entries() { (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' python*/site-packages/*) 2>/dev/null | LC_ALL=C sort; }
 
 venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt pyproject.toml; } 2>/dev/null; }
 
@@ -77,5 +88,6 @@ for line in open("constraints.txt"):
   for part in run "$@"; do
     venv_pins >".venv/installed/$part"
   done
+  venv_entries >.venv/installed/entries
   rm .venv/incomplete
 }

@@ -215,12 +215,51 @@ def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
     assert "TORCH is '" in one_error(done)
 
 
-def test_help_needs_no_packages(bare: Path) -> None:
-    shutil.copy(ROOT / "run_and_time.sh", bare)
-    done = start(bare / "run_and_time.sh", "--help", cwd=bare)
-    assert done.returncode == 0
-    assert "./run_and_time.sh [RECIPE] [RUNS]" in done.stdout
+@pytest.mark.parametrize("option", ["--help", "-h"])
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("run_and_time.sh", "  ./run_and_time.sh [RECIPE] [RUNS]"),
+        ("run_tests.sh", "Run the tests: ./run_tests.sh [pytest arguments]."),
+        ("launch/docker.sh", "  IMAGE=mlperf-bert launch/docker.sh h100_1x8 10"),
+        ("launch/bind.sh", "  launch/bind.sh COMMAND [ARGUMENT...]"),
+        ("launch/slurm.sub", "  sbatch -N8 launch/slurm.sub dgxa100_8x8 10"),
+    ],
+)
+def test_help_is_the_head_of_the_script_and_needs_no_packages(bare: Path, script: str, says: str, option: str) -> None:
+    shutil.copy(ROOT / script, bare / script)
+    done = start(Path("/bin/bash"), script, option, cwd=bare)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert any(line.startswith(says) for line in done.stdout.splitlines())
     assert "set -" not in done.stdout
+    assert "SBATCH" not in done.stdout
+    assert not (bare / ".venv").exists()
+
+
+@pytest.mark.parametrize("arguments", [(), ("results/tiny_cpu/bert/result_7.txt",), ("a\nb",)])
+def test_a_verdict_without_a_file_is_one_line(bare: Path, arguments: tuple[str, ...]) -> None:
+    shutil.copy(ROOT / "run_and_time.sh", bare)
+    assert "error: --verdict: " in one_error(start(bare / "run_and_time.sh", "--verdict", *arguments, cwd=bare))
+    assert not (bare / ".venv").exists()
+
+
+def test_a_venv_from_which_something_is_gone_is_made_anew(bare: Path) -> None:
+    """Not when something is added, such as flash-attn."""
+    assert prepare(bare).returncode == 0
+    packages = bare / ".venv/lib/python3.11/site-packages"
+    for name in ("numpy", "torch", "torch-2.dist-info"):
+        (packages / name).mkdir(parents=True)
+    (bare / ".venv/installed/run").unlink()
+    prepare(bare)
+    before = calls(bare)
+    (packages / "flash_attn").mkdir()
+    assert prepare(bare).stdout == ""
+    assert calls(bare) == before
+    (packages / "torch").rmdir()
+    done = prepare(bare)
+    assert "==> python3.11/site-packages/torch is gone from .venv: making it anew" in done.stdout
+    assert calls(bare) == [*before, "venv", "pip"]
+    assert not packages.exists()
 
 
 def test_process_of_another_launcher_starts_none(checkout: Path, tmp_path: Path) -> None:
