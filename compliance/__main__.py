@@ -7,11 +7,13 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
+from compliance.annotations import say_annotations
 from compliance.doctor.system import describe, write
+from compliance.log_file import STDIN
 from compliance.matrix import acceptance, table
 from compliance.report.page import Format, render_as, write_report
 from compliance.report.results import load_results
@@ -35,20 +37,29 @@ def check(
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
     matrix: FlagCreatePairsOff[bool] = False,
+    format: Literal["text", "github"] = "text",
 ) -> int:
     """Check logs with the official checker and stricter rules. Exit status 0 only if all pass, 1 if one does not.
 
-    A PATH is a log result_<n>.txt, results/<system>/bert, results/<system>, results, or a whole submission.
+    A PATH is a log result_<n>.txt, plain or in gzip, "-" for one on standard input, results/<system>/bert,
+    results/<system>, results, or a whole submission.
 
     Args:
         json: Print the verdicts as one JSON document.
         sarif: Write the findings to this file too, in the form of code review: SARIF 2.1.0.
         matrix: Show instead which rulesets accept each log, and what keeps the others from it. Exit status 1 if none does.
+        format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
     if not paths:
         raise ValueError(
             "no path given, expected one or more logs results/<system>/bert/result_<n>.txt, or folders of them"
         )
+    if paths.count(STDIN) > 1:
+        raise ValueError(
+            f"{STDIN}: given {paths.count(STDIN)} times, expected once: standard input can be read only once"
+        )
+    if format == "github" and (json or matrix):
+        raise ValueError(f"--format github and --{'json' if json else 'matrix'}: choose one of them")
     if matrix:
         return _print_matrix(paths, json)
     verdicts = check_paths(paths, ruleset)
@@ -62,11 +73,15 @@ def check(
             say(f"{word} {verdict.path}: official {verdict.official}, ours {verdict.ours}: {verdict.summary}")
             for finding in verdict.findings:
                 say(f"    {finding}")
+    if format == "github":
+        say_annotations(verdicts)
     return 0 if accepted(verdicts) else 1
 
 
 def _logs_of(path: Path) -> list[Path]:
-    return [log for folder in find(path).benchmarks for log in folder.logs] if path.is_dir() else [path]
+    return (
+        [log for folder in find(path).benchmarks for log in folder.logs] if path != STDIN and path.is_dir() else [path]
+    )
 
 
 def _print_matrix(paths: tuple[Path, ...], json: bool) -> int:

@@ -69,15 +69,28 @@ def _show(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
 
 
+PACKED = Finding(
+    None,
+    "",
+    "SR Submission form",
+    "the log is packed in gzip, which the official tools do not read; expected plain text",
+    "unpack it with `gunzip` before it is submitted",
+    severity="warning",
+)
+"""About a log that only its packing keeps from being a result."""
+
+
 def _check_lines(context: Context) -> Iterator[Finding]:
     for problem in context.log.problems:
         mend = "write every record from one process, whole, on a line of its own"
         found = f"{problem.found}; expected {problem.expected}"
         yield Finding(problem.line, "", "log format", found, mend, severity=problem.severity)
     if context.log.given_up:
-        mend = "log one run a file, and keep telemetry and other programs' output in other files"
-        yield Finding(None, "", "SR Submission form", f"{context.log.given_up}: the rest was not read", mend)
+        found = f"{context.log.given_up}: the rest was not read"
+        yield Finding(None, "", "SR Submission form", found, context.log.remedy)
         return
+    if context.log.packed:
+        yield PACKED
     if not context.log.token_lines:
         found = "no MLLOG record in the file; expected the log of a run"
         yield Finding(None, "", "log format", found, "check the file that the run logged to")

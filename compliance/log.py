@@ -11,9 +11,9 @@ and wants a JSON object with time_ms, key, value and metadata; whatever goes bey
 
 from __future__ import annotations
 
+import codecs
 import gc
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -22,12 +22,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from sys import intern
-from typing import Any, BinaryIO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from compliance import rules
-from compliance.artefact import MAX_FILE_BYTES, open_regular
+from compliance.artefact import MAX_FILE_BYTES
 from compliance.digest import ChainCheck
 from compliance.findings import Severity
+from compliance.log_file import KEEP_APART, MAX_LOG_BYTES, open_log
 
 TOKEN = ":::MLLOG "
 EVENT_TYPES = ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
@@ -37,9 +38,6 @@ MAX_LINE_BYTES = 2**20
 
 MAX_RECORD_BYTES = 16 * 2**10
 """Longest sensible record: the official parser needs a tenth of a second for it, and quadratic time for longer ones."""
-
-MAX_LOG_BYTES = 256 * 2**20
-"""Largest log that is read at all: five times what a submission may hold."""
 
 MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
 """Most bytes of lines with records that are read: more do not fit into a submission, and in memory they are larger."""
@@ -94,7 +92,7 @@ class Log:
     """A parsed log.
 
     Attributes:
-        size: of the file in bytes.
+        size: of the log in bytes, unpacked.
         records: in file order.
         problems: what was wrong with the lines that hold the token.
         header: "key" to "value" of the plain lines "# key: value"; of a repeated key the first. Empty without records: then
@@ -103,8 +101,10 @@ class Log:
         evidence: (line, bytes) of what the official checker has to see: see `_Evidence`.
         left_out: how many records of each key `evidence` leaves out as more of the same.
         overlong: a line with the token was longer than `MAX_LINE_BYTES`.
-        given_up: why the log was not read to its end, so that records are missing; "" when it was.
         chain: what its digests say.
+        packed: it was in gzip, which the official tools do not read.
+        given_up: why the log was not read to its end, so that records are missing; "" when it was.
+        remedy: what to do about `given_up`.
     """
 
     path: Path
@@ -117,7 +117,9 @@ class Log:
     left_out: dict[str, int]
     overlong: bool
     chain: ChainCheck
+    packed: bool = False
     given_up: str = ""
+    remedy: str = ""
 
     @cached_property
     def by_key(self) -> dict[str, list[Record]]:
@@ -145,10 +147,10 @@ class _RecordError(Exception):
 
 
 def read_log(path: Path) -> Log:
-    """Parse the log at `path`.
+    """Parse the log at `path`, plain or in gzip; "-" is standard input.
 
     Raises:
-        ValueError: the file is missing, not a regular file, or unreadable.
+        ValueError: the file is missing, not a regular file, or unreadable; standard input is closed.
     """
     records: list[Record] = []
     problems: list[Problem] = []
@@ -156,15 +158,10 @@ def read_log(path: Path) -> Log:
     evidence, chain = _Evidence(), ChainCheck()
     token_lines = record_bytes = 0
     overlong = False
-    given_up = ""
-    with open_regular(path) as file, _without_cycle_search():
-        try:
-            size = os.fstat(file.fileno()).st_size
-            if size > MAX_LOG_BYTES:
-                given_up = (
-                    f"a file of {size / 2**20:,.1f} MiB; expected at most {MAX_LOG_BYTES >> 20} MiB to be read at all"
-                )
-            for number, line in enumerate(() if given_up else _lines(file), start=1):
+    try:
+        with open_log(path) as source, _without_cycle_search():
+            given_up, remedy = source.fault, source.remedy
+            for number, line in enumerate(() if given_up else _lines(source.file), start=1):
                 if number == 1:
                     chain.open(line)
                 if chain.opened and chain.take(number, line):
@@ -176,6 +173,7 @@ def read_log(path: Path) -> Log:
                 record_bytes += len(line)
                 if record_bytes > MAX_RECORD_LINES_BYTES:
                     given_up = f"more than {MAX_RECORD_LINES_BYTES >> 20} MiB of records; expected those of one run"
+                    remedy = KEEP_APART
                     break
                 token_lines += 1
                 if line is _OVERLONG:
@@ -188,11 +186,13 @@ def read_log(path: Path) -> Log:
                 if record:
                     records.append(record)
                 evidence.add(number, line, record, bool(wrong))
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
+            if not token_lines and not given_up and _is_utf_16(source.file):
+                given_up, remedy = "the file is UTF-16 text; expected UTF-8", "convert it: `iconv -f UTF-16 -t UTF-8`"
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     return Log(
         path,
-        size,
+        source.size,
         tuple(records),
         tuple(problems),
         header if token_lines else {},
@@ -201,7 +201,18 @@ def read_log(path: Path) -> Log:
         dict(evidence.left_out),
         overlong,
         chain,
+        source.packed,
         given_up,
+        remedy,
+    )
+
+
+def _is_utf_16(file: IO[bytes]) -> bool:
+    """Whether a file without a record that can be read holds one in UTF-16, or opens as such text does."""
+    file.seek(0)
+    begin = file.read(MAX_LINE_BYTES)
+    return begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or any(
+        TOKEN.encode(encoding) in begin for encoding in ("utf-16-le", "utf-16-be")
     )
 
 
@@ -340,7 +351,7 @@ def _take_header(line: bytes, header: dict[str, str]) -> None:
         header.setdefault(key.strip(), value.strip())
 
 
-def _lines(file: BinaryIO) -> Iterator[bytes]:
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
     r"""Lines without their ends; \n, \r\n and \r end a line, as for the official parser, and nothing else does.
 
     A line longer than `MAX_LINE_BYTES` comes as `_OVERLONG` if it holds the token, and otherwise empty.

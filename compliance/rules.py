@@ -417,3 +417,6 @@ SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_
 
 RESULT_FILE = re.compile(r"result_(\d+)\.txt")
 """Name of a run's log in results/<system>/bert (submission rules, "Directory structure")."""
+
+LOG_FILE = re.compile(r"result_(\d+)\.txt(\.gz)?")
+"""The same, and that of a log that was packed to be kept: read here, and by no official tool."""

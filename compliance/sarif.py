@@ -73,25 +73,30 @@ def _rule(name: str, text: str) -> dict[str, Any]:
 
 def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Path) -> dict[str, Any]:
     name = _rule_id(finding)
-    shown = _shown_file(verdict.path)
-    uri, relative = _uri(shown, root)
-    folder = "" if shown == verdict.path else "In this folder: "
-    key = f"{finding.key}: " if finding.key else ""
-    logged_at = f" Logged at {finding.source}." if finding.source else ""
+    uri, relative = _uri(shown_file(verdict.path), root)
     artifact = {"uri": uri} | ({"uriBaseId": ROOT} if relative else {})
     identity = "\n".join((uri, name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
     return {
         "ruleId": name,
         "ruleIndex": places[name],
         "level": finding.severity,
-        "message": {"text": visible(f"{folder}{key}{finding.sentence}. To mend it: {finding.mend}.{logged_at}")},
+        "message": {"text": visible(described(verdict, finding))},
         "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": finding.line or 1}}}],
         # Lines move when a log is written again; what was found tells whether it is the same finding.
         "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16] + ":1"},
     }
 
 
-def _shown_file(path: Path) -> Path:
+def described(verdict: Verdict, finding: Finding) -> str:
+    """The finding in words for a reader who sees the file beside it."""
+    folder = "" if shown_file(verdict.path) == verdict.path else "In this folder: "
+    key = f"{finding.key}: " if finding.key else ""
+    logged_at = f" Logged at {finding.source}." if finding.source else ""
+    return f"{folder}{key}{finding.sentence}. To mend it: {finding.mend}.{logged_at}"
+
+
+def shown_file(path: Path) -> Path:
+    """The file that stands for a path in code review, which shows files only: of a folder the first log."""
     logs = sorted(path.glob("result*")) if path.is_dir() else []
     return next((log for log in logs if log.is_file()), path)
 

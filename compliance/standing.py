@@ -10,6 +10,7 @@ from compliance import rules
 from compliance.convergence import SUBMISSION_RUNS, Outlook, converged_samples, describe_origin, outlook
 from compliance.log import Log, read_log
 from compliance.package.selection import FAILED, select
+from compliance.submission.folders import numbered_logs
 
 RunStatus = Literal["converged", "not converged", "running"]
 
@@ -131,12 +132,7 @@ def result_logs(folder: Path) -> list[Log]:
     Raises:
         ValueError: the folder is missing or holds none.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder, expected results/<system>/bert")
-    numbered = [(int(match[1]), path) for path in folder.iterdir() if (match := rules.RESULT_FILE.fullmatch(path.name))]
-    if not numbered:
-        raise ValueError(f"{folder}: no result_<n>.txt in it, expected results/<system>/bert after a run")
-    return [read_log(path) for _, path in sorted(numbered)]
+    return [read_log(path) for _, path in numbered_logs(folder)]
 
 
 def started_ms_of(log: Log) -> int:

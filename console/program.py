@@ -10,13 +10,13 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
 from tyro.extras import SubcommandApp
 
-from console.text import json_document, visible
+from console.text import annotation, json_document, visible
 
 Result = TypeVar("Result")
 
@@ -35,6 +35,11 @@ def say_document(text: str) -> None:
 def say_json(document: object) -> None:
     """Print a document as JSON; nothing in it is a command to a build server."""
     print(json_document(document).replace("##", "#\\u0023"), flush=True)
+
+
+def say_annotation(level: str, message: object, properties: Mapping[str, object]) -> None:
+    """Print the one command to a build server that is meant as one: see `console.text.annotation`."""
+    print(annotation(level, message, properties), flush=True)
 
 
 def complain(error: object, kind: str = "error") -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 
 _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]")
 """Letters and marks without a shape (Unicode's Default_Ignorable_Code_Point) that `str.isprintable` lets pass."""
@@ -35,6 +36,28 @@ def visible(text: object, limit: int | None = None) -> str:
         shown = _INVISIBLE.sub(lambda match: _escape(match[0]), shown)
     shown = _COMMAND.sub(lambda match: f"{match[1] or ''}\\x{ord(match[0][-1]):02x}", shown)
     return shown if limit is None or len(shown) <= limit else f"{shown[: max(0, limit - 3)]}..."
+
+
+def annotation(level: str, message: object, properties: Mapping[str, object]) -> str:
+    """A command to GitHub's runner that shows `message` beside a line; no part of it can end early or begin another.
+
+    Specification: GitHub Docs, "Workflow commands for GitHub Actions", and the runner's ActionCommand, which undoes these
+    escapes and no others. What steers a terminal is escaped as by `visible`, and stays so.
+
+    Args:
+        level: error, warning or notice.
+        properties: file, line, title.
+    """
+    given = ",".join(f"{name}={visible(_in_command(value, _IN_PROPERTY))}" for name, value in properties.items())
+    return f"::{level}{' ' if given else ''}{given}::{visible(_in_command(message, _IN_MESSAGE))}"
+
+
+_IN_MESSAGE = {"%": "%25", "\r": "%0D", "\n": "%0A"}
+_IN_PROPERTY = _IN_MESSAGE | {":": "%3A", ",": "%2C"}
+
+
+def _in_command(text: object, codes: Mapping[str, str]) -> str:
+    return str(text).translate(str.maketrans(dict(codes)))
 
 
 def json_document(document: object) -> str:

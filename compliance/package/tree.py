@@ -189,6 +189,8 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
         )
     digests: dict[bytes, Path] = {}
     for log in logs:
+        if log.packed:
+            raise ValueError(f"{log.path}: packed in gzip, which no official tool reads: unpack it with `gunzip`")
         if log.path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{log.path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most that a submission may hold")
         same = digests.setdefault(hashlib.sha256(log.path.read_bytes()).digest(), log.path)

@@ -23,6 +23,7 @@ from compliance.log import Log, read_log
 from compliance.report.published import Placement, placement
 from compliance.submission.check import check_paths
 from compliance.submission.description import read_description
+from compliance.submission.folders import numbered_logs
 
 MIN_RUNS_FOR_SCORE = 3
 """Fewest runs of which something is left when the fastest and the slowest are dropped."""
@@ -246,14 +247,10 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     Raises:
         ValueError: the folder is missing or holds no result file.
     """
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder, expected results/<system>/bert")
-    logs = {int(match[1]): path for path in folder.iterdir() if (match := rules.RESULT_FILE.fullmatch(path.name))}
-    if not logs:
-        raise ValueError(f"{folder}: no result_<n>.txt in it, expected results/<system>/bert after a run")
+    logs = dict(numbered_logs(folder))
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
     runs: list[Run] = []
-    for number, path in sorted(logs.items()):
+    for number, path in logs.items():
         log = read_log(path)
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)
         runs.append(Run(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))

@@ -15,9 +15,11 @@ from typing import Any
 
 from compliance import rules
 from compliance.checker import check_file, check_log
+from compliance.checks import PACKED
 from compliance.convergence import SUBMISSION_RUNS, converged_samples, outlook
 from compliance.findings import Finding, Severity, Verdict, shown
 from compliance.log import Record, read_log
+from compliance.log_file import STDIN
 from compliance.official import package as official_package
 from compliance.official.package import Answer
 from compliance.submission.description import LOGGED_STATUS, Description, description_findings, read_description
@@ -91,7 +93,7 @@ class Run:
 
 
 def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
-    """Check logs and folders: a benchmark folder, a system, a results folder, a submission.
+    """Check logs and folders: a benchmark folder, a system, a results folder, a submission; "-" is a log on standard input.
 
     Raises:
         ValueError: no such path or ruleset, a folder without logs, or the official checker is not installed.
@@ -99,7 +101,8 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
     rules.check_ruleset(ruleset)
     verdicts: list[Verdict] = []
     for path in paths:
-        verdicts += _check_tree(find(path), ruleset) if path.is_dir() else [check_file(path, ruleset)]
+        is_tree = path != STDIN and path.is_dir()
+        verdicts += _check_tree(find(path), ruleset) if is_tree else [check_file(path, ruleset)]
     return verdicts
 
 
@@ -169,6 +172,10 @@ def _bare_answer(runs: Sequence[Run]) -> Answer:
 def _check_folder(
     folder: BenchmarkFolder, runs: list[Run], division: rules.Division, answer: Answer, ruleset: str
 ) -> list[Verdict]:
+    if folder.submission:
+        for run in runs:
+            if PACKED in run.verdict.findings:
+                run.object(replace(PACKED, severity="error"))
     _compare_settings(runs, division)
     _compare_seeds(runs, division, folder.severity)
     findings = [

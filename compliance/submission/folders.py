@@ -56,7 +56,7 @@ class BenchmarkFolder:
     """results/<system>/bert, or what stands in its place.
 
     Attributes:
-        logs: what the official package checker counts, in the order of the numbers.
+        logs: what the official package checker counts, in the order of the numbers; of bare results also packed ones.
         misnamed: files that were meant to be logs, and entries of a log's name that are no files.
         others: entries that no official tool knows.
         description: where the system description belongs.
@@ -155,7 +155,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
         found = f"{names} {verb} not counted as a log, expected the name result_<n>.txt"
         more = max(0, len(folder.misnamed) - 3)
         yield Finding(None, "", LAYOUT, found, "rename the file, or put the log itself in its place", more=more)
-    unnumbered = [path for path in folder.logs if not rules.RESULT_FILE.fullmatch(path.name)]
+    unnumbered = [path for path in folder.logs if not rules.LOG_FILE.fullmatch(path.name)]
     if unnumbered:
         found = f"{_name(unnumbered[0])} has no number, expected result_<n>.txt"
         mend, more = "number the runs from 0", len(unnumbered) - 1
@@ -252,7 +252,7 @@ def _is_benchmark(folder: Path) -> bool:
     if folder.name in OTHER_BENCHMARKS:
         return False
     entries = _entries(folder)
-    if any(fnmatch.fnmatchcase(entry.name, COUNTED) and entry.is_file() for entry in entries):
+    if any((_is_counted(entry) or _is_packed_log(entry)) and entry.is_file() for entry in entries):
         return True
     below = any(BENCHMARK in entry.name.lower() and entry.is_dir() for entry in entries)
     return not below and BENCHMARK in absolute(folder).name.lower()
@@ -288,7 +288,7 @@ OTHER_BENCHMARKS = frozenset(
 def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:
     logs, misnamed, others = [], [], []
     for entry in _entries(path):
-        if fnmatch.fnmatchcase(entry.name, COUNTED):
+        if _is_counted(entry) or (not submission and _is_packed_log(entry)):
             (logs if entry.is_file() else misnamed).append(entry)
         elif LIKE_A_LOG.fullmatch(entry.name) and entry.is_file():
             misnamed.append(entry)
@@ -301,6 +301,30 @@ def _benchmark_folder(path: Path, submission: Path | None) -> BenchmarkFolder:
     return BenchmarkFolder(
         path, tuple(sorted(logs, key=_number)), tuple(misnamed), tuple(others), description, submission
     )
+
+
+def _is_counted(path: Path) -> bool:
+    return fnmatch.fnmatchcase(path.name, COUNTED)
+
+
+def _is_packed_log(path: Path) -> bool:
+    """Whether it is named result_<n>.txt.gz, and no result_<n>.txt stands beside it."""
+    match = rules.LOG_FILE.fullmatch(path.name)
+    return match is not None and match[2] is not None and not os.path.lexists(path.with_suffix(""))
+
+
+def numbered_logs(folder: Path) -> list[tuple[int, Path]]:
+    """The logs of a folder, packed ones too, each after its number and in the order of the numbers.
+
+    Raises:
+        ValueError: the folder is missing or holds none.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder, expected results/<system>/bert")
+    named = [path for path in folder.iterdir() if rules.RESULT_FILE.fullmatch(path.name) or _is_packed_log(path)]
+    if not named:
+        raise ValueError(f"{folder}: no result_<n>.txt in it, expected results/<system>/bert after a run")
+    return sorted((int(path.name.split(".")[0].removeprefix("result_")), path) for path in named)
 
 
 def _submission_above(path: Path, levels: int) -> Path | None:
@@ -334,7 +358,7 @@ def _leads_out(path: Path) -> bool:
 
 
 def _number(path: Path) -> tuple[int, str]:
-    match = rules.RESULT_FILE.fullmatch(path.name)
+    match = rules.LOG_FILE.fullmatch(path.name)
     return (int(match[1]) if match and len(match[1]) < 10 else 2**31, path.name)
 
 

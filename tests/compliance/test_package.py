@@ -3,6 +3,7 @@
 The official tools take seconds each, so each tree that they are asked about carries several questions.
 """
 
+import gzip
 import json
 import os
 import re
@@ -19,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from bert.config import Config
-from bert.provenance import _flattened
+from bert.provenance import flattened
 from bert.recipes import RECIPES
 from bert.train import parse
 from compliance.doctor import system
@@ -343,6 +344,12 @@ def test_a_resumed_run(tmp_path: Path) -> None:
     refused(tmp_path, "was resumed from 'checkpoints/step_100', so its clock did not run all the time")
 
 
+def test_a_log_in_gzip(tmp_path: Path) -> None:
+    log = write_series(tmp_path / "runs", PASSING)[3]
+    log.write_bytes(gzip.compress(log.read_bytes()))
+    refused(tmp_path, r"result_3\.txt: packed in gzip, which no official tool reads: unpack it with `gunzip`")
+
+
 def test_a_copied_log(tmp_path: Path) -> None:
     logs = write_series(tmp_path / "runs", PASSING)
     shutil.copy(logs[3], logs[7])
@@ -457,7 +464,7 @@ def test_without_openssl(ten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("recipe", ["tiny_cpu", "h100_1x8", "dgxa100_8x8"])
 def test_the_script_repeats_the_configuration(recipe: str, tmp_path: Path) -> None:
     told: Config = RECIPES[recipe]()
-    header = {key: str(value) for key, value in _flattened("", told)}
+    header = {key: str(value) for key, value in flattened("", told)}
     header = {key.lstrip("."): value for key, value in header.items()}
     header |= {"training.global_batch_size": "64", "training.autotune": "False", "optimizer.epsilon": "1e-07"}
     script = tmp_path / "run_and_time.sh"

@@ -206,7 +206,7 @@ def test_logs_stand_in_the_order_of_their_numbers(bare: Path) -> None:
         ("result.txt", "misnamed"),
         ("result_0", "misnamed"),
         ("result_0.out", "misnamed"),
-        ("result_0.txt.gz", "misnamed"),
+        ("result_0.txt.gz", "log"),
         ("result_0 (1).txt", "log"),
         ("result_seed.txt", "log"),
         ("result_summary.csv", "other"),
