@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from compliance.annotations import say_annotations
-from compliance.doctor.system import describe, write
 from compliance.log_file import STDIN
 from compliance.matrix import acceptance, table
 from compliance.report.page import Format, render_as, write_report
@@ -123,21 +122,27 @@ def summary(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
 @app.command
 def system(
     out: Path,
-    division: Division = "open",
+    division: Division | None = None,
     fields: Annotated[tuple[str, ...], arg(name="set", metavar="KEY=VALUE...")] = (),
+    replace: FlagCreatePairsOff[bool] = False,
 ) -> int:
-    """Write the system description of this machine as JSON.
+    """Write the system description of this machine as JSON, or renew what is measured in one that is there.
 
     Args:
         out: The file, results/systems/<system>.json.
-        division: The division of the submission.
+        division: The division of the submission; by default as the file says, or open.
         fields: Fields to set instead of what was found out.
+        replace: Write the file anew, whatever it holds.
     """
+    from compliance.doctor.system_file import renew
+
     pairs = [field.partition("=") for field in fields]
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")
-    write(out, describe(division, {"system_name": out.stem} | {name: value for name, _, value in pairs}))
+    given = {name: value for name, _, value in pairs}
+    for text in renew(out, ({"division": division} if division else {}) | given, replace=replace):
+        say(text)
     say(out)
     return 0
 

@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from compliance.artefact import write_whole
 from compliance.doctor import gpus
 from compliance.doctor.host import Host
 from compliance.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES, Division
@@ -72,34 +71,35 @@ def describe(
     Raises:
         ValueError: an unknown division, field or status, or a count that is no number.
     """
-    host = host or Host()
-    fields = dict.fromkeys(SYSTEM_FIELDS, "")
-    fields |= {"division": division, "status": RESEARCH, "system_name": socket.gethostname(), "number_of_nodes": "1"}
-    fields |= processors(host.run("lscpu").answer, host)
+    return complete(measure(host or Host()), {"division": division} | dict(overrides or {}))
+
+
+def measure(host: Host) -> dict[str, str]:
+    """The fields that a tool or a file of the machine tells; a field that it might have told, and did not, is empty."""
+    fields = processors(host.run("lscpu").answer, host)
     fields |= memory(host.read("/proc/meminfo"), host.run("dmidecode", "--type", "memory").answer)
     fields |= storage(host.run("lsblk", "--json", "--bytes", "--output", "NAME,TYPE,SIZE,ROTA,MODEL,TRAN").answer)
     fields["host_storage_capacity"] = fields["host_storage_capacity"] or _working_disk()
     fields |= {"host_networking": networking(host)}
     found = gpus.query(host)
     fields |= accelerators(found, *_gpu_links(host, found))
-    fields |= software(ask_pytorch(host) if found.gpus else {}, found.driver, host)
-    overrides = overrides or {}
-    for name in overrides:
-        if name not in fields:
-            raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
-    fields |= overrides
-    _check(fields)
-    return fields
+    return fields | software(ask_pytorch(host) if found.gpus else {}, found.driver, host)
 
 
-def write(path: Path, fields: Mapping[str, str]) -> None:
-    """Write a description as JSON; the file appears whole or not at all.
+def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """All `SYSTEM_FIELDS`: those that are given, else as measured, else what is true of most machines, or empty.
 
     Raises:
-        ValueError: the file cannot be written.
+        ValueError: an unknown division, field or status, or a count that is no number.
     """
-    text = json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n"
-    write_whole(path, text)
+    fields = dict.fromkeys(SYSTEM_FIELDS, "")
+    fields |= {"division": "open", "status": RESEARCH, "system_name": socket.gethostname(), "number_of_nodes": "1"}
+    for name in given:
+        if name not in fields:
+            raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
+    fields |= {**measured, **given}
+    _check(fields)
+    return fields
 
 
 def _check(fields: Mapping[str, str]) -> None:

@@ -80,7 +80,7 @@ def read_description(path: Path) -> Description:
 
 def description_findings(description: Description, ruleset: str) -> Iterator[Finding]:
     """What is wrong with a description by itself."""
-    mend = "write it again: `python -m compliance system --out FILE`"
+    mend = "write it again: `python -m compliance system --out FILE --replace`"
     if description.fault:
         found = f"{description.fault}, expected a JSON object with the {len(rules.SYSTEM_FIELDS)} fields"
         yield Finding(description.lines.get(""), "", RULE, found, mend)

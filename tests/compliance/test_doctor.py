@@ -16,7 +16,8 @@ from compliance.doctor import examination as doctor
 from compliance.doctor.diagnosis import Diagnosis, Plan, shape_in_name
 from compliance.doctor.examination import Request, examine, make_plan, read_safetensors_header
 from compliance.doctor.host import Host, Output
-from compliance.doctor.system import describe, write
+from compliance.doctor.system import describe
+from compliance.doctor.system_file import write
 from compliance.doctor.system_truth import compare
 from tests.compliance import fake_host as fake
 from tests.compliance.fake_host import FakeHost, fake_host

@@ -23,7 +23,7 @@ from bert.config import Config
 from bert.provenance import flattened
 from bert.recipes import RECIPES
 from bert.train import parse
-from compliance.doctor import system
+from compliance.doctor import system, system_file
 from compliance.official.tools import Summary, _complaint, _complaints, _package_checker, ask_all, said_beside
 from compliance.package.archive import write_archive
 from compliance.package.command import _comparison, run
@@ -500,7 +500,7 @@ def test_a_log_cannot_write_into_the_script() -> None:
 
 def test_system_description_of_this_machine_can_be_packaged(ten: Path, tmp_path: Path) -> None:
     path = tmp_path / "systems/here.json"
-    system.write(path, system.describe("closed", {"submitter": "Example", "system_name": "here"}))
+    system_file.write(path, system.describe("closed", {"submitter": "Example", "system_name": "here"}))
     made: Package = make_package(Request("Example", path, ten / "runs", tmp_path / "out"))
     assert made.results == tmp_path / "out/Example/results/here/bert"
 

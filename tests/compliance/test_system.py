@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from compliance import artefact
-from compliance.doctor import system
+from compliance.doctor import system, system_file
 from compliance.doctor.gpus import Gpus
 from compliance.doctor.host import Host, Output
 from compliance.rules import SYSTEM_FIELDS
@@ -232,7 +232,7 @@ def test_wrong_fields_are_refused(tmp_path: Path, overrides: dict[str, str], mes
 @pytest.mark.parametrize("ruleset", ["2.1.0", "5.0.0"])
 def test_official_checker_accepts_the_file(tmp_path: Path, ruleset: str) -> None:
     path = tmp_path / "systems" / "vm.json"
-    system.write(path, system.describe("closed", {"submitter": "Exämple", "system_name": "vm"}))
+    system_file.write(path, system.describe("closed", {"submitter": "Exämple", "system_name": "vm"}))
     assert json.loads(path.read_text(encoding="utf-8"))["submitter"] == "Exämple"
     command = [sys.executable, "-m", "mlperf_logging.system_desc_checker", str(path), "training", ruleset]
     run = subprocess.run([*command, "--log_output", str(tmp_path / "log")], capture_output=True, text=True, check=False)
@@ -242,14 +242,14 @@ def test_official_checker_accepts_the_file(tmp_path: Path, ruleset: str) -> None
 
 def test_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "vm.json"
-    system.write(path, {"a": "old"})
+    system_file.write(path, {"a": "old"})
 
     def full_disk(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(artefact.os, "fsync", full_disk)
     with pytest.raises(ValueError, match="No space left on device; choose another folder"):
-        system.write(path, {"a": "new"})
+        system_file.write(path, {"a": "new"})
     assert json.loads(path.read_text()) == {"a": "old"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["vm.json"]
 

@@ -1,0 +1,80 @@
+"""Writes the description of this machine to a file, and keeps what people gave in it.
+
+A file that is there is renewed: what the machine tells is measured anew, everything else stays as it was given. A file
+that is no description belongs to somebody else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from compliance.artefact import write_whole
+from compliance.doctor.host import Host
+from compliance.doctor.system import complete, measure
+from compliance.findings import shown
+from compliance.rules import SYSTEM_FIELDS
+from compliance.submission.description import read_description
+
+
+def write(path: Path, fields: Mapping[str, Any]) -> None:
+    """Write a description as JSON; the file appears whole or not at all.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    write_whole(path, json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n")
+
+
+def renew(path: Path, given: Mapping[str, str], *, replace: bool = False, host: Host | None = None) -> list[str]:
+    """Write the description of this machine to `path`; returns a line for each text that was measured differently.
+
+    Args:
+        given: fields that count more than the file's and the machine's.
+        replace: take nothing over from the file that is there, whatever it holds.
+        host: the machine; default the one this runs on.
+
+    Raises:
+        ValueError: the file is no system description, or cannot be written; an unknown field or value.
+    """
+    before = _read(path, replace)
+    measured = {name: value for name, value in measure(host or Host()).items() if value}
+    kept = {name: value for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value}
+    fields = complete(measured, {"system_name": path.stem} | kept | dict(given))
+    write(path, fields | {name: value for name, value in before.items() if name not in fields})
+    return [
+        f"{name} was {shown(before[name])}, measured is {shown(measured[name])}"
+        for name in fields
+        if before.get(name) and name in measured and name not in given and before[name] != measured[name]
+    ]
+
+
+def _read(path: Path, replace: bool) -> dict[str, Any]:
+    """What a description that is there says, its fields as text; empty when there is none to keep."""
+    if not os.path.lexists(path):
+        return {}
+    if not path.is_file():
+        raise ValueError(f"{path}: is no regular file, expected a file such as results/systems/<system>.json")
+    if replace:
+        return {}
+    description = read_description(path)
+    fault = description.fault or _foreign(description.fields)
+    if fault:
+        raise ValueError(
+            f"{path}: is no system description: {fault}; choose another --out, or give --replace to write it anew"
+        )
+    return {name: str(value) if name in SYSTEM_FIELDS else value for name, value in description.fields.items()}
+
+
+def _foreign(fields: Mapping[str, Any]) -> str:
+    """Why a JSON object is no description, also none that was begun by hand; "" when it is one."""
+    known = [name for name in fields if name in SYSTEM_FIELDS]
+    if not known or len(known) < len(fields) / 2:
+        return f"{len(known)} of its {len(fields)} names are fields of one, expected most"
+    odd = next(
+        (name for name in known if isinstance(fields[name], bool) or not isinstance(fields[name], str | int)), ""
+    )
+    return f"{odd} is {shown(fields[odd])}, expected text" if odd else ""
