@@ -22,7 +22,7 @@ import bert.model
 from benchmarks.conditions import write_figures
 from bert.checkpoint import load_weights
 from bert.config import Config
-from bert.evaluate import Evaluator
+from bert.evaluator import Evaluator
 from bert.metrics import Stopwatch
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import join_mesh

@@ -1,149 +1,124 @@
-"""Masked-LM accuracy over the evaluation set, as exact integer counts."""
+"""The accuracy of a checkpoint before any training: ``python -m bert.evaluate RECIPE [--section.field value ...]``.
 
-from concurrent.futures import Future, ThreadPoolExecutor
+It evaluates data.initial_checkpoint on data.evaluation, by itself or as ranks under a launcher, and writes nothing. Settings
+are those of ``python -m bert.train``, from --config FILE too; two are of this command alone:
+
+    --expect ACCURACY     what is to be found, as 0.34085 of the benchmark's phase-1 checkpoint on its evaluation set
+    --tolerance SHARE     how far from it the accuracy may lie, 0.001 by default
+
+Exit status: 0 as expected, or nothing was expected; 1 when the accuracy is another one; 2 when an input or a setting is
+wrong. torchrun makes 1 of both.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
 import torch
-from torch import Tensor
+import tyro
 
-from bert.graphs import BatchGraphs, Recorder
-from bert.model import BertForPreTraining
-from bert.parallel.collectives import start_all_reduce_sum_
-from bert.parallel.mesh import Mesh
-from dataloading.capacity import Capacity, choose_capacities
+from bert.config import Config
+from bert.evaluator import Accuracy, Evaluator
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.preflight import check_evaluation
+from bert.train import first_model, parse, refused
+from console.program import accept_any_text, parsed, say, say_document
 from dataloading.dataset import Dataset
-from dataloading.loader import Batch, batch_of, capacity_of, inert_batch
-from kernels import captured
+from dataloading.jobs import end_in_order
 
 
 @dataclass(frozen=True)
-class Accuracy:
-    """Correct predictions among all masked tokens of the evaluation set."""
+class Expectation:
+    """What the accuracy should be."""
 
-    correct: int
-    count: int
+    expect: float | None = None
+    tolerance: float = 0.001
 
-    @property
-    def value(self) -> float:
-        """The fraction, 0 to 1."""
-        return self.correct / self.count
+    def check(self) -> None:
+        """Raise ``ValueError`` where an accuracy cannot be such."""
+        for name, value in (("expect", self.expect), ("tolerance", self.tolerance)):
+            if value is not None and not 0 <= value <= 1:
+                raise ValueError(f"--{name} is {value}: expected a share from 0 to 1")
 
+    def met_by(self, accuracy: float) -> bool:
+        """Whether nothing else was expected."""
+        return self.expect is None or abs(accuracy - self.expect) <= self.tolerance
 
-class PendingAccuracy:
-    """An evaluation that the device has been given, and whose counts are on their way over all ranks to the host.
-
-    Whatever the device gets next does not wait for them: on a GPU they take ``stream``, another than the current one.
-    """
-
-    def __init__(self, counts: Tensor, stream: torch.cuda.Stream | None) -> None:
-        self._counts = counts  # must live until they are summed and copied
-        self._work = start_all_reduce_sum_(counts)
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(counts.device))
-            with torch.cuda.stream(stream):
-                if self._work is not None:
-                    self._work.wait()
-                self._host_counts = torch.empty(2, dtype=counts.dtype, pin_memory=True)
-                self._host_counts.copy_(counts, non_blocking=True)
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
-
-    def result(self) -> Accuracy:
-        """The accuracy over all ranks; waits for it."""
-        if self._counts.is_cuda:
-            self._arrived.synchronize()
-            return Accuracy(*self._host_counts.tolist())
-        if self._work is not None:
-            self._work.wait()
-        return Accuracy(*self._counts.tolist())
-
-
-class Evaluator:
-    """Evaluates the model on every sample of the set, each rank on its share.
-
-    Ranks take every ``world_size``-th sample in order of length, so shares are alike and batches hold similar lengths. They
-    are read once, in the background if ``read_ahead`` was called, and stay on the device.
-    """
-
-    def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
-        by_length = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
-        share = by_length[mesh.rank :: mesh.world_size]
-        self.samples = len(dataset)
-        self._dataset = dataset
-        self._device = mesh.device
-        self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
-        self._capacities: list[Capacity] = []
-        self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
-        self._counts_stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
-        self._recorded: BatchGraphs | None = None
-        self._read: Future[list[Batch]] | None = None
-        self._batches: list[Batch] = []
-
-    @torch.inference_mode()
-    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, recorder: Recorder | None) -> None:
-        """Compile what an evaluation calls, on empty batches and before the clock starts; nothing to do on a CPU.
-
-        With a ``recorder`` it is recorded too, by capacity, and replayed from now on: for this ``model`` alone.
-        """
-        if not self._indices or (recorder is None and self._device.type == "cpu"):
-            return
-        tokens_N, masked_N = (
-            np.array([counts[indices].sum(dtype=np.int64) for indices in self._indices])
-            for counts in (self._dataset.lengths, self._dataset.masked_counts)
+    def verdict(self, accuracy: float) -> str:
+        """What to say of an accuracy."""
+        wanted = f"{self.expect} within {self.tolerance}"
+        if self.met_by(accuracy):
+            return f"as expected: {wanted}"
+        return (
+            f"expected {wanted}, found {accuracy:.5f}: see whether data.initial_checkpoint is the right one, and what "
+            "python -m dataloading verify says of data.evaluation"
         )
-        sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
-        capacities = choose_capacities(tokens_N, masked_N, sequences, longest)
-        batches = [inert_batch(capacity).to(self._device) for capacity in capacities]
-        count = partial(self._count, model, autocast)
-        model.eval()
-        if recorder is None:
-            count(batches[-1])
-        else:
-            self._capacities, self._recorded = capacities, BatchGraphs(count)
-            with captured():
-                self._recorded.record(batches, recorder)
-                recorder.capture()
-        model.train()
 
-    def read_ahead(self) -> None:
-        """Begin to read this rank's share in the background, once the data may be touched."""
-        reader = ThreadPoolExecutor(1, "evaluation")
-        self._read = reader.submit(self._read_all)
-        reader.shutdown(wait=False)
 
-    def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
-        """The accuracy over all ranks; waits for it."""
-        return self.start(model, autocast).result()
+def main(arguments: Sequence[str]) -> int:
+    """Parse, check, evaluate; returns the exit status."""
+    accept_any_text()
+    if arguments and arguments[0] in ("-h", "--help"):
+        say_document(str(__doc__))
+        return 0
+    try:
+        read = partial(tyro.cli, Expectation, args=arguments, return_unknown_args=True, add_help=False)
+        expectation, settings = parsed(read)
+        expectation.check()
+        config = parse(settings, "bert.evaluate")
+        dataset = check_evaluation(config)
+        if config.dry_run:
+            say(f"{config.recipe}: ready, {len(dataset):,} samples would be evaluated")
+            return 0
+        mesh = join_mesh(config.training.device)
+    except (ValueError, OSError) as error:
+        return refused(error)
+    try:
+        accuracy = evaluate(config, dataset, mesh)
+    except (ValueError, OSError) as error:
+        return refused(error)
+    finally:
+        leave_mesh()
+    if expectation.expect is not None and mesh.is_main:
+        say(expectation.verdict(accuracy.value))
+    return 0 if expectation.met_by(accuracy.value) else 1
 
-    @torch.inference_mode()
-    def start(self, model: BertForPreTraining, autocast: torch.autocast) -> PendingAccuracy:
-        """Hand an evaluation to the device; dropout is off while it runs. One at a time may be pending on all ranks."""
-        if not self._batches:
-            batches = self._read.result() if self._read is not None else self._read_all()
-            self._batches = [batch.to(self._device) for batch in batches]
-        count = self._recorded or partial(self._count, model, autocast)
-        self._counts.zero_()
-        model.eval()
-        for batch in self._batches:
-            count(batch)
-        model.train()
-        return PendingAccuracy(self._counts.clone(), self._counts_stream)
 
-    def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
-        """Add the batch's correct predictions and masked tokens to the counts."""
-        with autocast:
-            correct = model(batch).masked_lm_correct
-        assert correct is not None  # in evaluation the model counts
-        self._counts[0] += correct
-        self._counts[1] += (batch.masked_lm_ids >= 0).sum()
+def evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
+    """Evaluate the initial checkpoint, and say on rank 0 how far that is and what comes of it.
 
-    def _read_all(self) -> list[Batch]:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread begins on the first GPU
-        batches = []
-        for indices in self._indices:
-            samples = self._dataset.take(indices)
-            batches.append(batch_of(samples, capacity=capacity_of(samples, self._capacities)))
-        return [batch.pin() for batch in batches] if self._device.type == "cuda" else batches
+    FP8 is training's: where a recipe has it, the products are in bf16 here. Raises ``ValueError`` where no token is masked.
+    """
+    started = time.perf_counter()
+    model = first_model(config, mesh, seed=0)
+    evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
+    autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
+    report = _progress(started, len(dataset), mesh.is_main)
+    accuracy = evaluator.start(model, autocast, report).result()
+    if accuracy.count == 0:
+        raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare it again")
+    if mesh.is_main:
+        seconds = time.perf_counter() - started
+        counts = f"{accuracy.correct:,} of {accuracy.count:,} masked tokens of {len(dataset):,} samples"
+        say(f"masked-LM accuracy {accuracy.value:.5f}: {counts}, in {seconds:.1f} s")
+    return accuracy
+
+
+def _progress(started: float, samples: int, aloud: bool) -> Callable[[float], None]:
+    """Return what says, if ``aloud``, a line for each tenth of the work."""
+    said = 0
+
+    def report(share: float) -> None:
+        nonlocal said
+        if aloud and int(10 * share) > said:
+            said = int(10 * share)
+            say(f"{time.perf_counter() - started:7.1f} s  {10 * said} % of {samples:,} samples")
+
+    return report
+
+
+if __name__ == "__main__":
+    end_in_order()
+    sys.exit(main(sys.argv[1:]))

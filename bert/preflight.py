@@ -6,6 +6,7 @@ Nothing is written, and of the data only metadata are read.
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -29,14 +30,11 @@ _LOGS_BYTES = 16 << 20
 
 def check(config: Config, world_size: int) -> Inputs:
     """Open what the run will read and look for everything that would stop it later. Raises ``ValueError``."""
-    train, evaluation, vocabulary = _open_data(config)
+    (train, evaluation), vocabulary = _open_data(config, [config.data.train, config.data.evaluation])
     if config.data.initial_checkpoint is not None:
         check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
     plan_of(config, train, world_size, seed=0)
-    try:
-        choose(config.training.implementations)
-    except ValueError as error:
-        raise ValueError(f"training.implementations: {error}") from None
+    _choose_implementations(config)
     choose_loader(config.data.loader, torch.device(config.training.device))
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         refuse_others(config)
@@ -45,6 +43,19 @@ def check(config: Config, world_size: int) -> Inputs:
     _check_places(config)
     files = choose_files(result_folder(config), config.log.run)
     return Inputs(train, evaluation, vocabulary.sha256, *files, _interval(config))
+
+
+def check_evaluation(config: Config) -> Dataset:
+    """Open the evaluation set and look for everything that would stop an evaluation of the initial checkpoint.
+
+    Raises ``ValueError``. Neither the training set nor a place for results need be there.
+    """
+    (evaluation,), vocabulary = _open_data(config, [config.data.evaluation])
+    if config.data.initial_checkpoint is None:
+        raise ValueError("data.initial_checkpoint is not set: name the file whose weights are to be evaluated")
+    check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
+    _choose_implementations(config)
+    return evaluation
 
 
 def result_folder(config: Config) -> Path:
@@ -73,15 +84,15 @@ def refuse_others(config: Config) -> None:
         raise ValueError(f"{folder} holds checkpoints of another run: go on from them with resume, or move them away")
 
 
-def _open_data(config: Config) -> tuple[Dataset, Dataset, Vocabulary]:
-    train, evaluation = open_dataset(config.data.train), open_dataset(config.data.evaluation)
+def _open_data(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary]:
+    datasets = [open_dataset(folder) for folder in folders]
     vocabulary = Vocabulary.from_file(config.data.vocab)
     if vocabulary.size != config.model.vocab_size:
         raise ValueError(
             f"{config.data.vocab} has {vocabulary.size} entries, but model.vocab_size is {config.model.vocab_size}: "
             "set data.vocab or model.vocab_size"
         )
-    for dataset in (train, evaluation):
+    for dataset in datasets:
         dataset.check_files()
         dataset.check_vocabulary(vocabulary)
         if dataset.info.max_seq_length > config.model.max_position_embeddings:
@@ -89,7 +100,14 @@ def _open_data(config: Config) -> tuple[Dataset, Dataset, Vocabulary]:
                 f"{dataset.folder} holds sequences of up to {dataset.info.max_seq_length} tokens, but "
                 f"model.max_position_embeddings is {config.model.max_position_embeddings}"
             )
-    return train, evaluation, vocabulary
+    return datasets, vocabulary
+
+
+def _choose_implementations(config: Config) -> None:
+    try:
+        choose(config.training.implementations)
+    except ValueError as error:
+        raise ValueError(f"training.implementations: {error}") from None
 
 
 def _interval(config: Config) -> int:

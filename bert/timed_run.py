@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from bert.config import Config
-from bert.evaluate import Evaluator, PendingAccuracy
+from bert.evaluator import Evaluator, PendingAccuracy
 from bert.interruption import Interruption
 from bert.metrics import EndRecord, EvaluationRecord, Reporter, StepRecord, Stopwatch, WarningRecord
 from bert.mllog import MLLog, evaluation_samples

@@ -29,7 +29,7 @@ from bert.clock import DataGuard
 from bert.config import Config
 from bert.config_file import arguments_of, did_you_mean, setting_names
 from bert.displays import LivePanel, PlainLines
-from bert.evaluate import Evaluator
+from bert.evaluator import Evaluator
 from bert.graphs import CudaRecorder
 from bert.interruption import Interrupted, Interruption
 from bert.metrics import (
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str]) -> int:
     except Interrupted as interrupted:
         return _stopped(interrupted)
     except (ValueError, OSError) as error:
-        return _refused(error)
+        return refused(error)
     try:
         status = run(config, inputs, mesh, guard, interruption)
         if interruption.number is not None and mesh.is_main:
@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     except Interrupted as interrupted:
         return _stopped(interrupted)
     except (ValueError, OSError) as error:
-        return _refused(error)
+        return refused(error)
     finally:
         leave_mesh()
 
@@ -119,8 +119,8 @@ def _require_torch() -> None:
         )
 
 
-def parse(arguments: Sequence[str]) -> Config:
-    """The configuration that the command line asks for, after ``--config FILE`` if it is given.
+def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
+    """The configuration that the command line of ``module`` asks for, after ``--config FILE`` if it is given.
 
     Raises ``ValueError`` at an unknown recipe or a wrong value.
     """
@@ -135,7 +135,7 @@ def parse(arguments: Sequence[str]) -> Config:
     recipe, settings = (named, []) if file is None else arguments_of(file, named)
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
-    program = f"python -m bert.train {recipe}"
+    program = f"python -m {module} {recipe}"
     default = RECIPES[recipe]()
     try:
         return parsed(partial(tyro.cli, Config, prog=program, args=[*settings, *rest], default=default))
@@ -438,7 +438,8 @@ def _status(interrupted: Interrupted) -> int:
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 128 + interrupted.number
 
 
-def _refused(error: ValueError | OSError) -> int:
+def refused(error: ValueError | OSError) -> int:
+    """Say what is wrong with the input; returns the exit status."""
     _complain(error)
     return 2
 

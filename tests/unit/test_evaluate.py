@@ -1,183 +1,127 @@
-"""Evaluations that are recorded, read ahead, and whose result is asked for later."""
+"""``python -m bert.evaluate``: what a checkpoint knows before any training, and whether that is what was expected."""
 
-import threading
-from collections.abc import Callable
-from dataclasses import replace
+import re
+from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
+from bert.checkpoint import load_weights, save_weights
 from bert.config import ModelConfig
-from bert.evaluate import Evaluator
-from bert.graphs import CudaRecorder
+from bert.evaluator import Evaluator
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
-from dataloading.dataset import Dataset, open_dataset
-from dataloading.loader import Batch, batch_of
+from dataloading.dataset import open_dataset
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
-
-pytestmark = pytest.mark.oldest_torch
-
-CPU = torch.device("cpu")
-PLAIN = torch.autocast("cpu", enabled=False)
+from tests.distributed.ranks import Ranks, torchrun
+from tests.programs import PATIENCE_S, Program
 
 
-class Repeating:
-    """Replays by running again on what the recording saw, as a device would; counts."""
-
-    def __init__(self) -> None:
-        self.recorded = self.captured = self.replayed = 0
-
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        function()
-        self.recorded += 1
-
-        def replay() -> None:
-            assert self.captured == self.recorded
-            self.replayed += 1
-            function()
-
-        return replay
-
-    def capture(self) -> None:
-        self.captured = self.recorded
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that predicts some tokens right by chance."""
+    model = BertForPreTraining(ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH))
+    initialize_(model, torch.Generator().manual_seed(3))
+    path = tmp_path_factory.mktemp("checkpoint") / "weights.safetensors"
+    save_weights(model, path)
+    return path
 
 
-@pytest.fixture
-def dataset(small_run: SmallRun) -> Dataset:
-    return open_dataset(small_run.folder / "evaluation")
+@pytest.fixture(scope="module")
+def accuracy(small_run: SmallRun, checkpoint: Path) -> float:
+    """By the evaluator alone."""
+    model = BertForPreTraining(ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH))
+    load_weights(model, checkpoint)
+    dataset = open_dataset(small_run.folder / "evaluation")
+    plain = torch.autocast("cpu", enabled=False)
+    return Evaluator(dataset, Mesh(0, 1, 0, torch.device("cpu")), 16)(model, plain).value
 
 
-@pytest.fixture
-def model() -> BertForPreTraining:
-    """Its logits are wide apart, so that some predictions are right."""
-    made = BertForPreTraining(ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH))
-    initialize_(made, torch.Generator().manual_seed(3))
-    return made.train()
+def arguments(small_run: SmallRun, results: Path, checkpoint: Path | None, *more: object) -> list[str]:
+    settings = small_run.arguments(results, data__initial_checkpoint=checkpoint, evaluation__batch_size=8)
+    return [*settings, *map(str, more)]
 
 
-def evaluator(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Evaluator:
-    return Evaluator(dataset, Mesh(rank, world_size, 0, CPU), batch_size)
+def evaluated(small_run: SmallRun, results: Path, checkpoint: Path | None, *more: object) -> tuple[int, str]:
+    """The exit status and what it said; it leaves nothing behind."""
+    process = Program("bert.evaluate", arguments(small_run, results, checkpoint, *more))
+    status = process.wait(PATIENCE_S)
+    assert not results.exists()
+    assert "Traceback" not in process.output
+    return status, process.output
 
 
-@pytest.mark.parametrize(("batch_size", "most"), [(1, 16), (3, 16), (64, 2)])
-def test_a_recorded_evaluation_counts_the_same(
-    dataset: Dataset, model: BertForPreTraining, batch_size: int, most: int
+def test_the_accuracy_of_a_checkpoint(small_run: SmallRun, tmp_path: Path, checkpoint: Path, accuracy: float) -> None:
+    assert 0 < accuracy < 1
+    status, said = evaluated(small_run, tmp_path / "r", checkpoint)
+    assert status == 0
+    assert f"masked-LM accuracy {accuracy:.5f}: " in said
+    shares = [int(share) for share in re.findall(r"(\d+) % of 50 samples", said)]
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 100
+
+
+def test_training_data_need_not_be_there(small_run: SmallRun, tmp_path: Path, checkpoint: Path) -> None:
+    assert evaluated(small_run, tmp_path / "r", checkpoint, "--data.train", tmp_path / "nowhere")[0] == 0
+
+
+@pytest.mark.parametrize(("difference", "tolerance", "status"), [(0, 1e-5, 0), (0.02, 0.03, 0), (0.02, 0.01, 1)])
+def test_the_exit_status_says_whether_it_is_as_expected(
+    small_run: SmallRun,
+    tmp_path: Path,
+    checkpoint: Path,
+    accuracy: float,
+    difference: float,
+    tolerance: float,
+    status: int,
 ) -> None:
-    expected = evaluator(dataset, batch_size)(model, PLAIN)
-    recorded, recorder = evaluator(dataset, batch_size), Repeating()
-    recorded.warm_up(model, PLAIN, recorder)
-    assert 1 <= recorder.recorded <= most
-    for _ in range(2):
-        recorder.replayed = 0
-        assert recorded(model, PLAIN) == expected
-        assert recorder.replayed == -(-len(dataset) // batch_size), "every batch has a recording"
-
-
-def test_recording_reads_no_data_and_leaves_the_model_as_it_was(
-    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(dataset, "take", None)
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    evaluator(dataset, 16).warm_up(model, PLAIN, Repeating())
-    assert model.training
-    assert model.dropout_state.tolist() == [0, 0]
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
-
-
-def test_a_rank_without_a_share_evaluates_nothing(dataset: Dataset, model: BertForPreTraining) -> None:
-    idle = evaluator(dataset, 16, rank=len(dataset), world_size=len(dataset) + 1)
-    idle.warm_up(model, PLAIN, Repeating())
-    assert idle(model, PLAIN).count == 0
-
-
-def test_the_result_is_that_of_the_weights_it_began_with(dataset: Dataset, model: BertForPreTraining) -> None:
-    evaluate = evaluator(dataset, 16)
-    expected = evaluate(model, PLAIN)
-    pending = evaluate.start(model, PLAIN)
-    with torch.no_grad():
-        model.decoder_bias[7] = 1e6  # from now on it predicts one token alone
-    later = evaluate.start(model, PLAIN)
-    assert pending.result() == expected
-    assert later.result().correct != expected.correct
-    assert later.result().count == expected.count
-
-
-def test_data_is_read_ahead_once_and_its_faults_surface(
-    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = evaluator(dataset, 16)(model, PLAIN)
-    take, reads = dataset.take, []
-
-    def counted(indices: np.ndarray) -> object:
-        reads.append(len(indices))
-        return take(indices)
-
-    monkeypatch.setattr(dataset, "take", counted)
-    ahead = evaluator(dataset, 16)
-    assert not reads
-    ahead.read_ahead()
-    assert [ahead(model, PLAIN) for _ in range(2)] == [expected] * 2
-    assert sum(reads) == len(dataset)
-
-    def broken(_: np.ndarray) -> object:
-        raise ValueError("the shard is damaged")
-
-    monkeypatch.setattr(dataset, "take", broken)
-    faulty = evaluator(dataset, 16)
-    faulty.read_ahead()
-    with pytest.raises(ValueError, match="damaged"):
-        faulty(model, PLAIN)
-
-
-def test_data_is_read_ahead_on_its_own_gpu(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything of CUDA happens in the reader's thread; with stand-ins for what does."""
-    own, calls = torch.device("cuda", 3), []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+    expected = f"{accuracy + difference:.5f}"
+    more = ("--expect", expected, "--tolerance", tolerance)
+    found, said = evaluated(small_run, tmp_path / "r", checkpoint, *more)
+    assert found == status
+    assert said.splitlines()[-1].startswith(
+        f"as expected: {expected}" if status == 0 else f"expected {expected} within {tolerance}, found "
     )
-    monkeypatch.setattr(Batch, "pin", lambda batch: calls.append((threading.current_thread().name, "pin")) or batch)
-    ahead = evaluator(dataset, 64)
-    ahead._device = own
-    ahead.read_ahead()
-    assert ahead._read is not None
-    count = len(ahead._read.result())
-    assert calls == [("evaluation_0", own)] + [("evaluation_0", "pin")] * count
 
 
-def test_predictions_in_bf16_are_counted_on_logits_that_are_not_rounded(
-    dataset: Dataset, model: BertForPreTraining, small_run: SmallRun
-) -> None:
-    """A bias of 16 on every logit: in bf16, where 0.125 lies between neighbours, most of a row would be equal."""
-    with torch.no_grad():
-        model.decoder_bias.fill_(16.0)
-    batch, autocast = batch_of(small_run.evaluation), torch.autocast("cpu", torch.bfloat16)
-    model.eval()
-    with torch.inference_mode(), autocast:
-        _, masked_MD = model.head_inputs(batch)
-        operands = model._transformed(masked_MD).bfloat16().double(), model.embeddings.word.bfloat16().double()
-    labelled = replace(batch, masked_lm_ids=(operands[0] @ operands[1].T).argmax(dim=-1))
-    evaluate = evaluator(dataset, len(dataset))
-    evaluate._batches = [labelled]
-    accuracy = evaluate(model.train(), autocast)
-    assert accuracy.correct == accuracy.count == len(batch.masked_lm_ids)
+def test_what_is_wrong_is_named(small_run: SmallRun, tmp_path: Path, checkpoint: Path) -> None:
+    for more, words in (
+        (("--expect", "34.085"), "--expect is 34.085: expected a share from 0 to 1"),
+        (("--expect", "nan"), "--expect is nan: expected a share from 0 to 1"),
+        (("--expect", "0.3", "--tolerance", "-1"), "--tolerance is -1.0: expected"),
+        (("--data.evaluation", tmp_path / "nowhere"), "nowhere"),
+        (("--data.initial-checkpoint", tmp_path / "none"), "none"),
+        (("--data.initial-checkpoint", "None"), "data.initial_checkpoint is not set: name the file"),
+        (("--model.hidden-size", "64"), "the model section asks for"),
+        (("--evaluation.batchsize", "64"), "there is no setting --evaluation.batchsize"),
+    ):
+        status, said = evaluated(small_run, tmp_path / "r", checkpoint, *more)
+        assert (status, said.count("\n")) == (2, 1), said
+        assert said.startswith("error: ")
+        assert words in said
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
-@pytest.mark.parametrize("record", [True, False])
-def test_a_gpu_evaluates_while_the_host_goes_on(dataset: Dataset, model: BertForPreTraining, record: bool) -> None:
-    expected = evaluator(dataset, 16)(model, PLAIN)
-    device = torch.device("cuda", 0)
-    model.to(device)
-    autocast = torch.autocast("cuda", torch.bfloat16, enabled=False)
-    evaluate = Evaluator(dataset, Mesh(0, 1, 0, device), 16)
-    evaluate.warm_up(model, autocast, CudaRecorder(device) if record else None)
-    assert evaluate(model, autocast).count == expected.count
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        pending = evaluate.start(model, autocast)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert abs(pending.result().correct - expected.correct) <= 2, "ties may fall the other way"
+def test_help_names_the_options() -> None:
+    process = Program("bert.evaluate", ["--help"])
+    assert process.wait(PATIENCE_S) == 0
+    assert "--expect" in process.output
+    process = Program("bert.evaluate", ["tiny_cpu", "--help"])
+    assert process.wait(PATIENCE_S) == 0
+    assert "usage: python -m bert.evaluate tiny_cpu" in process.output
+
+
+def test_ranks_share_the_work(small_run: SmallRun, tmp_path: Path, checkpoint: Path, accuracy: float) -> None:
+    wanted = arguments(small_run, tmp_path / "r", checkpoint, "--expect", f"{accuracy:.5f}", "--tolerance", "1e-5")
+    with Ranks(wanted, 3, "bert.evaluate") as ranks:
+        assert ranks.ends() == [0, 0, 0], ranks.output
+        assert ranks.output.count("masked-LM accuracy ") == 1
+    other = arguments(small_run, tmp_path / "r", checkpoint, "--expect", 0.99)
+    with Ranks(other, 2, "bert.evaluate") as ranks:
+        assert ranks.ends() == [1, 1]
+
+
+def test_under_torchrun_a_difference_is_seen(small_run: SmallRun, tmp_path: Path, checkpoint: Path) -> None:
+    process = torchrun(2, arguments(small_run, tmp_path / "r", checkpoint, "--expect", "0.99"), module="bert.evaluate")
+    said = process.communicate(timeout=PATIENCE_S)[0]
+    assert process.returncode == 1, said
+    assert "expected 0.99 within 0.001, found " in said

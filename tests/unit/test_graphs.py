@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bert.config import Config, ModelConfig, OptimizerConfig
-from bert.evaluate import Evaluator
+from bert.evaluator import Evaluator
 from bert.graphs import BatchGraphs, CudaRecorder, Recorder
 from bert.metrics import Stopwatch
 from bert.parallel.mesh import Mesh

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from bert.config import Config, ModelConfig, OptimizerConfig
-from bert.evaluate import Accuracy, Evaluator
+from bert.evaluator import Accuracy, Evaluator
 from bert.metrics import Stopwatch
 from bert.optimizer import Lamb, learning_rate
 from bert.parallel.mesh import Mesh, join_mesh

@@ -1,0 +1,156 @@
+"""Masked-LM accuracy over the evaluation set, as exact integer counts."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bert.graphs import BatchGraphs, Recorder
+from bert.model import BertForPreTraining
+from bert.parallel.collectives import start_all_reduce_sum_
+from bert.parallel.mesh import Mesh
+from dataloading.capacity import Capacity, choose_capacities
+from dataloading.dataset import Dataset
+from dataloading.loader import Batch, batch_of, capacity_of, inert_batch
+from kernels import captured
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Correct predictions among all masked tokens of the evaluation set."""
+
+    correct: int
+    count: int
+
+    @property
+    def value(self) -> float:
+        """The fraction, 0 to 1."""
+        return self.correct / self.count
+
+
+class PendingAccuracy:
+    """An evaluation that the device has been given, and whose counts are on their way over all ranks to the host.
+
+    Whatever the device gets next does not wait for them: on a GPU they take ``stream``, another than the current one.
+    """
+
+    def __init__(self, counts: Tensor, stream: torch.cuda.Stream | None) -> None:
+        self._counts = counts  # must live until they are summed and copied
+        self._work = start_all_reduce_sum_(counts)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(counts.device))
+            with torch.cuda.stream(stream):
+                if self._work is not None:
+                    self._work.wait()
+                self._host_counts = torch.empty(2, dtype=counts.dtype, pin_memory=True)
+                self._host_counts.copy_(counts, non_blocking=True)
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
+
+    def result(self) -> Accuracy:
+        """The accuracy over all ranks; waits for it."""
+        if self._counts.is_cuda:
+            self._arrived.synchronize()
+            return Accuracy(*self._host_counts.tolist())
+        if self._work is not None:
+            self._work.wait()
+        return Accuracy(*self._counts.tolist())
+
+
+class Evaluator:
+    """Evaluates the model on every sample of the set, each rank on its share.
+
+    Ranks take every ``world_size``-th sample in order of length, so shares are alike and batches hold similar lengths. They
+    are read once, in the background if ``read_ahead`` was called, and stay on the device.
+    """
+
+    def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
+        by_length = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
+        share = by_length[mesh.rank :: mesh.world_size]
+        self.samples = len(dataset)
+        self._dataset = dataset
+        self._device = mesh.device
+        self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
+        self._capacities: list[Capacity] = []
+        self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
+        self._counts_stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
+        self._recorded: BatchGraphs | None = None
+        self._read: Future[list[Batch]] | None = None
+        self._batches: list[Batch] = []
+
+    @torch.inference_mode()
+    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, recorder: Recorder | None) -> None:
+        """Compile what an evaluation calls, on empty batches and before the clock starts; nothing to do on a CPU.
+
+        With a ``recorder`` it is recorded too, by capacity, and replayed from now on: for this ``model`` alone.
+        """
+        if not self._indices or (recorder is None and self._device.type == "cpu"):
+            return
+        tokens_N, masked_N = (
+            np.array([counts[indices].sum(dtype=np.int64) for indices in self._indices])
+            for counts in (self._dataset.lengths, self._dataset.masked_counts)
+        )
+        sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
+        capacities = choose_capacities(tokens_N, masked_N, sequences, longest)
+        batches = [inert_batch(capacity).to(self._device) for capacity in capacities]
+        count = partial(self._count, model, autocast)
+        model.eval()
+        if recorder is None:
+            count(batches[-1])
+        else:
+            self._capacities, self._recorded = capacities, BatchGraphs(count)
+            with captured():
+                self._recorded.record(batches, recorder)
+                recorder.capture()
+        model.train()
+
+    def read_ahead(self) -> None:
+        """Begin to read this rank's share in the background, once the data may be touched."""
+        reader = ThreadPoolExecutor(1, "evaluation")
+        self._read = reader.submit(self._read_all)
+        reader.shutdown(wait=False)
+
+    def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
+        """The accuracy over all ranks; waits for it."""
+        return self.start(model, autocast).result()
+
+    @torch.inference_mode()
+    def start(
+        self, model: BertForPreTraining, autocast: torch.autocast, report: Callable[[float], None] = lambda _: None
+    ) -> PendingAccuracy:
+        """Hand an evaluation to the device; dropout is off while it runs. One at a time may be pending on all ranks.
+
+        ``report`` is told after each batch which share of this rank's has been handed over; a CPU has done that by then.
+        """
+        if not self._batches:
+            batches = self._read.result() if self._read is not None else self._read_all()
+            self._batches = [batch.to(self._device) for batch in batches]
+        count = self._recorded or partial(self._count, model, autocast)
+        self._counts.zero_()
+        model.eval()
+        for done, batch in enumerate(self._batches, 1):
+            count(batch)
+            report(done / len(self._batches))
+        model.train()
+        return PendingAccuracy(self._counts.clone(), self._counts_stream)
+
+    def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
+        """Add the batch's correct predictions and masked tokens to the counts."""
+        with autocast:
+            correct = model(batch).masked_lm_correct
+        assert correct is not None  # in evaluation the model counts
+        self._counts[0] += correct
+        self._counts[1] += (batch.masked_lm_ids >= 0).sum()
+
+    def _read_all(self) -> list[Batch]:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # a thread begins on the first GPU
+        batches = []
+        for indices in self._indices:
+            samples = self._dataset.take(indices)
+            batches.append(batch_of(samples, capacity=capacity_of(samples, self._capacities)))
+        return [batch.pin() for batch in batches] if self._device.type == "cuda" else batches
