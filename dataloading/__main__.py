@@ -28,6 +28,7 @@ from dataloading.files import atomic_path
 from dataloading.formats import open_shard
 from dataloading.hdf5 import Compression
 from dataloading.jobs import end_in_order
+from dataloading.order import OrderCheck
 from dataloading.prepare import Job, Progress, prepare
 from dataloading.pretraining_data import PretrainingOptions
 from dataloading.samples import Samples, concatenate
@@ -231,17 +232,18 @@ def pick_evaluation(folder: tyro.conf.Positional[Path], out: Path, samples: int 
 
 @app.command
 def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) -> None:
-    """Read a whole data set, compare every digest, look for repeated samples, and say whether it is a known one.
+    """Read a whole data set, compare every digest, look for repeats, say whether it was shuffled and is a known one.
 
     Args:
         folder: The data set.
         checksums: A published list of the shards' content digests (4320_shards_varlength.chk, say) to compare with.
     """
     dataset = _open_to_verify(folder)
-    census = known.Census(dataset)
+    census, order = known.Census(dataset), OrderCheck(len(dataset))
 
     def visit(shard: ShardRecord, samples: Samples) -> None:
         census.add(samples)
+        order.add(samples)
         say(f"{shard.name}: {shard.samples:,} samples, digest right")
 
     dataset.verify(visit)
@@ -252,6 +254,11 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
     say(known.describe_options(dataset.info))
     say(known.describe_samples(dataset))
     say(census.describe_repeats())
+    found, unshuffled = order.finding()
+    if unshuffled:
+        complain(found, "warning")
+    else:
+        say(found)
     say(f"{folder}: whole, {_counts(dataset)}, multiset digest {census.multiset_digest:016x}")
 
 
@@ -260,13 +267,14 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     """Write the samples of shards, in order, as plain NumPy arrays without padding.
 
     Args:
-        shards: Shards of any layout.
+        shards: Shards of any layout, or folders of them: data sets in the order of their manifests, others by name.
         out: The .npz file to write.
     """
     if not shards:
-        raise ValueError("no shard named; expected one or more files")
+        raise ValueError("no shard named; expected one or more files or folders")
+    paths = [path for named in shards for path in (_shards_of(named) if named.is_dir() else [named])]
     blocks = []
-    for path in shards:
+    for path in paths:
         with open_shard(path) as shard:
             blocks.append(shard.verify())
     samples = concatenate(blocks)
@@ -281,7 +289,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
             masked_lm_positions=samples.masked_lm_positions,
             masked_lm_ids=samples.masked_lm_ids,
         )
-    say(f"{out}: {len(samples):,} samples of {len(shards)} shard(s)")
+    say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
 
 
 def _print_progress(progress: Progress | ExtractionProgress, content: str) -> None:
@@ -321,6 +329,13 @@ def _shard_names(folder: Path) -> list[str]:
     if not names:
         raise ValueError(f"{folder} holds no files; expected shards")
     return names
+
+
+def _shards_of(folder: Path) -> list[Path]:
+    """The shards of a data set, or of a folder that holds nothing else."""
+    if (folder / MANIFEST_NAME).exists():
+        return [folder / record.name for record in open_dataset(folder).shards]
+    return [folder / name for name in _shard_names(folder)]
 
 
 def _info_of(folder: Path, names: list[str], vocab: Path) -> DatasetInfo:

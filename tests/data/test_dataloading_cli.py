@@ -282,3 +282,30 @@ def test_the_manifest_tells_where_the_data_came_from(
     assert manifest["samples"] == manifest["shards"][0]["samples"] > 0
     assert manifest["info"]["options"]["random_seed"] == 12345
     assert len(manifest["info"]["sources"][text.as_posix()]) == 64
+
+
+def test_dump_of_a_folder_reads_its_shards(
+    tmp_path: Path, text: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = tmp_path / "more.txt"
+    more.write_text("w1 w2 w3\nw4 w5\n\nw6 w7\nw8\n")
+    made = tmp_path / "made"
+    assert run(monkeypatch, "prepare", "--text", text, more, "--vocab", vocab, "--out", made, *FLAGS) == 0
+    shards = sorted(made.glob("*.hdf5"))
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for shard in shards:
+        (bare / shard.name).symlink_to(shard)
+    capsys.readouterr()
+    arrays = []
+    for number, named in enumerate((shards, [made], [bare], [bare / shards[0].name, bare / shards[1].name])):
+        out = tmp_path / f"{number}.npz"
+        assert run(monkeypatch, "dump", *named, "--out", out) == 0
+        assert capsys.readouterr().out.endswith(" samples of 2 shard(s)\n")
+        arrays.append(np.load(out, allow_pickle=False))
+    for other in arrays[1:]:
+        for name in arrays[0].files:
+            np.testing.assert_array_equal(other[name], arrays[0][name])
+    (tmp_path / "empty").mkdir()
+    assert run(monkeypatch, "dump", tmp_path / "empty", "--out", tmp_path / "none.npz") == 2
+    assert "holds no files; expected shards" in capsys.readouterr().err
