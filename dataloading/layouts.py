@@ -29,6 +29,11 @@ _MOST_ID = (1 << 15) - 1
 
 _ROWS_AT_A_TIME = 4096
 
+_WRAPPED = (
+    "no row has 128 to 383 tokens, as where NumPy 2 added up a mask of int8 in int8 (convert_fixed2variable.py in NVIDIA's "
+    "submissions): convert the fixed shards again, by python -m dataloading convert --to varlength"
+)
+
 _RAGGED = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
 _FIXED = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels")
 
@@ -132,6 +137,7 @@ class RaggedShard(Shard):
             self._lengths = self._columns["input_ids"].counts
             self._masked_counts = self._columns["masked_lm_ids"].counts
             labels = _one_value_a_row(file.array("next_sentence_labels"), rows)
+            self.remedy = _WRAPPED if _may_have_wrapped(self._lengths) else REMEDY
         self._labels = narrow(labels, np.uint8, "next_sentence_labels", path)
         self.row_offsets = offsets_of(counts)
         self._row_of = np.repeat(np.arange(rows), counts)
@@ -287,6 +293,11 @@ def open_fixed(path: Path, file: HDF5File) -> Shard:
         rows.read(start, min(start + _ROWS_AT_A_TIME, len(rows))) for start in range(0, len(rows), _ROWS_AT_A_TIME)
     ]
     return FlatShard(path, rows.info, "fixed", concatenate(blocks))
+
+
+def _may_have_wrapped(lengths: NDArray[np.int64]) -> bool:
+    """Whether these are lengths of padded rows of 512 that were cut at int8: a negative one counts from the end."""
+    return bool((lengths > 383).any() and (lengths < 512).all() and ((lengths < 128) | (lengths > 383)).all())
 
 
 def _as_in_samples(dtypes: Sequence[np.dtype[Any]]) -> bool:

@@ -95,6 +95,8 @@ class Shard(ABC):
     """Name of the layout, as ``convert --to`` takes it."""
     digest: str | None = None
     """`Samples.digest` of the content, where the file carries it."""
+    remedy: str = REMEDY
+    """What to do about bad content."""
     held_bytes: int = 0
     """Memory that this shard holds as long as it is open."""
     _content: mmap.mmap | None = None
@@ -145,7 +147,7 @@ class Shard(ABC):
             raise IndexError(f"{self.path}: samples {start} to {stop} asked for; it holds {len(self):,}")
         self.require_whole()
         samples = self._between(start, stop)
-        check_content(samples, self.info, self.path)
+        check_content(samples, self.info, self.path, self.remedy)
         return samples
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
@@ -153,7 +155,7 @@ class Shard(ABC):
         check_indices(indices, len(self), self.path)
         self.require_whole()
         samples = self._at(indices)
-        check_content(samples, self.info, self.path)
+        check_content(samples, self.info, self.path, self.remedy)
         return samples
 
     def verify(self, digest: str | None = None) -> Samples:
@@ -293,8 +295,8 @@ def check_offsets(samples: Samples, path: Path) -> None:
             raise ValueError(f"{path}: {name} do not rise from 0 to {end:,} over {count:,} samples; {REMEDY}")
 
 
-def check_content(samples: Samples, info: DatasetInfo, path: Path) -> None:
-    """ValueError unless every value is in the range that ``info`` promises."""
+def check_content(samples: Samples, info: DatasetInfo, path: Path, remedy: str = REMEDY) -> None:
+    """ValueError, which ends in ``remedy``, unless every value is in the range that ``info`` promises."""
     lengths, masked_counts = samples.lengths, samples.masked_counts
     room = np.repeat(lengths, masked_counts) - samples.masked_lm_positions
     for name, values, least, most in (
@@ -307,4 +309,4 @@ def check_content(samples: Samples, info: DatasetInfo, path: Path) -> None:
         ("tokens after a masked position", room, 1, info.max_seq_length),
     ):
         if len(values) and not (values.min() >= least and values.max() <= most):
-            raise ValueError(f"{path}: {name}: {values.min()} to {values.max()}, expected {least} to {most}; {REMEDY}")
+            raise ValueError(f"{path}: {name}: {values.min()} to {values.max()}, expected {least} to {most}; {remedy}")

@@ -1,6 +1,7 @@
 """The HDF5 layouts in circulation: read as other programs write them, written as other programs read them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -332,3 +333,39 @@ def test_a_file_of_no_known_layout_names_what_it_holds(tmp_path: Path) -> None:
         file["weights"] = np.arange(3)
     with pytest.raises(ValueError, match="of no known layout: it holds weights"):
         open_shard(path)
+
+
+@pytest.mark.parametrize("least", [3, 200])
+def test_lengths_that_wrapped_in_int8_are_named_with_their_cause(tmp_path: Path, least: int) -> None:
+    """Rows cut as the published conversion does it, `row[:sum(mask)]`, where NumPy 2 adds int8 to int8."""
+    lengths = np.random.default_rng(0).integers(least, 513, 300)
+    samples, path = synthetic_samples(lengths, INFO.vocab_size), tmp_path / "file"
+    with h5py.File(path, "w") as file:
+        columns = {name: file.create_dataset(name, (len(samples),), h5py.vlen_dtype(np.dtype("i2"))) for name in RAGGED}
+        file.create_dataset("next_sentence_labels", data=samples.next_sentence_labels.astype("i1"))
+        for index, length in enumerate(lengths):
+            one = samples.slice(index, index + 1)
+            wrapped = int(np.ones(length, np.int8).sum(dtype=np.int8))
+            for name in RAGGED:
+                values = getattr(one, name)
+                fixed = np.pad(values, (0, 512 - len(values)))
+                columns[name][index] = fixed[:wrapped] if name in ("input_ids", "segment_ids") else values
+    with pytest.raises(ValueError, match="no row has 128 to 383 tokens") as caught, open_shard(path) as shard:
+        shard.read(0, len(shard))
+    assert str(caught.value).startswith(f"{path}: sample length: 0 to 511, expected 1 to ")
+    assert "NumPy 2" in str(caught.value)
+    assert str(caught.value).endswith("python -m dataloading convert --to varlength")
+
+
+def test_other_faults_are_not_said_to_be_wrapped_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for lengths in (np.arange(3, 100), np.arange(3, 512)):
+        write_varlength(
+            path, synthetic_samples(lengths, 100), replace(INFO, max_seq_length=512, max_predictions_per_seq=80)
+        )
+        with h5py.File(path, "r+") as file:
+            column = file["input_ids"]
+            assert isinstance(column, h5py.Dataset)
+            column[1] = -column[1]
+        with pytest.raises(ValueError, match="copy or prepare the data set again"), open_shard(path) as shard:
+            shard.read(0, len(shard))
