@@ -6,7 +6,11 @@ F intermediate, V vocabulary, N rows, C classes, P parameters.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from typing import ParamSpec, TypeVar
+
+if find_spec("torch") is None:
+    raise ModuleNotFoundError("torch is not installed: pip install 'mlperf-bert[train]'", name="torch")
 
 from kernels import fp8, lamb, reference
 from kernels.fp8 import new_scales

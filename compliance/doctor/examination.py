@@ -187,7 +187,8 @@ def _check_machine(case: _Case) -> Iterator[Diagnosis]:
 
 def _check_packages(_: _Case) -> Iterator[Diagnosis]:
     installed = version("mlperf-logging")
-    pins = (REPOSITORY / "constraints.txt").read_text(encoding="utf-8").split()
+    constraints = REPOSITORY / "constraints.txt"  # which an installed package is without
+    pins = constraints.read_text(encoding="utf-8").split() if constraints.exists() else [f"mlperf-logging=={installed}"]
     pinned = {name: number for name, _, number in (pin.partition("==") for pin in pins)}
     mend = "install the pinned packages: rm -r .venv, and run run_and_time.sh again"
     if not installed:

@@ -19,7 +19,7 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
         name
         for name in names
         if name == "__pycache__"
-        or (at_top and (name[0] == "." or name == "data"))
+        or (at_top and (name[0] == "." or name in ("data", "build") or name.endswith(".egg-info")))
         or (in_results and name != COMMITTED_RESULTS)
     }
 
