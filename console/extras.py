@@ -5,18 +5,16 @@ from importlib.util import find_spec
 
 
 def require_extra(extra: str, *modules: str) -> None:
-    """Go on only where all ``modules`` of an extra are installed.
+    """End a program that lacks one of the ``modules`` of an extra, with what to install in one line and exit status 2.
 
-    Raises ``ModuleNotFoundError`` with what to install; while Python looks for the module of ``python -m``, as the first
-    entry of ``sys.argv`` then says, it ends the program with that in one line and exit status 2.
+    Only while Python looks for the module of ``python -m``, as the first entry of ``sys.argv`` then says: who imports a
+    package may need less of it, as the benchmark of GPUs does.
     """
-    missing = next((module for module in modules if find_spec(module) is None), None)
-    if missing is None:
-        return
-    error = ModuleNotFoundError(f"{missing} is not installed: pip install 'mlperf-bert[{extra}]'", name=missing)
     if sys.argv[:1] != ["-m"]:
-        raise error
-    from console.program import complain  # takes time that is lost where nothing is missing
+        return
+    missing = next((module for module in modules if find_spec(module) is None), None)
+    if missing is not None:
+        from console.program import complain  # takes time that is lost where nothing is missing
 
-    complain(error)
-    raise SystemExit(2)
+        complain(f"{missing} is not installed: pip install 'mlperf-bert[{extra}]'")
+        raise SystemExit(2)
