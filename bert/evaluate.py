@@ -24,7 +24,8 @@ from bert.evaluator import Accuracy, Evaluator
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.preflight import check_evaluation
 from bert.train import first_model, parse, refused
-from console.program import accept_any_text, parsed, say, say_document
+from bert.triton_cache import require_private_cache
+from console.program import accept_any_text, complain, parsed, say, say_document
 from dataloading.dataset import Dataset
 from dataloading.jobs import end_in_order
 
@@ -73,6 +74,8 @@ def main(arguments: Sequence[str]) -> int:
             say(f"{config.recipe}: ready, {len(dataset):,} samples would be evaluated")
             return 0
         mesh = join_mesh(config.training.device)
+        if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
+            complain(warning, "warning")
     except (ValueError, OSError) as error:
         return refused(error)
     try:
