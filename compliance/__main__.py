@@ -1,4 +1,7 @@
-"""Check logs, describe the system, report on a results folder: `python -m compliance --help`."""
+"""Check logs, describe the system, report on a results folder: `python -m compliance --help`.
+
+A command imports what it needs when it runs: a page of charts or a submission's tools cost the others nothing.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from compliance.annotations import say_annotations
 from compliance.log_file import STDIN
-from compliance.matrix import acceptance, table
-from compliance.report.page import Format, render_as, write_report
-from compliance.report.results import load_results
-from compliance.report.summary import as_dict, print_summary
+from compliance.report import Format
 from compliance.rules import NEWEST_RULESET, RULESETS, Division
-from compliance.sarif import write_sarif
-from compliance.submission.check import accepted, check_paths
-from compliance.submission.folders import find
 from console.program import Commands, accept_any_text, complain, say, say_document, say_json
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
@@ -61,8 +57,12 @@ def check(
         raise ValueError(f"--format github and --{'json' if json else 'matrix'}: choose one of them")
     if matrix:
         return _print_matrix(paths, json)
+    from compliance.submission.check import accepted, check_paths
+
     verdicts = check_paths(paths, ruleset)
     if sarif:
+        from compliance.sarif import write_sarif
+
         write_sarif(sarif, verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
@@ -73,17 +73,23 @@ def check(
             for finding in verdict.findings:
                 say(f"    {finding}")
     if format == "github":
+        from compliance.annotations import say_annotations
+
         say_annotations(verdicts)
     return 0 if accepted(verdicts) else 1
 
 
 def _logs_of(path: Path) -> list[Path]:
+    from compliance.submission.folders import find
+
     return (
         [log for folder in find(path).benchmarks for log in folder.logs] if path != STDIN and path.is_dir() else [path]
     )
 
 
 def _print_matrix(paths: tuple[Path, ...], json: bool) -> int:
+    from compliance.matrix import acceptance, table
+
     logs = [log for path in paths for log in _logs_of(path)]
     tables = [acceptance(log) for log in logs]
     if json:
@@ -103,6 +109,10 @@ def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET, format: Format = "
         format: html is written to FOLDER/report.html, the others are printed.
         out: The file to write instead.
     """
+    from compliance.report.page import render_as, write_report
+    from compliance.report.results import load_results
+    from compliance.report.summary import as_dict
+
     if format == "html" or out is not None:
         say(write_report(folder, ruleset, format, out))
     elif format == "json":
@@ -115,6 +125,9 @@ def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET, format: Format = "
 @app.command
 def summary(folder: Folder, ruleset: Ruleset = NEWEST_RULESET) -> int:
     """Print the table of all runs in FOLDER: time to train, accuracy, sequences, throughput, verdict."""
+    from compliance.report.results import load_results
+    from compliance.report.summary import print_summary
+
     print_summary(load_results(folder, ruleset))
     return 0
 

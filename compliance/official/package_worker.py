@@ -16,7 +16,6 @@ import warnings
 from typing import Any
 
 from mlperf_logging.compliance_checker import mlp_compliance, mlp_parser
-from mlperf_logging.package_checker import package_checker
 from mlperf_logging.repo_checker import repo_checker
 from mlperf_logging.system_desc_checker import system_desc_checker
 
@@ -48,6 +47,8 @@ def judge(tool: str, path: str, ruleset: str) -> dict[str, Any]:
     mlp_compliance.enqueued_configs.clear()  # a crash leaves some behind
     try:
         if tool == "package":
+            from mlperf_logging.package_checker import package_checker  # with SciPy, which takes a second to import
+
             passed = package_checker.check_training_result_files(
                 path, "training", ruleset, quiet=False, werror=False, rcp_bypass=False, rcp_bert_train_samples=False,
                 seed_checker_bypass=False,

@@ -1,1 +1,6 @@
 """Reports on the runs of a folder."""
+
+from typing import Literal
+
+Format = Literal["html", "markdown", "json", "csv"]
+"""What a report is written as."""

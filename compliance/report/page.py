@@ -10,6 +10,7 @@ from typing import Literal
 
 from compliance.artefact import write_whole
 from compliance.convergence import Outlook, Reference
+from compliance.report import Format
 from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count, stacked_chart
 from compliance.report.published import SOURCE, Published
 from compliance.report.results import STEP_PARTS, Results, Run, breakdown, load_results, numbers, steps_taken
@@ -30,8 +31,6 @@ from compliance.rules import NEWEST_RULESET, NOT_A_RESULT
 from console.text import visible
 
 STYLE_SHEET = Path(__file__).with_name("report.css")
-
-Format = Literal["html", "markdown", "json", "csv"]
 
 PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True)) | {
     "evaluation": "evaluation",

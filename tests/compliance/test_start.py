@@ -1,0 +1,52 @@
+"""Small commands start small: what only others need is not imported."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.compliance.submission_trees import write_description
+from tests.conftest import REPOSITORY
+
+MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
+COMMAND = "import sys; from compliance.__main__ import app; app.run('compliance', sys.argv[1:]); "
+
+
+def modules_after(program: str, *arguments: object, given: str = "") -> set[str]:
+    """Names of the modules that a process holds in the end; they stand in its last line."""
+    done = subprocess.run(
+        [sys.executable, "-c", program + MODULES, *map(str, arguments)],
+        cwd=REPOSITORY,
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_the_command_line_is_understood_without_the_commands() -> None:
+    held = modules_after("import compliance.__main__; ")
+    own = {name for name in held if name.startswith("compliance.")}
+    assert own <= {f"compliance.{name}" for name in ("__main__", "artefact", "log_file", "report", "rules")}
+    assert not held & {"rich", "numpy", "yaml"}
+
+
+@pytest.mark.parametrize("command", ["check", "summary"])
+def test_the_logs_are_judged_without_charts_doctor_and_packages(command: str) -> None:
+    held = modules_after(COMMAND, command, REPOSITORY / "results" / "cpu_2cores" / "bert")
+    assert "compliance.official.package" in held
+    assert not held & {"compliance.report.page", "compliance.report.charts", "compliance.doctor.system", "numpy"}
+
+
+def test_a_description_is_judged_without_the_tool_that_needs_scipy(tmp_path: Path) -> None:
+    request = {"tool": "system", "path": str(write_description(tmp_path)), "ruleset": "5.0.0"}
+    held = modules_after("from compliance.official.package_worker import main; main(); ", given=json.dumps(request))
+    assert "mlperf_logging.system_desc_checker.system_desc_checker" in held
+    assert "scipy" not in held
