@@ -15,7 +15,7 @@ from dataloading.samples import Samples
 _TEXT = 16
 """Tokens behind [CLS] that make two samples' beginnings the same text, masked ones as they were."""
 _AT_A_TIME = 1 << 14
-_MOST_HELD = 1 << 22
+_MOST_HELD = 1 << 20
 """Beginnings held in memory, 16 bytes each; of larger sets a random part of all texts is looked at."""
 _MOST_ALIKE = 64
 """Samples of one beginning, above which it is a common phrase and not one document's."""
