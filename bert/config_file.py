@@ -26,7 +26,7 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
         raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name that one, or leave the recipe out")
-    chosen = recipe or stated
+    chosen = recipe or str(stated)
     if chosen not in RECIPES:
         raise ValueError(f"{path} names the recipe {chosen!r}: expected recipe = one of {', '.join(RECIPES)}")
     known = setting_names(chosen)

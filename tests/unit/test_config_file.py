@@ -55,7 +55,7 @@ def write_log(path: Path, config: Config) -> Path:
         ("a.toml", "training = [", "is no TOML"),
         ("a.toml", "\x00", "is no TOML"),
         ("a.toml", "x = " + "[" * 100_000, "is no TOML"),
-        ("a.toml", "", r"names the recipe None: expected recipe = one of"),
+        ("a.toml", "", r"names the recipe 'None': expected recipe = one of"),
         ("a.toml", 'recipe = "tiny"', r"names the recipe 'tiny'"),
         (
             "a.toml",
