@@ -1,6 +1,7 @@
 """Small data sets and run settings that several tests share."""
 
 import os
+import signal
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,11 @@ from dataloading.tokenization import Vocabulary
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# In the background or under nohup a shell has programs ignore signals, and all that they start. Tests send them.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # What a developer has pinned or measured is not for the tests.
 os.environ["MLPERF_BERT_CACHE"] = tempfile.mkdtemp(prefix="mlperf-bert-tests-")

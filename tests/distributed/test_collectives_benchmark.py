@@ -21,7 +21,6 @@ def test_between_hosts_hierarchical_sends_what_it_must(tmp_path: Path) -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=180,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     figures = json.loads(out.read_text())
