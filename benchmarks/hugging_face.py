@@ -8,8 +8,8 @@ from bert.config import ModelConfig
 from dataloading.samples import Samples
 
 
-def new_model(config: ModelConfig) -> torch.nn.Module:
-    """With both pretraining heads, scaled-dot-product attention and random weights."""
+def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
+    """With both pretraining heads, scaled-dot-product attention by default, and random weights."""
     import transformers  # optional: only comparisons need it
 
     return transformers.AutoModelForPreTraining.from_config(
@@ -24,7 +24,7 @@ def new_model(config: ModelConfig) -> torch.nn.Module:
             hidden_dropout_prob=config.hidden_dropout,
             attention_probs_dropout_prob=config.attention_dropout,
         ),
-        attn_implementation="sdpa",
+        attn_implementation=attention,
     )
 
 

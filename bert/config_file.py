@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bert.provenance import flattened
 from bert.recipes import RECIPES
-from dataloading.files import read_bounded
+from dataloading.files import open_regular, read_bounded
 
 _MOST_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16
@@ -65,7 +65,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
 
 def _head(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return file.read(_HEAD_BYTES).decode(errors="replace")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None

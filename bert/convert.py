@@ -25,9 +25,9 @@ from bert.config import ModelConfig
 from bert.hugging_face import hugging_face_names, stated_heads, write_folder
 from bert.model import BertForPreTraining
 from bert.tf_checkpoint import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name, tf2_names
+from console.interruption import end_in_order
 from console.program import accept_any_text, bound, complain, parsed, say
 from dataloading.files import atomic_path, open_regular
-from dataloading.jobs import end_in_order
 from dataloading.tokenization import Vocabulary
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}

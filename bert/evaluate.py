@@ -25,9 +25,9 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.preflight import check_evaluation
 from bert.train import first_model, parse, refused
 from bert.triton_cache import require_private_cache
+from console.interruption import end_in_order
 from console.program import accept_any_text, complain, parsed, say, say_document
 from dataloading.dataset import Dataset
-from dataloading.jobs import end_in_order
 
 
 @dataclass(frozen=True)

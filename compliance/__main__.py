@@ -6,10 +6,8 @@ A command imports what it needs when it runs: a page of charts or a submission's
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
@@ -17,6 +15,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from compliance.log_file import STDIN
 from compliance.report import Format
 from compliance.rules import NEWEST_RULESET, RULESETS, Division
+from console.interruption import end_in_order
 from console.program import Commands, accept_any_text, complain, say, say_document, say_json
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
@@ -265,7 +264,7 @@ def watch(
 def main() -> int:
     """Run the command line; a user's error is one line on stderr and exit status 2."""
     accept_any_text()
-    signal.signal(signal.SIGTERM, _end)
+    end_in_order()
     try:
         return app.run("python -m compliance")
     except ValueError as error:
@@ -274,11 +273,6 @@ def main() -> int:
     except BrokenPipeError:  # whoever reads has seen enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-
-
-def _end(number: int, _frame: FrameType | None) -> None:
-    """End by way of an exception, so that what was begun is removed and other processes are ended."""
-    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Ctrl-C, from the first import on: one line, and the end that a shell knows as 130."""
+"""How signals end a program: Ctrl-C in one line from the first import on, and what is told to end in order."""
 
+import signal
 import sys
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import NoReturn
 
 
 def show_in_one_line() -> None:
@@ -18,3 +20,18 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         sys.stderr.write("interrupted\n")
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def end_in_order() -> None:
+    """From here on let SIGTERM and SIGHUP end this process as an error does, so that what is unfinished is removed.
+
+    The exit status is 128 + n after signal n, as shells have it.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _end)
+
+
+def _end(number: int, _frame: FrameType | None) -> NoReturn:
+    signal.signal(number, signal.SIG_IGN)  # a second one would leave things as they are
+    raise SystemExit(128 + number)

@@ -8,6 +8,7 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+from console.interruption import end_in_order
 from console.program import Commands, accept_any_text, complain, say
 from dataloading import known
 from dataloading.convert import Layout, convert, convert_to_packed
@@ -27,7 +28,6 @@ from dataloading.demo import write_demo
 from dataloading.files import atomic_path
 from dataloading.formats import open_shard
 from dataloading.hdf5 import Compression
-from dataloading.jobs import end_in_order
 from dataloading.order import OrderCheck
 from dataloading.prepare import Job, Progress, prepare
 from dataloading.pretraining_data import PretrainingOptions

@@ -4,15 +4,13 @@ import json
 import multiprocessing
 import os
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from dataloading.files import is_temporary, read_json, write_atomically
 
@@ -21,21 +19,6 @@ Result = TypeVar("Result")
 
 _MAX_DESCRIPTION_BYTES = 64 << 20
 _REMEDY = "delete the folder and begin again"
-
-
-def end_in_order() -> None:
-    """From here on SIGTERM and SIGHUP end this process as an error does, so that what is unfinished is removed.
-
-    The exit status is 128 + n after signal n, as shells have it. Processes of `run_tasks` end likewise.
-    """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _end)
-
-
-def _end(number: int, _frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a second one would leave things as they are
-    raise SystemExit(128 + number)
 
 
 @contextmanager

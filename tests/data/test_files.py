@@ -183,7 +183,8 @@ STOPPED = r"""
 import os, sys, time
 from pathlib import Path
 from dataloading.files import atomic_path
-from dataloading.jobs import begun, end_in_order, run_tasks
+from console.interruption import end_in_order
+from dataloading.jobs import begun, run_tasks
 
 out, jobs = Path(sys.argv[1]), int(sys.argv[2])
 

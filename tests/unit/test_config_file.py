@@ -1,5 +1,6 @@
 """Settings from a file, and from the head of a result file."""
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -80,6 +81,10 @@ def test_the_rest_of_the_command_line(tmp_path: Path) -> None:
         parse(["tiny_cpu", "--config"])
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'gone.toml'}: No such file")):
         parse(["--config", str(tmp_path / "gone.toml")])
+    for name in ("pipe", "pipe.toml"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name}: a pipe or a device, expected a file"):
+            parse(["--config", str(tmp_path / name)])
     (tmp_path / "other.toml").write_text('recipe = "h100_1x1"')
     with pytest.raises(ValueError, match="is of the recipe h100_1x1, expected tiny_cpu"):
         parse(["tiny_cpu", "--config", str(tmp_path / "other.toml")])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.hugging_face import new_model
 from bert.checkpoint import copy_weights
 from bert.config import ModelConfig
 from bert.hugging_face import from_hugging_face, to_hugging_face
@@ -77,19 +78,8 @@ def assert_relatively_close(got: Tensor, expected: Tensor, tolerance: float, nam
 
 
 def hugging_face_model(dtype: torch.dtype) -> Any:
-    transformers = pytest.importorskip("transformers", reason="transformers, the independent model, is not installed")
-    config = transformers.BertConfig(
-        vocab_size=CONFIG.vocab_size,
-        hidden_size=CONFIG.hidden_size,
-        num_hidden_layers=CONFIG.num_hidden_layers,
-        num_attention_heads=CONFIG.num_attention_heads,
-        intermediate_size=CONFIG.intermediate_size,
-        max_position_embeddings=CONFIG.max_position_embeddings,
-        hidden_act="gelu_pytorch_tanh",
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    theirs = transformers.AutoModelForPreTraining.from_config(config, attn_implementation="eager").to(dtype)
+    pytest.importorskip("transformers", reason="transformers, the independent model, is not installed")
+    theirs = new_model(replace(CONFIG, hidden_dropout=0.0, attention_dropout=0.0), "eager").to(dtype)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in theirs.parameters():
