@@ -24,9 +24,9 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_part import LOST
-from benchmarks.gpu_report import CUT_OFF, Report, Row
-from benchmarks.gpu_table import page
+from benchmarks.gpu_parts.part import LOST
+from benchmarks.gpu_parts.report import CUT_OFF, Report, Row
+from benchmarks.gpu_parts.table import page
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Part:
 
 
 PARTS = {
-    "ceilings": Part("gpu_ceilings:ceilings", 30),
-    "correctness": Part("gpu_correctness:correctness", 100),
-    "step": Part("gpu_step:step", 90),
-    "kernels": Part("gpu_kernels:kernels", 80),
-    "fp8": Part("gpu_step:fp8", 70),
-    "peers": Part("gpu_peers:peers", 120),
-    "memory": Part("gpu_memory:memory", 60),
-    "end-to-end": Part("gpu_end_to_end:end_to_end", 450),
+    "ceilings": Part("ceilings:ceilings", 30),
+    "correctness": Part("correctness:correctness", 100),
+    "step": Part("step:step", 90),
+    "kernels": Part("kernels:kernels", 80),
+    "fp8": Part("step:fp8", 70),
+    "peers": Part("peers:peers", 120),
+    "memory": Part("memory:memory", 60),
+    "end-to-end": Part("end_to_end:end_to_end", 450),
 }
 """In the order in which a first run wants them: what later figures are held against comes first."""
 
@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 def _folder_of_the_gpu(out: Path | None) -> Path:
     import torch  # takes seconds, and nothing else here needs it
 
-    from benchmarks.gpu_timing import folder_name
+    from benchmarks.gpu_parts.timing import folder_name
 
     if not torch.cuda.is_available():
         raise ValueError("needs a CUDA device, and PyTorch sees none here")
@@ -120,7 +120,7 @@ def measure(settings: Settings) -> bool:
     for at, part in enumerate(settings.parts):
         later = sum(PARTS[other].share for other in settings.parts[at:])
         seconds = (end - time.monotonic()) * PARTS[part].share / later
-        report = run_part(part, f"benchmarks.{PARTS[part].function}", settings, seconds)
+        report = run_part(part, f"benchmarks.gpu_parts.{PARTS[part].function}", settings, seconds)
         well = well and report.complete and not report.failures
     return well
 
@@ -154,7 +154,7 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Re
 
 def _run(function: str, path: Path, settings: Settings, seconds: float) -> int | None:
     """The exit status of one process, or None when its time was up; nothing that it has started is left."""
-    command = [sys.executable, str(Path(__file__).with_name("gpu_part.py")), function, str(path), str(seconds)]
+    command = [sys.executable, str(Path(__file__).parent / "gpu_parts" / "part.py"), function, str(path), str(seconds)]
     command += ["--device", settings.device, *(["--tiny"] if settings.tiny else [])]
     process = subprocess.Popen(command, process_group=0)
     try:

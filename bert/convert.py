@@ -20,15 +20,15 @@ import tyro
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from bert.checkpoint import VOCABULARY, Weight, model_metadata, stated_model, write_safetensors
+from bert.checkpoints.hugging_face import hugging_face_names, stated_heads, write_folder
+from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name, tf2_names
+from bert.checkpoints.weights import VOCABULARY, Weight, model_metadata, stated_model, write_safetensors
 from bert.config import ModelConfig
-from bert.hugging_face import hugging_face_names, stated_heads, write_folder
 from bert.model import BertForPreTraining
-from bert.tf_checkpoint import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name, tf2_names
 from console.interruption import end_in_order
 from console.program import accept_any_text, bound, complain, parsed, say
 from dataloading.files import atomic_path, open_regular
-from dataloading.tokenization import Vocabulary
+from dataloading.text.tokenization import Vocabulary
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Hugging Face's names of today to those in its older files."""

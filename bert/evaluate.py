@@ -21,13 +21,13 @@ import tyro
 
 from bert.config import Config
 from bert.evaluator import Accuracy, Evaluator
+from bert.guards.preflight import check_evaluation
+from bert.guards.triton_cache import require_private_cache
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.preflight import check_evaluation
 from bert.train import first_model, parse, refused
-from bert.triton_cache import require_private_cache
 from console.interruption import end_in_order
 from console.program import accept_any_text, complain, parsed, say, say_document
-from dataloading.dataset import Dataset
+from dataloading.dataset.folder import Dataset
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.graphs import BatchGraphs, Recorder
+from bert.cuda_graphs import BatchGraphs, Recorder
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import start_all_reduce_sum_
 from bert.parallel.mesh import Mesh
-from dataloading.capacity import Capacity, choose_capacities
-from dataloading.dataset import Dataset
-from dataloading.loader import Batch, batch_of, capacity_of, inert_batch
+from dataloading.batches.capacity import Capacity, choose_capacities
+from dataloading.batches.loader import Batch, batch_of, capacity_of, inert_batch
+from dataloading.dataset.folder import Dataset
 from kernels import captured
 
 

@@ -7,11 +7,12 @@ lengths. The last layer, which computes little more than the rows that the heads
 precision of autocast, as attention, heads, norms, embeddings and the residual stream do. The fp32 parameters stay masters.
 
 Each quantized tensor is a site with a scale of its own: the largest power of two that keeps the largest magnitude of the
-step before inside the format, with room to grow (``kernels.fp8.HEADROOM_BITS``). All scales are on the device and the host
-reads none, so that a captured step can be replayed. They are each rank's own where they are of activations and gradients;
-those of the weights agree, as weights do.
+step before inside the format, with room to grow (``kernels.reference.fp8.HEADROOM_BITS``). All scales are on the device and
+the host reads none, so that a captured step can be replayed. They are each rank's own where they are of activations and
+gradients; those of the weights agree, as weights do.
 
-On a CPU the definitions of ``kernels.fp8`` stand in: right, and several times slower than fp32. They are for tests.
+On a CPU the definitions of ``kernels.reference.fp8`` stand in: right, and several times slower than fp32. They are for
+tests.
 
 Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden, F intermediate, S sites; columns of what is
 transposed are padded to a multiple of 16.
@@ -36,7 +37,7 @@ from kernels import (
     new_scales,
     scaled_matmul,
 )
-from kernels.fp8 import E4M3, E5M2, largest_scaled
+from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
 
 _CALIBRATION_ROUNDS = 4
 

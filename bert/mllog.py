@@ -1,9 +1,9 @@
 """The only writer of MLLOG lines: a log that is right by construction.
 
-`MLLog` knows `compliance.rules`. A wrong key, value, order or number of records raises `RuleViolation` in the run, at
+`MLLog` knows `compliance.log.rules`. A wrong key, value, order or number of records raises `RuleViolation` in the run, at
 the call that made it, and nothing is written. Each line is one write to the result file, flushed at once, so that
 records and plain lines never interleave and a killed run leaves whole lines behind. Plain lines with a chain of digests
-(`compliance.digest`) among them tell whether the file is still as the run left it.
+(`compliance.log.digest`) among them tell whether the file is still as the run left it.
 
 The order of a run:
 
@@ -31,8 +31,8 @@ from typing import BinaryIO, Literal, Self
 
 from mlperf_logging.mllog.mllog import MLLogger
 
-from compliance import digest, rules
-from compliance.rules import QUALITY_TARGET, evaluation_interval, evaluation_samples
+from compliance.log import digest, rules
+from compliance.log.rules import QUALITY_TARGET, evaluation_interval, evaluation_samples
 from console.text import visible
 
 __all__ = ["QUALITY_TARGET", "MLLog", "ResultExists", "RuleViolation", "evaluation_interval", "evaluation_samples"]

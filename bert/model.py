@@ -29,7 +29,7 @@ from kernels import (
 )
 
 if TYPE_CHECKING:
-    from dataloading.loader import Batch
+    from dataloading.batches.loader import Batch
 
 
 @dataclass(frozen=True)

@@ -19,18 +19,18 @@ import torch
 import tyro
 from torch import Tensor
 
-from bert.checkpoint import VOCABULARY, save_weights
+from bert.checkpoints.weights import VOCABULARY, save_weights
 from bert.model import BertForPreTraining, EncoderLayer, initialize_
 from bert.optimizer import FlatParameters
 from bert.recipes import tiny_model
 from console.program import accept_any_text, complain, parsed, say
-from dataloading.demo import TRAIN_OPTIONS, demo_samples, text_digest
-from dataloading.documents import demo_documents
-from dataloading.loader import batch_of
-from dataloading.sampler import Plan
-from dataloading.samples import Samples
-from dataloading.tokenization import Tokenizer, Vocabulary
-from dataloading.vocabulary import learn_vocabulary
+from dataloading.batches.loader import batch_of
+from dataloading.batches.sampler import Plan
+from dataloading.shards.samples import Samples
+from dataloading.text.demo import TRAIN_OPTIONS, demo_samples, text_digest
+from dataloading.text.documents import demo_documents
+from dataloading.text.tokenization import Tokenizer, Vocabulary
+from dataloading.text.vocabulary import learn_vocabulary
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """One training step: forward, loss, backward, reduction, update.
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
-fetches the sums once an interval. So both halves can be recorded (``bert.graphs``): forward and backward of a micro-batch
-once for each capacity, the update once. On several ranks the last micro-batch of a step has recordings of its own, because
-the reduction runs beside its backward pass; so has the first one where weights are gathered beside its forward pass.
+fetches the sums once an interval. So both halves can be recorded (``bert.cuda_graphs``): forward and backward of a
+micro-batch once for each capacity, the update once. On several ranks the last micro-batch of a step has recordings of its
+own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its forward
+pass.
 """
 
 import itertools
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor
 
 from bert.config import Config
+from bert.cuda_graphs import BatchGraphs, Recorder
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
-from bert.graphs import BatchGraphs, Recorder
-from bert.metrics import Stopwatch, is_recording
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.collectives import all_reduce_sum_
@@ -25,8 +25,9 @@ from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Reduction, choose
 from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.weight_gather import WeightGather
-from dataloading.capacity import Capacity
-from dataloading.loader import Batch, inert_batch
+from bert.reporting.metrics import Stopwatch, is_recording
+from dataloading.batches.capacity import Capacity
+from dataloading.batches.loader import Batch, inert_batch
 from kernels import captured
 
 

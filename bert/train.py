@@ -24,15 +24,26 @@ import torch
 import tyro
 from rich.console import Console
 
-from bert.checkpoint import VOCABULARY, load_weights, save_weights
-from bert.clock import DataGuard
+from bert.checkpoints.training_state import Checkpoints, RunState, checkpoint_folders, find, lock, restore
+from bert.checkpoints.weights import VOCABULARY, load_weights, save_weights
 from bert.config import Config
 from bert.config_file import arguments_of, did_you_mean, setting_names
-from bert.displays import LivePanel, PlainLines
+from bert.cuda_graphs import CudaRecorder
 from bert.evaluator import Evaluator
-from bert.graphs import CudaRecorder
-from bert.interruption import Interrupted, Interruption
-from bert.metrics import (
+from bert.guards.data_guard import DataGuard
+from bert.guards.interruption import Interrupted, Interruption
+from bert.guards.preflight import check, plan_of, refuse_others, result_folder
+from bert.guards.triton_cache import require_private_cache
+from bert.loop import Inputs, TimedRun
+from bert.mllog import MLLog
+from bert.model import BertForPreTraining
+from bert.parallel.collectives import agreed_integer, agreed_text, all_reduce_sum_, barrier, broadcast_
+from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
+from bert.parallel.stragglers import SlowRanks
+from bert.parallel.watchdog import Watchdog
+from bert.recipes import RECIPES
+from bert.reporting.displays import LivePanel, PlainLines
+from bert.reporting.metrics import (
     DeviceStopwatch,
     JsonLines,
     Progress,
@@ -40,28 +51,17 @@ from bert.metrics import (
     Sink,
     Stopwatch,
 )
-from bert.mllog import MLLog
-from bert.model import BertForPreTraining
-from bert.parallel.collectives import agreed_integer, agreed_text, all_reduce_sum_, barrier, broadcast_
-from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
-from bert.parallel.watchdog import Watchdog
-from bert.preflight import check, plan_of, refuse_others, result_folder
-from bert.provenance import commit, provenance
-from bert.recipes import RECIPES
-from bert.result_files import claim, create_log
-from bert.resume import Checkpoints, RunState, checkpoint_folders, find, lock, restore
-from bert.slow_ranks import SlowRanks
+from bert.reporting.provenance import commit, provenance
+from bert.reporting.result_files import claim, create_log
 from bert.step import TrainingStep, build_model, empty_model
-from bert.timed_run import Inputs, TimedRun
-from bert.triton_cache import require_private_cache
-from compliance.forecast import Schedule
+from compliance.log.forecast import Schedule
 from console.program import accept_any_text, complain, parsed, reason, say, say_document
-from dataloading.capacity import Capacity, choose_capacities, draw_sizes
-from dataloading.dataset import Dataset
-from dataloading.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
-from dataloading.sampler import MicroBatch, Plan
-from dataloading.synthetic import synthetic_samples
-from kernels import autotune
+from dataloading.batches.capacity import Capacity, choose_capacities, draw_sizes
+from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
+from dataloading.batches.sampler import MicroBatch, Plan
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset.folder import Dataset
+from kernels.tuning import autotune
 
 OLDEST_TORCH = (2, 11)
 """PyTorch's oldest release that this is tested with, of the images of NGC from 26.02 on. Installing asks for it too."""
@@ -372,7 +372,7 @@ def _loader(
     config: Config, train: Dataset, plan: Plan, mesh: Mesh, capacities: Sequence[Capacity], first_step: int
 ) -> Loader:
     if choose_loader(config.data.loader, mesh.device) == "dali":
-        from dataloading.dali import DaliLoader as Chosen  # an optional dependency
+        from dataloading.batches.dali import DaliLoader as Chosen  # an optional dependency
     else:
         Chosen = NumpyLoader
     prefetch = config.data.prefetch

@@ -12,9 +12,9 @@ from typing import Annotated, Literal
 
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
-from compliance.log_file import STDIN
+from compliance.log.file import STDIN
+from compliance.log.rules import NEWEST_RULESET, RULESETS, Division
 from compliance.report import Format
-from compliance.rules import NEWEST_RULESET, RULESETS, Division
 from console.interruption import end_in_order
 from console.program import Commands, accept_any_text, complain, say, say_document, say_json
 
@@ -60,7 +60,7 @@ def check(
 
     verdicts = check_paths(paths, ruleset)
     if sarif:
-        from compliance.sarif import write_sarif
+        from compliance.check.sarif import write_sarif
 
         write_sarif(sarif, verdicts)
     if json:
@@ -72,7 +72,7 @@ def check(
             for finding in verdict.findings:
                 say(f"    {finding}")
     if format == "github":
-        from compliance.annotations import say_annotations
+        from compliance.check.annotations import say_annotations
 
         say_annotations(verdicts)
     return 0 if accepted(verdicts) else 1
@@ -87,7 +87,7 @@ def _logs_of(path: Path) -> list[Path]:
 
 
 def _print_matrix(paths: tuple[Path, ...], json: bool) -> int:
-    from compliance.matrix import acceptance, table
+    from compliance.check.matrix import acceptance, table
 
     logs = [log for path in paths for log in _logs_of(path)]
     tables = [acceptance(log) for log in logs]
@@ -174,7 +174,7 @@ def convergence(
         train_samples: Count samples by the key train_samples, for logs in which epoch_num is a placeholder.
         json: Print it as one JSON document.
     """
-    from compliance.standing import standing
+    from compliance.convergence.standing import standing
 
     found = standing(folder, ruleset, runs, from_train_samples=train_samples)
     if json:

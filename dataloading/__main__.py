@@ -10,9 +10,9 @@ import tyro
 
 from console.interruption import end_in_order
 from console.program import Commands, accept_any_text, complain, say
-from dataloading import known
-from dataloading.convert import Layout, convert, convert_to_packed
-from dataloading.dataset import (
+from dataloading.dataset import known
+from dataloading.dataset.convert import Layout, convert, convert_to_packed
+from dataloading.dataset.folder import (
     MANIFEST_NAME,
     Dataset,
     Part,
@@ -24,20 +24,20 @@ from dataloading.dataset import (
     scan_shards,
     write_dataset,
 )
-from dataloading.demo import write_demo
+from dataloading.dataset.order import OrderCheck
+from dataloading.dataset.shuffle import Progress as ShuffleProgress
+from dataloading.dataset.shuffle import shuffle
 from dataloading.files import atomic_path
-from dataloading.formats import open_shard
-from dataloading.hdf5 import Compression
-from dataloading.order import OrderCheck
-from dataloading.prepare import Job, Progress, prepare
-from dataloading.pretraining_data import PretrainingOptions
-from dataloading.samples import Samples, concatenate
-from dataloading.shard import DatasetInfo, ShardRecord
-from dataloading.shuffle import Progress as ShuffleProgress
-from dataloading.shuffle import shuffle
-from dataloading.tokenization import Vocabulary
-from dataloading.wikipedia import ExtractionOptions, extract
-from dataloading.wikipedia import Progress as ExtractionProgress
+from dataloading.shards.formats import open_shard
+from dataloading.shards.native import Compression
+from dataloading.shards.samples import Samples, concatenate
+from dataloading.shards.shard import DatasetInfo, ShardRecord
+from dataloading.text.demo import write_demo
+from dataloading.text.prepare import Job, Progress, prepare
+from dataloading.text.pretraining_data import PretrainingOptions
+from dataloading.text.tokenization import Vocabulary
+from dataloading.text.wikipedia import ExtractionOptions, extract
+from dataloading.text.wikipedia import Progress as ExtractionProgress
 
 app = Commands()
 

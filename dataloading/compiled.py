@@ -33,7 +33,7 @@ def compiled(function: Function) -> Function:
 
 @lru_cache
 def _is_trusted(folder: Path) -> bool:
-    if folder.parent == Path(__file__).parent or is_private(folder):
+    if Path(__file__).parent in folder.parents or is_private(folder):
         return True
     _LOG.warning(
         "%s can be written by others: compiled functions are not kept there; set NUMBA_CACHE_DIR to another folder",

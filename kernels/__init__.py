@@ -12,27 +12,30 @@ from typing import ParamSpec, TypeVar
 if find_spec("torch") is None:
     raise ModuleNotFoundError("torch is not installed: pip install 'mlperf-bert[train]'", name="torch")
 
-from kernels import fp8, lamb, reference
-from kernels.fp8 import new_scales
-from kernels.lamb import LambSegments, LambState
-from kernels.random import Dropout
-from kernels.reference import compute_dtype, cross_entropy_sum, masked_lm_logits
+from kernels.reference import fp8, lamb
+from kernels.reference import ops as reference
+from kernels.reference.fp8 import new_scales
+from kernels.reference.lamb import LambSegments, LambState
+from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits
+from kernels.reference.random import Dropout
 from kernels.registry import Implementation, Op
 
 _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
-_PYTORCH = Implementation("pytorch", "kernels.pytorch")
-_PYTORCH_ATTENTION = Implementation("pytorch", "kernels.pytorch", capturable=False)
-_PYTORCH_FP8 = Implementation("pytorch", "kernels.pytorch_fp8")
-_FLASH_ATTENTION = Implementation("flash_attn", "kernels.flash_attention", requires="flash_attn")
-_FLASH_ATTENTION_3 = Implementation("flash_attn_3", "kernels.flash_attention_3", requires="flash_attn_interface")
-_TRANSFORMER_ENGINE = Implementation(
-    "transformer_engine", "kernels.transformer_engine", requires="transformer_engine_torch"
+_PYTORCH = Implementation("pytorch", "kernels.libraries.pytorch")
+_PYTORCH_ATTENTION = Implementation("pytorch", "kernels.libraries.pytorch", capturable=False)
+_PYTORCH_FP8 = Implementation("pytorch", "kernels.libraries.pytorch_fp8")
+_FLASH_ATTENTION = Implementation("flash_attn", "kernels.libraries.flash_attention", requires="flash_attn")
+_FLASH_ATTENTION_3 = Implementation(
+    "flash_attn_3", "kernels.libraries.flash_attention_3", requires="flash_attn_interface"
 )
-_APEX_NORM = Implementation("apex", "kernels.apex", requires="fused_layer_norm_cuda")
-_APEX_LOSS = Implementation("apex", "kernels.apex", requires="xentropy_cuda")
-_TORCH_VARLEN = Implementation("torch_varlen", "kernels.torch_varlen", requires="torch.nn.attention.varlen")
+_TRANSFORMER_ENGINE = Implementation(
+    "transformer_engine", "kernels.libraries.transformer_engine", requires="transformer_engine_torch"
+)
+_APEX_NORM = Implementation("apex", "kernels.libraries.apex", requires="fused_layer_norm_cuda")
+_APEX_LOSS = Implementation("apex", "kernels.libraries.apex", requires="xentropy_cuda")
+_TORCH_VARLEN = Implementation("torch_varlen", "kernels.libraries.torch_varlen", requires="torch.nn.attention.varlen")
 
 
 def _op(
@@ -48,22 +51,22 @@ def _op(
 
 
 _ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _TRANSFORMER_ENGINE, _TORCH_VARLEN, _PYTORCH_ATTENTION)
-varlen_attention = _op(reference.varlen_attention, "kernels.triton_attention", *_ATTENTIONS, capturable=False)
-varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton_attention", *_ATTENTIONS, capturable=False)
-dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton_layer_norm", _APEX_NORM, _PYTORCH)
-dense_gelu = _op(reference.dense_gelu, "kernels.triton_dense")
-embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton_layer_norm", _APEX_NORM, _PYTORCH)
-masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton_loss", _APEX_LOSS)
-lamb_step = _op(lamb.lamb_step, "kernels.triton_lamb")
-lamb_directions = _op(lamb.lamb_directions, "kernels.triton_lamb")
-lamb_apply = _op(lamb.lamb_apply, "kernels.triton_lamb")
-sum_of_squares = _op(lamb.sum_of_squares, "kernels.triton_squares")
-cast_fp8 = _op(fp8.cast_fp8, "kernels.triton_fp8")
-cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton_fp8")
-cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton_fp8")
-bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton_fp8")
-bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton_fp8")
-_DEFINITION_FP8 = Implementation("reference", "kernels.fp8")
+varlen_attention = _op(reference.varlen_attention, "kernels.triton.attention", *_ATTENTIONS, capturable=False)
+varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton.attention", *_ATTENTIONS, capturable=False)
+dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton.layer_norm", _APEX_NORM, _PYTORCH)
+dense_gelu = _op(reference.dense_gelu, "kernels.triton.dense")
+embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.layer_norm", _APEX_NORM, _PYTORCH)
+masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
+lamb_step = _op(lamb.lamb_step, "kernels.triton.lamb")
+lamb_directions = _op(lamb.lamb_directions, "kernels.triton.lamb")
+lamb_apply = _op(lamb.lamb_apply, "kernels.triton.lamb")
+sum_of_squares = _op(lamb.sum_of_squares, "kernels.triton.squares")
+cast_fp8 = _op(fp8.cast_fp8, "kernels.triton.fp8")
+cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton.fp8")
+cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
+bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
+bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
+_DEFINITION_FP8 = Implementation("reference", "kernels.reference.fp8")
 # The definition comes first on a CPU, where PyTorch's product is right and several times as slow.
 scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH_FP8, _DEFINITION_FP8), "cpu": (_DEFINITION_FP8, _PYTORCH_FP8)})
 

@@ -20,10 +20,11 @@ from typing import NoReturn
 
 import torch
 
-from kernels import OPS, autotune
-from kernels.autotune_cache import Cache
-from kernels.examples import Size, example_inputs
+from kernels import OPS
 from kernels.precision import set_product_precision
+from kernels.tuning import autotune
+from kernels.tuning.cache import Cache
+from kernels.tuning.examples import Size, example_inputs
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MASKED_PER_SEQUENCE = 38

@@ -2,7 +2,7 @@
 
     python -m kernels.ahead_of_time [--out docs/kernels.md]
 
-Each module ``kernels/triton_*.py`` lists the configurations that it can choose in ``configurations()``. Registers, spilled
+Each module of ``kernels/triton/`` lists the configurations that it can choose in ``configurations()``. Registers, spilled
 bytes and shared memory come from the compiler and cuobjdump that ship with Triton. Neither a GPU nor its driver is needed,
 but a process of its own: with ``TRITON_INTERPRET`` set, Triton has no kernels to compile.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import kernels
+import kernels.triton
 
 if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
@@ -88,7 +88,7 @@ class Cost:
 
 
 def all_configurations() -> dict[str, list[Configuration]]:
-    """The configurations of every module ``kernels/triton_*.py``, by its name.
+    """The configurations of every module of ``kernels/triton/`` that has any, by its name.
 
     Raises:
         ValueError: Triton is missing or interprets kernels, so that there is nothing to compile.
@@ -97,8 +97,9 @@ def all_configurations() -> dict[str, list[Configuration]]:
         raise ValueError("triton is not installed: pip install triton")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("TRITON_INTERPRET is set, and Triton compiles nothing then: unset it")
-    names = [found.name for found in pkgutil.iter_modules(kernels.__path__) if found.name.startswith("triton_")]
-    return {name: importlib.import_module(f"kernels.{name}").configurations() for name in names}
+    names = [found.name for found in pkgutil.iter_modules(kernels.triton.__path__)]
+    modules = {name: importlib.import_module(f"kernels.triton.{name}") for name in names}
+    return {name: module.configurations() for name, module in modules.items() if hasattr(module, "configurations")}
 
 
 def costs_of(

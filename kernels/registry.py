@@ -1,9 +1,9 @@
 """Which implementation of an op runs: the first that can, or the one that was asked for.
 
 An op has one signature and several implementations. ``auto`` takes the one that was measured to be the fastest
-(``kernels.autotune``), otherwise the first in the order for the device that has nothing against the inputs, and remembers
-its choice by what matters of them, so that a call costs one look-up. An explicit choice works or raises, with the reasons.
-What is chosen while a step is prepared for capture can be captured.
+(``kernels.tuning.autotune``), otherwise the first in the order for the device that has nothing against the inputs, and
+remembers its choice by what matters of them, so that a call costs one look-up. An explicit choice works or raises, with the
+reasons. What is chosen while a step is prepared for capture can be captured.
 """
 
 import importlib

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from dataloading.dataset import write_dataset
-from dataloading.samples import Samples
-from dataloading.shard import DatasetInfo
-from dataloading.synthetic import synthetic_samples
-from dataloading.tokenization import Vocabulary
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset.folder import write_dataset
+from dataloading.shards.samples import Samples
+from dataloading.shards.shard import DatasetInfo
+from dataloading.text.tokenization import Vocabulary
 
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])

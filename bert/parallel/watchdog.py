@@ -18,10 +18,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 
-from bert.metrics import Stage
 from bert.parallel.collectives import agreed_integer, agreed_text
 from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog_hub import FAULT_STATUS, LINE, Hub, Verdict, encoded, parsed
+from bert.reporting.metrics import Stage
 from console.program import complain
 
 __all__ = ["FAULT_STATUS", "Watchdog"]

@@ -21,8 +21,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from compliance import rules
-from compliance.convergence import SUBMISSION_RUNS
+from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
 from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, shape_in_name, warn
 from compliance.doctor.host import REPOSITORY, Host
@@ -30,6 +29,7 @@ from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
 from compliance.doctor.system_truth import compare
+from compliance.log import rules
 from console.program import say, say_json
 from console.text import visible
 

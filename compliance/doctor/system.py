@@ -20,7 +20,7 @@ from typing import Any
 
 from compliance.doctor import gpus
 from compliance.doctor.host import Host
-from compliance.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES, Division
+from compliance.log.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES, Division
 
 RESEARCH = "Research, Development, or Internal (RDI)"
 """The status that is true of every system nobody sells or rents out as such."""

@@ -15,8 +15,8 @@ from typing import Any
 from compliance.artefact import write_whole
 from compliance.doctor.host import Host
 from compliance.doctor.system import complete, measure
-from compliance.findings import shown
-from compliance.rules import SYSTEM_FIELDS
+from compliance.log.findings import shown
+from compliance.log.rules import SYSTEM_FIELDS
 from compliance.submission.description import read_description
 
 

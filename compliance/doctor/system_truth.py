@@ -9,7 +9,7 @@ from pathlib import Path
 from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, warn
 from compliance.doctor.host import Host
 from compliance.doctor.system import describe
-from compliance.rules import DIVISIONS, NEWEST_RULESET
+from compliance.log.rules import DIVISIONS, NEWEST_RULESET
 from compliance.submission.description import Description, description_findings, read_description
 
 WANTED = ("submitter", "framework", "operating_system", "host_networking", "cooling")

@@ -24,7 +24,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
-from compliance.findings import Outcome, Severity
+from compliance.log.findings import Outcome, Severity
 from console.text import visible
 
 TIMEOUT_S = 120

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compliance.artefact import read_bounded
-from compliance.findings import Outcome
+from compliance.log.findings import Outcome
 from compliance.submission.folders import BenchmarkFolder, absolute
 from console.text import visible
 

@@ -21,8 +21,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from compliance.artefact import write_whole
-from compliance.convergence import SUBMISSION_RUNS
-from compliance.findings import Finding
+from compliance.convergence.reference_points import SUBMISSION_RUNS
+from compliance.log.findings import Finding
 from console.text import visible
 
 TIMEOUT_S = 1800

@@ -24,15 +24,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compliance import rules
 from compliance.artefact import MAX_FILE_BYTES, PARTIAL, sync
-from compliance.checker import check_log
-from compliance.convergence import SUBMISSION_RUNS, Outlook, converged_samples, outlook
-from compliance.findings import Finding, Verdict
-from compliance.log import Log
+from compliance.check.checker import check_log
+from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook, converged_samples, outlook
+from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs, started_ms_of
+from compliance.log import rules
+from compliance.log.findings import Finding, Verdict
+from compliance.log.records import Log
 from compliance.package.selection import FAILED, Selection, select
 from compliance.package.source import Source, tracked_source
-from compliance.standing import batch_size_of, division_of, minutes_of, result_logs, started_ms_of
 from compliance.submission.description import description_findings, read_description
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")

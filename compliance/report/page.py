@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from compliance.artefact import write_whole
-from compliance.convergence import Outlook, Reference
+from compliance.convergence.reference_points import Outlook, Reference
+from compliance.log.rules import NEWEST_RULESET, NOT_A_RESULT
 from compliance.report import Format
 from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count, stacked_chart
 from compliance.report.published import SOURCE, Published
@@ -27,7 +28,6 @@ from compliance.report.summary import (
     rate,
     statements,
 )
-from compliance.rules import NEWEST_RULESET, NOT_A_RESULT
 from console.text import visible
 
 STYLE_SHEET = Path(__file__).with_name("report.css")

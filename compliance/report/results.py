@@ -1,6 +1,6 @@
 """The runs of one results folder: each log with its verdict, the metrics beside it, and the score over all.
 
-results/<system>/bert/result_<n>.txt      the log (compliance.log)
+results/<system>/bert/result_<n>.txt      the log (compliance.log.records)
 results/<system>/bert/metrics_<n>.jsonl   one JSON object a line, by "event": run, step, eval, warning, end; may be missing
 results/systems/<system>.json             the system description; may be missing
 """
@@ -15,11 +15,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from compliance import rules
-from compliance.checker import check_log
-from compliance.convergence import SUBMISSION_RUNS, Outlook, converged_samples, outlook
-from compliance.findings import Finding, Verdict
-from compliance.log import Log, read_log
+from compliance.check.checker import check_log
+from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook, converged_samples, outlook
+from compliance.log import rules
+from compliance.log.findings import Finding, Verdict
+from compliance.log.records import Log, read_log
 from compliance.report.published import Placement, placement
 from compliance.submission.check import check_paths
 from compliance.submission.description import read_description

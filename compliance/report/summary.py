@@ -13,10 +13,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compliance.convergence import SUBMISSION_RUNS, Outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook
+from compliance.log.rules import NOT_A_RESULT
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, Results, Run, breakdown
-from compliance.rules import NOT_A_RESULT
 from console.program import say
 from console.text import json_document, visible
 

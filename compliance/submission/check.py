@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compliance import rules
-from compliance.checker import check_file, check_log
-from compliance.checks import PACKED
-from compliance.convergence import SUBMISSION_RUNS, converged_samples, outlook
-from compliance.findings import Finding, Severity, Verdict, shown
-from compliance.log import Record, read_log
-from compliance.log_file import STDIN
+from compliance.check.checker import check_file, check_log
+from compliance.check.checks import PACKED
+from compliance.convergence.reference_points import SUBMISSION_RUNS, converged_samples, outlook
+from compliance.log import rules
+from compliance.log.file import STDIN
+from compliance.log.findings import Finding, Severity, Verdict, shown
+from compliance.log.records import Record, read_log
 from compliance.official import package as official_package
 from compliance.official.package import Answer
 from compliance.submission.description import LOGGED_STATUS, Description, description_findings, read_description

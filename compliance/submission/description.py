@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compliance import rules
 from compliance.artefact import read_bounded
-from compliance.findings import Finding, shown
+from compliance.log import rules
+from compliance.log.findings import Finding, shown
 
 RULE = "SR System description; system_desc_checker"
 

@@ -18,9 +18,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from compliance import rules
 from compliance.artefact import MAX_FILE_BYTES
-from compliance.findings import Finding, Severity
+from compliance.log import rules
+from compliance.log.findings import Finding, Severity
 from console.text import visible
 
 BENCHMARK = "bert"

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from compliance import rules
-from compliance.forecast import Schedule
-from compliance.log import Record, parse_line
+from compliance.log import rules
+from compliance.log.forecast import Schedule
+from compliance.log.records import Record, parse_line
 
 TOKEN = b":::MLLOG"
 

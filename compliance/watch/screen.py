@@ -25,11 +25,11 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from compliance import rules
 from compliance.artefact import MAX_FILE_BYTES, open_regular
-from compliance.convergence import SUBMISSION_RUNS, Reference, outlook, reference
-from compliance.forecast import Forecast, forecast
-from compliance.log import parse_line
+from compliance.convergence.reference_points import SUBMISSION_RUNS, Reference, outlook, reference
+from compliance.log import rules
+from compliance.log.forecast import Forecast, forecast
+from compliance.log.records import parse_line
 from compliance.watch.follow import Follower
 from compliance.watch.running import RunningLog
 from console.text import visible

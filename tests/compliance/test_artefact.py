@@ -16,8 +16,8 @@ from compliance.package import archive
 from compliance.package.archive import write_archive
 from compliance.package.tree import make_package
 from tests.compliance import run_logs
+from tests.compliance.package.test_package import PASSING, description, request
 from tests.compliance.run_series import write_series
-from tests.compliance.test_package import PASSING, description, request
 from tests.conftest import REPOSITORY
 
 

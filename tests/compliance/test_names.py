@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from compliance.check.sarif import sarif
+from compliance.log.rules import SYSTEM_FIELDS
 from compliance.package.source import tracked_source
 from compliance.report import summary
 from compliance.report.page import render
 from compliance.report.results import load_results
-from compliance.rules import SYSTEM_FIELDS
-from compliance.sarif import sarif
 from compliance.submission.check import check_paths
 from tests.compliance import run_logs
 from tests.hostile import FORGED, LONG, NAME, assert_harmless, run

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.compliance.submission_trees import write_description
+from tests.compliance.submission.submission_trees import write_description
 from tests.conftest import REPOSITORY
 
 MODULES = "import json, sys; print(json.dumps(sorted(sys.modules)))"
@@ -34,7 +34,7 @@ def modules_after(program: str, *arguments: object, given: str = "") -> set[str]
 def test_the_command_line_is_understood_without_the_commands() -> None:
     held = modules_after("import compliance.__main__; ")
     own = {name for name in held if name.startswith("compliance.")}
-    assert own <= {f"compliance.{name}" for name in ("__main__", "artefact", "log_file", "report", "rules")}
+    assert own <= {f"compliance.{name}" for name in ("__main__", "artefact", "log", "log.file", "log.rules", "report")}
     assert not held & {"rich", "numpy", "yaml"}
 
 

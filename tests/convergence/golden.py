@@ -15,10 +15,10 @@ import torch
 from bert.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
-from dataloading.loader import batch_of
-from dataloading.sampler import Plan
-from dataloading.samples import Samples
-from dataloading.synthetic import synthetic_samples
+from dataloading.batches.loader import batch_of
+from dataloading.batches.sampler import Plan
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import Samples
 
 FILE = Path(__file__).with_name("golden_losses.json")
 STEPS = 30

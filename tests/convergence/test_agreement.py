@@ -1,4 +1,4 @@
-"""The program against an independent implementation: the short form of ``benchmarks/agreement.py``.
+"""The program against an independent implementation: the short form of ``benchmarks/training/agreement.py``.
 
 Three steps of one layer at BERT's vocabulary, on two ranks. It catches what is wrong at once: another loss, clipping,
 schedule or direction, a global norm of four million elements that loses bits (3e-4
@@ -17,7 +17,7 @@ from tests.conftest import REPOSITORY
 
 def test_the_program_trains_as_an_independent_implementation_does(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers, the independent model, is not installed")
-    from benchmarks import agreement
+    from benchmarks.training import agreement
 
     out = tmp_path / "agreement.json"
     arguments = ["--text", str(REPOSITORY / "README.md"), "--steps", "3", "--layers", "1", "--out", str(out)]

@@ -13,7 +13,7 @@ import bert.train
 from bert.mllog import MLLog
 from bert.parallel import watchdog
 from bert.step import TrainingStep
-from dataloading.loader import NumpyLoader
+from dataloading.batches.loader import NumpyLoader
 
 AT_STEP = 50
 """The step at which it happens: some evaluations after the start."""

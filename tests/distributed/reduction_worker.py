@@ -19,8 +19,8 @@ from bert.parallel.reduction import Communicators, Reduction, Strategy, measured
 from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.sums import ReduceDtype
 from bert.parallel.weight_gather import WeightGather
-from dataloading.loader import batch_of
-from dataloading.sampler import Plan
+from dataloading.batches.loader import batch_of
+from dataloading.batches.sampler import Plan
 from tests.convergence.golden import predictable_samples
 
 STEPS = 20

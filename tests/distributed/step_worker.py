@@ -19,18 +19,18 @@ import torch.distributed as dist
 
 import bert.step
 from bert.config import Config, ModelConfig, OptimizerConfig
-from bert.metrics import Stopwatch
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Reduction, Strategy
 from bert.recipes import tiny_cpu
+from bert.reporting.metrics import Stopwatch
 from bert.step import TrainingStep, build_model
-from dataloading.capacity import Capacity
-from dataloading.loader import Batch, batch_of
-from dataloading.sampler import Plan
+from dataloading.batches.capacity import Capacity
+from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.sampler import Plan
 from kernels import cast_fp8
+from tests.bert.test_cuda_graphs import Repeating
 from tests.convergence.golden import predictable_samples
 from tests.distributed.reduction_worker import regrouped
-from tests.unit.test_graphs import Repeating
 
 STEPS = 5
 BUCKET_BYTES = 40_000

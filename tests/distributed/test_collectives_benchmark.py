@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives import why_not
+from benchmarks.training.collectives import why_not
 from tests.conftest import REPOSITORY
 
 MISSING = why_not()
@@ -17,7 +17,7 @@ MISSING = why_not()
 def test_between_hosts_hierarchical_sends_what_it_must(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = subprocess.run(
-        [sys.executable, "benchmarks/collectives.py", "--quick", "--out", str(out)],
+        [sys.executable, "benchmarks/training/collectives.py", "--quick", "--out", str(out)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

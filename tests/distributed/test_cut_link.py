@@ -1,6 +1,6 @@
 """The network between two hosts is cut in the middle of a run: both ends of it end in the stated time and name the other.
 
-Hosts are network namespaces, with host names of their own, as in ``benchmarks/collectives.py``.
+Hosts are network namespaces, with host names of their own, as in ``benchmarks/training/collectives.py``.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives import Case, Network, why_not
+from benchmarks.training.collectives import Case, Network, why_not
 from bert.parallel.watchdog import FAULT_STATUS
 from tests.conftest import REPOSITORY, SmallRun
 from tests.distributed.ranks import wait_for

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from dataloading.convert import Layout, convert
-from dataloading.dataset import index_shards, open_dataset
+from dataloading.dataset.convert import Layout, convert
+from dataloading.dataset.folder import index_shards, open_dataset
 from tests.conftest import SmallRun
 from tests.distributed.test_ranks import records, train
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from bert.metrics import EndRecord, JsonLines, Progress, Reporter, WarningRecord
 from bert.mllog import MLLog
 from bert.parallel.mesh import Mesh
+from bert.reporting.metrics import EndRecord, JsonLines, Progress, Reporter, WarningRecord
 from bert.train import _together, parse
-from compliance.forecast import Schedule
+from compliance.log.forecast import Schedule
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_ranks import records

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from compliance.checker import check_file
+from compliance.check.checker import check_file
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
 

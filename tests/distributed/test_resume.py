@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from bert.optimizer import learning_rate
 from bert.train import parse
-from compliance.checker import check_log
-from compliance.log import read_log
+from compliance.check.checker import check_log
+from compliance.log.records import read_log
 from tests.conftest import SmallRun
 from tests.distributed.faulty_worker import AT_STEP
 from tests.distributed.ranks import Ranks, torchrun, wait_for

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from compliance.checker import check_file
+from compliance.check.checker import check_file
 from tests.conftest import REPOSITORY
 from tests.distributed.ranks import free_port
 
@@ -20,7 +20,7 @@ EASY = " --evaluation.interval-samples 320 --evaluation.target 0.02"
 """Reached at the first evaluation. The command at the top of the README runs unchanged."""
 BRIEF = " --training.max-samples 640 --evaluation.interval-samples 320"
 SHORTENED = {
-    "./run_tests.sh": "./run_tests.sh --collect-only tests/unit/test_imports.py",  # this is that command
+    "./run_tests.sh": "./run_tests.sh --collect-only tests/test_imports.py",  # this is that command
     "./run_and_time.sh tiny_cpu 3": "./run_and_time.sh tiny_cpu 2 --" + EASY,
     "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
     "torchrun --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 2 -m bert.train tiny_cpu"
@@ -31,10 +31,11 @@ SHORTENED = {
     "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50": (
         "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY
     ),
-    "python benchmarks/attention_ablation.py": "python benchmarks/attention_ablation.py --max-samples 320",
-    "python benchmarks/prepare.py": "python benchmarks/prepare.py --rounds 1 --dupe-factor 2 --text README.md docs/data.md",
+    "python benchmarks/training/attention_ablation.py": "python benchmarks/training/attention_ablation.py --max-samples 320",
+    "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "
+    "--text README.md docs/data.md",
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
-    "python benchmarks/cpu_step.py": "python benchmarks/cpu_step.py --workload tiny --repeats 1",
+    "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
 }
 MAY_MISS_TARGET = re.compile(r"-m bert\.train tiny_cpu --training\.max-samples")
 """Shown with too few samples on purpose: exit status 1 says that the target was not reached."""

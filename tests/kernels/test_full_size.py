@@ -10,8 +10,11 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import join_mesh
 from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.sharded_lamb import ShardedLamb
-from kernels import LambSegments, LambState, lamb, triton_lamb, triton_squares
-from tests.kernels.test_lamb import HYPERPARAMETERS
+from kernels import LambSegments, LambState
+from kernels.reference import lamb
+from kernels.triton import lamb as triton_lamb
+from kernels.triton import squares as triton_squares
+from tests.kernels.reference.test_lamb import HYPERPARAMETERS
 
 EMBEDDING = 30_522 * 1024
 PARAMETERS = 336_226_108

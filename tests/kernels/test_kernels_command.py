@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kernels.__main__ import main
-from kernels.autotune_cache import Cache
+from kernels.tuning.cache import Cache
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_part
+from benchmarks.gpu_parts import part as gpu_part
 from bert.parallel.mesh import join_mesh
 from kernels.__main__ import main
 from kernels.precision import set_product_precision
@@ -50,7 +50,7 @@ def loose(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def benchmark(folder: Path) -> None:
     """The quickest part."""
-    assert gpu_part.run("benchmarks.gpu_ceilings:ceilings", folder / "ceilings.json", "cpu", tiny=True) == 0
+    assert gpu_part.run("benchmarks.gpu_parts.ceilings:ceilings", folder / "ceilings.json", "cpu", tiny=True) == 0
 
 
 def autotune(folder: Path) -> None:

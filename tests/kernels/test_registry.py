@@ -13,8 +13,8 @@ from torch.overrides import TorchFunctionMode
 
 from kernels import OPS, Dropout, captured, choose, dropout_add_layer_norm, varlen_attention
 from kernels.__main__ import main
-from kernels.examples import example_inputs
 from kernels.registry import Implementation, Op, signature
+from kernels.tuning.examples import example_inputs
 
 pytestmark = pytest.mark.oldest_torch
 

@@ -1,0 +1,1 @@
+"""The data stages beside peers, on a CPU."""

@@ -1,0 +1,233 @@
+"""How evenly global batches are dealt to 8 to 4,096 ranks, and what a plan costs over 156 million samples.
+
+    python benchmarks/data_stages/plan.py [--quick] [--out FILE]
+
+Global batches of sequences drawn from a length histogram are dealt four ways: in the order drawn; sorted by length and then
+one after another; as the plan deals them; and with unequal numbers of sequences, the longest first and each to the rank with
+the least work so far, which shows what equal numbers cost. An imbalance is the largest share over the mean one: a step takes
+so many times as long as in perfect balance. Every deal is checked to hold each sequence once.
+
+The plan's own cost is taken in processes of their own that open a made-up data set as training does: a length index of
+156 million samples on disk, already in the system's cache, and no shards.
+"""
+
+import heapq
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import numpy as np
+import tyro
+from numpy.typing import NDArray
+
+from dataloading.batches.sampler import Plan, deal, work
+from dataloading.dataset.folder import open_dataset, write_metadata
+from dataloading.shards.shard import DatasetInfo, ShardRecord
+
+SHIPPED_HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"
+SAMPLES = 156_000_000
+STEPS = 20
+QUICK_SAMPLES = 100_000
+
+SHARES = (
+    (8, 56),
+    (8, 96),
+    (64, 48),
+    (64, 72),
+    (128, 24),
+    (512, 6),
+    (1024, 4),
+    (3072, 4),
+    (4096, 4),
+    (1024, 3),
+    (1024, 2),
+)
+"""Ranks, and sequences a rank: those of published results, and fewer."""
+
+BATCHES = ((3072, 64), (3072, 512), (12288, 3072), (16384, 4096))
+"""Global batch sizes and ranks over which the plan is timed."""
+
+Groups = list[NDArray[np.int64]]
+
+
+def main(
+    histogram: Path = SHIPPED_HISTOGRAM,
+    batches: int = 100,
+    samples: int = SAMPLES,
+    quick: bool = False,
+    out: Path | None = None,
+) -> None:
+    """Prints a table of imbalances, a table of times and memory, and last the imbalance at 64 ranks.
+
+    Args:
+        histogram: CSV file with columns ``length`` and ``count``.
+        batches: Global batches dealt of each kind.
+        samples: Samples of the data set over which the plan is timed.
+        quick: Three batches of each kind and 100,000 samples: to see that it works.
+        out: Write the figures here as JSON.
+    """
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if quick:
+        batches, samples = 3, QUICK_SAMPLES
+    lengths, chances = _read_histogram(histogram)
+    generator = np.random.default_rng(0)
+    print(f"imbalance (largest share over the mean one) of tokens / of work; means over {batches} global batches")
+    print(f"{'ranks':>6}{'each':>6}" + "".join(f"{name:>20}" for name in DEALS) + f"{'ours, worst':>20}{'ms':>8}")
+    rows = []
+    for ranks, sequences in SHARES:
+        drawn = [generator.choice(lengths, ranks * sequences, p=chances) for _ in range(batches)]
+        row: dict[str, Any] = {"ranks": ranks, "sequences": sequences} | {
+            name: _imbalances(drawn, ranks, DEALS[name]) for name in DEALS
+        }
+        rows.append(row)
+        means = "".join(f"{_pair(row[name], 'mean'):>20}" for name in DEALS)
+        print(f"{ranks:6}{sequences:6}{means}{_pair(row['ours'], 'worst'):>20}{row['ours']['ms']:8.2f}", flush=True)
+    plans = _timed_plans(generator.choice(lengths, min(samples, 1 << 20), p=chances), samples)
+    if out:
+        from benchmarks.conditions import (
+            write_figures,
+        )  # brings in torch, which the processes that are measured do without
+
+        write_figures(out, {"batches": batches, "imbalance": rows, "samples": samples, "plans": plans}, ("numpy",))
+    at_64 = next(row for row in rows if (row["ranks"], row["sequences"]) == (64, 48))
+    shown = ", ".join(f"{name} {at_64[name]['tokens']['mean']:.4f}" for name in DEALS)
+    print(f"tokens at 64 ranks of 48 sequences: {shown}")
+
+
+def measure(folder: str, global_batch_size: int, world_size: int) -> None:
+    """Prints as JSON what opening a data set and planning 20 steps for the last rank takes: run in a process of its own."""
+    started = time.perf_counter()
+    dataset = open_dataset(Path(folder))
+    plan = Plan(dataset.lengths, dataset.masked_counts, global_batch_size, world_size, 1, seed=1)
+    opened = time.perf_counter()
+    steps = []
+    for step in range(STEPS):
+        begun = time.perf_counter()
+        plan.rank_batches(step, world_size - 1)
+        steps.append(time.perf_counter() - begun)
+    figures = {
+        "seconds_to_open": opened - started,
+        "seconds": time.perf_counter() - started,
+        "step_ms": [1000 * seconds for seconds in steps],
+        "peak_mb": _peak_bytes() / 1e6,
+    }
+    print(json.dumps(figures))
+
+
+def _in_order(lengths: NDArray[np.int64], ranks: int) -> Groups:
+    return list(np.arange(len(lengths)).reshape(ranks, -1))
+
+
+def _sorted_strided(lengths: NDArray[np.int64], ranks: int) -> Groups:
+    return list(np.argsort(-lengths, kind="stable").reshape(-1, ranks).T)
+
+
+def _ours(lengths: NDArray[np.int64], ranks: int) -> Groups:
+    return list(deal(lengths, ranks))
+
+
+def _unequal_numbers(lengths: NDArray[np.int64], ranks: int) -> Groups:
+    work_N = work(lengths).tolist()
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    least = [(0, rank) for rank in range(ranks)]
+    for sequence in np.argsort(-lengths, kind="stable").tolist():
+        so_far, rank = least[0]
+        shares[rank].append(sequence)
+        heapq.heapreplace(least, (so_far + work_N[sequence], rank))
+    return [np.array(share) for share in shares]
+
+
+DEALS: dict[str, Callable[[NDArray[np.int64], int], Groups]] = {
+    "random": _in_order,
+    "sorted, strided": _sorted_strided,
+    "ours": _ours,
+    "unequal numbers": _unequal_numbers,
+}
+
+
+def _imbalances(
+    drawn: list[NDArray[np.int64]], ranks: int, dealt_by: Callable[[NDArray[np.int64], int], Groups]
+) -> dict[str, Any]:
+    """Mean and worst imbalance of tokens and of work, and the median time of a deal in ms."""
+    found: dict[str, list[float]] = {"tokens": [], "work": []}
+    seconds = []
+    for lengths in drawn:
+        started = time.perf_counter()
+        groups = dealt_by(lengths, ranks)
+        seconds.append(time.perf_counter() - started)
+        if not np.array_equal(np.sort(np.concatenate(groups)), np.arange(len(lengths))):
+            sys.exit("error: a deal left sequences out; the figures mean nothing")
+        for name, weight in (("tokens", lengths), ("work", work(lengths))):
+            shares = np.array([weight[group].sum() for group in groups])
+            found[name].append(float(shares.max() / shares.mean()))
+    figures: dict[str, Any] = {
+        name: {"mean": statistics.mean(values), "worst": max(values)} for name, values in found.items()
+    }
+    return figures | {"ms": 1000 * statistics.median(seconds)}
+
+
+def _pair(figures: dict[str, Any], statistic: str) -> str:
+    return f"{figures['tokens'][statistic]:.4f} / {figures['work'][statistic]:.4f}"
+
+
+def _timed_plans(lengths: NDArray[np.int64], samples: int) -> list[dict[str, Any]]:
+    """The cost of the plan over a data set of ``samples`` whose lengths repeat the given ones."""
+    print(f"\nplan over {samples:,} samples, {STEPS} steps of one rank")
+    print(
+        f"{'batch':>6}{'ranks':>6}{'to open':>10}{'in all':>10}{'a step, median':>16}{'longest':>10}{'peak memory':>14}"
+    )
+    plans = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        _write_made_up_index(folder, lengths, samples)
+        for global_batch_size, ranks in BATCHES:
+            code = f"from benchmarks.data_stages import plan; plan.measure({temporary!r}, {global_batch_size}, {ranks})"
+            done = subprocess.run(
+                [sys.executable, "-c", code],
+                cwd=Path(__file__).resolve().parents[2],
+                stdout=subprocess.PIPE,
+                check=True,
+            )
+            plan = json.loads(done.stdout)
+            plans.append({"global_batch_size": global_batch_size, "ranks": ranks} | plan)
+            print(
+                f"{global_batch_size:6}{ranks:6}{plan['seconds_to_open']:8.2f} s{plan['seconds']:8.2f} s"
+                f"{statistics.median(plan['step_ms']):13.2f} ms{max(plan['step_ms']):7.2f} ms{plan['peak_mb']:11.0f} MB",
+                flush=True,
+            )
+    return plans
+
+
+def _write_made_up_index(folder: Path, lengths: NDArray[np.int64], samples: int) -> None:
+    tokens = np.resize(lengths.astype(np.uint16), samples)
+    masked = np.maximum(1, tokens * np.float32(0.15)).astype(np.uint16)
+    record = ShardRecord("part_00000_of_00001.hdf5", samples, int(tokens.sum()), int(masked.sum()), "", 0)
+    write_metadata(folder, [record], tokens, masked, DatasetInfo(30522, 512, 76, "", "", {}, {}))
+
+
+def _read_histogram(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Lengths, and the share of sequences that have each."""
+    lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    return lengths, counts / counts.sum()
+
+
+def _peak_bytes() -> int:
+    """The most memory this process has had, shared pages of the length index included.
+
+    Not ``ru_maxrss``, which begins with the size of the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("VmHWM")).split()[1])
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,223 @@
+"""Text to samples in plain Python: the definition of the data, the tests' oracle and the benchmark's baseline.
+
+Restates, from the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data
+scripts, what ``dataloading.text.tokenization`` and ``dataloading.text.pretraining_data`` must produce. It goes character by
+character, token by token, in strings, and shares no code with them.
+"""
+
+import random
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from dataloading.shards.samples import Samples
+from dataloading.text.pretraining_data import PretrainingOptions
+
+CJK = (
+    (0x4E00, 0x9FFF),
+    (0x3400, 0x4DBF),
+    (0x20000, 0x2A6DF),
+    (0x2A700, 0x2B73F),
+    (0x2B740, 0x2B81F),
+    (0x2B820, 0x2CEAF),
+    (0xF900, 0xFAFF),
+    (0x2F800, 0x2FA1F),
+)
+
+
+class Sample(NamedTuple):
+    """One training sample in token strings."""
+
+    tokens: list[str]
+    first_length: int
+    masked: list[tuple[int, str]]
+    is_random_next: bool
+
+
+def prepare(paths: Sequence[Path], vocab: dict[str, int], options: PretrainingOptions) -> Samples:
+    """The samples for the text files, as the reference script makes and orders them."""
+    rng = random.Random(options.random_seed)
+    documents = list(read_documents(paths, vocab, options.do_lower_case))
+    rng.shuffle(documents)
+    words = list(vocab)
+    samples: list[Sample] = []
+    for _ in range(options.dupe_factor):
+        for index in range(len(documents)):
+            samples.extend(samples_of_document(documents, index, words, options, rng))
+    rng.shuffle(samples)
+    return as_arrays(samples, vocab)
+
+
+def read_vocab(path: Path) -> dict[str, int]:
+    """Token to id; a token that comes again is passed over and takes no id."""
+    vocab: dict[str, int] = {}
+    with path.open("rb") as file:
+        for raw in file:
+            vocab.setdefault(raw.replace(b"\r", b"").decode().strip(), len(vocab))
+    return vocab
+
+
+def read_documents(paths: Iterable[Path], vocab: dict[str, int], do_lower_case: bool) -> Iterator[list[list[str]]]:
+    """Documents of sentences of tokens; empty ones are left out."""
+    document: list[list[str]] = []
+    for path in paths:
+        with path.open("rb") as file:
+            for raw in file:
+                line = raw.replace(b"\r", b"").decode().strip()
+                if line:
+                    tokens = tokenize(line, vocab, do_lower_case)
+                    if tokens:
+                        document.append(tokens)
+                elif document:
+                    yield document
+                    document = []
+    if document:
+        yield document
+
+
+def tokenize(line: str, vocab: dict[str, int], do_lower_case: bool) -> list[str]:
+    """Word pieces of a line."""
+    cleaned: list[str] = []
+    for char in line:
+        if char in "\t\n\r" or unicodedata.category(char) == "Zs":
+            cleaned.append(" ")
+        elif char in "\0\ufffd" or unicodedata.category(char) in ("Cc", "Cf"):
+            continue
+        elif any(low <= ord(char) <= high for low, high in CJK):
+            cleaned.extend((" ", char, " "))
+        else:
+            cleaned.append(char)
+    pieces: list[str] = []
+    for word in "".join(cleaned).split():
+        if do_lower_case:
+            decomposed = unicodedata.normalize("NFD", word.lower())
+            word = "".join(char for char in decomposed if unicodedata.category(char) != "Mn")
+        for part in split_punctuation(word):
+            pieces.extend(word_pieces(part, vocab))
+    return pieces
+
+
+def split_punctuation(word: str) -> Iterator[str]:
+    """Runs of other characters, and each punctuation character by itself."""
+    run = ""
+    for char in word:
+        if is_punctuation(char):
+            if run:
+                yield run
+            yield char
+            run = ""
+        else:
+            run += char
+    if run:
+        yield run
+
+
+def is_punctuation(char: str) -> bool:
+    """All ASCII symbols, and Unicode's punctuation."""
+    code = ord(char)
+    return (
+        33 <= code <= 47
+        or 58 <= code <= 64
+        or 91 <= code <= 96
+        or 123 <= code <= 126
+        or (unicodedata.category(char).startswith("P"))
+    )
+
+
+def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
+    """Longest piece first, from the left; [UNK] when one is missing or the word has more than 200 characters."""
+    if len(word) > 200:
+        return ["[UNK]"]
+    pieces: list[str] = []
+    start = 0
+    while start < len(word):
+        prefix = "##" if start else ""
+        for end in range(len(word), start, -1):
+            piece = prefix + word[start:end]
+            if piece in vocab:
+                pieces.append(piece)
+                start = end
+                break
+        else:
+            return ["[UNK]"]
+    return pieces
+
+
+def samples_of_document(
+    documents: list[list[list[str]]], index: int, words: list[str], options: PretrainingOptions, rng: random.Random
+) -> Iterator[Sample]:
+    """One pass over one document."""
+    room = options.max_seq_length - 3
+    target = rng.randint(2, room) if rng.random() < options.short_seq_prob else room
+    document = documents[index]
+    position = 0
+    while position < len(document):
+        chunk: list[list[str]] = []
+        size = 0
+        while position < len(document) and (not chunk or size < target):
+            chunk.append(document[position])
+            size += len(document[position])
+            position += 1
+        split = rng.randint(1, len(chunk) - 1) if len(chunk) > 1 else 1
+        first = [token for sentence in chunk[:split] for token in sentence]
+        is_random_next = len(chunk) == 1 or rng.random() < 0.5
+        if is_random_next:
+            second = random_segment(documents, index, target - len(first), rng)
+            position -= len(chunk) - split
+        else:
+            second = [token for sentence in chunk[split:] for token in sentence]
+        while len(first) + len(second) > room:
+            longer = first if len(first) > len(second) else second
+            longer.pop(0 if rng.random() < 0.5 else -1)
+        tokens = ["[CLS]", *first, "[SEP]", *second, "[SEP]"]
+        yield Sample(*mask(tokens, len(first) + 2, words, options, rng), is_random_next)
+
+
+def random_segment(documents: list[list[list[str]]], index: int, size: int, rng: random.Random) -> list[str]:
+    """Sentences from a random place of, most likely, another document."""
+    other = index
+    for _ in range(10):
+        other = rng.randint(0, len(documents) - 1)
+        if other != index:
+            break
+    segment: list[str] = []
+    for sentence in documents[other][rng.randint(0, len(documents[other]) - 1) :]:
+        segment += sentence
+        if len(segment) >= size:
+            break
+    return segment
+
+
+def mask(
+    tokens: list[str], first_length: int, words: list[str], options: PretrainingOptions, rng: random.Random
+) -> tuple[list[str], int, list[tuple[int, str]]]:
+    """Tokens with some replaced, the first segment's length as given, and (position, token that stood there)."""
+    positions = [place for place, token in enumerate(tokens) if token not in ("[CLS]", "[SEP]")]
+    rng.shuffle(positions)
+    count = min(options.max_predictions_per_seq, max(1, round(len(tokens) * options.masked_lm_prob)))
+    masked = [(place, tokens[place]) for place in positions[:count]]
+    for place, token in masked:
+        if rng.random() < 0.8:
+            tokens[place] = "[MASK]"
+        else:
+            tokens[place] = token if rng.random() < 0.5 else words[rng.randint(0, len(words) - 1)]
+    return tokens, first_length, sorted(masked)
+
+
+def as_arrays(samples: list[Sample], vocab: dict[str, int]) -> Samples:
+    """Samples as flat arrays of ids."""
+    lengths = [len(sample.tokens) for sample in samples]
+    masked_counts = [len(sample.masked) for sample in samples]
+    segments = [[0] * sample.first_length + [1] * (len(sample.tokens) - sample.first_length) for sample in samples]
+    return Samples(
+        input_ids=np.array([vocab[token] for sample in samples for token in sample.tokens], np.uint16),
+        segment_ids=np.array([segment for sample in segments for segment in sample], np.uint8),
+        sequence_offsets=np.cumsum([0, *lengths]),
+        masked_lm_positions=np.array([place for sample in samples for place, _ in sample.masked], np.uint16),
+        masked_lm_ids=np.array([vocab[token] for sample in samples for _, token in sample.masked], np.uint16),
+        masked_lm_offsets=np.cumsum([0, *masked_counts]),
+        next_sentence_labels=np.array([sample.is_random_next for sample in samples], np.uint8),
+    )

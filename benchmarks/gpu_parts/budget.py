@@ -1,0 +1,130 @@
+# pyright: reportPrivateImportUsage=false
+"""Where the time of a training step goes, by the rows of the budget, and whether the host ever waits in one."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_parts.report import NotUsableError, Row, first_line
+from benchmarks.gpu_parts.scale import Context
+from benchmarks.gpu_parts.timing import measured
+
+BUDGET = {
+    "loss": ("nll", "cross_entropy", "logsoftmax", "log_softmax", "argmax"),
+    "attention": ("attention", "flash", "fmha", "softmax"),
+    "matrix products, encoder and heads": (
+        "gemm",
+        "matmul",
+        "cutlass",
+        "nvjet",
+        "xmma",
+        "::mm",
+        "addmm",
+        "bmm",
+        "linear",
+    ),
+    "LAMB": ("lamb", "foreach", "multi_tensor", "_norm_out", "vector_norm", "lerp", "addcmul"),
+    "dropout, residual, norm, embeddings": ("layer_norm", "layernorm", "dropout", "embedding", "random_", "bernoulli"),
+    "GELU": ("gelu",),
+    "copies, casts, fills": ("copy", "memcpy", "memset", "fill", "cat", "zero_", "index"),
+}
+"""Rows of the split, by what the names of device kernels contain; the first that fits takes it.
+
+Attention stands before matrix products, because names of its kernels contain those of a matrix product's library.
+"""
+
+_TRITON_ROWS = {
+    "attention": "attention",
+    "lamb": "LAMB",
+    "layer_norm": "dropout, residual, norm, embeddings",
+    "dense": "GELU",
+    "fp8": "FP8 casts, some with GELU",
+    "loss": "loss",
+}
+
+
+_ON_PAGE = 0.01
+"""Share of the step from which a row of the split is on the page."""
+
+
+def split(context: Context, run: Callable[[], None], sequences: int, precision: str) -> None:
+    """Add a row for each part of the budget: time on the device in one step, and what is left idle."""
+    on_gpu = context.device.type == "cuda"
+    seconds = measured(run, context.device, context.scale.repeats, cold=False)
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
+        run()
+        if on_gpu:
+            torch.cuda.synchronize()
+    own_rows = _rows_of_own_kernels()
+    spent: dict[str, float] = {}
+    kernels: dict[str, float] = {}
+    for event in recorded.key_averages():
+        microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        of_the_host = on_gpu and event.device_type != DeviceType.CUDA
+        if of_the_host or event.is_user_annotation or not microseconds:
+            continue
+        row = own_rows.get(event.key) or _budget_row(event.key)
+        spent[row] = spent.get(row, 0.0) + microseconds
+        kernels[f"{row}: {event.key}"] = microseconds
+    if not spent:
+        raise NotUsableError("the profiler saw nothing on the device")
+    whole = statistics.median(seconds) * 1e6
+    spent["idle: launches, host"] = max(0.0, whole - sum(spent.values()))
+    for row, microseconds in sorted(spent.items(), key=lambda item: -item[1]):
+        figure, share = microseconds / sequences, microseconds / whole
+        context.report.add(
+            Row(
+                f"split, {precision}: {row}",
+                microseconds / 1e3,
+                figure,
+                "us a sequence",
+                share,
+                note="of the step",
+                page=share >= _ON_PAGE,
+            )
+        )
+    for key, microseconds in sorted(kernels.items(), key=lambda item: -item[1])[:12]:
+        context.report.add(
+            Row(f"kernel, {precision}: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step")
+        )
+
+
+def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Row:
+    """Whether anything makes the host wait, by PyTorch's own watch; on a CPU there is nothing to wait for."""
+    if context.device.type == "cpu":
+        raise NotUsableError("nothing to see on a CPU")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    except RuntimeError as error:
+        return Row(name, note=f"WRONG: {first_line(error)}")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return Row(name, note="none", page=True)
+
+
+def _rows_of_own_kernels() -> dict[str, str]:
+    """Names of this package's Triton kernels, which say little by themselves, with their row of the budget."""
+    try:
+        from kernels.ahead_of_time import all_configurations
+
+        found = all_configurations()
+    except (ValueError, AttributeError):  # no Triton, or one that interprets: no such kernels either
+        return {}
+    return {
+        configuration.kernel.__name__: _TRITON_ROWS[module]
+        for module, configurations in found.items()
+        if module in _TRITON_ROWS
+        for configuration in configurations
+    }
+
+
+def _budget_row(kernel: str) -> str:
+    for row, parts in BUDGET.items():
+        if any(part in kernel.lower() for part in parts):
+            return row
+    return "everything else"

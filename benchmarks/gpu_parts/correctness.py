@@ -1,0 +1,187 @@
+"""Every implementation of every op: its errors against a float64 oracle, and its accesses under compute-sanitizer.
+
+Shape legend in ``kernels/__init__.py``.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
+from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
+from benchmarks.gpu_parts.report import NotUsableError, Report, Row
+from benchmarks.gpu_parts.scale import Context
+from kernels import OPS, Dropout, LambSegments, LambState, lamb_step
+
+_PART = Path(__file__).with_name("part.py")
+_TOOLS = ("memcheck", "racecheck")
+_ERRORS_FOUND = 99
+
+
+def correctness(context: Context) -> None:
+    """The rule of the tests on the device: at most twice plain PyTorch's error in the same types."""
+    model = drawn_model(context.scale.model, context.device)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for case in cases(model, _awkward_lengths(context), 101, dtype, counting=True):
+            for name in OPS[case.op].implementations:
+                if name != "reference":
+                    title = f"{case.op}, {name}, {str(dtype).removeprefix('torch.')}"
+                    context.report.attempt(title, partial(_error_row, title, case, name, dtype))
+    for case in fp8_cases(model, sum(_awkward_lengths(context))):
+        for name in OPS[case.op].implementations:
+            title = f"{case.title}, {name}"
+            context.report.attempt(title, partial(_fp8_error_row, title, case, name))
+    for name in lamb_step.implementations:
+        context.report.attempt(f"lamb_step, {name}", partial(_lamb_error_row, context, name))
+    checked = [row for row in context.report.rows if row.figure is not None]
+    worst = max((row.figure or 0 for row in checked), default=None)
+    note = f"{len(checked)} checked, {len(context.report.failures)} wrong"
+    context.report.add(Row("largest error", figure=worst, unit="of allowed error", note=note, page=True))
+    for tool in _TOOLS:
+        context.report.attempt(f"compute-sanitizer {tool}", partial(_sanitizer_row, context, tool))
+
+
+def one_call_each(context: Context) -> None:
+    """Each of Triton's kernels once on one shape, for ``compute-sanitizer`` to look at."""
+    model = drawn_model(context.scale.model, context.device)
+    lengths = [17, 1, 0] if context.tiny else [130, 37, 1, 0]
+    for case in cases(model, lengths, 11, context.low_precision, counting=True):
+        context.report.attempt(case.op, partial(_called, case))
+    for case in fp8_cases(model, sum(lengths)):
+        context.report.attempt(case.title, partial(_fp8_called, case))
+    context.report.attempt("lamb_step", partial(_lamb_called, context))
+
+
+def _called(case: Case) -> Row:
+    function = partial(call, case.op, "triton")
+    case.forward_and_gradients(function, case.upstream(function))
+    return Row(case.op, note="called")
+
+
+def _fp8_called(case: Fp8Case) -> Row:
+    case.results(partial(call, case.op, "triton" if "triton" in OPS[case.op].implementations else "pytorch"))
+    return Row(case.title, note="called")
+
+
+def _lamb_called(context: Context) -> Row:
+    _lamb_steps(context, partial(call, lamb_step.name, "triton"), torch.float32, [1030, 77, 5], steps=1)
+    return Row(lamb_step.name, note="called")
+
+
+def _sanitizer_row(context: Context, tool: str) -> Row:
+    program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if program is None:
+        raise NotUsableError("compute-sanitizer is not installed")
+    if context.device.type != "cuda":
+        raise NotUsableError("looks at what a GPU does")
+    return sanitized(context, tool, [program, "--tool", tool, "--error-exitcode", str(_ERRORS_FOUND)])
+
+
+def sanitized(context: Context, tool: str, command: list[str]) -> Row:
+    """A row that says what ``compute-sanitizer``, called by ``command``, finds in one call of each kernel."""
+    name = f"compute-sanitizer {tool}"
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "one_call_each.json"
+        part = [sys.executable, str(_PART), "benchmarks.gpu_parts.correctness:one_call_each", str(file), "500"]
+        part += ["--device", context.device.type, *(["--tiny"] if context.tiny else [])]
+        # Every tensor gets memory of its own, behind whose end the tool can see.
+        environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        done = subprocess.run([*command, *part], env=environment, check=False, capture_output=True, text=True)
+        report = Report.load(file)
+    said = [line.strip("= ") for line in (done.stdout + done.stderr).splitlines() if line.startswith("=====")]
+    if done.returncode == _ERRORS_FOUND:
+        return Row(name, note=f"WRONG: {'; '.join(said)[:400]}", page=True)
+    if not report.complete or report.failures:
+        why = "; ".join(f"{row.name}: {row.note}" for row in report.failures) or report.error
+        raise RuntimeError(f"the program under it did not end well: {why}; {' '.join(said)[:200]}")
+    called = sum(row.note == "called" for row in report.rows)
+    if not called:
+        raise RuntimeError(f"no op could be called: {report.rows[0].note}")
+    return Row(name, note=f"{said[-1] if said else 'says nothing'}, {called} ops called", page=True)
+
+
+def _awkward_lengths(context: Context) -> list[int]:
+    longest = context.scale.model.max_position_embeddings
+    longer = [longest, longest - 1, 1, 2, 37, longest // 2, 17, 1, 63, 31]
+    return longer + [1 + 5 * i % 23 for i in range(8 if context.tiny else 200)] + [0, 0]
+
+
+def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Row:
+    """Dropout is left out for implementations that draw by another generator than the oracle."""
+    if name != "triton":
+        arguments = tuple(None if isinstance(value, Dropout) else value for value in case.arguments)
+        case = replace(case, arguments=arguments)
+    definition = OPS[case.op].definition
+    ours = partial(call, case.op, name)
+    upstream = case.upstream(ours)
+    oracle = case.exact().forward_and_gradients(definition, upstream)
+    plain = case.fresh().forward_and_gradients(definition, upstream)
+    return judged(title, oracle, plain, case.fresh().forward_and_gradients(ours, upstream), dtype)
+
+
+def _fp8_error_row(title: str, case: Fp8Case, name: str) -> Row:
+    """The definition rounds as it must; another may fall to the other side where it is between two numbers of FP8."""
+    plain = case.results(OPS[case.op].definition)
+    return judged(title, case.exact(), plain, case.results(partial(call, case.op, name)), torch.float32)
+
+
+def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Tensor], dtype: torch.dtype) -> Row:
+    """The worst ratio of our error to what is allowed, over the output and every gradient."""
+    ratios: list[float] = []
+    for exact, expected, got in zip(oracle, plain, ours, strict=True):
+        if not exact.is_floating_point():  # the count of right answers may differ by a tie
+            ratios.append(float((exact - got).abs() > 1))
+            continue
+        scale = exact.abs().max().clamp(min=1e-30)
+        errors = [((x.double() - exact).abs().max() / scale).item() for x in (expected, got)]
+        ratios.append(errors[1] / (2 * errors[0] + torch.finfo(dtype).eps))
+    worst = max(range(len(ratios)), key=lambda index: ratios[index] if ratios[index] == ratios[index] else float("inf"))
+    place = "output" if worst == 0 else f"result {worst} of {len(ratios) - 1}"
+    verdict = "right" if ratios[worst] <= 1 else "WRONG"  # also for a NaN
+    return Row(title, figure=ratios[worst], unit="of allowed error", note=f"{verdict}, worst in the {place}")
+
+
+def _lamb_error_row(context: Context, name: str) -> Row:
+    """Five steps of 400 segments between 2 and 60,000 elements; parameters and both moments are compared."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(2, 60 if context.tiny else 60_000, (400,), generator=generator).tolist()
+    ours = _lamb_steps(context, partial(call, lamb_step.name, name), torch.float32, sizes, steps=5)
+    oracle, plain = (
+        _lamb_steps(context, lamb_step.definition, dtype, sizes, steps=5) for dtype in (torch.float64, torch.float32)
+    )
+    return judged(f"lamb_step, {name}", oracle, plain, ours, torch.float32)
+
+
+def _lamb_steps(
+    context: Context, function: Callable[..., Tensor], dtype: torch.dtype, sizes: list[int], steps: int
+) -> list[Tensor]:
+    """Parameters and both moments after some steps; two of three segments are adapted."""
+    segments = LambSegments(tuple(sizes), tuple(index % 3 > 0 for index in range(len(sizes))))
+    draws = torch.Generator(context.device).manual_seed(0)
+    parameters = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
+    state = LambState.zeros_like(parameters)
+    for index in range(steps):
+        gradients = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
+        function(parameters, gradients, state, segments, **_lamb_settings(context, index + 1))
+    return [parameters, state.momentum_P, state.variance_P]
+
+
+def _lamb_settings(context: Context, step: int) -> dict[str, object]:
+    return {
+        "step": torch.tensor(step, device=context.device),
+        "learning_rate": torch.tensor(3.5e-4, device=context.device),
+        "beta_1": 0.9,
+        "beta_2": 0.999,
+        "epsilon": 1e-6,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+    }

@@ -1,0 +1,143 @@
+"""A timed run as a user starts it, on made-up samples of Wikipedia's lengths: rate, drift, waiting, the log's verdict."""
+
+import importlib.util
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu_parts.report import NotUsableError, Report, Row
+from benchmarks.gpu_parts.scale import Context, drawn_lengths
+from dataloading.batches.synthetic import synthetic_samples
+
+NEEDS = ("h5py", "mlperf_logging", "rich", "safetensors", "tokenizers", "tyro")
+"""What the training program, data sets and the log's check import besides PyTorch and NumPy."""
+
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_REPOSITORY = Path(__file__).resolve().parents[2]
+_SECONDS = 300
+_LIKELY_RATE = 600.0
+"""Sequences/s, where part ``step`` has left no figure to go by."""
+
+
+def end_to_end(context: Context) -> None:
+    """The recipe of one GPU to its only evaluation, whose target any model reaches: about five minutes."""
+    if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
+        raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
+    training, evaluation = (960, 100) if context.tiny else (_samples(context), 10_000)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        _write_data(context, folder, {"train": training, "evaluation": evaluation})
+        _train(context, folder, training)
+        (log,) = folder.glob("results/*/bert/result_*.txt")
+        context.report.attempt("log", lambda: _verdict(log))
+
+
+def _samples(context: Context) -> int:
+    """So many that they last, at the rate that part ``step`` has measured for the same recipe."""
+    rows = Report.load(context.report.path.with_name("step.json")).rows
+    rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
+    return int(rate * _SECONDS)
+
+
+def rows_of(records: list[dict[str, Any]]) -> list[Row]:
+    """What the lines of a metrics file say, also while the run goes on."""
+    steps, evaluations, ends = (
+        [record for record in records if record["event"] == event] for event in ("step", "eval", "end")
+    )
+    rows = []
+    if steps:
+        milliseconds = [record["step_ms"] for record in steps]
+        quarter = max(1, len(steps) // 4)
+        drift = statistics.median(milliseconds[-quarter:]) / statistics.median(milliseconds[:quarter])
+        waiting = sum(record["data_wait_ms"] for record in steps) / sum(milliseconds)
+        note = f"a step; {steps[-1]['samples']:,} samples in {steps[-1]['time_s']:.0f} s"
+        rate = _median(steps, "sequences_per_s")
+        rows += [
+            Row("training", statistics.median(milliseconds), rate, "sequences/s", note=note, page=True),
+            Row("last quarter of the steps against the first", figure=drift, unit="x", note="step time", page=True),
+            Row("host waiting for data", share=waiting, note="of the time of all steps", page=True),
+        ]
+    if evaluations:
+        note = f"{evaluations[0]['count']} masked tokens"
+        rows.append(Row("evaluation", 1e3 * _median(evaluations, "eval_s"), note=note, page=True))
+    if ends and ends[0]["time_s"]:
+        rate = ends[0]["samples"] / ends[0]["time_s"]
+        rows.append(Row("inside the clock", figure=rate, unit="sequences/s", note="evaluation too", page=True))
+    return rows
+
+
+def _median(records: list[dict[str, Any]], name: str) -> float:
+    return statistics.median(record[name] for record in records)
+
+
+def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
+    """A vocabulary of made-up word pieces, and data sets of these sizes: drawn lengths, tokens at random."""
+    from dataloading.dataset.folder import write_dataset  # imports some of what has been looked for
+    from dataloading.shards.shard import DatasetInfo
+    from dataloading.text.tokenization import Vocabulary
+
+    size, longest = (
+        (1024, 128) if context.tiny else (context.scale.model.vocab_size, context.scale.model.max_position_embeddings)
+    )
+    words = [f"word{index}" for index in range(size - len(_SPECIAL))]
+    path = folder / "vocab.txt"
+    path.write_text("\n".join([*_SPECIAL, *words]) + "\n", encoding="utf-8")
+    vocabulary = Vocabulary.from_file(path)
+    for seed, (split, count) in enumerate(counts.items(), 1):
+        samples = synthetic_samples(drawn_lengths(count, longest, seed), size, seed)
+        info = DatasetInfo(
+            vocab_size=size,
+            max_seq_length=longest,
+            max_predictions_per_seq=int(samples.masked_counts.max()),
+            vocabulary_md5=vocabulary.md5,
+            vocabulary_sha256=vocabulary.sha256,
+            options={"seed": seed},
+            sources={},
+        )
+        write_dataset(folder / split, samples, shards=4, info=info)
+
+
+def _train(context: Context, folder: Path, samples: int) -> None:
+    """Start the run, and keep the rows up to date with what it has told so far."""
+    settings = {
+        "data.train": folder / "train",
+        "data.evaluation": folder / "evaluation",
+        "data.vocab": folder / "vocab.txt",
+        "data.initial-checkpoint": None,
+        "evaluation.target": 1e-12,
+        "evaluation.interval-samples": samples,
+        "log.division": "open",
+        "log.system": "benchmark",
+        "log.results": folder / "results",
+    }
+    recipe = "tiny_cpu" if context.tiny else "h100_1x1"
+    arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "bert.train", recipe, *arguments]
+    complaints = folder / "stderr.txt"
+    with complaints.open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=errors)
+        while (status := process.poll()) is None:
+            time.sleep(0.2 if context.tiny else 5)
+            _add_rows(context, folder, quiet=True)
+    _add_rows(context, folder)
+    if status:
+        said = complaints.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["nothing"]
+        raise RuntimeError(f"bert.train ended with {status} and said: {said[-1]}")
+
+
+def _add_rows(context: Context, folder: Path, *, quiet: bool = False) -> None:
+    for metrics in folder.glob("results/*/bert/metrics_*.jsonl"):
+        lines = metrics.read_text(encoding="utf-8").split("\n")[:-1]  # the last one may still be written
+        context.report.add(*rows_of([json.loads(line) for line in lines]), quiet=quiet)
+
+
+def _verdict(log: Path) -> Row:
+    checker = [sys.executable, "-m", "compliance", "check", str(log)]
+    done = subprocess.run(checker, cwd=_REPOSITORY, check=False, capture_output=True, text=True)
+    lines = (done.stdout + done.stderr).replace(str(log), log.name).strip().splitlines() or ["no verdict"]
+    return Row("log", note=lines[0] if done.returncode == 0 else f"WRONG: {' '.join(lines)[:300]}", page=True)

@@ -1,0 +1,190 @@
+"""Every op with every implementation: its time against the floor, and against what others make of it.
+
+Shape legend in ``kernels/__init__.py``.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
+from benchmarks.gpu_parts.ceilings import Ceilings
+from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
+from benchmarks.gpu_parts.report import NotUsableError, Row
+from benchmarks.gpu_parts.scale import Context, samples_of
+from benchmarks.gpu_parts.timing import measured, timed_row
+from bert.model import BertForPreTraining
+from bert.optimizer import FlatParameters, Lamb
+from bert.recipes import h100_1x1
+from kernels import OPS, Dropout, lamb_step
+
+_LAMB_BYTES = 48
+"""A parameter and step: the gradient's norm (4 read), moments and direction (16 read, 12 written, and the gradient's
+zeros, 4), the step (8 and 4)."""
+
+
+def kernels(context: Context) -> None:
+    """Forward alone and both ways at the size of one micro-batch of training; what has to be compiled first comes last."""
+    ceilings, report = Ceilings.of(context), context.report
+    samples = samples_of(context.scale, context.scale.sequences)
+    lengths, masked = samples.lengths.tolist(), len(samples.masked_lm_ids)
+    model = drawn_model(context.scale.model, context.device)
+    made = cases(model, lengths, masked, context.low_precision)
+    for case in made:
+        names = list(OPS[case.op].implementations)
+        if case.op.startswith("varlen") and not context.tiny:
+            names.remove("reference")  # a sequence at a time: seconds that tell nothing
+        _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
+    for case in fp8_cases(model, sum(lengths)):
+        for name in OPS[case.op].implementations:
+            title = f"{case.title}, {name}"
+            report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
+        _compare(context, case.op, case.title)
+    for name in lamb_step.implementations:
+        report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
+    _compare(context, lamb_step.name, lamb_step.name)
+    for case in made:
+        _time(context, case, _peers(case, lengths), ceilings)
+
+
+_DIRECTIONS = ("forward", "both ways")
+
+
+def _time(context: Context, case: Case, sides: dict[str, Callable[..., object]], ceilings: Ceilings) -> None:
+    for both_ways, direction in enumerate(_DIRECTIONS):
+        for name, side in sides.items():
+            title = f"{case.op} {direction}, {name}"
+            context.report.attempt(title, partial(_time_row, context, title, case, side, ceilings, bool(both_ways)))
+        _compare(context, case.op, f"{case.op} {direction}")
+
+
+def _compare(context: Context, op: str, what: str) -> None:
+    """A row for what training takes on this device, against the fastest of the others that have been timed so far."""
+    rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
+    order = [f"{what}, {implementation.name}" for implementation in OPS[op].order(context.device.type)]
+    ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
+    if ours is None:
+        return
+    fastest = min((row for row in rows if row is not ours), key=lambda row: row.milliseconds or 0, default=None)
+    assert ours.milliseconds
+    ratio = fastest.milliseconds / ours.milliseconds if fastest and fastest.milliseconds else None
+    taken, other = (row.name.removeprefix(f"{what}, ") if row else "none" for row in (ours, fastest))
+    note = f"{taken}; fastest other: {other}; {ours.note}"
+    on_page = not what.endswith(_DIRECTIONS[0])  # both ways stands for both
+    context.report.add(replace(ours, name=what, peer=ratio, note=note, page=on_page, seconds=[]), quiet=True)
+
+
+def _time_row(
+    context: Context, title: str, case: Case, side: Callable[..., object], ceilings: Ceilings, both_ways: bool
+) -> Row:
+    upstream = case.upstream(side)
+
+    def both() -> None:
+        case.forward_and_gradients(side, upstream)
+
+    @torch.no_grad()
+    def forward() -> None:
+        case.outputs(side)
+
+    seconds = measured(both if both_ways else forward, context.device, 3 * context.scale.repeats, cold=True)
+    flop, moved = case.flop[both_ways], case.moved[both_ways]
+    floor, ceiling = ceilings.floor(flop, moved)
+    amount, unit = (moved, "TB/s") if not flop or "copy" in ceiling else (flop, "TFLOP/s")
+    return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)
+
+
+def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilings: Ceilings) -> Row:
+    function = partial(call, case.op, name)
+    seconds = measured(lambda: function(*case.arguments), context.device, 3 * context.scale.repeats, cold=True)
+    floor, ceiling = ceilings.floor(case.flop, case.moved, fp8=True)
+    amount, unit = (case.flop, "TFLOP/s") if case.flop else (case.moved, "TB/s")
+    return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)
+
+
+def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Row:
+    """The optimizer's step on the model's own flat buffers."""
+    with context.device:
+        flat = FlatParameters.of(BertForPreTraining(context.scale.model))
+    optimizer = Lamb(flat, h100_1x1().optimizer)
+    drawn_P = torch.randn_like(flat.gradients_P)
+
+    def step() -> None:
+        with lamb_step.using(name):
+            optimizer.step()
+
+    def draw() -> None:
+        flat.gradients_P.copy_(drawn_P)  # a step leaves zeros
+
+    flat.weights_P.copy_(drawn_P)
+    try:
+        seconds = measured(step, context.device, context.scale.repeats, cold=True, before=draw)
+    except ValueError as error:
+        raise NotUsableError(str(error)) from None
+    moved = _LAMB_BYTES * flat.weights_P.numel()
+    floor, ceiling = ceilings.floor(moved=moved)
+    note = f"{ceiling}, at {_LAMB_BYTES} bytes a parameter"
+    return timed_row(f"lamb_step, {name}", seconds, moved / 1e12, "TB/s", floor, note)
+
+
+def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
+    """What else computes an op, of PyTorch and of libraries; they may do less (no dropout), never more."""
+    if case.op == "varlen_self_attention":
+        return {
+            "PyTorch varlen_attn without dropout": _torch_varlen,
+            "PyTorch SDPA, padded, mask": partial(_padded_sdpa, lengths=lengths),
+            "flash-attn 3 without dropout": _flash_attention_3,
+        }
+    if case.op == "varlen_attention":
+        return {}  # those of varlen_self_attention, which all layers but the last call
+    plain: dict[str, Callable[..., object]] = {
+        "dropout_add_layer_norm": _plain_add_norm,
+        "embedding_layer_norm": _plain_embeddings,
+        "dense_gelu": OPS["dense_gelu"].definition,
+        "masked_lm_loss": OPS["masked_lm_loss"].definition,
+    }
+    on_gpu = case.leaves[0].is_cuda
+    return {
+        "torch.compile": torch.compile(plain[case.op], dynamic=False, backend="inductor" if on_gpu else "aot_eager")
+    }
+
+
+def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: object) -> Tensor:
+    if not qkv_T3HE.is_cuda:
+        raise NotUsableError("needs a CUDA device")
+    varlen = importlib.import_module("torch.nn.attention.varlen")
+    query, key, value = (x.contiguous() for x in qkv_T3HE.unbind(1))
+    return varlen.varlen_attn(query, key, value, bounds, bounds, max_seqlen, max_seqlen)
+
+
+def _padded_sdpa(qkv_T3HE: Tensor, _bounds: Tensor, max_seqlen: int, dropout: Dropout, *, lengths: list[int]) -> Tensor:
+    """Filled up before and cut out after, outside of which there is padding anyway where one trains padded."""
+    rows = [slice(*bounds) for bounds in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
+    padded = [
+        torch.nn.utils.rnn.pad_sequence([x[row] for row in rows], batch_first=True).transpose(1, 2)
+        for x in qkv_T3HE.unbind(1)
+    ]
+    counts = torch.tensor(lengths, device=qkv_T3HE.device)
+    real = torch.arange(max_seqlen, device=qkv_T3HE.device) < counts[:, None]
+    output = F.scaled_dot_product_attention(*padded, attn_mask=real[:, None, None, :], dropout_p=dropout.p)
+    return output.transpose(1, 2)[real]
+
+
+def _flash_attention_3(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: object) -> object:
+    flash = importlib.import_module("flash_attn_interface")
+    returned = flash.flash_attn_varlen_func(*qkv_T3HE.unbind(1), bounds, bounds, max_seqlen, max_seqlen)
+    return returned[0] if isinstance(returned, tuple) else returned
+
+
+def _plain_add_norm(x, bias, residual, weight, norm_bias, eps, dropout) -> Tensor:  # noqa: ANN001
+    return F.layer_norm(residual + F.dropout(x + bias, dropout.p), weight.shape, weight, norm_bias, eps)
+
+
+def _plain_embeddings(ids, positions, segments, word, position, segment, weight, bias, eps, dropout) -> Tensor:  # noqa: ANN001
+    summed = F.embedding(ids, word) + F.embedding(positions, position) + F.embedding(segments, segment)
+    return F.dropout(F.layer_norm(summed, weight.shape, weight, bias, eps), dropout.p)

@@ -1,0 +1,89 @@
+"""Memory of recorded training against the sequences of a micro-batch, and the most that fit."""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from benchmarks.gpu_parts.report import Row
+from benchmarks.gpu_parts.scale import Context, drawn_lengths, samples_of
+from benchmarks.gpu_parts.step import Precision, training_step
+from bert.recipes import h100_1x1
+from dataloading.batches.capacity import Capacity, choose_capacities, draw_sizes
+from dataloading.batches.loader import batch_of, capacity_of
+
+_FITS, _DOES_NOT_FIT = "fits", "does not fit"
+_CAPACITIES = 4
+"""Fewer than in training, where 16 share the memory of the largest: recording takes time."""
+
+
+def memory(context: Context) -> None:
+    """Double the micro-batch up to one that does not fit, then halve what lies between."""
+    for precision in ("bf16", "fp8"):
+        _search(context, precision)
+
+
+def _search(context: Context, precision: Precision) -> None:
+    report = context.report
+
+    most, failing, size = 0, None, max(1, context.scale.sequences // 4)
+    limit = context.scale.sequences * (1 if context.tiny else 16)
+    while size <= limit and (failing is None or failing - most > max(8, most // 16)):
+        name = f"{precision}, {size} sequences"
+        row = report.attempt(name, partial(_peak, context, name, precision, size))
+        if row is None or row.failed:  # for another reason than memory
+            return
+        most, failing = (size, failing) if row.note.startswith(_FITS) else (most, size)
+        size = 2 * size if failing is None else (most + failing) // 2
+    bound = f"{failing} do not" if failing else "more were not tried"
+    report.add(Row(f"{precision}, most sequences that fit", figure=most, unit="sequences", note=bound, page=True))
+
+
+def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Row:
+    """The most memory that start-up, recordings and a replay of one size take."""
+    on_gpu = context.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    try:
+        _train(context, precision, sequences)
+    except RuntimeError as error:
+        if _is_lack_of_memory(error):
+            return Row(name, note=_DOES_NOT_FIT)
+        raise
+    if not on_gpu:
+        return Row(name, note=f"{_FITS}; a CPU keeps no count")
+    free, total = torch.cuda.mem_get_info()
+    reserved, allocated = (
+        2**-30 * read() for read in (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
+    )
+    note = f"{_FITS}; share of the device's {total / 2**30:.0f}; {allocated:.1f} of them allocated, {free / 2**30:.1f} free"
+    return Row(name, figure=reserved, unit="GiB", share=reserved * 2**30 / total, note=note)
+
+
+def _train(context: Context, precision: Precision, sequences: int) -> None:
+    """Start up as a run does, and take a step."""
+    capacities = _capacities(context, sequences)
+    samples = samples_of(context.scale, sequences)
+    batch = batch_of(samples, capacity=capacity_of(samples, capacities)).to(context.device)
+    trained = training_step(context, precision=precision)
+    trained.warm_up([batch], 1, context.recorder(), capacities)
+    trained([batch])
+    if context.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _capacities(context: Context, sequences: int) -> list[Capacity]:
+    """What the recipe of one GPU would pad micro-batches of this size to."""
+    longest = context.scale.model.max_position_embeddings
+    lanes = h100_1x1().training.gradient_accumulation_steps
+    lengths = drawn_lengths(20_000, longest, seed=0)
+    masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
+    tokens, masked_tokens = draw_sizes(lengths, masked, lanes * sequences, lanes)
+    return choose_capacities(tokens, masked_tokens, sequences, longest, _CAPACITIES)
+
+
+def _is_lack_of_memory(error: BaseException | None) -> bool:
+    """Also where the capture in which memory ran out fails at its end for another reason."""
+    while error is not None and not isinstance(error, torch.OutOfMemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None

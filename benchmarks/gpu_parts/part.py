@@ -1,0 +1,89 @@
+"""One part of ``benchmarks/gpu.py``, in a process of its own.
+
+    python benchmarks/gpu_parts/part.py MODULE:FUNCTION FILE SECONDS [--device cpu] [--tiny]
+
+``FUNCTION`` gets a ``Context`` and adds rows to its report. Started again with the same file, it goes on after the rows that
+are there. Exits with 0 when all rows are right, 1 when some failed, ``LOST`` when the device answers this process no more.
+"""
+
+import argparse
+import gc
+import importlib
+import importlib.metadata
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+LOST = 3
+_GRACE = 30
+"""Seconds after its time when a part ends itself, should nobody be there any more to end it."""
+
+_PACKAGES = ("torch", "triton", "transformers", "flash-attn", "numpy")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Measure for a limited time; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("function", metavar="MODULE:FUNCTION")
+    parser.add_argument("file", metavar="FILE", type=Path)
+    parser.add_argument("seconds", metavar="SECONDS", type=float)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true")
+    chosen = parser.parse_args(arguments)
+    signal.alarm(int(chosen.seconds) + _GRACE)
+    try:
+        return run(chosen.function, chosen.file, chosen.device, tiny=chosen.tiny)
+    finally:
+        signal.alarm(0)
+
+
+def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
+    """Measure, and write every row at once; returns the exit status."""
+    import torch  # takes seconds, which count
+
+    from benchmarks.conditions import conditions
+    from benchmarks.gpu_parts.report import DeviceLostError, Report, first_line
+    from benchmarks.gpu_parts.scale import FULL, TINY, Context
+    from benchmarks.gpu_parts.timing import device_name, settle
+    from kernels.precision import set_product_precision
+
+    set_product_precision()
+
+    device = torch.device(device_type, 0)
+    report = Report.load(file)
+    report.settle = partial(settle, device)
+    about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
+    report.about = about | conditions(tuple(name for name in _PACKAGES if _is_installed(name)))
+    report.write()
+    module, _, name = function.partition(":")
+    try:
+        measure = getattr(importlib.import_module(module), name)
+        gc.freeze()  # nothing that is imported ends, so collecting after each row need not look at it
+        measure(Context(device, TINY if tiny else FULL, report))
+        report.end(None)
+    except DeviceLostError:
+        traceback.print_exc()
+        return LOST
+    except Exception as error:  # the file says why it is not complete
+        traceback.print_exc()
+        report.end(first_line(error))
+    finally:
+        gc.unfreeze()
+    return 1 if report.failures or not report.complete else 0
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

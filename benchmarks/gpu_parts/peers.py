@@ -1,0 +1,164 @@
+"""What others make of the same samples, on the same device, in the same run.
+
+Shape legend in ``kernels/__init__.py``.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.gpu_parts.ceilings import Ceilings
+from benchmarks.gpu_parts.report import NotUsableError, Row
+from benchmarks.gpu_parts.scale import Context, micro_batches, samples_of, training_flop
+from benchmarks.gpu_parts.step import prepare, training_step
+from benchmarks.gpu_parts.timing import measured, release, timed_row
+from benchmarks.training.hugging_face import new_model, padded
+from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
+from dataloading.batches.loader import Batch
+
+OURS = "this repository, unpadded"
+
+
+def peers(context: Context) -> None:
+    """One training step each; every peer takes fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
+    sides: dict[str, Callable[[Context, int], Callable[[], None]]] = {
+        "plain PyTorch varlen, unpadded": _plain_varlen,
+        "Hugging Face, padded, SDPA": _hugging_face,
+        "Hugging Face, padded, SDPA, torch.compile": _hugging_face_compiled,
+    }
+    ceilings = Ceilings.of(context)
+    context.report.attempt(OURS, partial(_our_row, context, ceilings))
+    for name, side in sides.items():
+        context.report.attempt(name, partial(_peer_row, context, name, side))
+    context.report.attempt("ours against the fastest peer", partial(_against_fastest, context, list(sides)))
+
+
+def _our_row(context: Context, ceilings: Ceilings) -> Row:
+    sequences = context.scale.sequences
+    trained, batches = training_step(context), micro_batches(context, sequences, 1, padded=True)
+    prepare(context, trained, batches)
+    seconds = measured(lambda: trained(batches), context.device, context.scale.repeats, cold=False)
+    floor, ceiling = ceilings.floor(training_flop(context.scale.model, *micro_batches(context, sequences, 1)))
+    return timed_row(OURS, seconds, sequences, "sequences/s", floor, f"LAMB; model work, {ceiling}", page=True)
+
+
+def _against_fastest(context: Context, names: list[str]) -> Row:
+    rates = {name: row.figure for name in names if (row := context.report.row(name)) and row.figure}
+    ours = context.report.row(OURS)
+    if not (ours and ours.figure and rates):
+        raise NotUsableError("one side was not measured")
+    fastest = max(rates, key=lambda name: rates[name])
+    name, ratio = "ours against the fastest peer", ours.figure / rates[fastest]
+    return Row(name, ours.milliseconds, ours.figure, ours.unit, ours.share, ratio, fastest, page=True)
+
+
+def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Row:
+    """The peer's rate at as many of our sequences as it has memory for: all of them, half, or a quarter."""
+    for parts in (1, 2, 4):
+        sequences = context.scale.sequences // parts
+        if seconds := _seconds_if_it_fits(context, side, sequences):
+            row = timed_row(name, seconds, sequences, "sequences/s", note=f"{sequences} sequences at once", page=True)
+            ours = context.report.row(OURS)
+            if ours and ours.figure and row.figure:
+                row = replace(row, note=f"ours is {ours.figure / row.figure:.2f}x as fast; {row.note}")
+            return row
+        release(context.device)
+    return Row(name, note="does not fit the device's memory", page=True)
+
+
+def _seconds_if_it_fits(
+    context: Context, side: Callable[[Context, int], Callable[[], None]], sequences: int
+) -> list[float]:
+    try:
+        return measured(side(context, sequences), context.device, context.scale.repeats, cold=False)
+    except torch.OutOfMemoryError:
+        return []
+
+
+def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -> Callable[[], None]:
+    with context.device:  # where weights are drawn many times as fast
+        model = new_model(context.scale.model).train()
+    samples = samples_of(context.scale, sequences)
+    inputs = {
+        name: tensor.to(context.device)
+        for name, tensor in padded(samples, context.scale.model.max_position_embeddings).items()
+    }
+    called = model
+    if compiled:
+        called = torch.compile(model, dynamic=False, backend="aot_eager" if context.tiny else "inductor")
+    return _step(context, model, lambda: called(**inputs).loss)
+
+
+def _hugging_face_compiled(context: Context, sequences: int) -> Callable[[], None]:
+    return _hugging_face(context, sequences, compiled=True)
+
+
+def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
+    """The same model in PyTorch's own ops; its varlen attention knows no dropout, which makes it the faster here."""
+    model = context.model()
+    (batch,) = micro_batches(context, sequences, 1)
+    return _step(context, model, lambda: plain_loss(model, batch))
+
+
+def _step(context: Context, model: torch.nn.Module, loss: Callable[[], Tensor]) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+    def run() -> None:
+        with torch.autocast(context.device.type, torch.bfloat16, enabled=not context.tiny):
+            value = loss()
+        value.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return run
+
+
+def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
+    """The model's loss in plain PyTorch, every layer for every token; [] mean over the batch."""
+    p = model.config.hidden_dropout if model.training else 0.0
+    tables = model.embeddings
+    embedded_TD = (
+        F.embedding(batch.input_ids, tables.word)
+        + F.embedding(batch.position_ids, tables.position)
+        + F.embedding(batch.segment_ids, tables.segment)
+    )
+    hidden_TD = F.dropout(_norm(embedded_TD, tables.norm, model), p)
+    for layer in model.layers:
+        assert isinstance(layer, EncoderLayer)
+        hidden_TD = _plain_layer(hidden_TD, layer, model, batch, p)
+    masked_MD = hidden_TD[batch.masked_lm_positions]
+    wide_MD = F.gelu(model.transform(masked_MD), approximate="tanh")
+    logits_MV = F.linear(_norm(wide_MD, model.transform_norm, model), tables.word, model.decoder_bias)
+    cls_SD = hidden_TD[batch.cu_seqlens[:-1].long()]
+    next_sentence = F.cross_entropy(model.next_sentence_logits(cls_SD).float(), batch.next_sentence_labels)
+    return F.cross_entropy(logits_MV.float(), batch.masked_lm_ids) + next_sentence
+
+
+def _plain_layer(hidden_TD: Tensor, layer: EncoderLayer, model: BertForPreTraining, batch: Batch, p: float) -> Tensor:
+    heads = model.config.num_attention_heads
+    query, key, value = layer.query_key_value(hidden_TD).unflatten(-1, (3, heads, -1)).unbind(1)
+    context_TD = _plain_attention(query, key, value, batch).flatten(1)
+    attended_TD = _norm(hidden_TD + F.dropout(layer.attention_output(context_TD), p), layer.attention_norm, model)
+    wide_TF = F.gelu(layer.intermediate(attended_TD), approximate="tanh")
+    return _norm(attended_TD + F.dropout(layer.output(wide_TF), p), layer.output_norm, model)
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) -> Tensor:
+    if query.is_cuda:
+        from torch.nn.attention.varlen import varlen_attn  # of the GPU builds
+
+        bounds, longest = batch.cu_seqlens, batch.max_seqlen
+        query, key, value = (x.contiguous() for x in (query, key, value))
+        return cast("Tensor", varlen_attn(query, key, value, bounds, bounds, longest, longest))
+    sizes = batch.cu_seqlens.diff().tolist()
+    sequences = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value)), strict=True)
+    return torch.cat([F.scaled_dot_product_attention(*one) for one in sequences], dim=1).transpose(0, 1)
+
+
+def _norm(x: Tensor, norm: LayerNorm, model: BertForPreTraining) -> Tensor:
+    return F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, model.config.layer_norm_eps)

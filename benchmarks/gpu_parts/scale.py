@@ -1,0 +1,134 @@
+"""What is measured: the model, its batches, and the work that they are.
+
+Shape legend: T tokens, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary, H heads, E head size.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from benchmarks.gpu_parts.report import Report
+from bert.config import ModelConfig
+from bert.cuda_graphs import CudaRecorder
+from bert.model import BertForPreTraining
+from bert.parallel.mesh import Mesh
+from bert.recipes import h100_1x1
+from bert.step import build_model
+from dataloading.batches.capacity import Capacity
+from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import Samples
+
+HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Sizes of everything."""
+
+    model: ModelConfig
+    sequences: int
+    """Of one micro-batch."""
+    repeats: int
+    """Timed steps; kernels are timed three times as often."""
+    square: int
+    """Rows and columns of the large matrix product."""
+    copied: int
+    """Bytes of the large copy."""
+    parity_steps: int
+    parity_sequences: int
+
+
+FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
+TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every part gets."""
+
+    device: torch.device
+    scale: Scale
+    report: Report
+
+    @property
+    def tiny(self) -> bool:
+        """Whether this only shows that the code runs."""
+        return self.scale is TINY
+
+    @property
+    def low_precision(self) -> torch.dtype:
+        """bf16, the type that figures are about; fp32 where the scale is tiny."""
+        return torch.float32 if self.tiny else torch.bfloat16
+
+    @property
+    def mesh(self) -> Mesh:
+        """One rank on the device."""
+        return Mesh(0, 1, 0, self.device)
+
+    @cached_property
+    def _weights(self) -> dict[str, Tensor]:
+        """Random ones, drawn once a process and kept by the host, where they take no memory of the device."""
+        recipe = h100_1x1()
+        config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
+        model = build_model(config, self.mesh, seed=0)
+        return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
+
+    def recorder(self) -> CudaRecorder | None:
+        """What records a step as training does, where there is a GPU."""
+        return CudaRecorder(self.device) if self.device.type == "cuda" else None
+
+    def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
+        """A model on the device, to train; all of them start from the same weights."""
+        with self.device:
+            model = BertForPreTraining(config or self.scale.model)
+        model.load_state_dict(self._weights)
+        return model.train()
+
+
+def drawn_lengths(count: int, longest: int, seed: int) -> NDArray[np.int64]:
+    """Lengths [count] drawn from Wikipedia's histogram."""
+    length, weight = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    drawn = np.random.default_rng(seed).choice(length, count, p=weight / weight.sum())
+    return np.clip(drawn, 3, longest)
+
+
+def wikipedia_lengths(sequences: int, longest: int) -> NDArray[np.int64]:
+    """Lengths [sequences], longest first, spread over Wikipedia's as evenly as so many can be."""
+    length, count = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    below = np.cumsum(count) / count.sum()
+    quantiles = (np.arange(sequences) + 0.5) / sequences
+    return np.clip(length[np.searchsorted(below, quantiles)][::-1], 3, longest)
+
+
+def samples_of(scale: Scale, sequences: int, seed: int = 0) -> Samples:
+    """Random tokens of Wikipedia's lengths."""
+    lengths = wikipedia_lengths(sequences, scale.model.max_position_embeddings)
+    return synthetic_samples(lengths, scale.model.vocab_size, seed)
+
+
+def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *, padded: bool = False) -> list[Batch]:
+    """A global batch as ``count`` micro-batches of ``sequences``, on the device; ``padded`` to capacities, each its own."""
+    batches = []
+    for index in range(count):
+        samples = samples_of(context.scale, sequences, seed + index)
+        longest = context.scale.model.max_position_embeddings
+        sizes = len(samples.input_ids), sequences, len(samples.masked_lm_ids), longest
+        batches.append(batch_of(samples, capacity=Capacity.around(*sizes) if padded else None))
+    counts = torch.stack([batch.global_counts for batch in batches]).sum(dim=0)
+    return [replace(batch, global_counts=counts).to(context.device) for batch in batches]
+
+
+def training_flop(model: ModelConfig, batch: Batch) -> float:
+    """Model FLOP of a training step on a micro-batch: three times the forward pass, nothing padded, nothing left out."""
+    hidden, layers = model.hidden_size, model.num_hidden_layers
+    lengths = batch.cu_seqlens.diff().double()
+    dense = 2 * batch.tokens * (4 * hidden**2 + 2 * hidden * model.intermediate_size)
+    attention = 4 * hidden * float((lengths**2).sum())
+    head = 2 * batch.masked_lm_ids.numel() * (hidden**2 + hidden * model.vocab_size)
+    return 3 * (layers * (dense + attention) + head)

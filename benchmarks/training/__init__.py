@@ -1,0 +1,1 @@
+"""Training beside peers and beside itself, on a CPU."""

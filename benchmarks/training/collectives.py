@@ -1,0 +1,357 @@
+"""Ways to sum a gradient between hosts: bytes on the wire, times, the choice at start-up, and overlap with backward.
+
+    sudo python benchmarks/training/collectives.py [--quick] [--out FILE]
+
+Network namespaces with host names of their own stand for hosts, joined by a bridge; ``tc tbf`` shapes what each sends. Ranks
+talk over gloo. Bytes are those that the interface counted. Sharded ways count the weights that are gathered, not LAMB.
+
+The overlap figures are of a step that computes as long as it communicates. Once the computation is a wait: as that of an
+accelerator it takes no core from the communication. Once it is matrix products, one thread a rank, one rank a host, on the
+cores that gloo's threads need as well; what they slow it down by counts as exposed.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import Tensor, nn
+
+from benchmarks.conditions import write_figures
+from bert.optimizer import FlatParameters
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.reduction import Communicators, Reduction, Strategy, measured_choice
+from bert.parallel.sums import ReduceDtype
+from kernels import LambSegments
+
+LAYERS = 16
+STRATEGIES: tuple[Strategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Hosts, ranks and links of one measurement."""
+
+    hosts: int
+    local_size: int
+    order: str
+    rate: str | None
+    """Of each host's link, as ``tc`` writes it; None: not shaped."""
+    megabytes: int
+    rounds: int
+    computation: Literal["", "wait", "products"] = ""
+    """Of the step whose exposed communication is measured, if that is what is measured."""
+    reduce_dtype: ReduceDtype = "fp32"
+    """In which gradients travel; weights that are gathered travel in fp32."""
+
+
+class Network:
+    """Namespaces as hosts on one bridge, for the body of a ``with``."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._names = [f"reduce{os.getpid()}h{host}" for host in range(case.hosts)]
+        self._switch = f"reduce{os.getpid()}sw"
+
+    def __enter__(self) -> list[str]:
+        switch = self._switch
+        try:
+            _ip("netns", "add", switch)
+            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            _ip("-n", switch, "link", "set", "br0", "up")
+            for host, name in enumerate(self._names):
+                _ip("netns", "add", name)
+                _ip("-n", name, "link", "set", "lo", "up")
+                _ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
+                _ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
+                _ip("-n", name, "link", "set", "v0", "up")
+                _ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
+                _ip("-n", switch, "link", "set", f"p{host}", "up")
+                if self._case.rate:
+                    shape = ("qdisc", "add", "dev", "v0", "root", "tbf", "rate", self._case.rate)
+                    _run("ip", "netns", "exec", name, "tc", *shape, "burst", "256kb", "latency", "50ms")
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._names
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*self._names, self._switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def main(quick: bool = False, out: Path | None = None) -> None:
+    """Prints a line a case, and last the ratios. Needs root.
+
+    Args:
+        quick: Small messages, unshaped links and few rounds: whether it works, and bytes.
+        out: Write the figures here as JSON.
+    """
+    missing = why_not()
+    if missing:
+        print(f"error: {missing}", file=sys.stderr)
+        raise SystemExit(2)
+    if quick:
+        cases = [Case(2, 2, "block", None, 8, 1), Case(2, 2, "cyclic", None, 8, 1)]
+        cases += [
+            Case(2, 2, "block", None, 8, 1, reduce_dtype="bf16"),
+            Case(2, 1, "block", "300mbit", 4, 1, "products"),
+        ]
+    else:
+        cases = [Case(2, 4, o, r, 64, 2) for r in (None, "1gbit", "300mbit") for o in ("block", "cyclic")]
+        cases += [Case(2, 4, "block", rate, 64, 2, reduce_dtype="bf16") for rate in (None, "1gbit", "300mbit")]
+        cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, "wait")]
+        cases += [Case(2, 1, "block", rate, 64, 3, "products") for rate in ("300mbit", "1gbit")]
+    figures = []
+    for case in cases:
+        figures.append(measure(case))
+        print(_line(figures[-1]), flush=True)
+    ratios = _ratios(figures)
+    if out:
+        write_figures(out, {"cases": figures, "ratios": ratios})
+    for name, ratio in ratios.items():
+        print(f"{name}: {ratio:.2f}")
+
+
+def why_not() -> str | None:
+    """What is missing to make hosts here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root: run it with sudo"
+    absent = [program for program in ("ip", "tc", "unshare", "hostname") if shutil.which(program) is None]
+    if absent:
+        return f"{absent[0]} is not installed: install iproute2, util-linux and hostname"
+    name = f"reduce{os.getpid()}probe"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return "the kernel refuses network namespaces here"
+    _ip("netns", "del", name)
+    return None
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Run one case on namespaces of its own."""
+    world = case.hosts * case.local_size
+    with Network(case) as names, tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        ranks = []
+        for rank in range(world):
+            host, local = (
+                divmod(rank, case.local_size) if case.order == "block" else (rank % case.hosts, rank // case.hosts)
+            )
+            environment = os.environ | {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(case.local_size),
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29600",
+                "GLOO_SOCKET_IFNAME": "v0",
+                "OMP_NUM_THREADS": "1",
+            }
+            script = f'hostname h{host} && exec "$0" "$@"'
+            inside = ["ip", "netns", "exec", names[host], "unshare", "--uts", "sh", "-c", script]
+            command = [*inside, sys.executable, __file__, "--rank", json.dumps(case.__dict__), str(found)]
+            ranks.append(subprocess.Popen(command, env=environment))
+        try:
+            codes = [rank.wait(timeout=300) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}")
+        return case.__dict__ | json.loads(found.read_text())
+
+
+class _Layer(torch.autograd.Function):
+    """Hands its input on; its backward computes and gives the weight a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, compute: Callable[[], None]) -> Tensor:
+        ctx.weight, ctx.compute = weight, compute
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        ctx.compute()
+        return gradients[0], torch.ones(()).expand_as(ctx.weight), None
+
+
+def _rank(case: Case, found: Path) -> None:
+    mesh = join_mesh("cpu")
+    communicators = Communicators.create(mesh)
+    size = case.megabytes * 250_000 // LAYERS
+    model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(LAYERS))
+    flat = _flat(model, size)
+    figures: dict[str, Any]
+    if case.computation:
+        figures = _exposed(case, model, flat, communicators)
+    else:
+        reductions = {s: Reduction(flat, communicators, s, case.reduce_dtype) for s in STRATEGIES}
+        figures = {strategy: _reduced(case, mesh, flat, reduction) for strategy, reduction in reductions.items()}
+        choice = measured_choice(flat, communicators, rounds=2, reduce_dtype=case.reduce_dtype)
+        figures["choice"] = str(choice.way)
+    if mesh.is_main:
+        found.write_text(json.dumps(figures))
+    dist.barrier()
+    leave_mesh()
+
+
+def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
+    weights, gradients = torch.zeros(LAYERS * size), torch.zeros(LAYERS * size)
+    places = {parameter: slice(number * size, (number + 1) * size) for number, parameter in enumerate(model)}
+    for parameter, place in places.items():
+        parameter.data, parameter.grad = weights[place], gradients[place]
+    segments = LambSegments((size,) * LAYERS, (True,) * LAYERS)
+    return FlatParameters(weights, gradients, segments, weights, gradients, places)
+
+
+def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
+    counter = Path("/sys/class/net/v0/statistics/tx_bytes")
+    seconds, sent_bytes = [], []
+
+    def communicate() -> None:
+        reduction.finish()
+        if reduction.strategy in ("sharded", "sharded_world"):
+            for bucket in reduction.buckets:
+                reduction.gather(flat.weights_N, bucket)
+
+    communicate()
+    dist.barrier()
+    for _ in range(case.rounds):
+        dist.barrier()
+        begin, before = time.perf_counter(), int(counter.read_text())
+        communicate()
+        dist.barrier()
+        seconds.append(time.perf_counter() - begin)
+        sent_bytes.append(int(counter.read_text()) - before)
+    sent = torch.zeros(mesh.world_size, dtype=torch.float64)
+    sent[mesh.rank] = min(sent_bytes)  # more is what a busy host had to send twice
+    dist.all_reduce(sent)
+    reduction.close()
+    return {"seconds": min(seconds), "megabytes_per_host": sent.max().item() / 1e6}
+
+
+def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communicators: Communicators) -> dict[str, Any]:
+    """Seconds of a step beyond its computation alone, which is made as long as its communication alone."""
+    reduction = Reduction(flat, communicators, "hierarchical", bucket_bytes=4_000_000)
+
+    def step(compute: Callable[[], None], reduced: bool = True, overlapped: bool = False) -> float:
+        dist.barrier()
+        begin = time.perf_counter()
+        x = torch.zeros(1, requires_grad=True)
+        for parameter in model:
+            x = _Layer.apply(x, parameter, compute)
+        if overlapped:
+            with reduction.overlapped():
+                x.sum().backward()
+        else:
+            x.sum().backward()
+        if reduced:
+            reduction.finish()
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        flat.gradients_N.zero_()
+        return seconds
+
+    def slowest(*steps: Callable[[], float]) -> list[float]:
+        """The best round of each kind of step, on the rank where it is longest; rounds alternate."""
+        rounds = [[one() for one in steps] for _ in range(case.rounds)]
+        seconds = torch.tensor(rounds, dtype=torch.float64).amin(0)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX)
+        return seconds.tolist()
+
+    step(_nothing)
+    communication = slowest(lambda: step(_nothing))[0]
+    compute = _computation(case.computation, communication / LAYERS)
+    alone, off, on = slowest(
+        lambda: step(compute, reduced=False), lambda: step(compute), lambda: step(compute, overlapped=True)
+    )
+    return {
+        "communication_seconds": communication,
+        "computation_seconds": alone,
+        "exposed_off": off - alone,
+        "exposed_on": on - alone,
+    }
+
+
+def _nothing() -> None:
+    pass
+
+
+def _computation(kind: str, seconds: float) -> Callable[[], None]:
+    """What takes about ``seconds``, on every rank at once."""
+    if kind == "wait":
+        return lambda: time.sleep(seconds)
+    torch.set_num_threads(1)
+    one, other = torch.randn(2, 256, 256)
+    count, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < 0.5:
+        torch.mm(one, other)
+        count += 1
+    # Ranks that got more of the cores while counting would compute for longer.
+    counts = torch.tensor([max(1, round(count * seconds / 0.5))])
+    dist.all_reduce(counts, dist.ReduceOp.MIN)
+
+    def products() -> None:
+        for _ in range(int(counts)):
+            torch.mm(one, other)
+
+    return products
+
+
+def _line(figure: dict[str, Any]) -> str:
+    place = (
+        f"{figure['hosts']} hosts x {figure['local_size']}, {figure['order']:<6} {figure['rate'] or 'unshaped':<9} "
+        f"{figure['reduce_dtype']}"
+    )
+    if figure["computation"]:
+        off, on, kind = figure["exposed_off"], figure["exposed_on"], figure["computation"]
+        return f"{place} {kind}: exposed communication {off:.2f} s without overlap, {on:.2f} s with"
+    ways = (f"{s} {figure[s]['seconds']:.2f} s {figure[s]['megabytes_per_host']:.1f} MB" for s in STRATEGIES)
+    return f"{place} {', '.join(ways)}; chosen {figure['choice']}"
+
+
+def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
+    ratios = {}
+    for figure in figures:
+        rate, dtype = figure["rate"] or "unshaped", figure["reduce_dtype"]
+        place = f"{figure['hosts']}x{figure['local_size']} {figure['order']} {rate} {dtype}"
+        if figure["computation"]:
+            name = f"{place}, {figure['computation']}, exposed communication with overlap over without"
+            ratios[name] = figure["exposed_on"] / figure["exposed_off"]
+            continue
+        bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"] / (2 if dtype == "bf16" else 1)
+        for strategy in STRATEGIES:
+            ratios[f"{place}, {strategy} bytes over the bound"] = figure[strategy]["megabytes_per_host"] / bound
+        ratios[f"{place}, time of flat over hierarchical"] = (
+            figure["flat"]["seconds"] / figure["hierarchical"]["seconds"]
+        )
+    return ratios
+
+
+def _ip(*arguments: str) -> None:
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]:
+        _rank(Case(**json.loads(sys.argv[2])), Path(sys.argv[3]))
+    else:
+        tyro.cli(main)

@@ -1,0 +1,49 @@
+"""Hugging Face's BERT of the same architecture, and its padded inputs: what others train."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bert.config import ModelConfig
+from dataloading.shards.samples import Samples
+
+
+def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
+    """With both pretraining heads, scaled-dot-product attention by default, and random weights."""
+    import transformers  # optional: only comparisons need it
+
+    return transformers.AutoModelForPreTraining.from_config(
+        transformers.BertConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_hidden_layers,
+            num_attention_heads=config.num_attention_heads,
+            intermediate_size=config.intermediate_size,
+            max_position_embeddings=config.max_position_embeddings,
+            hidden_act="gelu_pytorch_tanh",
+            hidden_dropout_prob=config.hidden_dropout,
+            attention_probs_dropout_prob=config.attention_dropout,
+        ),
+        attn_implementation=attention,
+    )
+
+
+def padded(samples: Samples, length: int) -> dict[str, Tensor]:
+    """The keyword arguments of Hugging Face's model, each int64 [n, length] but the [n] next-sentence labels."""
+    rows = np.repeat(np.arange(len(samples)), samples.lengths)
+    columns = np.arange(len(rows)) - np.repeat(samples.sequence_offsets[:-1], samples.lengths)
+    masked_rows = np.repeat(np.arange(len(samples)), samples.masked_counts)
+    input_ids, token_type_ids, attention_mask = (np.zeros((len(samples), length), np.int64) for _ in range(3))
+    labels = np.full((len(samples), length), -100)
+    input_ids[rows, columns] = samples.input_ids
+    token_type_ids[rows, columns] = samples.segment_ids
+    attention_mask[rows, columns] = 1
+    labels[masked_rows, samples.masked_lm_positions] = samples.masked_lm_ids
+    arrays = {
+        "input_ids": input_ids,
+        "token_type_ids": token_type_ids,
+        "attention_mask": attention_mask,
+        "labels": labels,
+        "next_sentence_label": samples.next_sentence_labels.astype(np.int64),
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,0 +1,1 @@
+"""Weights and training state in files, and the formats of others."""

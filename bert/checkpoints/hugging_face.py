@@ -1,0 +1,168 @@
+"""Hugging Face's form of a BERT: names of weights, and a folder that ``transformers`` loads, with its tokenizer."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+
+from bert.checkpoints.weights import Weight, write_safetensors
+from bert.config import ModelConfig
+from dataloading.files import atomic_path, read_json, sync
+from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, Vocabulary
+
+_MOST_CONFIG_BYTES = 1 << 20
+
+_HUGGING_FACE = {
+    "embeddings.word": "bert.embeddings.word_embeddings.weight",
+    "embeddings.position": "bert.embeddings.position_embeddings.weight",
+    "embeddings.segment": "bert.embeddings.token_type_embeddings.weight",
+    "embeddings.norm": "bert.embeddings.LayerNorm",
+    "pooler": "bert.pooler.dense",
+    "next_sentence": "cls.seq_relationship",
+    "transform": "cls.predictions.transform.dense",
+    "transform_norm": "cls.predictions.transform.LayerNorm",
+    "decoder_bias": "cls.predictions.bias",
+}
+_HUGGING_FACE_LAYER = {
+    "attention_output": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "intermediate": "intermediate.dense",
+    "output": "output.dense",
+    "output_norm": "output.LayerNorm",
+}
+
+
+def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
+    """Each of our names to the Hugging Face names whose tensors, joined along the first dimension, it holds."""
+    pairs = dict(_HUGGING_FACE)
+    for index in range(layers):
+        for ours, theirs in _HUGGING_FACE_LAYER.items():
+            pairs[f"layers.{index}.{ours}"] = f"bert.encoder.layer.{index}.{theirs}"
+    whole = ("embeddings.word", "embeddings.position", "embeddings.segment", "decoder_bias")
+    names: dict[str, tuple[str, ...]] = {
+        ours + suffix: (theirs + suffix,)
+        for ours, theirs in pairs.items()
+        for suffix in ([""] if ours in whole else [".weight", ".bias"])
+    }
+    for index in range(layers):
+        attention = f"bert.encoder.layer.{index}.attention.self"
+        for kind in ("weight", "bias"):
+            names[f"layers.{index}.query_key_value.{kind}"] = tuple(
+                f"{attention}.{part}.{kind}" for part in ("query", "key", "value")
+            )
+    return names
+
+
+def from_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state of a Hugging Face ``BertForPreTraining`` under our names.
+
+    The tied decoder weight and position buffers are left out; query, key and value are joined. Raises ``ValueError`` at a
+    missing tensor.
+    """
+    layers = 1 + max(
+        (int(name.split(".")[3]) for name in tensors if name.startswith("bert.encoder.layer.")), default=-1
+    )
+    result: dict[str, Tensor] = {}
+    try:
+        for ours, theirs in hugging_face_names(layers).items():
+            parts = [tensors[name] for name in theirs]
+            result[ours] = torch.cat(parts) if len(parts) > 1 else parts[0]
+    except KeyError as error:
+        raise ValueError(f"the checkpoint lacks {error}: expected the state of a BertForPreTraining") from error
+    return result
+
+
+def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our weights under the names of Hugging Face's ``BertForPreTraining``, with the tied decoder spelled out."""
+    layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
+    result = {}
+    for ours, theirs in hugging_face_names(layers).items():
+        result |= dict(zip(theirs, tensors[ours].chunk(len(theirs)), strict=True))
+    result["cls.predictions.decoder.weight"] = tensors["embeddings.word"]
+    result["cls.predictions.decoder.bias"] = tensors["decoder_bias"]
+    return result
+
+
+def write_folder(
+    out: Path,
+    model: ModelConfig,
+    weights: Mapping[str, Weight],
+    vocabulary: Vocabulary,
+    metadata: Mapping[str, str],
+) -> None:
+    """Write a folder for ``from_pretrained`` of models and tokenizers, whole or not at all.
+
+    ``weights`` have Hugging Face's names.
+    """
+    with atomic_path(out) as folder:
+        folder.mkdir()
+        _write_json(folder / "config.json", _configuration(model))
+        _write_tokenizer(folder, model, vocabulary)
+        write_safetensors(folder / "model.safetensors", weights, {"format": "pt"} | dict(metadata))
+        for path in folder.iterdir():
+            sync(path)
+
+
+def _configuration(model: ModelConfig) -> dict[str, object]:
+    return {
+        "architectures": ["BertForPreTraining"],
+        "model_type": "bert",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.intermediate_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "type_vocab_size": model.type_vocab_size,
+        "hidden_act": "gelu_new",  # the tanh form, which the reference and this model compute
+        "hidden_dropout_prob": model.hidden_dropout,
+        "attention_probs_dropout_prob": model.attention_dropout,
+        "layer_norm_eps": model.layer_norm_eps,
+        "initializer_range": model.initializer_range,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    }
+
+
+def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -> None:
+    """BERT's tokenizer: of small letters unless tokens have capital ones."""
+    special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
+    cased = any(token != token.lower() for token in vocabulary.tokens if token not in special.values())
+    pieces = models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD)
+    tokenizer = Tokenizer(pieces)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary.sep_id), ("[CLS]", vocabulary.cls_id))
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.add_special_tokens(list(special.values()))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary.tokens), encoding="utf-8")
+    settings = {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": not cased,
+        "model_max_length": model.max_position_embeddings,
+        **special,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _write_json(path: Path, content: Mapping[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def stated_heads(path: Path) -> int | None:
+    """``num_attention_heads`` of a Hugging Face config.json, if there is one. Raises ``ValueError`` where it is missing."""
+    if not path.is_file():
+        return None
+    try:
+        config = read_json(path, _MOST_CONFIG_BYTES, "expected a Hugging Face config.json")
+        heads = config["num_attention_heads"]
+        act = config.get("hidden_act", "gelu")
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{path} does not state num_attention_heads: expected a Hugging Face config.json") from None
+    if not isinstance(heads, int) or heads < 1 or not isinstance(act, str) or not act.startswith("gelu"):
+        raise ValueError(f"{path}: {heads!r} heads and the activation {act!r}, expected a number and a form of gelu")
+    return heads

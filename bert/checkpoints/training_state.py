@@ -1,0 +1,360 @@
+"""Checkpoints of a run, from which it goes on at any number of ranks.
+
+    FOLDER/step_00000120/model.safetensors      weights, as ``data.initial_checkpoint`` takes them too
+                         momentum.safetensors   LAMB's moments, under the names of the weights
+                         variance.safetensors
+                         state.json             everything else, with size and digest of each file
+
+Nothing in it depends on how many ranks wrote it: what is sharded is gathered, and the sample order follows from seed and
+step. Rank 0 writes and reads, and one run at a time has the folder (``bert.checkpoints.lock``). Safetensors and JSON rather
+than PyTorch's own formats, because those unpickle, and whoever can write to the folder could run code then. A checkpoint
+gets its name when all of it is on disk.
+
+Training waits only for the copy to the host's memory; a thread writes it from there.
+"""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from bert.checkpoints.lock import lock_checkpoints
+from bert.checkpoints.weights import Weight, write_safetensors
+from bert.config import Config
+from bert.parallel.collectives import agreed_text, all_reduce_min_, broadcast_
+from bert.parallel.mesh import Mesh
+from bert.step import TrainingStep
+from console.program import say
+from dataloading.dataset.folder import Dataset
+from dataloading.files import atomic_path, open_regular, read_json, sync, write_atomically
+
+FORMAT = 1
+_FILES = ("model.safetensors", "momentum.safetensors", "variance.safetensors")
+BYTES_PER_PARAMETER = 4 * len(_FILES)
+_STATE_BYTES = 1 << 20
+_REMEDY = "remove it, or resume from another"
+_PATIENCE_S = 60.0
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands, beside its weights and moments."""
+
+    step: int
+    """Global batches trained: the position in the plan."""
+    samples: int
+    optimizer_steps: int
+    """Fewer than ``step`` where steps were skipped."""
+    seed: int
+    dropout_draws: int
+    """The counter of the dropout's random state; its key follows from seed, rank and number of ranks."""
+    fp8_scales: list[float] | None
+    settings: dict[str, str]
+    """What must be the same when the run goes on."""
+    path: str = ""
+
+    def require_sound(self) -> None:
+        """Raise ``TypeError`` where a value is of another type, or a number beyond what a run can have."""
+        counts = self.step, self.samples, self.optimizer_steps, self.seed, self.dropout_draws
+        if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):
+            raise TypeError
+        if not isinstance(self.settings, dict) or not all(isinstance(value, str) for value in self.settings.values()):
+            raise TypeError
+        scales = [] if self.fp8_scales is None else self.fp8_scales
+        if not isinstance(scales, list) or not all(type(scale) is float and 0 < scale < math.inf for scale in scales):
+            raise TypeError
+
+
+class Checkpoints:
+    """Writes a run's checkpoints, one at a time, and keeps the newest ones."""
+
+    def __init__(self, config: Config, train: Dataset, mesh: Mesh, seed: int, step: TrainingStep) -> None:
+        assert config.checkpoint.folder is not None
+        self.longest_s: float | None = None
+        """Seconds that writing one has taken at most."""
+        self._config = config.checkpoint
+        self._folder = config.checkpoint.folder
+        self._settings = fixed_settings(config, train)
+        self._mesh = mesh
+        self._seed = seed
+        self._step = step
+        self._writer = ThreadPoolExecutor(1, "checkpoint")
+        self._written: Future[None] | None = None
+        size, pinned = step.flat.weights_P.numel(), mesh.device.type == "cuda"
+        self._removable = set(_by_step(self._folder)) if mesh.is_main else set()
+        """Checkpoints that are this run's own to replace: those it goes on from, and those it has written."""
+        self._copies = [torch.empty(size, pin_memory=pinned) for _ in _FILES] if mesh.is_main else []
+        """[P] each, in the host's memory: what is being written."""
+
+    @property
+    def writing(self) -> bool:
+        """Whether one is being written."""
+        return self._written is not None and not self._written.done()
+
+    def due(self, steps: int) -> bool:
+        """Whether one is to be written after so many steps."""
+        return steps % self._config.every_steps == 0
+
+    def wait(self) -> None:
+        """Wait until the one that is being written is on disk, or has failed."""
+        if self._written is not None:
+            wait([self._written])
+
+    def failure(self) -> OSError | None:
+        """Why the last one could not be written, if it could not; told once."""
+        if self._written is None or not self._written.done():
+            return None
+        error = self._written.exception()
+        self._written = None
+        if error is not None and not isinstance(error, OSError):
+            raise error
+        return error
+
+    def save(self, steps: int, samples: int) -> None:
+        """Begin to write one, after ``wait`` for the one before; every rank must call it after the same step.
+
+        From here on, random numbers and FP8 scales are those of a run that goes on from this checkpoint.
+        """
+        step = self._step
+        reseed(self._seed, steps, self._mesh)
+        if step.fp8 is not None:  # each rank has its own: with the smallest, nothing overflows on any
+            step.fp8.set_scales_(all_reduce_min_(step.fp8.scale_S))
+            step.fp8.refresh_weights_()
+        step.whole_model()
+        momentum_P, variance_P = step.optimizer.moments()
+        if not self._mesh.is_main:
+            return
+        assert not self.writing
+        for copy_P, vector_P in zip(self._copies, (step.flat.weights_P, momentum_P, variance_P), strict=True):
+            copy_P.copy_(vector_P)
+        state = RunState(
+            step=steps,
+            samples=samples,
+            optimizer_steps=int(step.optimizer.steps),
+            seed=self._seed,
+            dropout_draws=int(step.model.dropout_state[1]),
+            fp8_scales=None if step.fp8 is None else step.fp8.scale_S.tolist(),
+            settings=self._settings,
+        )
+        self._written = self._writer.submit(self._write, state)
+
+    def _write(self, state: RunState) -> None:
+        begin = time.perf_counter()
+        try:
+            self._write_folder(state)
+        except OSError as error:  # writing to an open file fails without its name
+            raise OSError(error.errno, error.strerror, error.filename or str(self._folder)) from None
+        finally:
+            self.longest_s = max(self.longest_s or 0.0, time.perf_counter() - begin)
+
+    def _write_folder(self, state: RunState) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        final = self._folder / f"step_{state.step:08}"
+        with atomic_path(final) as partial:
+            partial.mkdir()
+            for name, copy_P in zip(_FILES, self._copies, strict=True):
+                write_safetensors(partial / name, _weights(self._step, copy_P), {})
+                sync(partial / name)
+            files = {name: _digest(partial / name) for name in _FILES}
+            text = json.dumps({"format": FORMAT, **asdict(state), "files": files}, indent=1)
+            write_atomically(partial / "state.json", text.encode())
+            sync(partial)
+            if final in self._removable:
+                shutil.rmtree(final, ignore_errors=True)
+        # Those of later steps are not counted: a run that has passed over broken ones still keeps its own.
+        self._removable.add(final)
+        earlier = [path for path in _by_step(self._folder) if _step_of(path) <= state.step]
+        for old in earlier[self._config.keep :]:
+            if old in self._removable:
+                shutil.rmtree(old)
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """The checkpoints in ``folder`` by their names, the newest first; ``folder`` itself if it is one."""
+    return [folder] if (folder / "state.json").is_file() else _by_step(folder)
+
+
+def _by_step(folder: Path) -> list[Path]:
+    found = (path for path in folder.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name))
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def reseed(seed: int, steps: int, mesh: Mesh) -> None:
+    """Start PyTorch's own generators anew, from what a run that goes on knows too."""
+    known = f"seed {seed} step {steps} rank {mesh.rank} of {mesh.world_size}"
+    # Hashed, because the CPU's generator takes no more than the low 32 bits.
+    torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
+
+
+def lock(folder: Path, mesh: Mesh) -> None:
+    """Keep other runs out of a folder of checkpoints until this process ends; every rank must call it at the same time.
+
+    Where there can be no lock, that is a warning. Raises ``ValueError`` on every rank when another run is there.
+    """
+
+    def take() -> str:
+        # Of a run that is started again, a process that is just being ended may still have it.
+        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        try:
+            lock_checkpoints(folder, _PATIENCE_S if again else 0.0)
+        except OSError as error:
+            return f"warning: no lock on {folder} ({error.strerror}): see that no other run writes there"
+        return ""
+
+    warning = _told_by_main(take, mesh)
+    if warning and mesh.is_main:
+        say(warning)
+
+
+def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
+    """The newest whole checkpoint in ``folder`` that this run may go on from; all ranks agree.
+
+    Raises ``ValueError`` on every rank when there is none, with what is wrong with each.
+    """
+    found = _told_by_main(lambda: json.dumps(asdict(_newest(folder, config, train))), mesh)
+    return RunState(**json.loads(found))
+
+
+def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
+    """What ``act`` returns on rank 0, on every rank; its ``ValueError`` or ``OSError`` is a ``ValueError`` on every rank."""
+    answer = ""
+    if mesh.is_main:
+        try:
+            answer = act()
+        except (ValueError, OSError) as error:
+            answer = f"error: {error}"
+    answer = agreed_text(answer, mesh)
+    if answer.startswith("error: "):
+        raise ValueError(answer.removeprefix("error: "))
+    return answer
+
+
+def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
+    """Bring model and optimizer to where ``state`` says; every rank must call it at the same time."""
+    reseed(state.seed, state.step, mesh)
+    vectors = [torch.zeros_like(step.flat.weights_P) for _ in _FILES]
+    if mesh.is_main:
+        for name, vector_P in zip(_FILES, vectors, strict=True):
+            _read_into(step, Path(state.path) / name, vector_P)
+    for vector_P in vectors:
+        broadcast_(vector_P)
+    weights_P, momentum_P, variance_P = vectors
+    with torch.no_grad():
+        step.flat.weights_P.copy_(weights_P)
+        step.optimizer.set_moments_(momentum_P, variance_P)
+        step.optimizer.steps.fill_(state.optimizer_steps)
+        step.model.dropout_state[1] = state.dropout_draws
+        if step.fp8 is not None:
+            if state.fp8_scales is not None:
+                if len(state.fp8_scales) != step.fp8.scale_S.numel():
+                    raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
+                step.fp8.set_scales_(torch.tensor(state.fp8_scales))
+            step.fp8.refresh_weights_()
+
+
+def fixed_settings(config: Config, train: Dataset) -> dict[str, str]:
+    """What decides the losses of a run besides its seed."""
+    settings = {
+        f"{name}.{key}": str(value)
+        for name, section in (("model", config.model), ("optimizer", config.optimizer))
+        for key, value in asdict(section).items()
+    }
+    settings["training.global_batch_size"] = str(config.training.global_batch_size)
+    shards = "\n".join(f"{shard.name} {shard.samples} {shard.digest}" for shard in train.shards)
+    settings["data.train"] = "sha256 " + hashlib.sha256(shards.encode()).hexdigest()
+    return settings
+
+
+def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
+    expected = fixed_settings(config, train)
+    broken = []
+    for path in checkpoint_folders(folder):
+        try:
+            state = _read_state(path)
+        except ValueError as error:
+            broken.append(str(error))
+            continue
+        for name, value in expected.items():
+            if state.settings.get(name) != value:
+                raise ValueError(
+                    f"{path} was made with {name} {state.settings.get(name)}, but this run has {value}: "
+                    "resume with the same setting"
+                )
+        if config.training.seed not in (None, state.seed):
+            raise ValueError(f"{path} was made with training.seed {state.seed}: leave the seed out, or give this one")
+        for reason in broken:
+            say(f"warning: {reason}; going on from {path}")
+        return state
+    reasons = "".join(f"; {reason}" for reason in broken)
+    raise ValueError(
+        f"no whole checkpoint in {folder}: set resume to a folder of checkpoints, or leave it out{reasons}"
+    )
+
+
+def _read_state(path: Path) -> RunState:
+    """Raises ``ValueError`` unless the checkpoint is whole."""
+    name = path / "state.json"
+    try:
+        content = read_json(name, _STATE_BYTES, _REMEDY)
+        if content.pop("format") != FORMAT:
+            raise ValueError(f"{name}: of another format than {FORMAT}; {_REMEDY}")
+        files: dict[str, Any] = content.pop("files")
+        state = RunState(**content | {"path": str(path)})
+        whole = {file: {name: files[file][name] for name in ("bytes", "sha256")} for file in _FILES}
+        state.require_sound()
+        if not all(type(digest["bytes"]) is int for digest in whole.values()):
+            raise TypeError
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{name}: not the state of a run ({type(error).__name__}); {_REMEDY}") from None
+    for file, digest in whole.items():
+        if not (path / file).is_file():
+            raise ValueError(f"{path / file} is missing; {_REMEDY}")
+        found = (path / file).stat().st_size
+        if found != digest["bytes"]:
+            raise ValueError(f"{path / file}: {found:,} bytes, expected {digest['bytes']:,}; {_REMEDY}")
+        if _digest(path / file) != digest:
+            raise ValueError(f"{path / file}: its content has changed since it was written; {_REMEDY}")
+    return state
+
+
+def _digest(path: Path) -> dict[str, object]:
+    with open_regular(path) as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _parts(step: TrainingStep, vector_P: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A flat vector's part for each parameter, in the parameter's shape."""
+    for name, parameter in step.model.named_parameters():
+        yield name, vector_P[step.flat.places[parameter]].view_as(parameter)
+
+
+def _weights(step: TrainingStep, vector_P: Tensor) -> Mapping[str, Weight]:
+    return {name: Weight(tuple(part.shape), part.detach().cpu) for name, part in _parts(step, vector_P)}
+
+
+def _read_into(step: TrainingStep, path: Path, vector_P: Tensor) -> None:
+    try:
+        with safe_open(path, "pt") as file:
+            for name, part in _parts(step, vector_P):
+                found = file.get_tensor(name)
+                if found.shape != part.shape:  # one that is smaller would be repeated
+                    raise ValueError(f"{path} holds {name} of shape {tuple(found.shape)}, expected {tuple(part.shape)}")
+                part.copy_(found)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ValueError(f"{path} is not a whole safetensors file of this model ({error}); {_REMEDY}") from error

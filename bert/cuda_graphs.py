@@ -1,0 +1,110 @@
+"""Recording a step once for each capacity, and replaying it: on a GPU as CUDA graphs.
+
+A replay costs the host one launch where the step itself is some thousands. It reads and writes the memory that the
+recording saw, so batches are copied into buffers that stay, and everything else that a step changes (weights, gradients,
+moments, counters, sums) keeps its place anyway. What the device does with a recording is behind ``Recorder``; the rest of
+this file runs on any device.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from dataloading.batches.capacity import Capacity
+from dataloading.batches.loader import Batch
+
+Function = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """How functions that take and return nothing are made repeatable."""
+
+    def record(self, function: Function) -> Function:
+        """Run ``function``, and return what will repeat it, once ``capture`` was called, on the tensors that it uses now."""
+        ...
+
+    def capture(self) -> None:
+        """Capture all that was handed to ``record`` since the last call; functions may run again, so state changes."""
+        ...
+
+
+class CudaRecorder:
+    """CUDA graphs that share one pool of memory, since nothing that one leaves there is read after its replay.
+
+    They must be replayed one after another on one stream. Record what takes the most memory first: what follows fits into
+    the blocks that it has made. All functions run before any is captured: what a run takes from the ordinary memory is
+    given back when the first capture begins, so that there is never need for both at a time.
+    (``torch.cuda.use_mem_pool`` would not let a run take the graphs' memory: it does not reach the thread of autograd.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._waiting: list[tuple[torch.cuda.CUDAGraph, Function]] = []
+
+    def record(self, function: Function) -> Function:
+        """Run it on a side stream, and return the replay of its capture there, which is to come.
+
+        The run makes what cannot be made while capturing: compiled kernels, handles and workspaces of cuBLAS for this
+        stream, communicators of NCCL, tables of the optimizer. It is on the stream of the capture because autograd gives
+        the gradients of a backward pass to the stream that first used the parameters.
+        """
+        before = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(before)
+        with torch.cuda.stream(self._stream):
+            function()
+        before.wait_stream(self._stream)
+        graph = torch.cuda.CUDAGraph()
+        self._waiting.append((graph, function))
+        return graph.replay
+
+    def capture(self) -> None:
+        """Capture, in the same order. ``torch.cuda.graph`` waits for the device and gives back unused memory first."""
+        for graph, function in self._waiting:
+            # thread_local: NCCL's watchdog asks for events from its own thread at any time, autograd's thread launches the
+            # backward pass and allocates; in the mode "global" what such a thread may not do would end this capture.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                function()
+        self._waiting.clear()
+
+
+class BatchGraphs:
+    """A function of a batch, callable like it: replayed where a recording of the batch's capacity exists, otherwise run.
+
+    It returns nothing; what it changes are tensors that keep their place.
+    """
+
+    def __init__(self, function: Callable[[Batch], None]) -> None:
+        self._function = function
+        self._recorded: dict[Capacity, tuple[Batch, Function]] = {}
+
+    def record(self, batches: Sequence[Batch], recorder: Recorder) -> None:
+        """Record the function for the capacity of each of ``batches``, the largest first, in buffers that all share.
+
+        Batches of these capacities can be given to it again when ``recorder`` has captured.
+        """
+        largest_first = sorted(batches, key=lambda batch: batch.tokens, reverse=True)
+        buffers = {
+            name: torch.zeros_like(max((batch.tensors[name] for batch in batches), key=len))
+            for name in largest_first[0].tensors
+        }
+        for batch in largest_first:
+            static = replace(batch, **{name: buffers[name][: len(value)] for name, value in batch.tensors.items()})
+            _copy_(static, batch)  # what lies in the buffers must be a batch: ids are indices
+            self._recorded[batch.capacity] = static, recorder.record(lambda static=static: self._function(static))
+
+    def __call__(self, batch: Batch) -> None:
+        """Run the function, or the recording of it, on ``batch``."""
+        if batch.capacity not in self._recorded:
+            self._function(batch)
+            return
+        static, replay = self._recorded[batch.capacity]
+        _copy_(static, batch)
+        replay()
+
+
+def _copy_(static: Batch, batch: Batch) -> None:
+    for name, buffer in static.tensors.items():
+        buffer.copy_(batch.tensors[name], non_blocking=True)

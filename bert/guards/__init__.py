@@ -1,0 +1,1 @@
+"""Guards of a run: checks beforehand, the data guard, private caches, signals."""

@@ -1,0 +1,158 @@
+"""What is looked at before a run has a log, or its ranks have joined: whatever would stop it later, at the price of seconds.
+
+Nothing is written, and of the data only metadata are read.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
+from bert.checkpoints.weights import check_weights, weight_shapes
+from bert.config import Config
+from bert.loop import Inputs
+from bert.mllog import evaluation_interval
+from bert.parallel.mesh import Mesh
+from bert.reporting.result_files import choose_files
+from dataloading.batches.loader import choose_loader
+from dataloading.batches.sampler import Plan
+from dataloading.dataset.folder import Dataset, open_dataset
+from dataloading.text.tokenization import Vocabulary
+from kernels import choose
+
+_LOGS_BYTES = 16 << 20
+"""What log, metrics and report of a run may take."""
+
+
+def check(config: Config, world_size: int) -> Inputs:
+    """Open what the run will read and look for everything that would stop it later. Raises ``ValueError``."""
+    (train, evaluation), vocabulary = _open_data(config, [config.data.train, config.data.evaluation])
+    if config.data.initial_checkpoint is not None:
+        check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
+    plan_of(config, train, world_size, seed=0)
+    _choose_implementations(config)
+    choose_loader(config.data.loader, torch.device(config.training.device))
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        refuse_others(config)
+    if config.dry_run and config.resume is not None:  # a run reads it through when its ranks have joined
+        find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
+    _check_places(config)
+    files = choose_files(result_folder(config), config.log.run)
+    return Inputs(train, evaluation, vocabulary.sha256, *files, _interval(config))
+
+
+def check_evaluation(config: Config) -> Dataset:
+    """Open the evaluation set and look for everything that would stop an evaluation of the initial checkpoint.
+
+    Raises ``ValueError``. Neither the training set nor a place for results need be there.
+    """
+    (evaluation,), vocabulary = _open_data(config, [config.data.evaluation])
+    if config.data.initial_checkpoint is None:
+        raise ValueError("data.initial_checkpoint is not set: name the file whose weights are to be evaluated")
+    check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
+    _choose_implementations(config)
+    return evaluation
+
+
+def result_folder(config: Config) -> Path:
+    """The folder of the logs of this system."""
+    return config.log.results / config.log.system / "bert"
+
+
+def plan_of(config: Config, train: Dataset, world_size: int, seed: int) -> Plan:
+    """Which samples come when, and on which rank. Raises ``ValueError`` where the global batch does not divide."""
+    training = config.training
+    return Plan(
+        train.lengths,
+        train.masked_counts,
+        global_batch_size=training.global_batch_size,
+        world_size=world_size,
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        seed=seed,
+    )
+
+
+def refuse_others(config: Config) -> None:
+    """Raise ``ValueError`` where the folder for checkpoints holds those of another run."""
+    folder, source = config.checkpoint.folder, config.resume
+    own = folder and source and folder.resolve() in (source.resolve(), source.resolve().parent)
+    if folder and not own and checkpoint_folders(folder):
+        raise ValueError(f"{folder} holds checkpoints of another run: go on from them with resume, or move them away")
+
+
+def _open_data(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary]:
+    datasets = [open_dataset(folder) for folder in folders]
+    vocabulary = Vocabulary.from_file(config.data.vocab)
+    if vocabulary.size != config.model.vocab_size:
+        raise ValueError(
+            f"{config.data.vocab} has {vocabulary.size} entries, but model.vocab_size is {config.model.vocab_size}: "
+            "set data.vocab or model.vocab_size"
+        )
+    for dataset in datasets:
+        dataset.check_files()
+        dataset.check_vocabulary(vocabulary)
+        if dataset.info.max_seq_length > config.model.max_position_embeddings:
+            raise ValueError(
+                f"{dataset.folder} holds sequences of up to {dataset.info.max_seq_length} tokens, but "
+                f"model.max_position_embeddings is {config.model.max_position_embeddings}"
+            )
+    return datasets, vocabulary
+
+
+def _choose_implementations(config: Config) -> None:
+    try:
+        choose(config.training.implementations)
+    except ValueError as error:
+        raise ValueError(f"training.implementations: {error}") from None
+
+
+def _interval(config: Config) -> int:
+    """Training samples between evaluations, of which there must be one."""
+    interval = config.evaluation.interval_samples or evaluation_interval(config.training.global_batch_size)
+    training = config.training
+    if training.sample_limit < interval:
+        setting = "max_samples" if training.sample_limit == training.max_samples else "max_steps"
+        raise ValueError(
+            f"training.{setting} {getattr(training, setting):,} ends the run before its first evaluation, after "
+            f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
+        )
+    return interval
+
+
+def _check_places(config: Config) -> None:
+    """Raise ``ValueError`` where one of the files that the run writes cannot be written, or has no room."""
+    _require_room(result_folder(config), _LOGS_BYTES, "log.results")
+    parameters = sum(torch.Size(shape).numel() for shape in weight_shapes(config.model).values())
+    if config.save_checkpoint is not None:
+        if config.save_checkpoint.is_dir():
+            raise ValueError(f"{config.save_checkpoint} is a folder: set save_checkpoint to a file")
+        _require_room(config.save_checkpoint.parent, 4 * parameters, "save_checkpoint")
+    if config.checkpoint.folder is not None:
+        # While one is written, those that are kept are there as well; some may be there already.
+        kept = len(checkpoint_folders(config.checkpoint.folder)) if config.checkpoint.folder.is_dir() else 0
+        count = max(1, config.checkpoint.keep + 1 - kept)
+        _require_room(config.checkpoint.folder, count * BYTES_PER_PARAMETER * parameters, "checkpoint.folder")
+
+
+def _require_room(folder: Path, size: int, setting: str) -> None:
+    """Raise ``ValueError`` unless files of ``size`` bytes can be made in a folder that need not be there yet."""
+    place = folder.absolute()
+    while not os.path.lexists(place):
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        raise ValueError(
+            f"{folder} cannot be written ({place}: {error.strerror}): set {setting} to another place"
+        ) from None
+    if free < size:
+        raise ValueError(
+            f"{folder} needs {size / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free there: make room, or set {setting} to "
+            "another place"
+        )

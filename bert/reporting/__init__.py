@@ -1,0 +1,1 @@
+"""Records of a run, and how a person sees them."""

@@ -1,0 +1,1 @@
+"""Checks of a log, and the forms in which findings are shown."""

@@ -1,0 +1,27 @@
+"""The findings as annotations of a workflow: GitHub shows each beside the line that it is about."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from compliance.check.sarif import described, shown_file
+from compliance.log.file import STDIN
+from compliance.log.findings import Finding, Verdict
+from compliance.submission.folders import absolute
+from console.program import say_annotation
+
+
+def say_annotations(verdicts: Sequence[Verdict]) -> None:
+    """Print an annotation a finding, with paths relative to the current folder."""
+    for verdict in verdicts:
+        for finding in verdict.findings:
+            place = {} if verdict.path == STDIN else _place(verdict, finding)
+            title = {"title": finding.rule} if finding.rule else {}
+            say_annotation(finding.severity, described(verdict, finding), place | title)
+
+
+def _place(verdict: Verdict, finding: Finding) -> dict[str, object]:
+    file = os.path.relpath(absolute(shown_file(verdict.path)), Path.cwd())
+    return {"file": Path(file).as_posix(), "line": finding.line or 1}

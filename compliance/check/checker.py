@@ -1,0 +1,126 @@
+"""Is this log a valid result? The verdict of this repository's rules, and of the official checker beside it.
+
+What only the official checker objects to becomes a finding as well, so that nothing passes here that fails there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from compliance.check.checks import CHECKS, READABLE, TIMELINE, Context
+from compliance.log import rules
+from compliance.log.findings import Finding, Verdict
+from compliance.log.records import MAX_LINE_BYTES, Log, read_log
+from compliance.official import checker as official
+
+__all__ = ["Finding", "Verdict", "check_file", "check_files", "check_log"]
+
+
+def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
+    """Read and check one log.
+
+    Raises:
+        ValueError: no such file or ruleset, or the official checker is not installed.
+    """
+    return check_log(read_log(path), ruleset)
+
+
+def check_files(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
+    """Read and check logs, one after the other.
+
+    Raises:
+        ValueError: no such file or ruleset, or the official checker is not installed.
+    """
+    return [check_file(path, ruleset) for path in paths]
+
+
+def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
+    """Check a log that has been read.
+
+    Raises:
+        ValueError: no such ruleset, or the official checker is not installed.
+    """
+    verdict, _ = judge(log, ruleset)
+    return verdict
+
+
+def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
+    """The verdict on a log that has been read, and what the official checker said.
+
+    Raises:
+        ValueError: no such ruleset, or the official checker is not installed.
+    """
+    rules.check_ruleset(ruleset)
+    stop = log.last("run_stop")
+    status = stop.metadata.get("status") if stop else None
+    named = log.first("submission_division")
+    # A division in the wrong case is a finding of its own; the other rules then follow what was meant.
+    division: rules.Division = "open" if named and str(named.value).lower() == "open" else "closed"
+    context = Context(log, ruleset, division, aborted=status == "aborted")
+    # Of a log that was given up, most would complain of what was not read.
+    own = [finding for check in (READABLE if log.given_up else CHECKS) for finding in check(context)]
+    opinion = _official_opinion(log, ruleset)
+    findings = own + list(_unexplained(context, own, opinion))
+    verdict = Verdict(
+        path=log.path,
+        ruleset=ruleset,
+        official=opinion.outcome,
+        findings=tuple(sorted(_collapse(findings), key=lambda finding: finding.line or 0)),
+        division=str(named.value) if named else None,
+        status=str(status) if status is not None else None,
+    )
+    return verdict, opinion
+
+
+def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
+    if log.given_up:
+        return official.Opinion("fail", (official.Complaint(f"not asked: {log.given_up}"),))
+    if log.overlong:
+        text = f"not asked: it would need hours for a record of more than {MAX_LINE_BYTES} bytes"
+        return official.Opinion("fail", (official.Complaint(text),))
+    return official.opinion(log.evidence, ruleset)
+
+
+def _unexplained(context: Context, own: list[Finding], opinion: official.Opinion) -> Iterator[Finding]:
+    """What the official checker says and `own` does not explain."""
+    errors = {finding.key for finding in own if finding.severity == "error"}
+    errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))
+    explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
+    is_log = context.log.token_lines > 0
+    fails = bool(errors)
+    for complaint in opinion.complaints:
+        if not is_log or explained[complaint.severity] & complaint.keys:
+            continue
+        if complaint.severity == "error" and fails:
+            # What follows from faults that have been named: a message about no key in particular, "the run has not
+            # started" after records out of order, records that an aborted run did not come to.
+            if not complaint.keys or (complaint.about_state and errors & {*TIMELINE, "submission_division"}):
+                continue
+            if complaint.absent and context.aborted:
+                continue
+        line = complaint.line
+        record = next((record for record in context.log.records if record.line == line), None) if line else None
+        yield Finding(
+            line,
+            min(complaint.keys, default=""),
+            f"mlperf-logging, ruleset {context.ruleset}",
+            f"the official checker says: {complaint.text}",
+            "see the rule file of that name in the package mlperf-logging",
+            record.logged_at if record else None,
+            complaint.severity,
+        )
+        fails = fails or complaint.severity == "error"
+    if opinion.outcome == "fail" and not fails:
+        found = "the official checker fails the log without saying why"
+        yield Finding(None, "", f"mlperf-logging, ruleset {context.ruleset}", found, "run it by itself on this file")
+
+
+def _collapse(findings: list[Finding]) -> list[Finding]:
+    """One finding for all records with the same fault: the first, with the number of the others."""
+    kinds: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        kind = (finding.key, finding.mend, finding.rule, finding.severity)
+        kinds.setdefault(kind, []).append(finding)
+    return [replace(same[0], more=len(same) - 1) for same in kinds.values()]

@@ -1,0 +1,109 @@
+"""The findings as SARIF 2.1.0, the form in which code review shows the results of an analysis.
+
+Specification: OASIS, Static Analysis Results Interchange Format 2.1.0. A rule is a section of the benchmark's rules or
+a rule file; a result is one finding, at its line. Paths are relative to the folder from which the check was started,
+which is where an upload to code scanning expects them. Code review shows files only: what is found in a folder stands
+at the first log in it, and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from compliance.artefact import write_whole
+from compliance.log.findings import Finding, Verdict
+from compliance.submission.folders import absolute
+from console.text import json_document, visible
+
+SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
+TOOL = "compliance"
+ROOT = "%SRCROOT%"
+
+
+def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
+    """One SARIF log with one run.
+
+    Args:
+        root: the folder to which the paths are relative; a file outside of it keeps its whole path.
+    """
+    pairs = [(verdict, finding) for verdict in verdicts for finding in verdict.findings]
+    names = list(dict.fromkeys(_rule_id(finding) for _, finding in pairs))
+    places = {name: index for index, name in enumerate(names)}
+    texts = {_rule_id(finding): finding.rule or "log format" for _, finding in pairs}
+    run = {
+        "tool": {"driver": {"name": TOOL, "rules": [_rule(name, texts[name]) for name in names]}},
+        "originalUriBaseIds": {ROOT: {"uri": absolute(root).as_uri() + "/"}},
+        "columnKind": "unicodeCodePoints",
+        "invocations": [{"executionSuccessful": True}],
+        "properties": {"rulesets": sorted({verdict.ruleset for verdict in verdicts})},
+        "results": [_result(verdict, finding, places, root) for verdict, finding in pairs],
+    }
+    return {"$schema": SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def write_sarif(path: Path, verdicts: Sequence[Verdict]) -> None:
+    """Write the findings to a file, with paths relative to the current folder.
+
+    Raises:
+        ValueError: the file cannot be written.
+    """
+    write_whole(path, json_document(sarif(verdicts, Path.cwd())) + "\n")
+
+
+def _rule_id(finding: Finding) -> str:
+    """ "TR 24.4" becomes "TR-24.4"; the identifier must not change when a message is reworded."""
+    return re.sub(r"[^\w.]+", "-", finding.rule, flags=re.ASCII).strip("-") or "log-format"
+
+
+def _rule(name: str, text: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "shortDescription": {"text": text},
+        "fullDescription": {"text": f"Rules of MLPerf Training BERT: {text}"},
+        "help": {"text": f"{text}. TR: training_rules.adoc, SR: submission_rules.adoc, *.yaml: the official checker."},
+        "properties": {"tags": ["compliance"]},
+    }
+
+
+def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Path) -> dict[str, Any]:
+    name = _rule_id(finding)
+    uri, relative = _uri(shown_file(verdict.path), root)
+    artifact = {"uri": uri} | ({"uriBaseId": ROOT} if relative else {})
+    identity = "\n".join((uri, name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
+    return {
+        "ruleId": name,
+        "ruleIndex": places[name],
+        "level": finding.severity,
+        "message": {"text": visible(described(verdict, finding))},
+        "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": finding.line or 1}}}],
+        # Lines move when a log is written again; what was found tells whether it is the same finding.
+        "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16] + ":1"},
+    }
+
+
+def described(verdict: Verdict, finding: Finding) -> str:
+    """The finding in words for a reader who sees the file beside it."""
+    folder = "" if shown_file(verdict.path) == verdict.path else "In this folder: "
+    key = f"{finding.key}: " if finding.key else ""
+    logged_at = f" Logged at {finding.source}." if finding.source else ""
+    return f"{folder}{key}{finding.sentence}. To mend it: {finding.mend}.{logged_at}"
+
+
+def shown_file(path: Path) -> Path:
+    """The file that stands for a path in code review, which shows files only: of a folder the first log."""
+    logs = sorted(path.glob("result*")) if path.is_dir() else []
+    return next((log for log in logs if log.is_file()), path)
+
+
+def _uri(path: Path, root: Path) -> tuple[str, bool]:
+    """The reference to a file, and whether it is relative to `root`."""
+    whole, base = absolute(path), absolute(root)
+    if whole.is_relative_to(base):
+        return quote(os.fsencode(whole.relative_to(base).as_posix())) or ".", True
+    return whole.as_uri(), False

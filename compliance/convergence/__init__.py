@@ -1,0 +1,1 @@
+"""Reference convergence points, and where a set of runs stands against them."""

@@ -1,0 +1,190 @@
+"""Where the runs of a folder stand against the reference: reads the logs, nothing else, also while runs are missing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from compliance.convergence.reference_points import (
+    SUBMISSION_RUNS,
+    Outlook,
+    converged_samples,
+    describe_origin,
+    outlook,
+)
+from compliance.log import rules
+from compliance.log.records import Log, read_log
+from compliance.package.selection import FAILED, select
+from compliance.submission.folders import numbered_logs
+
+RunStatus = Literal["converged", "not converged", "running"]
+
+
+@dataclass(frozen=True)
+class StandingRun:
+    """What counts of one log.
+
+    Attributes:
+        samples: sequences to the target; None when it was not reached.
+        evaluations: how many there have been.
+        status: "running" when the log has no run_stop: still running, or cut off.
+        chosen: whether it is one of the runs that a submission takes.
+    """
+
+    path: Path
+    samples: int | None
+    evaluations: int
+    status: RunStatus
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The runs of a folder and their outlook. `needed_runs` is the number of runs of a complete set."""
+
+    folder: Path
+    ruleset: str
+    division: rules.Division
+    global_batch_size: int
+    needed_runs: int
+    runs: tuple[StandingRun, ...]
+    outlook: Outlook
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing speaks against these runs, as far as they go."""
+        verdict = self.outlook.verdict
+        return verdict != "fail" and (verdict != "no reference" or self.division == "open")
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "folder": str(self.folder),
+            "ruleset": self.ruleset,
+            "division": self.division,
+            "global_batch_size": self.global_batch_size,
+            "runs": [asdict(run) | {"path": str(run.path)} for run in self.runs],
+            **asdict(self.outlook),
+        }
+
+    def lines(self) -> list[str]:
+        """The same in words and tables, for a terminal."""
+        lines = [
+            f"{self.folder}: {len(self.runs)} logs, {self.division} division, global batch size "
+            f"{self.global_batch_size}, ruleset {self.ruleset}",
+            "",
+            f"{'log':<20} {'samples':>12} {'evaluations':>12}",
+        ]
+        lines += map(_describe_run, self.runs)
+        if self.outlook.reference:
+            found = self.outlook.reference
+            lines += ["", f"reference: mean {found.mean:,.0f}, minimum {found.minimum:,.0f} ({describe_origin(found)})"]
+        if self.outlook.needed and self.outlook.needed.cases:
+            lines += ["", f"if the {self.outlook.needed.remaining} missing converge at", ""]
+            for case in self.outlook.needed.cases:
+                place = f"evaluation {case.evaluation.index:>3} {case.evaluation.samples:>12,}"
+                lines.append(f"    {place}   mean {case.mean:>12,.0f}   {case.verdict}, scaling {case.scaling:.6f}")
+        return [*lines, "", self.outlook.sentence]
+
+
+def _describe_run(run: StandingRun) -> str:
+    reached = f"{run.samples:,}" if run.samples else run.status
+    note = "" if run.chosen or run.status == "running" else "  not among the runs that a submission takes"
+    return f"{run.path.name:<20} {reached:>12} {run.evaluations:>12}{note}"
+
+
+def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_train_samples: bool = False) -> Standing:
+    """Where the logs of results/<system>/bert stand.
+
+    Logs without run_stop are taken for runs in progress and not counted. Of more than `runs` runs those count that a
+    submission takes (`compliance.package.selection`).
+
+    Args:
+        runs: runs of a complete set.
+        from_train_samples: see `compliance.convergence.reference_points.converged_samples`.
+
+    Raises:
+        ValueError: no logs, or logs of different batch sizes or divisions, or no known ruleset.
+    """
+    logs = result_logs(folder)
+    division, batch = division_of(logs), batch_size_of(logs)
+    samples = [converged_samples(log, from_train_samples=from_train_samples) for log in logs]
+    ended = [index for index, log in enumerate(logs) if log.last("run_stop")]
+    chosen = ended
+    if len(ended) > runs:
+        times = [minutes_of(logs[index]) if samples[index] else FAILED for index in ended]
+        selection = select([started_ms_of(logs[index]) for index in ended], times, runs)
+        chosen = [ended[run] for run in selection.chosen]
+    found = tuple(
+        StandingRun(
+            log.path, samples[index], len(log.all("eval_accuracy")), _status(log, samples[index]), index in chosen
+        )
+        for index, log in enumerate(logs)
+    )
+    ahead = outlook([samples[index] for index in chosen], batch, ruleset, runs, division)
+    return Standing(folder, ruleset, division, batch, runs, found, ahead)
+
+
+def _status(log: Log, samples: int | None) -> RunStatus:
+    if log.last("run_stop") is None:
+        return "running"
+    return "converged" if samples else "not converged"
+
+
+def result_logs(folder: Path) -> list[Log]:
+    """The logs of a folder by their number.
+
+    Raises:
+        ValueError: the folder is missing or holds none.
+    """
+    return [read_log(path) for _, path in numbered_logs(folder)]
+
+
+def started_ms_of(log: Log) -> int:
+    """When the run was started: its first record."""
+    return min((record.time_ms for record in log.records), default=0)
+
+
+def minutes_of(log: Log) -> float:
+    """Time to train, run_start to run_stop; infinite where one is missing."""
+    start, stop = log.last("run_start"), log.last("run_stop")
+    return (stop.time_ms - start.time_ms) / 60 / 1000 if start and stop else FAILED
+
+
+def batch_size_of(logs: list[Log]) -> int:
+    """The global batch size of all runs.
+
+    Raises:
+        ValueError: a log that has ended without one, or several in one folder.
+    """
+    return cast(int, _common(logs, "global_batch_size", rules.POSITIVE_INTEGER))
+
+
+def division_of(logs: list[Log]) -> rules.Division:
+    """The division of all runs.
+
+    Raises:
+        ValueError: see `batch_size_of`.
+    """
+    return cast(rules.Division, _common(logs, "submission_division", rules.KEYS["submission_division"].value))
+
+
+def _common(logs: list[Log], key: str, rule: rules.ValueRule | None) -> Any:
+    first: dict[Any, str] = {}
+    for log in logs:
+        record = log.last(key)
+        if record is None and log.last("run_stop") is None:
+            continue  # it has not come so far
+        if record is None or (rule and not rule.accepts(record.value)):
+            found = f"{key} {record.value!r}" if record else f"no {key}"
+            raise ValueError(f"{log.path}: {found}, expected {rule.wording if rule else 'one'}; see `compliance check`")
+        first.setdefault(record.value, log.path.name)
+    if not first:
+        raise ValueError(f"{logs[0].path.parent}: no log says {key} yet; wait for the first run to initialise")
+    if len(first) > 1:
+        said = ", ".join(f"{value!r} in {name}" for value, name in first.items())
+        raise ValueError(
+            f"{logs[0].path.parent}: {key} differs between logs ({said}): keep each set of runs in its own folder"
+        )
+    return next(iter(first))

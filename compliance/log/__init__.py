@@ -1,0 +1,1 @@
+"""A log: its rules as data, its records, its digest, and what a check finds."""

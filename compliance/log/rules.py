@@ -1,0 +1,422 @@
+"""The rules of an MLPerf Training BERT log as data: keys, order, values, limits.
+
+One rule has one home. `bert.mllog` writes by this table and `compliance.check.checker` reads by it. The table is the
+superset of what the rulesets 1.0.0 to 5.0.0 ask, so that one log satisfies all of them; `required_in` says which
+ruleset and division insist on a key.
+
+"TR" in a source is the document training_rules.adoc of mlcommons/training_policies, with its section number; a yaml
+name is a rule file of the compliance checker in the package mlperf-logging.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeGuard
+
+Division = Literal["closed", "open"]
+Phase = Literal["before", "init", "ready", "run", "done"]
+
+RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
+NEWEST_RULESET = RULESETS[-1]
+DIVISIONS: tuple[Division, ...] = ("closed", "open")
+SUBMISSION_STATUSES = ("cloud", "onprem", "preview", "research")
+RUN_STATUSES = ("success", "aborted")
+
+NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
+"""What everything that is made here says of itself (TR 1)."""
+
+QUALITY_TARGET = 0.720
+"""Masked-LM accuracy that ends a closed run, as a fraction (TR 24.2)."""
+
+EVAL_SAMPLES = 10_000
+"""Sequences of the evaluation set, never fewer (TR 24.1, 6.3)."""
+
+INIT_LIMIT_MINUTES: dict[Division, int] = {"closed": 30, "open": 240}
+"""Longest untimed initialisation, exclusive, since ruleset 2.0.0 (TR 11); before, 30 minutes in both divisions."""
+
+BERT_LARGE_LAYERS = 24
+
+FIXED_SETTINGS: dict[str, int | float] = {
+    "opt_gradient_clip_norm": 1.0,
+    "opt_lamb_learning_rate_decay_poly_power": 1.0,
+    "max_sequence_length": 512,
+    "max_predictions_per_seq": 76,
+}
+"""What a closed run takes from the reference, where a log says it (TR 9.1, 24.3)."""
+
+PHASE_NAMES: dict[Phase, str] = {
+    "before": "before init_start",
+    "init": "between init_start and init_stop",
+    "ready": "between init_stop and run_start",
+    "run": "between run_start and run_stop",
+    "done": "after run_stop",
+}
+
+NEXT_PHASE: dict[str, Phase] = {"init_start": "init", "init_stop": "ready", "run_start": "run", "run_stop": "done"}
+"""The four records that divide a log into its phases, in their order."""
+
+INTERVALS = {
+    "init_start": "init_stop",
+    "run_start": "run_stop",
+    "epoch_start": "epoch_stop",
+    "block_start": "block_stop",
+    "eval_start": "eval_stop",
+}
+"""Opening record to closing record. Blocks, epochs and evaluations do not nest in their own kind."""
+
+
+@dataclass(frozen=True)
+class ValueRule:
+    """What a value must be: in words, for messages, and as a predicate."""
+
+    wording: str
+    accepts: Callable[[object], bool] = field(repr=False, compare=False)
+
+
+def is_integer(value: object) -> TypeGuard[int]:
+    """Whether `value` is an int of at most 64 bits, and not a bool (JSON's true is an int to Python)."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether `value` is such an integer or a finite float."""
+    return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _one_of(*choices: str) -> ValueRule:
+    wording = " or ".join(repr(choice) for choice in choices) + (" (lower case)" if len(choices) > 1 else "")
+    return ValueRule(wording, lambda value: value in choices)
+
+
+def _number(wording: str, accepts: Callable[[int | float], bool]) -> ValueRule:
+    return ValueRule(wording, lambda value: is_number(value) and accepts(value))
+
+
+INTEGER = ValueRule("an integer", is_integer)
+COUNT = ValueRule("an integer >= 0", lambda value: is_integer(value) and value >= 0)
+POSITIVE_INTEGER = ValueRule("an integer > 0", lambda value: is_integer(value) and value > 0)
+# Published logs write numbers of steps as 1024.0.
+STEP = _number("a whole number", lambda value: value == int(value))
+STEPS = _number("a whole number >= 0", lambda value: value == int(value) and value >= 0)
+POSITIVE_STEPS = _number("a whole number > 0", lambda value: value == int(value) and value > 0)
+NON_NEGATIVE = _number("a number >= 0", lambda value: value >= 0)
+POSITIVE = _number("a number > 0", lambda value: value > 0)
+DECAY = _number("a number from 0 up to, not including, 1", lambda value: 0 <= value < 1)
+FRACTION = _number("a fraction from 0 to 1", lambda value: 0 <= value <= 1)
+TEXT = ValueRule("text that is not empty", lambda value: isinstance(value, str) and bool(value.strip()))
+PRESENT = ValueRule("a value", lambda value: value is not None)
+
+ALL = frozenset(RULESETS)
+NONE: frozenset[str] = frozenset()
+
+
+def _until(ruleset: str) -> frozenset[str]:
+    return frozenset(RULESETS[: RULESETS.index(ruleset) + 1])
+
+
+def init_limit_minutes(ruleset: str, division: Division) -> int:
+    """Longest untimed initialisation, exclusive, under `ruleset`."""
+    return INIT_LIMIT_MINUTES["closed" if ruleset in _until("1.1.0") else division]
+
+
+@dataclass(frozen=True)
+class KeyRule:
+    """One key of the log.
+
+    Attributes:
+        key: the name.
+        event_type: POINT_IN_TIME, INTERVAL_START or INTERVAL_END.
+        phases: where in the log the record may stand.
+        once: at most one record; otherwise any number.
+        value: what the value must be; None where the value carries nothing.
+        metadata: fields that must be there, each with its rule.
+        closed, open: the rulesets in which a log of that division must hold the key.
+        written: whether the writer of this repository insists on it, in every log.
+        source: where the rule stands.
+    """
+
+    key: str
+    event_type: Literal["POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END"]
+    phases: tuple[Phase, ...]
+    source: str
+    once: bool = True
+    value: ValueRule | None = None
+    metadata: tuple[tuple[str, ValueRule], ...] = ()
+    closed: frozenset[str] = ALL
+    open: frozenset[str] = ALL
+    written: bool = True
+
+    def required_in(self, ruleset: str, division: Division) -> bool:
+        """Whether a complete log of `division` must hold this key under `ruleset`."""
+        return ruleset in (self.closed if division == "closed" else self.open)
+
+
+def _setting(
+    key: str,
+    value: ValueRule,
+    source: str = "closed_bert.yaml; TR 24.3",
+    *,
+    closed: frozenset[str] = ALL,
+    open: frozenset[str] = NONE,
+    written: bool = True,
+) -> KeyRule:
+    """A value logged once during initialisation; by default one that closed logs must hold."""
+    return KeyRule(key, "POINT_IN_TIME", ("init",), source, value=value, closed=closed, open=open, written=written)
+
+
+def _optional(key: str, value: ValueRule) -> KeyRule:
+    return _setting(key, value, "TR 9.1", closed=NONE, written=False)
+
+
+def _span(
+    name: str, start: tuple[tuple[str, ValueRule], ...], stop: str, *, required: frozenset[str], written: bool
+) -> tuple[KeyRule, KeyRule]:
+    """The two rules of an interval that repeats inside the run."""
+    opening = KeyRule(
+        f"{name}_start",
+        "INTERVAL_START",
+        ("run",),
+        "common.yaml",
+        once=False,
+        metadata=start,
+        closed=required,
+        open=required,
+        written=written,
+    )
+    closing = replace(opening, key=f"{name}_stop", event_type="INTERVAL_END", metadata=((stop, COUNT),))
+    return opening, closing
+
+
+_RUN_STATUS = (("status", _one_of(*RUN_STATUSES)),)
+_BLOCK = (("first_epoch_num", COUNT), ("epoch_count", POSITIVE_INTEGER))
+_EPOCH = (("epoch_num", COUNT),)
+
+_RULES = (
+    KeyRule("cache_clear", "POINT_IN_TIME", ("before", "init"), "common.yaml; TR 6.1", once=False, value=PRESENT),
+    KeyRule("init_start", "INTERVAL_START", ("before", "init"), "common.yaml; TR 11", once=False),
+    _setting("submission_benchmark", _one_of("bert"), "closed_common.yaml, open_common.yaml", open=ALL),
+    _setting("submission_division", _one_of(*DIVISIONS), "common.yaml; TR 4", open=ALL),
+    _setting("submission_org", TEXT, "common.yaml up to 4.1.0", closed=_until("4.1.0"), open=_until("4.1.0")),
+    _setting("submission_platform", TEXT, "common.yaml up to 4.1.0", closed=_until("4.1.0"), open=_until("4.1.0")),
+    _setting(
+        "submission_status",
+        _one_of(*SUBMISSION_STATUSES),
+        "common.yaml up to 4.0.0",
+        closed=_until("4.0.0"),
+        open=_until("4.0.0"),
+    ),
+    _setting("seed", INTEGER, "seed checker of the package checker; TR 5.1"),
+    _setting("global_batch_size", POSITIVE_INTEGER),
+    _setting("gradient_accumulation_steps", POSITIVE_INTEGER, "closed_common.yaml"),
+    _setting("opt_base_learning_rate", POSITIVE),
+    _setting("opt_epsilon", POSITIVE, closed=_until("2.0.0")),
+    _setting("opt_lamb_epsilon", POSITIVE, closed=ALL - _until("2.0.0")),
+    _setting("opt_lamb_beta_1", DECAY),
+    _setting("opt_lamb_beta_2", DECAY),
+    _setting("opt_lamb_weight_decay_rate", NON_NEGATIVE),
+    _setting("opt_learning_rate_training_steps", POSITIVE_STEPS),
+    _setting("opt_learning_rate_warmup_steps", STEPS),
+    _setting("num_warmup_steps", STEPS),
+    # Some reference convergence points start their warm-up before the first step: this one may be negative.
+    _setting("start_warmup_step", STEP),
+    _setting("quality_target", FRACTION, "TR 24.2", closed=NONE),
+    _setting("eval_interval_samples", POSITIVE_INTEGER, "TR 24.4", closed=NONE),
+    _optional("opt_name", TEXT),
+    _optional("opt_gradient_clip_norm", POSITIVE),
+    _optional("opt_lamb_learning_rate_decay_poly_power", POSITIVE),
+    _optional("max_sequence_length", POSITIVE_INTEGER),
+    _optional("max_predictions_per_seq", POSITIVE_INTEGER),
+    _optional("d_batch_size", POSITIVE_INTEGER),
+    KeyRule(
+        "weights_initialization",
+        "POINT_IN_TIME",
+        ("init",),
+        "closed_bert.yaml 1.1.0 to 2.1.0",
+        once=False,
+        metadata=(("tensor", TEXT),),
+        closed=_until("2.1.0") - {"1.0.0"},
+        open=NONE,
+    ),
+    KeyRule("init_stop", "INTERVAL_END", ("init",), "common.yaml; TR 11"),
+    KeyRule("run_start", "INTERVAL_START", ("ready",), "common.yaml; TR 11"),
+    *_span("epoch", _EPOCH, "epoch_num", required=NONE, written=False),
+    *_span("block", _BLOCK, "first_epoch_num", required=ALL, written=True),
+    *_span("eval", _EPOCH, "epoch_num", required=NONE, written=True),
+    KeyRule(
+        "eval_accuracy",
+        "POINT_IN_TIME",
+        ("run",),
+        "closed_bert.yaml, open_bert.yaml; TR 24.6",
+        once=False,
+        value=FRACTION,
+        metadata=_EPOCH,
+    ),
+    KeyRule("train_samples", "POINT_IN_TIME", ("run", "done"), "common.yaml", value=STEPS),
+    KeyRule("eval_samples", "POINT_IN_TIME", ("run", "done"), "common.yaml; TR 6.3", value=STEPS),
+    KeyRule("run_stop", "INTERVAL_END", ("run",), "common.yaml; TR 11", metadata=_RUN_STATUS),
+)
+
+KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
+"""Every known key, in the order in which the writer's log holds them."""
+
+_COUNTED_BY: dict[str, dict[str, str]] = {
+    "block": {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"},
+    "eval": {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"},
+    "epoch": {"5.0.0": "samples_count"},
+}
+
+
+def alternative_metadata(key: str, ruleset: str) -> str | None:
+    """The field that may stand in place of all required metadata of an interval inside the run, if there is one."""
+    name, _, end = key.partition("_")
+    return _COUNTED_BY.get(name, {}).get(ruleset) if end in ("start", "stop") else None
+
+
+PER_RANK = frozenset({"cache_clear", "init_start"})
+"""Keys that every process may log; their time stamps are not ordered across processes."""
+
+
+def evaluation_interval(global_batch_size: int) -> int:
+    """Samples between two evaluations of a closed run (TR 24.4).
+
+    The rule is 5 % of (230.23 x global batch size + 3,000,000), rounded down to a multiple of 25,000. Exact in
+    integers: 0.05 x 230.23 = 11.5115.
+
+    Raises:
+        ValueError: the batch size is not positive.
+    """
+    if global_batch_size <= 0:
+        raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
+    ten_thousandths = 115_115 * global_batch_size + 1_500_000_000
+    return ten_thousandths // (10_000 * 25_000) * 25_000
+
+
+def evaluation_samples(index: int, interval: int, global_batch_size: int) -> int:
+    """Samples trained at the `index`-th evaluation (from 1): `index` intervals, rounded up to a whole batch."""
+    return -(-index * interval // global_batch_size) * global_batch_size
+
+
+def is_on_schedule(index: int, samples: int, previous: int, interval: int, global_batch_size: int) -> bool:
+    """Whether the `index`-th evaluation (from 1) stands where the schedule puts it.
+
+    Two readings of "rounded up to a whole batch" are in use and both are accepted: the multiple of the interval is
+    rounded (an error under one batch for all evaluations), or the interval itself is (the distance to the previous
+    evaluation is then the rounded interval). Packed runs and partial last batches count real sequences against a nominal
+    batch size, which makes up to two small batches of difference.
+    """
+    slack = max(global_batch_size, min(2 * global_batch_size, interval // 100))
+    return abs(samples - index * interval) < global_batch_size or abs(samples - previous - interval) < slack
+
+
+def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
+    """Names of the weights in the reference's naming: 14 + 16 a layer, 398 for BERT-Large."""
+
+    def dense(scope: str) -> list[str]:
+        return [f"{scope}/kernel", f"{scope}/bias"]
+
+    def layer_norm(scope: str) -> list[str]:
+        return [f"{scope}/LayerNorm/gamma", f"{scope}/LayerNorm/beta"]
+
+    names = [f"bert/embeddings/{table}_embeddings" for table in ("word", "position", "token_type")]
+    names += layer_norm("bert/embeddings")
+    for layer in range(num_hidden_layers):
+        scope = f"bert/encoder/layer_{layer}"
+        for projection in ("query", "key", "value"):
+            names += dense(f"{scope}/attention/self/{projection}")
+        names += dense(f"{scope}/attention/output/dense") + layer_norm(f"{scope}/attention/output")
+        names += dense(f"{scope}/intermediate/dense")
+        names += dense(f"{scope}/output/dense") + layer_norm(f"{scope}/output")
+    names += dense("bert/pooler/dense")
+    names += ["cls/predictions/output_bias"]
+    names += dense("cls/predictions/transform/dense") + layer_norm("cls/predictions/transform")
+    names += ["cls/seq_relationship/output_weights", "cls/seq_relationship/output_bias"]
+    return tuple(names)
+
+
+def check_ruleset(ruleset: str) -> None:
+    """Refuse a ruleset under which BERT cannot be checked.
+
+    Raises:
+        ValueError: naming the rulesets that can be.
+    """
+    if ruleset not in RULESETS:
+        raise ValueError(
+            f"ruleset is {ruleset!r}, expected one of {', '.join(RULESETS)}: "
+            "BERT left the benchmark after 5.0.0, and later checkers skip it without reading the log"
+        )
+
+
+SYSTEM_STATUSES = (
+    "Available on-premise",
+    "Available cloud",
+    "Research, Development, or Internal (RDI)",
+    "Preview",
+)
+
+SYSTEM_FIELDS = (
+    "submitter",
+    "division",
+    "status",
+    "system_name",
+    "number_of_nodes",
+    "host_processors_per_node",
+    "host_processor_model_name",
+    "host_processor_core_count",
+    "host_processor_vcpu_count",
+    "host_processor_frequency",
+    "host_processor_caches",
+    "host_processor_interconnect",
+    "host_memory_capacity",
+    "host_storage_type",
+    "host_storage_capacity",
+    "host_networking",
+    "host_networking_topology",
+    "host_memory_configuration",
+    "accelerators_per_node",
+    "accelerator_model_name",
+    "accelerator_host_interconnect",
+    "accelerator_frequency",
+    "accelerator_on-chip_memories",
+    "accelerator_memory_configuration",
+    "accelerator_memory_capacity",
+    "accelerator_interconnect",
+    "accelerator_interconnect_topology",
+    "cooling",
+    "hw_notes",
+    "framework",
+    "other_software_stack",
+    "operating_system",
+    "sw_notes",
+)
+"""The fields that the system description checker asks for; the hyphen in on-chip is its own."""
+
+MEANINGFUL_SYSTEM_FIELDS = (
+    "host_processor_model_name",
+    "host_memory_capacity",
+    "host_storage_type",
+    "host_storage_capacity",
+    "host_networking",
+    "host_networking_topology",
+    "host_memory_configuration",
+    "accelerator_model_name",
+    "accelerator_host_interconnect",
+    "accelerator_memory_configuration",
+    "accelerator_memory_capacity",
+    "accelerator_interconnect",
+    "cooling",
+    "other_software_stack",
+    "operating_system",
+)
+"""Fields whose text says "meaningful response required", which no tool enforces (SR "<system_desc_id>.json metadata")."""
+
+SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
+"""Fields that the result summarizer turns into integers: numeric strings."""
+
+RESULT_FILE = re.compile(r"result_(\d+)\.txt")
+"""Name of a run's log in results/<system>/bert (submission rules, "Directory structure")."""
+
+LOG_FILE = re.compile(r"result_(\d+)\.txt(\.gz)?")
+"""The same, and that of a log that was packed to be kept: read here, and by no official tool."""

@@ -1,0 +1,1 @@
+"""Lengths to a balanced plan, and the plan to batches."""

@@ -1,0 +1,114 @@
+"""The loader's batches through a DALI pipeline: narrow arrays in, wide tensors on the device out.
+
+One DALI sample is one micro-batch, so a transfer moves each field of the flat stream once and DALI's own threads widen the
+types and copy to the GPU while the model works. Imported only where ``data.loader`` resolves to dali.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from nvidia.dali import fn, types
+from nvidia.dali.pipeline import pipeline_def
+from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray
+from torch import Tensor
+
+from dataloading.batches.capacity import Capacity
+from dataloading.batches.loader import Batch, Prefetcher, SampleSource, capacity_of, flat_arrays, max_seqlen
+from dataloading.batches.sampler import MicroBatch
+from dataloading.shards.samples import Samples
+
+FIELDS = {
+    "input_ids": types.DALIDataType.UINT16,
+    "segment_ids": types.DALIDataType.UINT8,
+    "position_ids": types.DALIDataType.UINT16,
+    "cu_seqlens": types.DALIDataType.INT32,
+    "masked_lm_positions": types.DALIDataType.INT32,
+    "masked_lm_ids": types.DALIDataType.INT32,
+    "next_sentence_labels": types.DALIDataType.INT8,
+    "global_counts": types.DALIDataType.INT64,
+}
+"""The arrays of ``flat_arrays`` and the types in which they enter the pipeline."""
+
+
+class DaliLoader:
+    """The same batches as ``NumpyLoader``, element by element; on a machine without a GPU DALI runs on the CPU."""
+
+    def __init__(
+        self,
+        source: SampleSource,
+        rank_batches: Callable[[int], list[MicroBatch]],
+        device: torch.device,
+        prefetch: int = 4,
+        capacities: Sequence[Capacity] = (),
+    ) -> None:
+        self.capacities = capacities
+        self._device = device
+        self._rank_batches = rank_batches
+        self._source = source
+        self._micro_batches = Prefetcher(self._read(), prefetch)
+        self._in_flight: deque[int] = deque()
+        """Of each batch in the pipeline, its ``max_seqlen``."""
+        self._steps = itertools.count()
+        device_id = (device.index or 0) if device.type == "cuda" else None
+        self._pipeline = _pipeline(
+            self._feed,
+            on_gpu=device_id is not None,
+            batch_size=1,
+            num_threads=1,
+            device_id=device_id,
+            prefetch_queue_depth=2,
+        )
+        self._built = False
+
+    def __next__(self) -> list[Batch]:
+        """The micro-batches of the next step, on the loader's device."""
+        if not self._built:  # building runs the first read, which must not happen before the clock starts
+            self._pipeline.build()
+            self._built = True
+        return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
+
+    def close(self) -> None:
+        """Stop reading ahead."""
+        self._micro_batches.close()
+
+    def _read(self) -> Iterator[tuple[Samples, MicroBatch]]:
+        for step in itertools.count():
+            for micro_batch in self._rank_batches(step):
+                yield self._source.take(micro_batch.indices), micro_batch
+
+    def _feed(self) -> tuple[NDArray[np.generic], ...]:
+        samples, micro_batch = next(self._micro_batches)
+        capacity = capacity_of(samples, self.capacities)
+        self._in_flight.append(max_seqlen(samples, capacity))
+        arrays = flat_arrays(samples, micro_batch, capacity)
+        return tuple(arrays[name] for name in FIELDS)
+
+    def _next_batch(self) -> Batch:
+        outputs = self._pipeline.run()
+        tensors = {name: self._copied(output[0]) for name, output in zip(FIELDS, outputs, strict=True)}
+        return Batch(**tensors, max_seqlen=self._in_flight.popleft())
+
+    def _copied(self, dali_tensor: Any) -> Tensor:
+        """DALI reuses its buffers, so the batch owns a copy, made in the order of PyTorch's stream; no host waits for it."""
+        shape, dtype = dali_tensor.shape(), dali_tensor.dtype
+        torch_dtype = torch.int32 if dtype == types.DALIDataType.INT32 else torch.int64
+        tensor = torch.empty(shape, dtype=torch_dtype, device=self._device)
+        feed_ndarray(dali_tensor, tensor, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None)
+        return tensor
+
+
+@pipeline_def
+def _pipeline(feed: Callable[[], tuple[NDArray[np.generic], ...]], on_gpu: bool) -> Any:
+    narrow = fn.external_source(
+        source=feed, num_outputs=len(FIELDS), batch=False, dtype=list(FIELDS.values()), ndim=[1] * len(FIELDS)
+    )
+    placed = [output.gpu() if on_gpu else output for output in narrow]
+    return tuple(
+        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)
+        for name, output in zip(FIELDS, placed, strict=True)
+    )

@@ -1,0 +1,143 @@
+"""The plan: which samples make up each global batch, and which rank takes which of them.
+
+Everything follows from (seed, length index, batch sizes, world size), so every rank computes the same plan and none asks
+another. The order is a fresh random permutation every epoch; inside a global batch the samples are dealt by length, which
+balances the work and changes nothing else (sorting inside a drawn batch is accepted practice: training_rules 6.6). A step
+costs what its global batch does, however many samples there are, and nothing is held but the length index, which may be a
+memory map.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataloading.dataset.permutation import shuffled
+
+_LINEAR_WORK = 6144
+"""A layer takes 24 h^2 operations a token and 4 h a pair of tokens: 6 h tokens weigh as much as one; BERT-Large's 6 h."""
+
+_EXCHANGE_UP_TO = 32
+"""Sequences a lane up to which exchanges follow the deal; with more it is within 0.1 % of balance already."""
+
+_EXCHANGES = 4
+"""Rounds of exchanges. Eight gain nothing more, at 4 to 32 sequences a lane."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The samples that one rank runs forward and backward at once, and what the whole global batch holds."""
+
+    indices: NDArray[np.int64]
+    """[S] samples, longest first."""
+    global_sequences: int
+    """Sequences in the global batch: what the next-sentence loss is divided by."""
+    global_masked: int
+    """Masked tokens in the global batch: what the masked-LM loss is divided by."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A balanced plan over an endless stream of shuffled epochs.
+
+    Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so that each
+    sample comes exactly once an epoch even when the batch size does not divide the number of samples.
+    """
+
+    lengths: NDArray[np.integer]
+    """[N] tokens of every sample."""
+    masked_counts: NDArray[np.integer]
+    """[N] masked tokens of every sample."""
+    global_batch_size: int
+    world_size: int
+    gradient_accumulation_steps: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) == 0:
+            raise ValueError("the length index holds no samples: check data.train")
+        if len(self.lengths) != len(self.masked_counts):
+            raise ValueError(f"{len(self.lengths)} lengths but {len(self.masked_counts)} masked counts in the index")
+        if self.world_size < 1 or self.gradient_accumulation_steps < 1 or self.global_batch_size < 1:
+            raise ValueError(
+                f"world size {self.world_size}, training.gradient_accumulation_steps {self.gradient_accumulation_steps} "
+                f"and training.global_batch_size {self.global_batch_size} must all be at least 1"
+            )
+        if self.global_batch_size % self.lanes:
+            raise ValueError(
+                f"training.global_batch_size {self.global_batch_size} does not divide over {self.world_size} ranks x "
+                f"{self.gradient_accumulation_steps} accumulation steps: make it a multiple of {self.lanes}"
+            )
+
+    @property
+    def lanes(self) -> int:
+        """Micro-batches in a global batch, over all ranks."""
+        return self.world_size * self.gradient_accumulation_steps
+
+    def global_batch(self, step: int) -> NDArray[np.int64]:
+        """[global_batch_size] samples of optimizer step ``step`` (from 0), in stream order."""
+        samples = len(self.lengths)
+        positions = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
+        epochs = positions // samples
+        return np.concatenate(
+            [
+                shuffled(positions[epochs == epoch] % samples, samples, self.seed, epoch)
+                for epoch in np.unique(epochs).tolist()
+            ]
+        )
+
+    def rank_batches(self, step: int, rank: int) -> list[MicroBatch]:
+        """The micro-batches of ``rank`` in step ``step``: equal numbers of sequences, and work as equal as may be."""
+        batch = self.global_batch(step)
+        lanes = deal(self.lengths[batch], self.lanes)
+        masked = int(self.masked_counts[batch].sum())
+        mine = lanes[rank :: self.world_size]
+        return [MicroBatch(batch[lane], len(batch), masked) for lane in mine]
+
+
+def work(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """What training on sequences of ``lengths`` costs: s * (6 h + s), the operations of the encoder in units of 12 h."""
+    tokens = lengths.astype(np.int64)
+    return tokens * (_LINEAR_WORK + tokens)
+
+
+def deal(lengths: NDArray[np.integer], lanes: int) -> NDArray[np.int64]:
+    """[lanes, n / lanes] positions of ``lengths``, each lane's longest first.
+
+    Longest first, a sequence to every lane a round, the longer ones to the lanes with the least work so far; where there are
+    few rounds, exchanges between lanes follow. Each lane gets the same number of sequences, which keeps the shapes of a
+    recorded step few. Exact integers and stable sorts: equal on every machine.
+    """
+    longest_first = np.argsort(-lengths.astype(np.int64), kind="stable").reshape(-1, lanes)
+    work_N = work(lengths)
+    dealt = np.empty((lanes, len(longest_first)), np.int64)
+    sums = np.zeros(lanes, np.int64)
+    for number, row in enumerate(longest_first):
+        least_first = np.argsort(sums, kind="stable")
+        dealt[least_first, number] = row
+        sums[least_first] += work_N[row]
+    if 1 < dealt.shape[1] <= _EXCHANGE_UP_TO:
+        for _ in range(_EXCHANGES):
+            _exchange(dealt, work_N)
+        dealt = np.take_along_axis(dealt, np.argsort(-work_N[dealt], axis=1, kind="stable"), axis=1)
+    return dealt
+
+
+def _exchange(dealt: NDArray[np.int64], work_N: NDArray[np.int64]) -> None:
+    """One exchange in place between the lane with the most work and that with the least, the second and the second to
+    last, and so on: of the two sequences that bring the sums closest together, where any do.
+    """
+    lanes, sequences = dealt.shape
+    pairs = np.arange(lanes // 2)
+    work_LS = work_N[dealt]
+    sums = work_LS.sum(axis=1)
+    least_first = np.argsort(sums, kind="stable")
+    most, least = least_first[::-1][pairs], least_first[pairs]
+    gap = sums[most] - sums[least]
+    after = np.abs(2 * (work_LS[most][:, :, None] - work_LS[least][:, None, :]) - gap[:, None, None])
+    after = after.reshape(len(pairs), sequences**2)
+    best = after.argmin(axis=1)
+    better = after[pairs, best] < gap
+    given = most[better], best[better] // sequences
+    taken = least[better], best[better] % sequences
+    dealt[given], dealt[taken] = dealt[taken], dealt[given]

@@ -1,0 +1,1 @@
+"""A folder of shards: open, verify, shuffle, convert."""

@@ -1,0 +1,1 @@
+"""The formats of shards: our own, and those in circulation."""

@@ -1,0 +1,106 @@
+"""The data of the built-in default, from the standard library's prose to two data sets, in seconds."""
+
+import hashlib
+import platform
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from dataloading.dataset.folder import (
+    LENGTHS_NAME,
+    MANIFEST_NAME,
+    open_dataset,
+    read_manifest,
+    shard_name,
+    write_dataset,
+)
+from dataloading.shards.samples import Samples
+from dataloading.shards.shard import DatasetInfo
+from dataloading.text.documents import Document, demo_documents
+from dataloading.text.pretraining_data import PretrainingOptions, create_samples, tokenize_documents
+from dataloading.text.tokenization import Tokenizer
+
+TRAIN_OPTIONS = PretrainingOptions(max_seq_length=128, max_predictions_per_seq=19, dupe_factor=10)
+EVALUATION_OPTIONS = replace(TRAIN_OPTIONS, dupe_factor=2, random_seed=54321)
+SHARDS = 4
+
+
+def write_demo(folder: Path, vocab: Path) -> bool:
+    """Write ``folder/train`` and ``folder/evaluation``; returns False when both are there, whole and of this Python.
+
+    Raises ``ValueError`` when this Python lacks the text, the vocabulary is not one, or the folder holds something else.
+    """
+    tokenizer = Tokenizer.from_vocab(vocab)
+    splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
+    if all(_is_current(folder / name, tokenizer, options) for name, _, options in splits):
+        return False
+    for name, _, _ in splits:
+        _require_ours(folder / name, name)
+    documents = demo_documents()
+    for name, held_out, options in splits:
+        chosen = [document for document in documents if document.held_out == held_out]
+        info = DatasetInfo(
+            vocab_size=tokenizer.vocab_size,
+            max_seq_length=options.max_seq_length,
+            max_predictions_per_seq=options.max_predictions_per_seq,
+            vocabulary_md5=tokenizer.digest["md5"],
+            vocabulary_sha256=tokenizer.digest["sha256"],
+            options=_recorded(options),
+            sources={_source(name): text_digest(chosen)},
+        )
+        samples = demo_samples(chosen, tokenizer, options)
+        _clear(folder / name)
+        write_dataset(folder / name, samples, shards=SHARDS, info=info)
+    return True
+
+
+def demo_samples(documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions) -> Samples:
+    """Pretraining samples of some documents, by the reference algorithm."""
+    tokenized = tokenize_documents([document.sentences for document in documents], tokenizer)
+    return create_samples(tokenized, options, tokenizer.vocabulary)
+
+
+def text_digest(documents: list[Document]) -> str:
+    """SHA-256 of the documents' text: which text a Python version brought."""
+    text = "\n\n".join("\n".join(document.sentences) for document in documents)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _source(name: str) -> str:
+    return f"standard library, {name}"
+
+
+def _require_ours(folder: Path, name: str) -> None:
+    """ValueError where the folder holds anything that no demo has made."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    own = {MANIFEST_NAME, LENGTHS_NAME, *(shard_name(index, SHARDS) for index in range(SHARDS))}
+    try:
+        made_here = set(read_manifest(folder).info.sources) == {_source(name)}
+    except ValueError:
+        made_here = False
+    if not made_here or not own.issuperset(path.name for path in folder.iterdir()):
+        raise ValueError(
+            f"{folder} holds something else than the demo's data, which is not touched: move it away, or name another --out"
+        )
+
+
+def _clear(folder: Path) -> None:
+    """Remove the files of an older demo, the manifest last: without it they would be nobody's."""
+    found = folder.iterdir() if folder.is_dir() else ()
+    for path in sorted(found, key=lambda path: path.name == MANIFEST_NAME):
+        path.unlink()
+
+
+def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str]:
+    """The text changes with the Python version, so that belongs to the options."""
+    return asdict(options) | {"python": platform.python_version()}
+
+
+def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
+    try:
+        dataset = open_dataset(folder)
+        dataset.verify()
+    except ValueError:
+        return False
+    made_so = dataset.info.options == _recorded(options)
+    return made_so and dataset.info.vocabulary_sha256 == tokenizer.digest["sha256"]

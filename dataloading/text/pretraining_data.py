@@ -1,0 +1,444 @@
+"""Documents to next-sentence pairs with masked tokens, bit for bit as the reference's ``create_pretraining_data``
+makes them.
+
+The algorithm is that of Devlin et al. 2018 (arXiv 1810.04805, section 3.1) in the form that the MLPerf BERT reference
+runs. All its choices come from one ``random.Random(random_seed)``, drawn in a fixed order, so equal output needs equal
+draws. The compiled core below carries the state of that Mersenne Twister and repeats CPython's ``random``, ``randint``
+and ``shuffle``.
+
+A sentence is a range of one flat token array and a run of sentences is a range too, so segments are chosen and cut by
+moving four bounds; tokens are copied once, when the sample is laid out.
+"""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataloading.compiled import compiled
+from dataloading.files import read_bounded
+from dataloading.shards.samples import Samples, offsets_of
+from dataloading.text.tokenization import Tokenizer, Vocabulary, text_lines
+
+_MIN_SEQ_LENGTH = 5
+"""[CLS] a [SEP] b [SEP]."""
+
+_MAX_SEQ_LENGTH = (1 << 15) - 1
+"""Lengths and positions are stored in 16 bits, and dumped in signed ones."""
+
+_MAX_TEXT_BYTES = 4 << 30
+"""The benchmark's texts have 27 MB; 30 times as much memory is needed."""
+
+_MAX_LINE = 16 << 20
+"""Characters; a text without line feeds would be one sentence."""
+
+_DRAWS_OF_ANOTHER_DOCUMENT = 10
+"""How often the reference draws a document for a random next segment before it accepts the document at hand."""
+
+
+@dataclass(frozen=True)
+class PretrainingOptions:
+    """Flags of the reference script, under its names, with the values that MLPerf uses."""
+
+    max_seq_length: int = 512
+    """Most tokens in a sample, [CLS] and both [SEP] included."""
+    max_predictions_per_seq: int = 76
+    """Most masked tokens in a sample."""
+    dupe_factor: int = 10
+    """Passes over the documents, each with other pairs and masks."""
+    short_seq_prob: float = 0.1
+    """Share of documents that are cut into shorter samples."""
+    masked_lm_prob: float = 0.15
+    """Share of a sample's tokens to mask."""
+    random_seed: int = 12345
+    """Seed of every choice."""
+    do_lower_case: bool = True
+    """Lower the text and strip its accents, as an uncased vocabulary needs."""
+
+    def __post_init__(self) -> None:
+        if not _MIN_SEQ_LENGTH <= self.max_seq_length <= _MAX_SEQ_LENGTH:
+            raise ValueError(
+                f"max_seq_length is {self.max_seq_length}; expected {_MIN_SEQ_LENGTH} to {_MAX_SEQ_LENGTH}"
+            )
+        for name in ("max_predictions_per_seq", "dupe_factor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+        for name in ("short_seq_prob", "masked_lm_prob"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a probability from 0 to 1")
+
+
+@dataclass(frozen=True)
+class TokenizedDocuments:
+    """D documents of S sentences with T tokens in all; no sentence and no document is empty."""
+
+    token_ids: NDArray[np.uint16]
+    """[T]"""
+    sentence_offsets: NDArray[np.int64]
+    """[S + 1] where each sentence starts in ``token_ids``; the last entry is T."""
+    document_offsets: NDArray[np.int64]
+    """[D + 1] where each document starts among the sentences; the last entry is S."""
+
+
+def read_documents(paths: Sequence[Path]) -> list[list[str]]:
+    """Sentences by document, from text with one sentence a line and an empty line between documents.
+
+    As in the reference, only an empty line ends a document: the first lines of a file continue the last document of the
+    file before it.
+
+    Raises:
+        ValueError: a file cannot be read, is not UTF-8, too large, or has no text or a line that is no sentence.
+    """
+    documents: list[list[str]] = [[]]
+    for path in paths:
+        lines = text_lines(read_bounded(path, _MAX_TEXT_BYTES, "split the text into smaller files"), path)
+        if (longest := max(map(len, lines), default=0)) > _MAX_LINE:
+            number = next(number for number, line in enumerate(lines, 1) if len(line) == longest)
+            raise ValueError(f"{path}: line {number:,} has {longest:,} characters; expected one sentence a line")
+        if not any(lines):
+            raise ValueError(f"{path}: no text found; expected one sentence a line, an empty line between documents")
+        for line in lines:
+            if line:
+                documents[-1].append(line)
+            else:
+                documents.append([])
+    return [document for document in documents if document]
+
+
+def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer) -> TokenizedDocuments:
+    """Documents as flat token ids; sentences that have no tokens, and documents without any, are left out.
+
+    Raises:
+        ValueError: nothing is left.
+    """
+    documents = list(documents)
+    token_ids, line_offsets = tokenizer.encode_lines(list(chain.from_iterable(documents)))
+    if not len(token_ids):
+        raise ValueError("the text has no tokens (only blanks and control characters); expected sentences, one a line")
+    line_lengths = np.diff(line_offsets)
+    document_of_line = np.repeat(np.arange(len(documents)), [len(document) for document in documents])
+    sentence_counts = np.bincount(document_of_line[line_lengths > 0])
+    return TokenizedDocuments(
+        token_ids=token_ids,
+        sentence_offsets=offsets_of(line_lengths[line_lengths > 0]),
+        document_offsets=offsets_of(sentence_counts[sentence_counts > 0]),
+    )
+
+
+def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, vocabulary: Vocabulary) -> Samples:
+    """The samples of the reference script for these documents, in its order.
+
+    The first call in a process compiles the core, or loads it from Numba's cache (``__pycache__`` or
+    ``NUMBA_CACHE_DIR``). Needs about 10 bytes of memory for each token of the result, of which the result itself is 3.
+    """
+    twister = np.array(random.Random(options.random_seed).getstate()[1], np.uint32)
+    document_order = np.arange(len(documents.document_offsets) - 1)
+    _shuffle(twister, document_order)
+    # Python's own arithmetic decides the counts: round() to even, in double precision.
+    masked_count_by_length = np.array(
+        [
+            min(options.max_predictions_per_seq, max(1, round(length * options.masked_lm_prob)), max(0, length - 3))
+            for length in range(options.max_seq_length + 1)
+        ]
+    )
+    input_ids, positions, labels, lengths, first_lengths, next_sentence_labels = _draw_samples(
+        twister,
+        documents.token_ids,
+        documents.sentence_offsets,
+        documents.document_offsets[document_order],
+        documents.document_offsets[document_order + 1],
+        options.dupe_factor,
+        options.short_seq_prob,
+        masked_count_by_length,
+        vocabulary.size,
+        np.array([vocabulary.cls_id, vocabulary.sep_id, vocabulary.mask_id], np.uint16),
+    )
+    order = np.arange(len(lengths))
+    _shuffle(twister, order)
+    masked_counts = masked_count_by_length[lengths]
+    segment_lengths = np.stack([first_lengths, lengths - first_lengths], axis=1)[order]
+    return Samples(
+        input_ids=_gather_rows(input_ids, offsets_of(lengths), order),
+        segment_ids=np.repeat(np.tile(np.array([0, 1], np.uint8), len(order)), segment_lengths.ravel()),
+        sequence_offsets=offsets_of(lengths[order]),
+        masked_lm_positions=_gather_rows(positions, offsets_of(masked_counts), order),
+        masked_lm_ids=_gather_rows(labels, offsets_of(masked_counts), order),
+        masked_lm_offsets=offsets_of(masked_counts[order]),
+        next_sentence_labels=next_sentence_labels[order].astype(np.uint8),
+    )
+
+
+# The compiled core. ``twister`` is the uint32 [625] state of CPython's generator: 624 words and the next word's index
+# (Matsumoto and Nishimura 1998, MT19937).
+
+
+@compiled
+def _next_word(twister: NDArray[np.uint32]) -> int:
+    """32 random bits."""
+    index = twister[624]
+    if index == 624:
+        for word in range(624):
+            joined = (twister[word] & 0x80000000) | (twister[(word + 1) % 624] & 0x7FFFFFFF)
+            twister[word] = twister[(word + 397) % 624] ^ (joined >> 1) ^ (0x9908B0DF if joined & 1 else 0)
+        index = 0
+    twister[624] = index + 1
+    bits = np.int64(twister[index])
+    bits ^= bits >> 11
+    bits ^= (bits << 7) & 0x9D2C5680
+    bits ^= (bits << 15) & 0xEFC60000
+    return int(bits ^ (bits >> 18))
+
+
+@compiled
+def _random(twister: NDArray[np.uint32]) -> float:
+    """``random.random()``: 53 bits from two words."""
+    high = _next_word(twister) >> 5
+    low = _next_word(twister) >> 6
+    return (high * 67108864.0 + low) / 9007199254740992.0
+
+
+@compiled
+def _random_below(twister: NDArray[np.uint32], bound: int) -> int:
+    """``randint(0, bound - 1)``: as many bits as ``bound`` has, drawn again until they are below it."""
+    bits = 0
+    while bound >> bits:
+        bits += 1
+    drawn = _next_word(twister) >> (32 - bits)
+    while drawn >= bound:
+        drawn = _next_word(twister) >> (32 - bits)
+    return drawn
+
+
+@compiled
+def _shuffle(twister: NDArray[np.uint32], items: NDArray[np.int64]) -> None:
+    """``random.shuffle(items)``, in place: `_random_below` for falling bounds, whose bits are counted as they fall."""
+    bits = 0
+    while len(items) >> bits:
+        bits += 1
+    for last in range(len(items) - 1, 0, -1):
+        if not (last + 1) >> (bits - 1):
+            bits -= 1
+        other = _next_word(twister) >> (32 - bits)
+        while other > last:
+            other = _next_word(twister) >> (32 - bits)
+        items[last], items[other] = items[other], items[last]
+
+
+@compiled
+def _draw_samples(
+    twister: NDArray[np.uint32],
+    token_ids: NDArray[np.uint16],
+    sentence_offsets: NDArray[np.int64],
+    document_starts: NDArray[np.int64],
+    document_ends: NDArray[np.int64],
+    dupe_factor: int,
+    short_seq_prob: float,
+    masked_count_by_length: NDArray[np.int64],
+    vocab_size: int,
+    special_ids: NDArray[np.uint16],
+) -> tuple:
+    """Every pass over the documents, in the order drawn.
+
+    ``masked_count_by_length``: [max_seq_length + 1]; ``special_ids``: [CLS], [SEP], [MASK].
+
+    Returns:
+        input_ids [T], masked_lm_positions [M] and masked_lm_ids [M], all uint16; then for each of n samples its
+        length, the length up to the first [SEP], and its next-sentence label.
+    """
+    max_num_tokens = len(masked_count_by_length) - 4
+    input_ids = np.empty(1 << 20, np.uint16)
+    positions = np.empty(1 << 18, np.uint16)
+    labels = np.empty(1 << 18, np.uint16)
+    lengths = np.empty(1 << 12, np.int64)
+    first_lengths = np.empty(1 << 12, np.int64)
+    next_sentence_labels = np.empty(1 << 12, np.int64)
+    tokens_used = masked_used = count = 0
+    for _ in range(dupe_factor):
+        for document in range(len(document_starts)):
+            target_seq_length = max_num_tokens
+            if _random(twister) < short_seq_prob:
+                target_seq_length = 2 + _random_below(twister, max_num_tokens - 1)
+            sentence = document_starts[document]
+            while sentence < document_ends[document]:
+                a_start, a_stop, b_start, b_stop, is_random_next, sentence = _draw_pair(
+                    twister, sentence_offsets, document_starts, document_ends, document, sentence, target_seq_length
+                )
+                a_start, a_stop, b_start, b_stop = _truncate(twister, a_start, a_stop, b_start, b_stop, max_num_tokens)
+                first_length = a_stop - a_start + 2
+                length = first_length + b_stop - b_start + 1
+                masked = int(masked_count_by_length[length])
+                input_ids = _with_room(input_ids, tokens_used + length)
+                positions = _with_room(positions, masked_used + masked)
+                labels = _with_room(labels, masked_used + masked)
+                lengths = _with_room(lengths, count + 1)
+                first_lengths = _with_room(first_lengths, count + 1)
+                next_sentence_labels = _with_room(next_sentence_labels, count + 1)
+                row = input_ids[tokens_used : tokens_used + length]
+                _lay_out(row, token_ids[a_start:a_stop], token_ids[b_start:b_stop], special_ids[0], special_ids[1])
+                masked_slice = slice(masked_used, masked_used + masked)
+                _mask(
+                    twister,
+                    row,
+                    first_length,
+                    positions[masked_slice],
+                    labels[masked_slice],
+                    special_ids[2],
+                    vocab_size,
+                )
+                lengths[count] = length
+                first_lengths[count] = first_length
+                next_sentence_labels[count] = is_random_next
+                tokens_used += length
+                masked_used += masked
+                count += 1
+    return (
+        input_ids[:tokens_used],
+        positions[:masked_used],
+        labels[:masked_used],
+        lengths[:count],
+        first_lengths[:count],
+        next_sentence_labels[:count],
+    )
+
+
+@compiled
+def _draw_pair(
+    twister: NDArray[np.uint32],
+    sentence_offsets: NDArray[np.int64],
+    document_starts: NDArray[np.int64],
+    document_ends: NDArray[np.int64],
+    document: int,
+    first: int,
+    target_seq_length: int,
+) -> tuple:
+    """The two segments of the sample that starts at sentence ``first``.
+
+    Returns:
+        The token ranges of both segments (a_start, a_stop, b_start, b_stop), whether the second was drawn at random,
+        and the sentence where the next sample of this document starts.
+    """
+    stop = _sentences_for(sentence_offsets, first, int(document_ends[document]), target_seq_length)
+    split = first + 1
+    if stop - first >= 2:
+        split += _random_below(twister, stop - first - 1)
+    a_start, a_stop = sentence_offsets[first], sentence_offsets[split]
+    if stop - first >= 2 and _random(twister) >= 0.5:
+        return a_start, a_stop, a_stop, sentence_offsets[stop], False, stop
+    other = document
+    for _ in range(_DRAWS_OF_ANOTHER_DOCUMENT):
+        other = _random_below(twister, len(document_starts))
+        if other != document:
+            break
+    end = int(document_ends[other])
+    start = int(document_starts[other])
+    start += _random_below(twister, end - start)
+    b_stop = _sentences_for(sentence_offsets, start, end, target_seq_length - (a_stop - a_start))
+    # The sentences behind the split were not used: the next sample starts with them.
+    return a_start, a_stop, sentence_offsets[start], sentence_offsets[b_stop], True, split
+
+
+@compiled
+def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, token_count: int) -> int:
+    """Where a run of sentences from ``first`` stops: once it has ``token_count`` tokens, or at ``end``."""
+    stop = first + 1
+    while stop < end and sentence_offsets[stop] - sentence_offsets[first] < token_count:
+        stop += 1
+    return stop
+
+
+@compiled
+def _truncate(
+    twister: NDArray[np.uint32], a_start: int, a_stop: int, b_start: int, b_stop: int, max_num_tokens: int
+) -> tuple:
+    """Drops tokens from the front or the back of the longer segment until both fit."""
+    for _ in range(a_stop - a_start + b_stop - b_start - max_num_tokens):
+        from_front = _random(twister) < 0.5
+        if a_stop - a_start > b_stop - b_start:
+            a_start += from_front
+            a_stop -= not from_front
+        else:
+            b_start += from_front
+            b_stop -= not from_front
+    return a_start, a_stop, b_start, b_stop
+
+
+@compiled
+def _lay_out(
+    row: NDArray[np.uint16], first: NDArray[np.uint16], second: NDArray[np.uint16], cls_id: int, sep_id: int
+) -> None:
+    """Fills ``row`` with [CLS] first [SEP] second [SEP]."""
+    row[0] = cls_id
+    _copy(first, row[1:])
+    row[len(first) + 1] = sep_id
+    _copy(second, row[len(first) + 2 :])
+    row[-1] = sep_id
+
+
+@compiled
+def _mask(
+    twister: NDArray[np.uint32],
+    row: NDArray[np.uint16],
+    first_length: int,
+    positions: NDArray[np.uint16],
+    labels: NDArray[np.uint16],
+    mask_id: int,
+    vocab_size: int,
+) -> None:
+    """Masks ``len(positions)`` tokens of a sample in place: 80 % by [MASK], 10 % kept, 10 % by any id.
+
+    Fills ``positions`` (ascending) and ``labels``.
+    """
+    candidates = np.empty(len(row) - 3, np.int64)
+    replacements = np.full(len(row), -1)
+    for index in range(len(candidates)):
+        candidates[index] = index + 1 if index + 1 < first_length - 1 else index + 2
+    _shuffle(twister, candidates)
+    for position in candidates[: len(positions)]:
+        if _random(twister) < 0.8:
+            replacements[position] = mask_id
+        elif _random(twister) < 0.5:
+            replacements[position] = row[position]
+        else:
+            replacements[position] = _random_below(twister, vocab_size)
+    masked = 0
+    for position in range(len(row)):
+        if replacements[position] >= 0:
+            positions[masked] = position
+            labels[masked] = row[position]
+            row[position] = replacements[position]
+            masked += 1
+
+
+@compiled
+def _with_room(array: np.ndarray, needed: int) -> np.ndarray:
+    """``array``, or a copy of twice its length when it is shorter than ``needed``."""
+    if needed <= len(array):
+        return array
+    larger = np.empty(2 * len(array), array.dtype)
+    _copy(array, larger)
+    return larger
+
+
+@compiled
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """``target[:len(source)] = source``, which Numba takes seconds to compile for the sake of an error message."""
+    for index in range(len(source)):
+        target[index] = source[index]
+
+
+@compiled
+def _gather_rows(
+    values: NDArray[np.uint16], offsets: NDArray[np.int64], order: NDArray[np.int64]
+) -> NDArray[np.uint16]:
+    """The ragged rows ``values[offsets[i]:offsets[i + 1]]`` in another order."""
+    gathered = np.empty(offsets[-1], np.uint16)
+    used = 0
+    for row in order:
+        length = offsets[row + 1] - offsets[row]
+        _copy(values[offsets[row] : offsets[row + 1]], gathered[used:])
+        used += length
+    return gathered

@@ -1,0 +1,489 @@
+"""WikiExtractor files to text shards, with the bytes of the reference's clean-up scripts (mlcommons/training, bert).
+
+Each file goes through four steps by itself; then neighbouring files are gathered into parts:
+
+    articles     the lines of the articles, an empty line where each began; its title and all other empty lines are gone
+    clean        what the extractor left of the wiki markup is taken out, line by line
+    segment      one sentence a line
+    hold_out     some articles go to the evaluation set
+
+    OUT/extract.json                 what is being made: settings and inputs; other settings are refused
+    OUT/part-00007-of-00500          training text: one sentence a line, empty lines between articles
+    OUT/eval.txt, eval.md5           the articles held out, and a digest of each
+    OUT/manifest.json                last of all: settings, digests and sizes of inputs and outputs
+    OUT/.finished/00007.json         what belongs to a finished part, for whoever goes on after a crash; may go at the end
+"""
+
+import hashlib
+import json
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dataloading.files import atomic_path, open_regular, read_bounded, read_json, write_atomically
+from dataloading.text.jobs import begun, run_tasks
+
+Sentences = Literal["punkt", "plain"]
+
+JOB_NAME = "extract.json"
+MANIFEST_NAME = "manifest.json"
+EVALUATION_NAME = "eval.txt"
+EVALUATION_MD5_NAME = "eval.md5"
+_FINISHED = ".finished"
+
+REFERENCE_PART_BYTES = 28_227_665
+"""26.92 MiB, which makes 500 parts of the benchmark's dump."""
+
+_MAX_INPUT_BYTES = 64 << 20
+"""Of one file, which is held in memory; WikiExtractor makes 1 MB."""
+_MAX_RECORD_BYTES = 1 << 30
+
+# What `clean` does to each line, in this order. The reference has a process for each rule (clean.sh); two of its rules never
+# apply, because `articles` has dropped every line that they look for.
+_CATEGORY = re.compile(r"\[\[Category:[^\]\[]*\]\]")
+_LINK = (re.compile(r"\[\[([^\]|\[]*)\]\]"), r"\1")
+_NAMED_LINK = (re.compile(r"\[\[[^\]|\[]*\|([^\]|\[]*)\]\]"), r"\1")
+_BRACKETS = (
+    *(_LINK, _LINK, _NAMED_LINK, _NAMED_LINK),
+    (re.compile(r"\[\[:*[Ff]ile:[^\]\[]*\]\]"), ""),
+    (re.compile(r"\[\[[Mm]edia:[^\]\[]*\]\]"), ""),
+    (re.compile(r"\[\[[Ii]mage:[^\]\[]*\]\]"), ""),
+    (re.compile(r"\[([^\]|\[]*)\]"), r"\1"),
+    (re.compile(r"\[\[[^\]\[]*\]\]"), ""),
+)
+_ELEMENTS = (
+    (re.compile(r"<chem([^<]*)</chem>"), r"\1"),
+    (re.compile(r"<ins([^<]*)</ins>"), r"\1"),
+    (re.compile(r"<, ref [^<]*</ref>"), ""),
+    (re.compile(r"<includeonly[^<]*</includeonly>"), ""),
+    (re.compile(r"<graph[^<]*</graph>"), ""),
+    (re.compile(r"<section[^\\]*/>"), ""),
+    (re.compile(r"<meta[^\\]*/>"), ""),
+    (re.compile(r"<hr[^\\]*/>"), ""),
+    (re.compile(r"<gallery[^>]*>"), ""),
+    (re.compile(r"<ref[^<]*</ref>"), ""),
+    (re.compile(r"<ref[^>]*>"), ""),
+    (re.compile(r"<http[^>]*>"), ""),
+    (re.compile(r"<Ref[^>]*>"), ""),
+    # The escaped slash of the rule leaves a backslash in its set (GNU sed 4.9).
+    (re.compile(r"<mapframe [^\\/]*/>"), ""),
+    (re.compile(r"<mapframe[^>]*>"), ""),
+)
+_TAGS_BEFORE_DIV = ("</mapframe>", "<poem>", "</poem>", "<math>", "</math>", "<ref>", "</ref>")
+_DIV = (re.compile(r"<div[^>]*>"), re.compile(r"</div[^>]*>"))
+_TAGS_AFTER_DIV = (
+    *("<sup>", "</sup>", "<br>", "</br>", "<BR>", "</BR>", "<Br>", "</Br>", "<del>", "</del>", "<nowiki>", "</nowiki>"),
+    *("<NOWIKI>", "</NOWIKI>", "<onlyinclude>", "</onlyinclude>", "<includeonly>", "</includeonly>", "<small>"),
+    *("</small>", "<chem>", "</chem>", "<noinclude>", "</noinclude>", "<gallery>", "</gallery>", "<graph>{", "<graph>"),
+    *("}</graph>", "</graph>", "</references>"),
+)
+_POEM = re.compile(r"<poem [^>]*>")
+
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
+
+
+@dataclass(frozen=True)
+class ExtractionOptions:
+    """Settings; the defaults are the benchmark's."""
+
+    sentences: Sentences = "punkt"
+    """punkt: the reference's sentence tokenizer, of the package nltk. plain: split at [.!?] before a space and a capital,
+    digit, double quote or round bracket; needs nothing, and gives other text than the benchmark's."""
+    evaluation_articles: int = 10_000
+    """Articles to hold out for the evaluation set."""
+    part_bytes: int = REFERENCE_PART_BYTES
+    """Most bytes of WikiExtractor's files in a part."""
+    seed: int = 12345
+    """Of the choice of the evaluation articles."""
+
+    def __post_init__(self) -> None:
+        if self.sentences not in get_args(Sentences):
+            raise ValueError(f"sentences is {self.sentences!r}; expected punkt or plain")
+        if self.evaluation_articles < 0:
+            raise ValueError(f"evaluation_articles is {self.evaluation_articles}; expected 0 or more")
+        if self.part_bytes < 1:
+            raise ValueError(f"part_bytes is {self.part_bytes}; expected at least 1")
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file in the manifest."""
+
+    name: str
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """One text shard in the manifest."""
+
+    output: FileRecord
+    inputs: tuple[FileRecord, ...]
+    articles: int
+    """Training articles with text."""
+    evaluation_articles: int
+    """Articles of these inputs that were held out, empty ones included: the reference counts them."""
+    evaluation_sha256: str
+    """Of their text as it stands in eval.txt."""
+
+
+@dataclass(frozen=True)
+class Extraction:
+    """What was made."""
+
+    parts: tuple[PartRecord, ...]
+    evaluation: FileRecord
+    evaluation_md5: FileRecord
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has been done so far, for whoever waits."""
+
+    name: str
+    """The part that was just finished."""
+    articles: int
+    """Training articles in it."""
+    done: int
+    total: int
+    kept: bool
+    """Found finished, not made now."""
+    seconds: float
+    """Since the start."""
+
+
+def articles(text: str) -> str:
+    """The text of the articles of one WikiExtractor file: an empty line for each beginning, then its lines.
+
+    The line after a ``<doc`` line, the title, goes, whatever it is. (The reference's cleanup_file.py.)
+    """
+    kept = []
+    lines = iter(_lines(text))
+    for line in lines:
+        if "<doc" in line:
+            kept.append("\n")
+            next(lines, None)
+        # A single character without a line feed, at the end of the file, counts as an empty line.
+        elif "</doc>" not in line and len(line) > 1:
+            kept.append(line)
+    return "".join(kept)
+
+
+def clean(text: str) -> str:
+    """``text`` without remains of wiki markup, line by line; ends in a line feed unless it is empty. (clean.sh.)"""
+    cleaned = [_clean_line(line.removesuffix("\n")) for line in _lines(text) if not _CATEGORY.search(line)]
+    return "".join(line + "\n" for line in cleaned)
+
+
+def segment(text: str, split: Callable[[str], list[str]]) -> str:
+    """One sentence a line, empty lines kept, and an empty line at the end. (do_sentence_segmentation.py.)"""
+    lines = []
+    for line in _lines(text):
+        if len(line) == 1:
+            lines.append("\n")
+        lines += [sentence.strip() + "\n" for sentence in split(line)]
+    lines.append("\n")
+    return "".join(lines)
+
+
+def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
+    """(training, evaluation): the articles of ``text``, of which ``count`` are drawn for evaluation, both in their order.
+
+    What follows the last empty line counts as an article, an empty one usually; it can be drawn. (seperate_test_set.py.)
+
+    Raises:
+        ValueError: there are fewer articles than ``count``.
+    """
+    found = text.split("\n\n")
+    if count > len(found):
+        raise ValueError(
+            f"holds {len(found)} articles, of which {count} are to be held out; use fewer evaluation_articles"
+        )
+    rng = random.Random(seed)
+    drawn: set[int] = set()
+    while len(drawn) < count:
+        drawn.add(int(rng.random() * len(found)))
+    training = [article for index, article in enumerate(found) if index not in drawn]
+    return training, [found[index] for index in sorted(drawn)]
+
+
+def gathered(training: Sequence[str]) -> bytes:
+    """What the training articles of one file add to a part. (do_gather.py.)"""
+    # A byte order mark gets here when the first line of a file is no <doc> line.
+    return _joined(training).removeprefix("\ufeff".encode()).removesuffix(b"\n")
+
+
+def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
+    """The function that splits a line into sentences.
+
+    Raises:
+        ValueError: punkt is not installed.
+    """
+    if sentences == "plain":
+        return _split_plainly
+    try:
+        from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
+
+        sent_tokenize("")
+    except ImportError:
+        raise ValueError(
+            "sentences is punkt, and the package nltk is not installed: pip install nltk, or use plain"
+        ) from None
+    except LookupError:
+        raise ValueError(
+            "sentences is punkt, and nltk finds no data for it: python -m nltk.downloader punkt_tab (with nltk before 3.9: "
+            "punkt), and set NLTK_DATA when it is not in one of nltk's own places; or use plain"
+        ) from None
+    return sent_tokenize
+
+
+def find_inputs(paths: Sequence[Path]) -> list[Path]:
+    """The WikiExtractor files among ``paths``: files as they are, for a folder its ``wiki_??`` or ``*/wiki_??``, sorted.
+
+    Raises:
+        ValueError: there are none, a name is no file or folder, or a file is there twice.
+    """
+    files: list[Path] = []
+    for path in paths:
+        if path.is_file():
+            files.append(path)
+            continue
+        within = sorted([*path.glob("*/wiki_??"), *path.glob("wiki_??")], key=str)
+        if not within:
+            raise ValueError(f"{path}: no wiki_?? or */wiki_?? there; expected WikiExtractor's files or their folder")
+        files += within
+    if not files:
+        raise ValueError("no input named; expected WikiExtractor's files or their folder")
+    if len({file.resolve() for file in files}) < len(files):
+        raise ValueError("an input is named twice; its articles would repeat")
+    return files
+
+
+def extract(
+    inputs: Sequence[Path],
+    out: Path,
+    options: ExtractionOptions,
+    *,
+    jobs: int = 1,
+    report: Callable[[Progress], None] = lambda _: None,
+) -> Extraction:
+    """Makes text shards and the evaluation text from ``inputs`` (`find_inputs`) in ``out``; goes on where it was stopped.
+
+    The parts have the bytes of the reference's; their names tell how many there are, where the reference always says 500.
+    Memory: for each process about 15 times its largest input and 0.1 GB for punkt, and in this one the evaluation text.
+
+    Raises:
+        ValueError: an input cannot be used, punkt is not installed, or ``out`` holds something else or what was made
+            otherwise.
+        OSError: the disk is full, or will not be written for another reason.
+    """
+    sentence_splitter(options.sentences)
+    tasks = _plan(find_inputs(inputs), out, options)
+    description = {
+        "options": asdict(options),
+        "nltk": _nltk_version() if options.sentences == "punkt" else None,
+        "inputs": [[task.path.name, *map(_input_name, task.inputs)] for task in tasks],
+    }
+    with begun(out, JOB_NAME, description, finished=f"{_FINISHED}/*.json"):
+        (out / _FINISHED).mkdir(exist_ok=True)
+        records = dict(_results(tasks, jobs, report))
+        return _finish(out, [records[task.index] for task in tasks])
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One part to make."""
+
+    index: int
+    path: Path
+    inputs: tuple[Path, ...]
+    held_out: tuple[tuple[int, int], ...]
+    """(count, seed) of each input's evaluation articles."""
+    sentences: Sentences
+
+    @property
+    def record_path(self) -> Path:
+        return self.path.parent / _FINISHED / f"{self.index:05d}.json"
+
+
+def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[_Task]:
+    """Divides files, in their order, into parts of at most ``part_bytes``; a larger file is a part by itself."""
+    groups: list[list[int]] = []
+    size = 0
+    for index, file in enumerate(files):
+        file_bytes = file.stat().st_size
+        if not groups or size + file_bytes > options.part_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(index)
+        size += file_bytes
+
+    def drawn_before(file: int) -> int:
+        # The reference's own expression: its rounding decides which files give an article.
+        return int(file * options.evaluation_articles * 1.0 / len(files))
+
+    return [
+        _Task(
+            index=index,
+            path=out / f"part-{index:05d}-of-{len(groups):05d}",
+            inputs=tuple(files[file] for file in group),
+            held_out=tuple((drawn_before(file + 1) - drawn_before(file), options.seed + 13 * file) for file in group),
+            sentences=options.sentences,
+        )
+        for index, group in enumerate(groups)
+    ]
+
+
+def _results(tasks: Sequence[_Task], jobs: int, report: Callable[[Progress], None]) -> Iterator[tuple[int, PartRecord]]:
+    started = time.perf_counter()
+    for done, (index, record, kept) in enumerate(run_tasks(_make_part, tasks, jobs), 1):
+        seconds = time.perf_counter() - started
+        report(Progress(record.output.name, record.articles, done, len(tasks), kept, seconds))
+        yield index, record
+
+
+def _make_part(task: _Task) -> tuple[int, PartRecord, bool]:
+    """Makes one part, unless it is there; returns its index, its record and whether it was there."""
+    if record := _finished_part(task):
+        return task.index, record, True
+    split = sentence_splitter(task.sentences)
+    sources, evaluation = [], []
+    articles_with_text, digest = 0, hashlib.sha256()
+    with atomic_path(task.path) as temporary, temporary.open("xb") as file:
+        for path, (count, seed) in zip(task.inputs, task.held_out, strict=True):
+            content = read_bounded(path, _MAX_INPUT_BYTES, "give WikiExtractor's files, of 1 MB by default")
+            sources.append(FileRecord(_input_name(path), len(content), _sha256(content)))
+            try:
+                training, held_out = hold_out(segment(clean(articles(_decoded(content))), split), count, seed)
+            except ValueError as error:
+                raise ValueError(f"{path}: {error}") from None
+            output = gathered(training)
+            file.write(output)
+            digest.update(output)
+            evaluation += held_out
+            articles_with_text += sum(bool(article.strip()) for article in training)
+        made = FileRecord(task.path.name, file.tell(), digest.hexdigest())
+    record = PartRecord(made, tuple(sources), articles_with_text, len(evaluation), _sha256(_joined(evaluation)))
+    write_atomically(task.record_path, json.dumps({"record": asdict(record), "evaluation": evaluation}).encode())
+    return task.index, record, False
+
+
+def _finished_part(task: _Task) -> PartRecord | None:
+    """The record of a part that is there, whole and of these inputs."""
+    finished = _read_record(task.record_path)
+    if finished is None:
+        return None
+    record = finished[0]
+    there = tuple(_file_record(path, _input_name(path)) for path in task.inputs)
+    same = there == record.inputs and task.path.exists() and _file_record(task.path, task.path.name) == record.output
+    return record if same else None
+
+
+def _read_record(path: Path) -> tuple[PartRecord, list[str]] | None:
+    """(record, evaluation articles) of a finished part; None where there is none, or a damaged one."""
+    try:
+        content = read_json(path, _MAX_RECORD_BYTES, "make it again")
+        record, evaluation = _part_record(content["record"]), content["evaluation"]
+        return (record, evaluation) if _sha256(_joined(evaluation)) == record.evaluation_sha256 else None
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
+
+
+def _part_record(row: dict[str, Any]) -> PartRecord:
+    inputs = tuple(FileRecord(**source) for source in row["inputs"])
+    return PartRecord(**row | {"output": FileRecord(**row["output"]), "inputs": inputs})
+
+
+def _finish(out: Path, records: Sequence[PartRecord]) -> Extraction:
+    """Writes the evaluation text and the manifest."""
+    evaluation: list[str] = []
+    for index in range(len(records)):
+        finished = _read_record(out / _FINISHED / f"{index:05d}.json")
+        if finished is None:
+            raise ValueError(f"{out / _FINISHED}: part {index} has gone; run the same command again")
+        evaluation += finished[1]
+    md5s = (hashlib.md5(article.rstrip().encode(), usedforsecurity=False).hexdigest() for article in evaluation)
+    written = []
+    for name, content in (
+        (EVALUATION_NAME, _joined(evaluation)),
+        (EVALUATION_MD5_NAME, "".join(f"{md5}\n" for md5 in md5s).encode()),
+    ):
+        write_atomically(out / name, content)
+        written.append(FileRecord(name, len(content), _sha256(content)))
+    extraction = Extraction(tuple(records), *written)
+    description = json.loads((out / JOB_NAME).read_bytes())
+    manifest = {"options": description["options"], "nltk": description["nltk"], **asdict(extraction)}
+    write_atomically(out / MANIFEST_NAME, json.dumps(manifest, indent=1).encode())
+    return extraction
+
+
+def _lines(text: str) -> list[str]:
+    """The lines of ``text`` with their ends, which are line feeds, carriage returns, or both, made line feeds."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    last = lines.pop()
+    return [line + "\n" for line in lines] + ([last] if last else [])
+
+
+def _clean_line(line: str) -> str:
+    if "[" in line:
+        for pattern, replacement in _BRACKETS:
+            line = pattern.sub(replacement, line)
+    line = line.replace("alt=", "")
+    if "<" not in line:
+        return line
+    # Two lines from here on, as soon as they are read again.
+    line = line.replace("</doc>", "\r")
+    for pattern, replacement in _ELEMENTS:
+        line = pattern.sub(replacement, line)
+    for tag in _TAGS_BEFORE_DIV:
+        line = line.replace(tag, "")
+    for pattern in _DIV:
+        line = pattern.sub("", line)
+    for tag in _TAGS_AFTER_DIV:
+        line = line.replace(tag, "")
+    return _POEM.sub("", line)
+
+
+def _split_plainly(line: str) -> list[str]:
+    text = line.strip()
+    return _SENTENCE_END.split(text) if text else []
+
+
+def _decoded(content: bytes) -> str:
+    if (place := content.find(0)) >= 0:
+        raise ValueError(f"holds a zero byte at {place:,}; expected the text that WikiExtractor writes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 at byte {error.start:,}; expected the text that WikiExtractor writes") from None
+
+
+def _joined(articles: Sequence[str]) -> bytes:
+    return "".join(f"{article}\n\n" for article in articles).encode()
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _input_name(path: Path) -> str:
+    """File and folder, as in AA/wiki_00; the folders above say nothing of the text."""
+    return "/".join(path.absolute().parts[-2:])
+
+
+def _file_record(path: Path, name: str) -> FileRecord:
+    with open_regular(path) as file:
+        return FileRecord(name, path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+@lru_cache(maxsize=1)
+def _nltk_version() -> str:
+    import nltk  # pyright: ignore[reportMissingImports]
+
+    return nltk.__version__

@@ -1,0 +1,1 @@
+"""The ops through libraries, where they are installed."""

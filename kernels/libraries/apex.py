@@ -1,0 +1,108 @@
+"""Layer norm and cross-entropy through NVIDIA's apex, when its compiled extensions are installed.
+
+The package of that name on the package index is another one; these need the extensions ``fused_layer_norm_cuda`` and
+``xentropy_cuda``, which only NVIDIA's makes. Same contracts as in ``kernels.reference.ops``, apart from dropout, which
+PyTorch's generator draws. They have not run on a GPU as part of this project.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.libraries.pytorch import drop
+from kernels.reference.ops import compute_dtype, correct_predictions, masked_lm_logits, summed_embeddings
+from kernels.reference.random import Dropout
+
+_MOST_LOGITS = 2**32
+"""The kernels count elements in 32 bits."""
+
+
+def dropout_add_layer_norm(
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    norm_bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """``layer_norm(residual + dropout(x + bias))``, the norm in one kernel each way. Returns [T, D] in the type of x."""
+    summed_TD = residual_TD.to(x_TD.dtype) + drop(x_TD + bias_D.to(x_TD.dtype), dropout)
+    return _layer_norm(summed_TD, weight_D, norm_bias_D, eps)
+
+
+def embedding_layer_norm(
+    input_ids_T: Tensor,
+    position_ids_T: Tensor,
+    segment_ids_T: Tensor,
+    word_VD: Tensor,
+    position_LD: Tensor,
+    segment_2D: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Sum of the three embeddings, layer norm, dropout. Returns [T, D] in the type of the tables."""
+    summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
+    return drop(_layer_norm(summed_TD, weight_D, bias_D, eps), dropout)
+
+
+def masked_lm_loss(
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int = -1,
+    count_correct: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the masked tokens' cross-entropies, [] in fp32, and how many are predicted right, [] int64, if asked for."""
+    library = importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
+    logits_of = masked_lm_logits if count_correct else F.linear
+    logits_MV = logits_of(hidden_MD, decoder_VD, bias_V)
+    ignored_M = labels_M == ignore_index
+    # apex reads the logit of every label, also of one that is to be ignored: give it some class, and drop the loss
+    classes_M = labels_M.masked_fill(ignored_M, 0)
+    to_float = logits_MV.dtype != torch.float32
+    losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, ignore_index, to_float)
+    loss = losses_M.masked_fill(ignored_M, 0.0).sum()
+    return loss, correct_predictions(logits_MV, labels_M) if count_correct else None
+
+
+def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
+    """All in the type of x, since apex casts what autocast asks for and takes one type."""
+    library = importlib.import_module("apex.normalization.fused_layer_norm")
+    weight_D, bias_D = weight_D.to(x_TD.dtype), bias_D.to(x_TD.dtype)
+    with torch.autocast(x_TD.device.type, enabled=False):
+        return library.fused_layer_norm_affine(x_TD, weight_D, bias_D, list(weight_D.shape), eps)
+
+
+def dropout_add_layer_norm_unsupported_reasons(x_TD: Tensor, *_: Any, **__: Any) -> list[str]:
+    """Why these inputs cannot be computed."""
+    return _reasons(x_TD, x_TD.dtype)
+
+
+def embedding_layer_norm_unsupported_reasons(
+    input_ids_T: Tensor, position_ids_T: Tensor, segment_ids_T: Tensor, word_VD: Tensor, *_: Any, **__: Any
+) -> list[str]:
+    """Why these inputs cannot be computed."""
+    del input_ids_T, position_ids_T, segment_ids_T
+    return _reasons(word_VD, word_VD.dtype)
+
+
+def masked_lm_loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
+    """Why these inputs cannot be computed. Releases before bfloat16 raise it themselves when called."""
+    reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
+    if len(hidden_MD) * len(decoder_VD) >= _MOST_LOGITS:
+        reasons.append(f"{len(hidden_MD)} x {len(decoder_VD)} logits, expected fewer than 2^32")
+    return reasons
+
+
+def _reasons(x: Tensor, dtype: torch.dtype) -> list[str]:
+    reasons = [] if x.is_cuda else [f"the tensors are on {x.device.type}, expected a GPU"]
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        reasons.append(f"{dtype}, expected float32, float16 or bfloat16")
+    return reasons

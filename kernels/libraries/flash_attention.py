@@ -1,0 +1,77 @@
+"""Attention through the package flash-attn (Dao 2023, arXiv 2307.08691), when it is installed.
+
+Same contract as in ``kernels.reference.ops``, apart from dropout, which the package draws by its own generator. It has not
+run on a GPU as part of this project; the arguments are those of its version 2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.reference.random import Dropout
+
+
+def varlen_attention(
+    query_QHE: Tensor,
+    key_THE: Tensor,
+    value_THE: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Softmax attention inside each sequence. Returns [Q, H, E]."""
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    output_QHE = flash_attn_varlen_func(
+        owned_rows(query_QHE, cu_seqlens_q),
+        owned_rows(key_THE, cu_seqlens_k),
+        owned_rows(value_THE, cu_seqlens_k),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen,
+        max_seqlen,
+        dropout_p=0.0 if dropout is None else dropout.p,
+    )
+    return owned_rows(output_QHE, cu_seqlens_q)
+
+
+def varlen_self_attention(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
+) -> Tensor:
+    """Softmax attention inside each sequence, with one gradient for the packed tensor. Returns [T, H, E]."""
+    from flash_attn import flash_attn_varlen_qkvpacked_func  # pyright: ignore[reportMissingImports]
+
+    output_THE = flash_attn_varlen_qkvpacked_func(
+        owned_rows(qkv_T3HE, cu_seqlens), cu_seqlens, max_seqlen, dropout_p=0.0 if dropout is None else dropout.p
+    )
+    return owned_rows(output_THE, cu_seqlens)
+
+
+def owned_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """``x`` with zeros in the rows after the last sequence, and so in its gradient.
+
+    A batch that is filled up to a capacity has rows that no sequence owns. Libraries leave them as they find them in new
+    memory, in the output and in the gradients, where the products before and after would take them for numbers.
+    """
+    owned = torch.arange(len(x), device=x.device) < cu_seqlens[-1]
+    return torch.where(owned.view(-1, *(1,) * (x.dim() - 1)), x, 0.0)
+
+
+def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
+    """Why these inputs, or a packed [T, 3, H, E] in place of the query, cannot be computed."""
+    reasons = [] if query_QHE.is_cuda else [f"the tensors are on {query_QHE.device.type}, expected a GPU"]
+    if query_QHE.dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")
+    if query_QHE.shape[-1] % 8 or query_QHE.shape[-1] > 256:
+        reasons.append(f"a head size of {query_QHE.shape[-1]}, expected a multiple of 8 up to 256")
+    capability = capability_of(query_QHE)
+    if capability is not None and capability < (8, 0):
+        reasons.append("compute capability {}.{}, expected 8.0 at least".format(*capability))
+    return reasons
+
+
+def capability_of(x: Tensor) -> tuple[int, int] | None:
+    """Compute capability of the GPU that a tensor is on; None on a CPU, and where a GPU is only pretended."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda and torch.cuda.is_available() else None

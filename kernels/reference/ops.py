@@ -1,0 +1,183 @@
+"""Every op in plain PyTorch: the definition, and the oracle of the tests.
+
+Shape legend in ``kernels/__init__.py``.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels.reference.random import Dropout
+
+
+def dropout_rows(x_ND: Tensor, dropout: Dropout | None, rows_N: Tensor | None = None) -> Tensor:
+    """Dropout of a matrix by the generator's definition; ``rows_N`` are the rows' numbers there, by default 0 to N - 1."""
+    if dropout is None:
+        return x_ND
+    rows_N = torch.arange(len(x_ND), device=x_ND.device) if rows_N is None else rows_N
+    return torch.where(dropout.mask(rows_N, x_ND.shape[1]), x_ND * dropout.scale, 0.0)
+
+
+def varlen_attention(
+    query_QHE: Tensor,
+    key_THE: Tensor,
+    value_THE: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Softmax attention inside each sequence, one sequence at a time: the definition.
+
+    Sequence s owns query rows ``cu_seqlens_q[s]:cu_seqlens_q[s + 1]`` and key rows ``cu_seqlens_k[s]:cu_seqlens_k[s + 1]``
+    (both int32 [S + 1]), at most ``max_seqlen`` of each; scores are scaled by 1 / sqrt(E). Dropout falls on the
+    probabilities: those of query row q and head h are row q * H + h of the mask, keys of the sequence its columns.
+    Rows past the last sequence get zeros and hand no gradient on. Returns [Q, H, E].
+    """
+    heads = query_QHE.shape[1]
+    outputs = []
+    bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for start_q, stop_q, start_k, stop_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
+        assert max(stop_q - start_q, stop_k - start_k) <= max_seqlen
+        query, key, value = query_QHE[start_q:stop_q], key_THE[start_k:stop_k], value_THE[start_k:stop_k]
+        scores = torch.einsum("qhe,khe->qhk", query, key) * query.shape[-1] ** -0.5
+        rows = torch.arange(start_q * heads, stop_q * heads, device=query.device)
+        probabilities = dropout_rows(scores.softmax(dim=-1).flatten(0, 1), dropout, rows).view_as(scores)
+        outputs.append(torch.einsum("qhk,khe->qhe", probabilities, value))
+    outputs.append(torch.zeros_like(query_QHE[bounds_q[-1] :]))
+    return torch.cat(outputs)
+
+
+def varlen_self_attention(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
+) -> Tensor:
+    """``varlen_attention`` of every token: query, key and value are the parts of one tensor. Returns [T, H, E]."""
+    query, key, value = qkv_T3HE.unbind(1)
+    return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
+
+
+def dropout_add_layer_norm(
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    norm_bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """``layer_norm(residual + dropout(x + bias))``, the end of each half of a post-LN layer. Returns [T, D]."""
+    summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
+    return F.layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
+
+
+def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
+    """``gelu(x @ weight.T + bias)`` in the tanh form that BERT is defined with. Returns [T, F]."""
+    return F.gelu(F.linear(x_TD, weight_FD, bias_F), approximate="tanh")
+
+
+def embedding_layer_norm(
+    input_ids_T: Tensor,
+    position_ids_T: Tensor,
+    segment_ids_T: Tensor,
+    word_VD: Tensor,
+    position_LD: Tensor,
+    segment_2D: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Sum of the three embeddings, layer norm, dropout. Ids are integers [T]. Returns [T, D]."""
+    summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
+    return dropout_rows(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout)
+
+
+def summed_embeddings(
+    input_ids_T: Tensor,
+    position_ids_T: Tensor,
+    segment_ids_T: Tensor,
+    word_VD: Tensor,
+    position_LD: Tensor,
+    segment_2D: Tensor,
+) -> Tensor:
+    """[T, D] the three embeddings of each token, added."""
+    return (
+        F.embedding(input_ids_T, word_VD)
+        + F.embedding(position_ids_T, position_LD)
+        + F.embedding(segment_ids_T, segment_2D)
+    )
+
+
+def masked_lm_loss(
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int = -1,
+    count_correct: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the cross-entropies of the masked tokens, and how many have the label as their largest logit.
+
+    Rows whose label is ``ignore_index`` count for neither. Returns (loss [] in at least fp32, correct [] int64), or None for
+    the second where ``count_correct`` is False, since the search for the largest logit costs a pass of its own; the caller
+    divides, because the number of masked tokens of the whole global batch is known to the plan and not to this rank.
+
+    Where it counts, as an evaluation does, the loss too is that of ``masked_lm_logits``: 16 bits would make equal what is
+    not. Otherwise, as in training, logits have the type of the product.
+    """
+    if not count_correct:
+        return cross_entropy_sum(F.linear(hidden_MD, decoder_VD, bias_V), labels_M, ignore_index), None
+    logits_MV = masked_lm_logits(hidden_MD, decoder_VD, bias_V)
+    return cross_entropy_sum(logits_MV, labels_M, ignore_index), correct_predictions(logits_MV, labels_M)
+
+
+def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> Tensor:
+    """``hidden @ decoder.T + bias`` in at least fp32, [M, V].
+
+    The operands are in the type of products (``compute_dtype``). These are added up in fp32 and never rounded to 16 bits,
+    and the bias is taken as it is.
+    """
+    dtype = compute_dtype(hidden_MD)
+    hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    differentiable = torch.is_grad_enabled() and (hidden_MD.requires_grad or decoder_VD.requires_grad)
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        if dtype != wide and not differentiable:
+            return fp32_product(hidden_MD, decoder_VD) + bias_V.to(wide)
+        return F.linear(hidden_MD.to(wide), decoder_VD.to(wide), bias_V.to(wide))
+
+
+def fp32_product(a_MK: Tensor, b_NK: Tensor, out: Tensor | None = None) -> Tensor:
+    """``a @ b.T`` of operands in 16 bits, added up and written in fp32: [M, N], without a gradient.
+
+    On a CPU, for which PyTorch has no such product, the operands are cast up. That is the same: a product of two numbers of
+    16 bits is exact in fp32.
+    """
+    if a_MK.is_cuda:
+        return torch.mm(a_MK, b_NK.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(a_MK.float(), b_NK.float().t(), out=out)
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type in which matrix products with ``x`` compute: autocast's where it is on, otherwise that of ``x``.
+
+    Autocast leaves fp64 alone.
+    """
+    device = x.device.type
+    casts = torch.is_autocast_enabled(device) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if casts else x.dtype
+
+
+def correct_predictions(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
+    """How many rows have the label as their largest logit, [] int64.
+
+    Of equal logits the one with the lowest index counts as the largest. A row with a NaN is never right.
+    """
+    largest_M, predicted_M = logits_MV.detach().max(dim=-1)  # the first of equal ones, and NaN where there is one
+    return ((predicted_M == labels_M) & ~largest_M.isnan()).sum()
+
+
+def cross_entropy_sum(logits_NC: Tensor, labels_N: Tensor, ignore_index: int = -1) -> Tensor:
+    """Sum over N rows of the cross-entropy of C classes, [] in fp32, or in fp64 for fp64 logits."""
+    logits_NC = logits_NC.to(torch.promote_types(logits_NC.dtype, torch.float32))
+    return F.cross_entropy(logits_NC, labels_N, ignore_index=ignore_index, reduction="sum")

@@ -1,0 +1,1 @@
+"""The ops in Triton, one file an op."""

@@ -1,0 +1,390 @@
+"""Variable-length attention in Triton, forward and backward, with dropout from the counter of ``kernels.reference.random``.
+
+Shape legend in ``kernels/__init__.py``; the definition is ``kernels.reference.ops.varlen_attention``. The forward pass is
+the online softmax of FlashAttention-2 (Dao, arXiv 2307.08691) and keeps the output and the logarithm of each row's sum. The
+backward pass is a kernel for the gradient of the queries and one for those of keys and values; each computes scores again,
+so that nothing is added atomically and every result is the same at every run.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.reference.random import Dropout
+from kernels.triton.attention_passes import (
+    KEYS_A_GROUP,
+    attention_backward_keys,
+    attention_backward_queries,
+    attention_forward,
+)
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+_HEAD_SIZES = (16, 32, 64)
+_GRID_LIMIT = 65535
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Block sizes and pipeline of one kernel."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# By the compute capability that they are chosen from. None was measured: they spill no registers, and of what does not
+# spill they let the most warps be on a multiprocessor, in several blocks. Sequences are short, so blocks are small too.
+# With two stages the next tile is asked for at the end of an iteration and waited for at the start of the next one; with
+# three a tile is on its way while one is computed with.
+_LAUNCHES = {
+    80: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 8, 3), "dkv": _Launch(64, 32, 4, 3)},
+    90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
+}
+_FP32_LAUNCHES = {
+    "forward": _Launch(32, 32, 4, 2),
+    "dq": _Launch(32, 32, 4, 1),
+    "dkv": _Launch(32, 32, 4, 1),
+}  # for tests
+
+
+def varlen_attention(
+    query_QHE: Tensor,
+    key_THE: Tensor,
+    value_THE: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Softmax attention inside each sequence; returns [Q, H, E] in the dtype of the inputs.
+
+    int32 ``cu_seqlens`` [S + 1]; no sequence has more than ``max_seqlen`` queries or keys. Rows past the last sequence are 0
+    in the output and in every gradient. The element of query row q, head h and key position c (inside its sequence) has row
+    ``q * H + h`` and column c of the dropout mask. Saved for the backward pass: inputs, output, fp32
+    [H, Q], and a bit for each element of the mask.
+    """
+    state, p, stream = _dropout_arguments(dropout)
+    return _attention(query_QHE, key_THE, value_THE, cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)[0]
+
+
+def varlen_self_attention(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
+) -> Tensor:
+    """``varlen_attention`` of the three parts of one tensor [T, 3, H, E], with one gradient of the same shape."""
+    state, p, stream = _dropout_arguments(dropout)
+    return _self_attention(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream)[0]
+
+
+def unsupported_reasons(
+    query_QHE: Tensor,
+    key_THE: Tensor,
+    value_THE: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,  # noqa: ARG001  the signature is the op's
+    dropout: Dropout | None = None,
+) -> list[str]:
+    """Why ``varlen_attention`` cannot take these inputs; empty where it can."""
+    reasons = []
+    if query_QHE.device.type != "cuda" and not triton.knobs.runtime.interpret:
+        reasons.append(f"tensors on {query_QHE.device.type}; Triton runs on cuda")
+    dtypes = {x.dtype for x in (query_QHE, key_THE, value_THE)}
+    if len(dtypes) > 1 or not dtypes <= {torch.bfloat16, torch.float16, torch.float32}:
+        reasons.append(f"dtypes {sorted(map(str, dtypes))}; expected one of bfloat16, float16 and float32")
+    if {cu_seqlens_q.dtype, cu_seqlens_k.dtype} != {torch.int32}:
+        reasons.append(f"cu_seqlens in {cu_seqlens_q.dtype} and {cu_seqlens_k.dtype}; expected int32")
+    if query_QHE.shape[-1] not in _HEAD_SIZES:
+        reasons.append(f"head size {query_QHE.shape[-1]}; expected one of {', '.join(map(str, _HEAD_SIZES))}")
+    if max(len(cu_seqlens_q), query_QHE.shape[1]) > _GRID_LIMIT:
+        reasons.append(f"{len(cu_seqlens_q) - 1} sequences of {query_QHE.shape[1]} heads; a grid has {_GRID_LIMIT}")
+    if dropout is not None and dropout.state.device != query_QHE.device:
+        reasons.append(f"dropout state on {dropout.state.device}; expected {query_QHE.device}")
+    return reasons
+
+
+def varlen_self_attention_unsupported_reasons(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
+) -> list[str]:
+    """Why ``varlen_self_attention`` cannot take these inputs; empty where it can."""
+    return unsupported_reasons(*qkv_T3HE.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, dropout)
+
+
+def configurations() -> "list[Configuration]":
+    """Every kernel as BERT-Large (H = 16, E = 64) and the small default model (H = 4, E = 32) launch it in bf16."""
+    from kernels.ahead_of_time import SHARED_MEMORY_LIMITS, Configuration
+
+    kernels = {"forward": attention_forward, "dq": attention_backward_queries, "dkv": attention_backward_keys}
+    devices = {oldest: tuple(c for c in SHARED_MEMORY_LIMITS if _oldest(c) == oldest) for oldest in _LAUNCHES}
+    chosen = []
+    for capability, (model, heads, size), last_layer, dropout in product(
+        _LAUNCHES, (("large", 16, 64), ("small", 4, 32)), (False, True), (False, True)
+    ):
+        # the last layer has the queries by themselves, keys and values packed, and gradients of each by itself
+        packed = (2 if last_layer else 3) * heads * size
+        strides = [heads * size if last_layer else packed, packed, packed]
+        gradient_strides = [heads * size] * 3 if last_layer else strides
+        case = f"{model}{', last layer' if last_layer else ''}{', dropout' if dropout else ''}, from sm_{capability}"
+        for name, kernel in kernels.items():
+            launch = _LAUNCHES[capability][name]
+            constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch)
+            constants |= {"state": None} if "state" in kernel.arg_names and not dropout else {}
+            types = {a: "constexpr" if a in constants else _TYPES.get(a, "*bf16") for a in kernel.arg_names}
+            chosen.append(
+                Configuration(
+                    f"{name}, {case}",
+                    kernel,
+                    types,
+                    constants,
+                    launch.num_warps,
+                    launch.num_stages,
+                    devices[capability],
+                )
+            )
+    return chosen
+
+
+_TYPES = dict.fromkeys(("lse", "delta"), "*fp32") | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "*i32")
+_TYPES |= dict.fromkeys(("queries", "keys", "groups", "stream", "threshold"), "i32")
+_TYPES |= {"state": "*i64", "kept": "*u8", "kept_scale": "fp32"}
+
+
+def _constants(
+    kernel: Any,
+    strides: list[int],
+    gradient_strides: list[int],
+    heads: int,
+    head_size: int,
+    dropout: bool,
+    launch: _Launch,
+) -> dict[str, Any]:
+    """Those of a kernel's constants that it has; ``strides`` from row to row of query, key and value."""
+    names = ("QUERY", "KEY", "VALUE")
+    constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
+    constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
+    constants |= {"HEADS": heads, "HEAD_SIZE": head_size, "DROPOUT": dropout}
+    constants |= {"BLOCK_Q": launch.block_q, "BLOCK_K": launch.block_k}
+    return {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+
+def _launch(name: str, x: Tensor) -> _Launch:
+    """That of a kernel (``forward``, ``dq``, ``dkv``) for a device and dtype."""
+    if x.element_size() == 4:
+        return _FP32_LAUNCHES[name]
+    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    return _LAUNCHES[_oldest(10 * major + minor)][name]
+
+
+def _oldest(capability: int) -> int:
+    """The capability whose launches are taken for this one."""
+    return max((oldest for oldest in _LAUNCHES if oldest <= capability), default=min(_LAUNCHES))
+
+
+def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
+    if dropout is None or dropout.p == 0:
+        return None, 0.0, 0
+    return dropout.state, dropout.p, dropout.stream
+
+
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """``x`` [N, H, E] itself where the heads of a row are contiguous, as in every part of a packed tensor; else a copy."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _kept_shape(heads: int, queries: int, max_seqlen: int, drawn: bool) -> tuple[int, ...]:
+    """That of the bits that say what dropout kept, if any are drawn: [H, groups, Q, 8] bytes."""
+    return (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // 8) if drawn else (0,)
+
+
+def _groups(max_seqlen: int) -> int:
+    return -(-max_seqlen // KEYS_A_GROUP)
+
+
+def _launch_forward(
+    qkv: list[Tensor],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    state: Tensor | None,
+    p: float,
+    stream: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv = [_rows_of_heads(x) for x in qkv]
+    queries, heads, head_size = qkv[0].shape
+    output = torch.empty((queries, heads, head_size), dtype=qkv[0].dtype, device=qkv[0].device)
+    lse = torch.empty((heads, queries), dtype=torch.float32, device=output.device)
+    drawn = state is not None
+    kept = torch.empty(_kept_shape(heads, queries, max_seqlen, drawn), dtype=torch.uint8, device=output.device)
+    launch, strides = _launch("forward", output), [x.stride(0) for x in qkv]
+    numbers = queries, _groups(max_seqlen), stream, round(p * 65536), 1 / (1 - p)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch)
+    grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
+    attention_forward[grid](
+        *qkv, output, lse, kept, cu_seqlens_q, cu_seqlens_k, state, *numbers, **constants, **options
+    )
+    return output, lse, kept
+
+
+def _launch_backward(
+    output_gradient: Tensor,
+    qkv: list[Tensor],
+    output: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    gradients: list[Tensor],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    p: float,
+) -> None:
+    qkv = [_rows_of_heads(x) for x in qkv]
+    queries, heads, head_size = output.shape
+    d_query, d_key, d_value = gradients
+    delta, upstream = torch.empty_like(lse), output_gradient.contiguous()
+    drawn, sizes = kept.numel() > 0, (heads, head_size)
+    strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
+    bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), 1 / (1 - p))
+    launch = _launch("dq", output)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options |= _constants(attention_backward_queries, *strides, *sizes, drawn, launch)
+    grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
+    attention_backward_queries[grid](
+        upstream, *qkv, output, lse, delta, kept, d_query, *bounds, queries, *numbers, **options
+    )
+    launch = _launch("dkv", output)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    options |= _constants(attention_backward_keys, *strides, *sizes, drawn, launch)
+    grid = (max(1, triton.cdiv(max_seqlen, launch.block_k)), heads, len(cu_seqlens_q))
+    rows = queries, len(qkv[1])
+    attention_backward_keys[grid](upstream, *qkv, lse, delta, kept, d_key, d_value, *bounds, *rows, *numbers, **options)
+
+
+@torch.library.custom_op("mlperf_bert::varlen_attention", mutates_args=())
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    state: Tensor | None,
+    p: float,
+    stream: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_forward([query, key, value], cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)
+
+
+@_attention.register_fake
+def _(
+    query: Tensor,
+    _key: Tensor,
+    _value: Tensor,
+    _cu_seqlens_q: Tensor,
+    _cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    state: Tensor | None,
+    *_: object,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), *_fake_saved(query, max_seqlen, state)
+
+
+@torch.library.custom_op("mlperf_bert::varlen_attention_backward", mutates_args=())
+def _attention_backward(
+    output_gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    max_seqlen: int,
+    p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    qkv = [query, key, value]
+    d_query, d_key, d_value = gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
+    bounds = cu_seqlens_q, cu_seqlens_k
+    _launch_backward(output_gradient, qkv, output, lse, kept, gradients, *bounds, max_seqlen, p)
+    return d_query, d_key, d_value
+
+
+@_attention_backward.register_fake
+def _(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+@torch.library.custom_op("mlperf_bert::varlen_self_attention", mutates_args=())
+def _self_attention(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, p: float, stream: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _launch_forward(list(qkv.unbind(1)), cu_seqlens, cu_seqlens, max_seqlen, state, p, stream)
+
+
+@_self_attention.register_fake
+def _(
+    qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, _three, heads, head_size = qkv.shape
+    return qkv.new_empty((tokens, heads, head_size)), *_fake_saved(qkv[:, 0], max_seqlen, state)
+
+
+def _fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    queries, heads, _size = query.shape
+    shape = _kept_shape(heads, queries, max_seqlen, state is not None)
+    return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.uint8)
+
+
+@torch.library.custom_op("mlperf_bert::varlen_self_attention_backward", mutates_args=())
+def _self_attention_backward(
+    output_gradient: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    max_seqlen: int,
+    p: float,
+) -> Tensor:
+    gradient = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+    parts, gradients = list(qkv.unbind(1)), list(gradient.unbind(1))
+    bounds = cu_seqlens, cu_seqlens
+    _launch_backward(output_gradient, parts, output, lse, kept, gradients, *bounds, max_seqlen, p)
+    return gradient
+
+
+@_self_attention_backward.register_fake
+def _(_gradient: Tensor, qkv: Tensor, *_: object) -> Tensor:
+    return qkv.new_empty(qkv.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Both ops: tensors first, then ``max_seqlen, state, p, stream``."""
+    *tensors, max_seqlen, _state, p, _stream = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.scalars = max_seqlen, p
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    gradients = _attention_backward(output_gradient, *ctx.saved_tensors, *ctx.scalars)
+    return *gradients, None, None, None, None, None, None
+
+
+def _differentiate_self_attention(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+    gradient = _self_attention_backward(output_gradient, *ctx.saved_tensors, *ctx.scalars)
+    return gradient, None, None, None, None, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_save)
+_self_attention.register_autograd(_differentiate_self_attention, setup_context=_save)

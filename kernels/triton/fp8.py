@@ -1,0 +1,365 @@
+# ruff: noqa: ANN001, ANN202, ARG001
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""FP8 casts in Triton: everything that is wanted of an input, in one pass over it.
+
+A program reads a tile once, computes in fp32, and writes it as FP8 in rows, in FP8 transposed, and adds it up by columns, as
+far as asked. Bytes of memory traffic an element, of bf16 inputs:
+
+| op | reads | writes |
+|---|---|---|
+| ``cast_fp8`` | 2 | 1 |
+| ``cast_transpose_fp8``, ``bias_gelu_cast_fp8`` | 2 | 2 |
+| ``cast_transpose_sum_fp8`` | 2 | 2, and 4 / 128 of partial sums, which are read again |
+| ``bias_gelu_backward_cast_fp8`` | 4 | as the one above |
+
+(fp32 weights are read at 4.) The same contracts as in ``kernels.reference.fp8``, bit for bit where no GELU is computed:
+every product ``x * scale`` is one fp32 multiplication. Shape legend there; P: programs that walk along the rows.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons, padded
+from kernels.triton.dense import gelu_derivative, gelu_gates
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+# A row of a tile is 128 bytes in bf16, 64 in FP8, and 128 in the transpose: whole sectors of memory. A thread has 32
+# elements and 48 to 75 registers: three or more blocks fit an SM. Neither this tile nor another has been timed.
+_ROWS = 128
+_COLUMNS = 64
+_WARPS = 8
+_STAGES = 1
+
+# Scale and amax are elements of vectors: their addresses are aligned or not, and that must not make two kernels of one.
+_SCALARS = ["scale", "amax"]
+
+
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+def _cast_kernel(
+    x,
+    scale,
+    amax,
+    q,
+    transposed,
+    partials,
+    rows,
+    columns,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One tile of the cast."""
+    value = _tile(x, rows, columns, ROWS, COLUMNS)
+    _write(value, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+def _gelu_kernel(
+    product,
+    bias,
+    scale,
+    amax,
+    q,
+    transposed,
+    rows,
+    columns,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One tile of the cast of ``gelu(product + bias)``."""
+    y = _tile(product, rows, columns, ROWS, COLUMNS) + _bias(bias, columns, ROWS, COLUMNS)
+    gate, _ = gelu_gates(y)
+    _write(y * gate, scale, amax, q, transposed, None, rows, columns, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+def _gelu_backward_kernel(
+    output_gradient,
+    product,
+    bias,
+    scale,
+    amax,
+    q,
+    transposed,
+    partials,
+    rows,
+    columns,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One tile of the cast of the product's gradient, and its sums by columns."""
+    upstream = _tile(output_gradient, rows, columns, ROWS, COLUMNS)
+    y = _tile(product, rows, columns, ROWS, COLUMNS) + _bias(bias, columns, ROWS, COLUMNS)
+    gradient = upstream * gelu_derivative(y)
+    _write(gradient, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS)
+
+
+@triton.jit
+def _tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """This program's [ROWS, COLUMNS] in fp32, with zeros outside of [rows, columns]."""
+    places, inside = _places(x, rows, columns, ROWS, COLUMNS)
+    return tl.load(places, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _places(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Pointers to this program's tile of [rows, columns], and which of them are inside.
+
+    The tile's own start takes 64 bits, what is added to it 32, which saves registers.
+    """
+    columns = _aligned(columns)
+    first_row, first_column = _first(columns, ROWS, COLUMNS)
+    row, column = tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
+    inside = (first_row + row < rows)[:, None] & (column < columns)[None, :]
+    return x + first_row.to(tl.int64) * columns + (row[:, None] * columns + column[None, :]), inside
+
+
+@triton.jit
+def _first(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """First row and column of this program's tile. Neighbours in time are neighbours in a row, and so in memory."""
+    across = tl.cdiv(columns, COLUMNS)
+    return tl.program_id(0) // across * ROWS, tl.program_id(0) % across * COLUMNS
+
+
+@triton.jit
+def _aligned(size):
+    """The next multiple of 16, which the compiler thus knows it to be: memory is read and written 16 bytes at a time."""
+    return (size + 15) // 16 * 16
+
+
+@triton.jit
+def _bias(bias, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = _aligned(columns)
+    _, first = _first(columns, ROWS, COLUMNS)
+    column = first + tl.arange(0, COLUMNS)
+    return tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _write(
+    value,
+    scale,
+    amax,
+    q,
+    transposed,
+    partials,
+    rows,
+    columns,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
+    places, inside = _places(q, rows, columns, ROWS, COLUMNS)
+    value = tl.where(inside, value, 0.0)
+    # Magnitudes order like their bits, infinity above all numbers and every NaN above infinity. An amax that is out of date
+    # is only ever too small, and then the atomic decides: most programs need none.
+    largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
+    quantized = _quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
+    tl.store(places, quantized, mask=inside)
+    columns, padded_rows = _aligned(columns), _aligned(rows)
+    first_row, first_column = _first(columns, ROWS, COLUMNS)
+    row, column = first_row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    in_columns = first_column + column < columns
+    if transposed is not None:
+        transposed += first_column.to(tl.int64) * padded_rows
+        inside = in_columns[:, None] & (row < padded_rows)[None, :]
+        tl.store(transposed + (column[:, None] * padded_rows + row[None, :]), tl.trans(quantized), mask=inside)
+    if partials is not None:
+        partials += (first_row // ROWS).to(tl.int64) * columns + first_column
+        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)
+
+
+@triton.jit
+def _quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
+    """``value`` in FP8: rounded to nearest even, saturated; NaN stays NaN."""
+    value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    # The interpreter's own conversion does not round to even, and makes a number of NaN.
+    return _fp8_bits(value, DTYPE).to(DTYPE, bitcast=True) if _INTERPRETED else value.to(DTYPE)
+
+
+@triton.jit
+def _fp8_bits(value, DTYPE: tl.constexpr):
+    """What the GPU's conversion gives for fp32 numbers within the range of an FP8 type, by arithmetic on their bits."""
+    MANTISSA: tl.constexpr = DTYPE.fp_mantissa_width
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Adding 2^23 times the distance between neighbouring FP8 numbers leaves no room for what lies between them.
+    smallest = 128 - DTYPE.exponent_bias  # exponent field, in fp32, of the smallest normal number
+    exponent = tl.maximum(magnitude >> 23, smallest)
+    large = (exponent + (23 - MANTISSA)) << 23
+    rounded = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
+    steps = rounded.to(tl.int32, bitcast=True) - large
+    found = ((exponent - smallest) << MANTISSA) + steps
+    found = tl.where(magnitude > 0x7F800000, 0x7F, found)
+    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@torch.library.custom_op("mlperf_bert::cast_fp8", mutates_args=("amax",))
+def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R, C] in ``dtype``."""
+    q_RC = x_RC.new_empty(x_RC.shape, dtype=dtype)
+    _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, None, None)
+    return q_RC
+
+
+@torch.library.custom_op("mlperf_bert::cast_transpose_fp8", mutates_args=("amax",))
+def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[R, C] and [C, padded(R)] in ``dtype``."""
+    q_RC, q_CR = _fp8_pair(x_RC, dtype)
+    _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None)
+    return q_RC, q_CR
+
+
+@torch.library.custom_op("mlperf_bert::cast_transpose_sum_fp8", mutates_args=("amax",))
+def cast_transpose_sum_fp8(
+    x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[R, C] and [C, padded(R)] in ``dtype``, and the sums of x's columns, fp32 [C]."""
+    q_RC, q_CR = _fp8_pair(x_RC, dtype)
+    partials_PC = _partials(x_RC)
+    _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, partials_PC)
+    return q_RC, q_CR, partials_PC.sum(0)
+
+
+@torch.library.custom_op("mlperf_bert::bias_gelu_cast_fp8", mutates_args=("amax",))
+def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    """[T, F] and [F, padded(T)] in E4M3."""
+    q_TF, q_FT = _fp8_pair(product_TF, E4M3)
+    _launch(_gelu_kernel, (product_TF, bias_F), scale, amax, q_TF, q_FT)
+    return q_TF, q_FT
+
+
+@torch.library.custom_op("mlperf_bert::bias_gelu_backward_cast_fp8", mutates_args=("amax",))
+def bias_gelu_backward_cast_fp8(
+    output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, F] and [F, padded(T)] in E5M2, and the bias gradient, fp32 [F]."""
+    q_TF, q_FT = _fp8_pair(product_TF, E5M2)
+    partials_PF = _partials(product_TF)
+    _launch(_gelu_backward_kernel, (output_gradient_TF, product_TF, bias_F), scale, amax, q_TF, q_FT, partials_PF)
+    return q_TF, q_FT, partials_PF.sum(0)
+
+
+@cast_fp8.register_fake
+def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    return x_RC.new_empty(x_RC.shape, dtype=dtype)
+
+
+@cast_transpose_fp8.register_fake
+def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return _fp8_pair(x_RC, dtype)
+
+
+@cast_transpose_sum_fp8.register_fake
+def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fp8_pair(x_RC, dtype), x_RC.new_empty(x_RC.shape[1], dtype=torch.float32)
+
+
+@bias_gelu_cast_fp8.register_fake
+def _(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+    return _fp8_pair(product_TF, E4M3)
+
+
+@bias_gelu_backward_cast_fp8.register_fake
+def _(
+    output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fp8_pair(product_TF, E5M2), product_TF.new_empty(product_TF.shape[1], dtype=torch.float32)
+
+
+def _fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for the cast and for its transpose."""
+    rows, columns = x_RC.shape
+    return x_RC.new_empty((rows, columns), dtype=dtype), x_RC.new_empty((columns, padded(rows)), dtype=dtype)
+
+
+def _partials(x_RC: Tensor) -> Tensor:
+    """Room for the column sums of each row of tiles."""
+    return x_RC.new_empty((-(-len(x_RC) // _ROWS), x_RC.shape[1]), dtype=torch.float32)
+
+
+def _launch(
+    kernel: triton.JITFunction,
+    inputs: tuple[Tensor, ...],
+    scale: Tensor,
+    amax: Tensor,
+    q_RC: Tensor,
+    *results: Tensor | None,
+) -> None:
+    rows, columns = q_RC.shape
+    assert columns % ALIGNMENT == 0  # as unsupported_reasons says
+    kernel[(-(-rows // _ROWS) * -(-columns // _COLUMNS),)](
+        *(x.contiguous() for x in inputs),
+        scale,
+        amax.view(torch.int32),
+        q_RC,
+        *results,
+        rows,
+        columns,
+        LARGEST=LARGEST[q_RC.dtype],
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
+    )
+
+
+def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:
+    """Why an op cannot take these arguments; empty when it can."""
+    reasons = capability_reasons(x_RC.device)
+    if x_RC.shape[1] % ALIGNMENT:
+        reasons.append(f"{x_RC.shape[1]} columns, not a multiple of {ALIGNMENT}")
+    if not (x_RC.is_cuda or triton.knobs.runtime.interpret):
+        reasons.append(f"tensors on {x_RC.device.type}: Triton needs a CUDA device")
+    reasons += [
+        f"a tensor of dtype {value.dtype}: expected bfloat16, float16 or float32"
+        for value in (x_RC, *others)
+        if isinstance(value, Tensor) and value.dtype not in _DTYPES
+    ]
+    return reasons
+
+
+def configurations() -> "list[Configuration]":
+    """What BERT-Large runs: activations and gradients in bf16, weights in fp32, biases in either."""
+    from kernels.ahead_of_time import Configuration
+
+    def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
+        fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}
+        fixed |= {parameter: None for parameter, kind in types.items() if kind == "None"}
+        types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", **types}
+        types |= dict.fromkeys(("rows", "columns"), "i32") | dict.fromkeys(fixed, "constexpr")
+        types |= {"q": _POINTERS[fp8]} | ({} if "transposed" in fixed else {"transposed": _POINTERS[fp8]})
+        signature = {parameter: types[parameter] for parameter in kernel.arg_names}
+        return Configuration(name, kernel, signature, fixed, _WARPS, _STAGES, capabilities=(90, 100))
+
+    none = {"transposed": "None", "partials": "None"}
+    found = [
+        configuration("cast, bf16 to E4M3", _cast_kernel, {"x": "*bf16", **none}, E4M3),
+        configuration("cast + transpose, bf16 to E4M3", _cast_kernel, {"x": "*bf16", "partials": "None"}, E4M3),
+        configuration("cast + transpose, fp32 to E4M3", _cast_kernel, {"x": "*fp32", "partials": "None"}, E4M3),
+        configuration("cast + transpose, bf16 to E5M2", _cast_kernel, {"x": "*bf16", "partials": "None"}, E5M2),
+        configuration("cast + transpose + sum, bf16 to E5M2", _cast_kernel, {"x": "*bf16"}, E5M2),
+    ]
+    for bias in ("bf16", "fp32"):
+        types = {"output_gradient": "*bf16", "product": "*bf16", "bias": f"*{bias}"}
+        found += [
+            configuration(f"bias_gelu_cast, bias {bias}", _gelu_kernel, types, E4M3),
+            configuration(f"bias_gelu_backward_cast, bias {bias}", _gelu_backward_kernel, types, E5M2),
+        ]
+    return found
+
+
+_POINTERS = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}

@@ -1,0 +1,307 @@
+# ruff: noqa: ANN001, ANN202, ARG001
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+"""Masked-LM head: logits by cuBLAS, then bias, softmax, loss, accuracy and gradient by one kernel, in place.
+
+Shape legend in ``kernels/__init__.py``; W: V rounded up, the width of a row of logits.
+
+A row of logits is read twice, the second time while it is still in the L2, and overwritten by its gradient before the
+upstream factor, which is known only in the backward and goes to the small tensors there: nothing of [M, V] is written twice.
+Rows are W apart so that each starts on a cache line, for the wide loads of this kernel and of the matrix products alike:
+30,522 is not even a multiple of four.
+
+In an evaluation, which counts correct predictions and writes no gradient, logits are fp32: 594 MB for 64 sequences with 76
+masked tokens each.
+"""
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.reference.ops import compute_dtype, fp32_product
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ROW_MULTIPLE = 64
+
+
+class _Tile(NamedTuple):
+    columns: int
+    warps: int
+    stages: int
+
+
+# Wide rows: 16 bytes a thread and load; 16 warps, so that the rows at work at one time (61 KB each in bf16) fit the L2.
+_WIDE = _Tile(columns=4096, warps=16, stages=1)
+_NARROW = _Tile(columns=1024, warps=4, stages=1)
+
+
+def masked_lm_loss(
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int = -1,
+    count_correct: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the cross-entropies of the masked tokens, and how many have the label as their largest logit.
+
+    Rows whose label is ``ignore_index`` count for nothing; any other label outside 0 to V - 1 makes the loss NaN. The
+    products follow autocast; logits have their type, or fp32 where correct predictions are counted. Saved for the backward:
+    the two operands and the gradient of the logits, [M, V] in the type of the logits; without gradients nothing is saved or
+    written.
+    Returns (loss [] in fp32, correct [] int64 or None as ``count_correct`` says).
+    """
+    dtype = compute_dtype(hidden_MD)
+    hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
+    with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_MD, decoder_VD, bias_V))
+    operands = hidden_MD, decoder_VD, bias_V, labels_M
+    loss, correct, _ = _masked_lm_loss(*operands, ignore_index, with_gradient, count_correct)
+    return loss, correct if count_correct else None
+
+
+def unsupported_reasons(
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int = -1,
+    count_correct: bool = True,
+) -> list[str]:
+    """Why ``masked_lm_loss`` cannot take these; empty when it can."""
+    reasons = []
+    if not (hidden_MD.is_cuda or triton.knobs.runtime.interpret):
+        reasons.append(f"tensors on {hidden_MD.device.type}: Triton needs a CUDA device")
+    reasons += [
+        f"{name} of dtype {tensor.dtype}: expected one of bfloat16, float16, float32"
+        for name, tensor in (("hidden", hidden_MD), ("decoder", decoder_VD), ("bias", bias_V))
+        if tensor.dtype not in _DTYPES
+    ]
+    if labels_M.dtype not in (torch.int64, torch.int32):
+        reasons.append(f"labels of dtype {labels_M.dtype}: expected int64 or int32")
+    if 0 <= ignore_index < len(bias_V):
+        reasons.append(f"an ignore_index of {ignore_index}: expected none of the {len(bias_V)} classes")
+    return reasons
+
+
+@triton.jit
+def _load(logits, bias, column, vocabulary, width):
+    """Logits with their bias in fp32, -inf past the vocabulary.
+
+    Not kept in the L1, where the bias of all rows shall stay.
+    """
+    inside = column < width
+    x = tl.load(logits + column, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+    x += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(column < vocabulary, x, float("-inf"))
+
+
+@triton.jit
+def _kernel(
+    logits,
+    bias,
+    labels,
+    losses,
+    correct,
+    vocabulary,
+    width,
+    ignore_index,
+    WITH_GRADIENT: tl.constexpr,
+    COUNT_CORRECT: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """One row: its loss, whether its label is first, and its logits overwritten by the gradient of its loss."""
+    row = tl.program_id(0)
+    logits += row.to(tl.int64) * width
+    label = tl.load(labels + row).to(tl.int32)
+    if label == ignore_index:
+        tl.store(losses + row, 0.0)
+        if COUNT_CORRECT:
+            tl.store(correct + row, 0)
+        if WITH_GRADIENT:
+            for start in range(0, width, COLUMNS):
+                column = start + tl.arange(0, COLUMNS)
+                tl.store(logits + column, tl.zeros([COLUMNS], tl.float32), mask=column < width)
+    else:
+        known = (label >= 0) & (label < vocabulary)
+        label_logit = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
+        label_logit += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
+        largest = label_logit
+        total = tl.zeros([COLUMNS], tl.float32)
+        beaten = tl.zeros([COLUMNS], tl.int32)
+        for start in range(0, width, COLUMNS):
+            column = start + tl.arange(0, COLUMNS)
+            x = _load(logits, bias, column, vocabulary, width)
+            before = largest
+            largest = tl.maximum(before, tl.max(x, axis=0))
+            total = total * tl.exp(before - largest) + tl.exp(x - largest)
+            if COUNT_CORRECT:
+                behind = (x < label_logit) | ((x == label_logit) & (column >= label))
+                beaten |= tl.where(behind, 0, 1)  # what is not behind is ahead, NaN included
+        summed = tl.sum(total, axis=0)
+        tl.store(losses + row, largest - label_logit + tl.log(summed))
+        if COUNT_CORRECT:
+            tl.store(correct + row, 1 - tl.max(beaten, axis=0))
+        if WITH_GRADIENT:
+            for start in range(0, width, COLUMNS):
+                column = start + tl.arange(0, COLUMNS)
+                x = _load(logits, bias, column, vocabulary, width)
+                gradient = tl.exp(x - largest) / summed - tl.where(column == label, 1.0, 0.0)
+                tl.store(logits + column, gradient, mask=column < width, cache_modifier=".cs")
+
+
+@torch.library.custom_op("mlperf_bert::masked_lm_loss", mutates_args=())
+def _masked_lm_loss(
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int,
+    with_gradient: bool,
+    count_correct: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss [] fp32, correct [] int64, and the gradient of the loss by the logits, [M, W], 0 past V.
+
+    Without counting ``correct`` is [0], without gradient the last is [0, W].
+    """
+    rows, vocabulary = len(hidden_MD), len(decoder_VD)
+    logits_MW = hidden_MD.new_empty((rows, _width(vocabulary)), dtype=_logits_dtype(hidden_MD, count_correct))
+    width = logits_MW.shape[1]
+    if logits_MW.dtype == hidden_MD.dtype:
+        torch.mm(hidden_MD, decoder_VD.t(), out=logits_MW[:, :vocabulary])
+    else:
+        fp32_product(hidden_MD, decoder_VD, out=logits_MW[:, :vocabulary])
+    losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
+    correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
+    tile = _tile(vocabulary)
+    _kernel[(rows,)](
+        logits_MW,
+        F.pad(bias_V, (0, width - vocabulary)),
+        labels_M.contiguous(),
+        losses_M,
+        correct_M,
+        vocabulary,
+        width,
+        ignore_index,
+        WITH_GRADIENT=with_gradient,
+        COUNT_CORRECT=count_correct,
+        COLUMNS=tile.columns,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    kept_MW = logits_MW if with_gradient else logits_MW.new_empty((0, width))
+    correct = correct_M.sum() if count_correct else hidden_MD.new_empty(0, dtype=torch.int64)
+    return losses_M.sum(), correct, kept_MW
+
+
+@torch.library.custom_op("mlperf_bert::masked_lm_loss_backward", mutates_args=())
+def _masked_lm_loss_backward(
+    upstream: Tensor, logits_gradient_MW: Tensor, hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of hidden [M, D], decoder [V, D] and bias [V], each in its own dtype; ``upstream`` [] fp32.
+
+    The sum for the bias reads the logits' gradient once more. Adding it up in the first kernel would take an atomic addition
+    an element, which moves more than the 2 bytes an element of this.
+    """
+    logits_gradient_MV = logits_gradient_MW[:, : len(decoder_VD)]
+    factor_MV = logits_gradient_MV.to(decoder_VD.dtype)  # fp32 where correct predictions were counted
+    hidden_gradient_MD = _scaled(torch.mm(factor_MV, decoder_VD), upstream)
+    decoder_gradient_VD = torch.mm(factor_MV.t(), _scaled(hidden_MD, upstream))
+    bias_gradient_V = logits_gradient_MV.sum(0, dtype=torch.float32) * upstream
+    return hidden_gradient_MD, decoder_gradient_VD, bias_gradient_V.to(bias_V.dtype)
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """The product taken in fp32 and rounded once: in one pass, because a factor of one dimension takes part in promotion."""
+    return torch.mul(x, factor.reshape(1), out=x.new_empty(x.shape))
+
+
+def _logits_dtype(hidden_MD: Tensor, count_correct: bool) -> torch.dtype:
+    """The definition's rule: what is counted has not been rounded to 16 bits."""
+    return torch.float32 if count_correct else hidden_MD.dtype
+
+
+def _width(vocabulary: int) -> int:
+    return -(-vocabulary // _ROW_MULTIPLE) * _ROW_MULTIPLE
+
+
+def _tile(vocabulary: int) -> _Tile:
+    return _WIDE if vocabulary > _WIDE.columns else _NARROW
+
+
+@_masked_lm_loss.register_fake
+def _(
+    hidden_MD: Tensor,
+    decoder_VD: Tensor,
+    bias_V: Tensor,
+    labels_M: Tensor,
+    ignore_index: int,
+    with_gradient: bool,
+    count_correct: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    kept = len(hidden_MD) if with_gradient else 0
+    return (
+        hidden_MD.new_empty((), dtype=torch.float32),
+        hidden_MD.new_empty(() if count_correct else (0,), dtype=torch.int64),
+        hidden_MD.new_empty((kept, _width(len(decoder_VD))), dtype=_logits_dtype(hidden_MD, count_correct)),
+    )
+
+
+@_masked_lm_loss_backward.register_fake
+def _(
+    upstream: Tensor, logits_gradient_MW: Tensor, hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return hidden_MD.new_empty(hidden_MD.shape), decoder_VD.new_empty(decoder_VD.shape), bias_V.new_empty(bias_V.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    hidden_MD, decoder_VD, bias_V, *_ = inputs
+    _, correct, logits_gradient_MW = output
+    ctx.mark_non_differentiable(correct, logits_gradient_MW)
+    ctx.set_materialize_grads(False)  # or zeros of [M, W] would be written for the output that nobody uses
+    ctx.save_for_backward(logits_gradient_MW, hidden_MD, decoder_VD, bias_V)
+
+
+def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    if upstream is None:
+        return (None,) * 7
+    return *_masked_lm_loss_backward(upstream, *ctx.saved_tensors), None, None, None, None
+
+
+_masked_lm_loss.register_autograd(_backward, setup_context=_setup_context)
+
+
+def configurations() -> "list[Configuration]":
+    """What BERT-Large runs: logits bf16 in training and fp32 in evaluation, the bias bf16 or, under autocast, fp32."""
+    from kernels.ahead_of_time import Configuration
+
+    return [
+        Configuration(
+            name=f"masked_lm_loss, {name} vocabulary, bias {bias}, {'training' if with_gradient else 'evaluation'}",
+            kernel=_kernel,
+            signature={
+                "logits": "*bf16" if with_gradient else "*fp32",
+                "bias": f"*{bias}",
+                "labels": "*i64",
+                "losses": "*fp32",
+                "correct": "*i32",
+                "vocabulary": "i32",
+                "width": "i32",
+                "ignore_index": "i32",
+                "WITH_GRADIENT": "constexpr",
+                "COUNT_CORRECT": "constexpr",
+                "COLUMNS": "constexpr",
+            },
+            constexprs={"WITH_GRADIENT": with_gradient, "COUNT_CORRECT": not with_gradient, "COLUMNS": tile.columns},
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        for name, tile in (("wide", _WIDE), ("narrow", _NARROW))
+        for bias in ("bf16", "fp32")
+        for with_gradient in (True, False)
+    ]

@@ -1,0 +1,70 @@
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false
+# ruff: noqa: ANN001, ANN202
+"""The sum of the squares of a long vector in Triton, in double precision.
+
+Shape legend in ``kernels/__init__.py``; besides, B blocks. Memory decides its time on GPUs for data centres and, with a
+conversion and a product in fp64 for four bytes, on others too. Nothing is added atomically: equal inputs give equal sums.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+BLOCK = 8192
+WARPS = 8
+
+
+def sum_of_squares(vector_P: Tensor) -> Tensor:
+    """As ``kernels.reference.lamb.sum_of_squares``, of an fp32 vector."""
+    return _partial_sums(vector_P).sum()
+
+
+def unsupported_reasons(vector_P: Tensor) -> list[str]:
+    """Why ``sum_of_squares`` cannot take this; empty when it can."""
+    reasons = []
+    if not vector_P.is_cuda and not triton.knobs.runtime.interpret:
+        reasons.append(f"a vector on {vector_P.device.type}, expected a CUDA device")
+    if vector_P.dtype != torch.float32:
+        reasons.append(f"a vector of dtype {vector_P.dtype}, expected float32")
+    if not vector_P.is_contiguous():
+        reasons.append("a vector that is not contiguous")
+    return reasons
+
+
+def configurations() -> "list[Configuration]":
+    """The kernel as it is launched."""
+    from kernels.ahead_of_time import Configuration
+
+    signature = {"vector": "*fp32", "partial_sums": "*fp64", "size": "i32", "BLOCK": "constexpr"}
+    return [Configuration("fp32", _kernel, signature, {"BLOCK": BLOCK}, WARPS, 1)]
+
+
+@torch.library.custom_op("mlperf_bert::partial_sums_of_squares", mutates_args=())
+def _partial_sums(vector_P: Tensor) -> Tensor:
+    """fp64 [B]."""
+    partial_sums_B = vector_P.new_empty(-(-len(vector_P) // BLOCK), dtype=torch.float64)
+    if len(vector_P):
+        _kernel[(len(partial_sums_B),)](
+            vector_P, partial_sums_B, len(vector_P), BLOCK=BLOCK, num_warps=WARPS, num_stages=1
+        )
+    return partial_sums_B
+
+
+@_partial_sums.register_fake
+def _(vector_P: Tensor) -> Tensor:
+    return vector_P.new_empty(-(-len(vector_P) // BLOCK), dtype=torch.float64)
+
+
+@triton.jit
+def _kernel(vector, partial_sums, size, BLOCK: tl.constexpr):
+    """The sum of the squares of a block."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    offsets = start + tl.arange(0, BLOCK)
+    x = tl.load(vector + offsets, mask=offsets < size, other=0.0).to(tl.float64)
+    tl.store(partial_sums + tl.program_id(0), tl.sum(x * x))

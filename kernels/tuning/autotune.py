@@ -1,0 +1,455 @@
+"""The fastest implementation of each op, measured on the calls that a run makes.
+
+    with observed() as requests:     # what is called, of what kind and size
+        step(batch)
+    choices = tune(requests)         # on one process: from the cache, or measured now
+    apply(choices)                   # on every process: what ``auto`` takes from here on
+
+A request keeps shapes, strides and types of the floating-point tensors and makes new ones to measure with, so that nothing
+of the run is changed or kept alive. What was measured is kept between runs, one file for each kind of call on each device,
+until a version or the source of an implementation changes. A pin, kept beside it, overrides what is measured.
+"""
+
+import dataclasses
+import json
+import logging
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import OPS
+from kernels.registry import AUTO, Implementation, Op, device_type, signature
+from kernels.tuning.cache import Cache, fingerprint, package_version
+
+SECONDS = 3.0
+"""Time that one request may take beyond the first calls, in which implementations are compiled."""
+SAME = 0.03
+"""Times that differ by less than this share count as equal; of equals the first in the order is taken."""
+HOPELESS = 20
+"""What is so many times slower than the fastest is not measured further."""
+_ROUNDS = (3, 15)
+_HEAD_START_CYCLES = 2_000_000
+"""About a millisecond in which the device waits and the host queues the work, so that the work is not waited for."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One kind of call to choose an implementation for."""
+
+    op: str
+    signature: str
+    device: torch.device
+    autocast: torch.dtype | None
+    """What autocast computes in, where it is on."""
+    gradients: bool
+    """Whether the call was made with gradients enabled; then both ways are measured."""
+    args: tuple[Any, ...]
+    """With ``_Like`` for tensors of floating-point numbers."""
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Request":
+        """The request for a call with these arguments in the present state of autograd and autocast."""
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        kept = tuple(_template(value) for value in args), {name: _template(value) for name, value in kwargs.items()}
+        return cls(op, signature(*args, **kwargs), device, autocast, torch.is_grad_enabled(), *kept)
+
+    @property
+    def label(self) -> str:
+        """Op, size and way, for people."""
+        first = next(value for value in self.args if isinstance(value, (_Like, Tensor)))
+        size = " x ".join(map(str, first.shape)) or "scalar"
+        return f"{self.op} ({size}, {str(first.dtype).removeprefix('torch.')}{'' if self.gradients else ', forward'})"
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments like those of the call, in memory of their own; random between 0 and 1."""
+        return tuple(_made(value) for value in self.args), {name: _made(value) for name, value in self.kwargs.items()}
+
+    @contextmanager
+    def state(self) -> Iterator[None]:
+        """Autograd and autocast as they were at the call."""
+        with (
+            torch.set_grad_enabled(self.gradients),
+            torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None),
+        ):
+            yield
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was measured for one kind of call, and what follows from it."""
+
+    op: str
+    signature: str
+    label: str
+    taken: str
+    milliseconds: dict[str, float]
+    """Median of each implementation that ran."""
+    errors: dict[str, str]
+    """What the others raised."""
+
+    @classmethod
+    def of(cls, found: object) -> "Choice":
+        """From parsed JSON; ValueError where it is anything else than a choice for an op that there is."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        if not isinstance(found, dict) or set(found) != names:
+            raise ValueError(f"expected an object with {', '.join(sorted(names))}")
+        texts = [found[name] for name in ("op", "signature", "label", "taken")]
+        times, errors = found["milliseconds"], found["errors"]
+        if (
+            not all(isinstance(text, str) for text in texts)
+            or not isinstance(times, dict)
+            or not isinstance(errors, dict)
+        ):
+            raise ValueError("a field of the wrong type")
+        if not all(type(value) in (int, float) and 0 < value < math.inf for value in times.values()):
+            raise ValueError("a time that is not a positive number")
+        if not all(isinstance(value, str) for value in errors.values()):
+            raise ValueError("an error that is not text")
+        if (
+            found["op"] not in OPS
+            or found["taken"] not in OPS[found["op"]].implementations
+            or found["taken"] not in times
+        ):
+            raise ValueError(f"unknown op or implementation: {found['op']}, {found['taken']}")
+        return cls(**found)
+
+    def __str__(self) -> str:
+        fastest_first = sorted(self.milliseconds.items(), key=lambda item: (item[0] != self.taken, item[1]))
+        times = [f"{name} {milliseconds:.3g} ms" for name, milliseconds in fastest_first]
+        return f"{self.label}: {', '.join([*times, *(f'{name} failed ({why})' for name, why in self.errors.items())])}"
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What every process of a run is to take."""
+
+    measured: tuple[Choice, ...] = ()
+    pins: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Implementation by op, in place of what was measured."""
+
+    def to_json(self) -> str:
+        """For other processes of the run."""
+        return json.dumps({"measured": [dataclasses.asdict(choice) for choice in self.measured], "pins": self.pins})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Choices":
+        """What ``to_json`` wrote; ValueError for anything else."""
+        found = json.loads(text)
+        if not isinstance(found, dict) or set(found) != {"measured", "pins"}:
+            raise ValueError("expected an object with measured and pins")
+        if not isinstance(found["measured"], list) or not isinstance(found["pins"], dict):
+            raise ValueError("expected a list of what was measured, and pins by op")
+        for op, name in found["pins"].items():
+            check_names(op, name)
+        return cls(tuple(Choice.of(choice) for choice in found["measured"]), found["pins"])
+
+    def text(self) -> str:
+        """A line for each kind of call and each pin, what is taken first."""
+        pins = [f"{op}: {name}, pinned" for op, name in self.pins.items()]
+        return "\n".join([*pins, *(str(choice) for choice in self.measured if choice.op not in self.pins)])
+
+
+def check_names(op: str, name: str | None = None) -> None:
+    """ValueError unless there is this op, with this implementation."""
+    if op not in OPS:
+        raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")
+    if name is not None and name not in OPS[op].implementations:
+        raise ValueError(f"{op} has no implementation {name!r}; expected one of {', '.join(OPS[op].implementations)}")
+
+
+@contextmanager
+def observed() -> Iterator[list[Request]]:
+    """For the length of a block, collects a request for each kind of call that is made to the ops."""
+    requests: list[Request] = []
+
+    def note(op: Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        requests.append(Request.of(op.name, args, kwargs))
+
+    with ExitStack() as stack:
+        for op in OPS.values():
+            stack.enter_context(op.observed(note))
+        yield requests
+
+
+def tune(requests: Iterable[Request], cache: Cache | None = None, *, seconds: float = SECONDS) -> Choices:
+    """The choice for each request, from the cache where it is there and otherwise measured now; with the pins.
+
+    For one process: the others get its ``Choices``, so that all take the same. An op that was asked for by name, or that is
+    pinned, is not measured.
+    """
+    cache = Cache() if cache is None else cache
+    pins = _pins(cache)
+    choices: dict[tuple[str, str], Choice] = {}
+    for request in requests:
+        place = request.op, request.signature
+        if place in choices or request.op in pins or OPS[request.op].asked != AUTO:
+            continue
+        choice = _cached(cache, request)
+        if choice is None:
+            choice = measure(request, seconds)
+            if choice is not None:
+                keep(request, choice, cache)
+        if choice is not None:
+            choices[place] = choice
+    return Choices(tuple(choices.values()), pins)
+
+
+def apply(choices: Choices) -> None:
+    """Makes ``auto`` take what was chosen, in place of what an earlier call said.
+
+    A pin is an explicit choice: a call that it cannot compute raises, with the reasons. An op that the run itself asked for
+    by name keeps that.
+    """
+    for op in OPS.values():
+        of_op = [choice for choice in choices.measured if choice.op == op.name]
+        op.prefer({choice.signature: choice.taken for choice in of_op})
+        if op.name in choices.pins and op.asked == AUTO:
+            remedy = f"it is pinned on rank 0's machine: python -m kernels clear {op.name} there takes the pin back"
+            op.ask_for(choices.pins[op.name], remedy)
+
+
+def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
+    """Times the implementations that can compute the request; None where none of them ran.
+
+    They take turns, and medians count. On a GPU each call finds the L2 cache empty and the host ahead of the device, as in a
+    captured step. Random states are as they were afterwards, and cached memory is given back.
+    """
+    op = OPS[request.op]
+    devices = [request.device] if request.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices):
+            args, kwargs = request.arguments()
+            usable, errors = _usable(request, args, kwargs)
+            works = {each.name: partial(_run, each, request, args, kwargs) for each in usable}
+            times, failed = contest(works, _Timer(request.device), seconds)
+            del works, args, kwargs
+    except torch.OutOfMemoryError:
+        _LOG.warning("%s is not measured: its arguments do not fit into the memory that is left", request.label)
+        return None
+    finally:
+        if devices:
+            torch.cuda.empty_cache()
+    errors |= failed
+    taken = _taken(request, times)
+    for name, error in errors.items():
+        _LOG.warning("%s=%s failed while it was measured: %s", op.name, name, error)
+    if taken is None:
+        return None
+    return Choice(
+        op.name, request.signature, request.label, taken, {name: 1e3 * each for name, each in times.items()}, errors
+    )
+
+
+def keep(request: Request, choice: Choice, cache: Cache | None = None) -> None:
+    """Puts what was measured for a request into the cache."""
+    cache = Cache() if cache is None else cache
+    cache.store(request.op, _cache_key(request), dataclasses.asdict(choice))
+
+
+def fastest(seconds: Mapping[str, float]) -> str | None:
+    """The first, in order, of those that are as good as the fastest; None of none."""
+    best = min(seconds.values(), default=0.0)
+    return next((name for name, each in seconds.items() if each <= best * (1 + SAME)), None)
+
+
+def _taken(request: Request, seconds: Mapping[str, float]) -> str | None:
+    """The fastest that may be chosen now: one that was measured may be none that can be captured."""
+    op = OPS[request.op]
+    permitted = [name for name in seconds if op.permits(op.implementations[name], request.device.type)]
+    return fastest({name: seconds[name] for name in permitted})
+
+
+def contest(
+    works: Mapping[str, Callable[[], object]], timed: Callable[[Callable[[], object]], float], seconds: float
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Median seconds of each work by name, and the error of each that raised one.
+
+    Every one is called once unmeasured; what is then far slower than the fastest is called once and, if that was short, once
+    more. The others take turns, each round begun by another, until the time is up or there are enough.
+    """
+    samples: dict[str, list[float]] = {}
+    errors: dict[str, str] = {}
+
+    def call(name: str) -> None:
+        try:
+            samples.setdefault(name, []).append(timed(works[name]))
+        except Exception as error:  # whatever one implementation raises must not stop the run
+            samples.pop(name, None)
+            errors[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+    for name in works:
+        call(name)
+        if name in samples:
+            samples[name].clear()
+            call(name)
+    best = min((each[0] for each in samples.values()), default=0.0)
+    for name in list(samples):
+        if HOPELESS * best < samples[name][0] < seconds / 10:  # so short a call may just have been interrupted
+            call(name)
+    racing = [name for name in samples if min(samples[name]) <= HOPELESS * best]
+    least, most = _ROUNDS
+    deadline = time.perf_counter() + seconds
+    for turn in range(most if len(racing) > 1 else 0):
+        if turn >= least and time.perf_counter() > deadline:
+            break
+        for index in range(len(racing)):
+            name = racing[(index + turn) % len(racing)]
+            if name not in errors:
+                call(name)
+    return {name: statistics.median(samples[name]) for name in works if name in samples}, errors
+
+
+def _usable(
+    request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Implementation], dict[str, str]]:
+    """The implementations worth measuring, in order, and the errors of those that could not even be asked.
+
+    Not the definition on a GPU, nor Triton's interpreter on a CPU, as long as there is another: at full size they take
+    seconds to minutes, and are for tests.
+    """
+    found, errors = [], {}
+    device = device_type(*args, **kwargs)
+    for each in OPS[request.op].order(device):
+        try:
+            with request.state():
+                reasons = each.unsupported_reasons(request.op, *args, **kwargs)
+            if not reasons:
+                found.append(each)
+        except Exception as error:  # a library that is there and cannot be loaded
+            errors[each.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+    for_tests = "reference" if device == "cuda" else "triton"
+    return [each for each in found if each.name != for_tests] or found, errors
+
+
+def _run(implementation: Implementation, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """One call, and the gradients of what it gave where the call asks for them."""
+    with request.state():
+        returned = implementation.function(request.op)(*args, **kwargs)
+    outputs = returned if isinstance(returned, tuple) else (returned,)
+    outputs = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
+    if outputs:
+        leaves = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
+        upstream = [torch.ones_like(output) for output in outputs]
+        torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
+
+
+class _Timer:
+    """Seconds of a call on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        if self._on_gpu:
+            cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
+            self._cache = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
+            self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def __call__(self, work: Callable[[], object]) -> float:
+        if not self._on_gpu:
+            begun = time.perf_counter()
+            work()
+            return time.perf_counter() - begun
+        self._cache.zero_()
+        torch.cuda._sleep(_HEAD_START_CYCLES)
+        self._start.record()
+        work()
+        self._stop.record()
+        self._stop.synchronize()
+        return self._start.elapsed_time(self._stop) / 1e3
+
+
+@dataclass(frozen=True)
+class _Like:
+    """A tensor of floating-point numbers, without the numbers."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def make(self) -> Tensor:
+        """Such a tensor, a leaf."""
+        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        numbers = torch.rand(0 if 0 in self.shape else reach + 1, device=self.device).to(self.dtype)
+        return numbers.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
+
+
+def _template(value: Any) -> Any:
+    """The value to keep in a request: numbers that steer a call, such as lengths and rates, stay as they are."""
+    if isinstance(value, Tensor):
+        if value.dim() and value.is_floating_point():
+            return _Like(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
+        return value.detach().clone()
+    return _rebuilt(value, _template)
+
+
+def _made(value: Any) -> Any:
+    if isinstance(value, _Like):
+        return value.make()
+    return value.clone() if isinstance(value, Tensor) else _rebuilt(value, _made)
+
+
+def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
+    """The value with ``change`` applied to the items of a tuple or the fields of a dataclass."""
+    if isinstance(value, tuple):
+        return tuple(change(each) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **{name: change(each) for name, each in fields.items()})
+    return value
+
+
+def _pins(cache: Cache) -> dict[str, str]:
+    pins = {}
+    for op, name in cache.pins().items():
+        try:
+            check_names(op, name)
+        except ValueError as error:
+            _LOG.warning("a pin is ignored: %s", error)
+        else:
+            pins[op] = name
+    return pins
+
+
+def _cached(cache: Cache, request: Request) -> Choice | None:
+    found = cache.load(request.op, _cache_key(request))
+    if found is None:
+        return None
+    try:
+        choice = Choice.of(found)
+        if (choice.op, choice.signature) != (request.op, request.signature):
+            raise ValueError("it is of another call")
+    except ValueError as error:
+        _LOG.warning("what was measured for %s earlier is ignored: %s", request.op, error)
+        return None
+    taken = _taken(request, choice.milliseconds)
+    return None if taken is None else dataclasses.replace(choice, taken=taken)
+
+
+def _cache_key(request: Request) -> dict[str, object]:
+    """Everything that a measured time depends on, as far as it can be known."""
+    if request.device.type == "cuda":
+        capability = "{}.{}".format(*torch.cuda.get_device_capability(request.device))
+        device = f"{torch.cuda.get_device_name(request.device)}, {capability}, CUDA {torch.version.cuda}"
+    else:
+        device = f"{platform.machine()} {platform.processor()}, {torch.get_num_threads()} threads"
+    return {
+        "device": device,
+        "torch": torch.__version__,
+        "triton": package_version("triton"),
+        "signature": request.signature,
+        "implementations": {name: fingerprint(each) for name, each in OPS[request.op].implementations.items()},
+    }

@@ -1,0 +1,46 @@
+"""Parts of the GPU benchmark for its tests, most of which end as no part should."""
+
+import os
+import signal
+import time
+
+from benchmarks.gpu_parts.report import DeviceLostError, Row
+from benchmarks.gpu_parts.scale import Context
+
+
+def unlucky(context: Context) -> None:
+    """A row that is killed, and one after which the device answers no more."""
+
+    def killed() -> Row:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+    def lost() -> Row:
+        context.report.settle = gone
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def gone() -> None:
+        raise DeviceLostError("an illegal memory access was encountered")
+
+    report = context.report
+    report.attempt("first", lambda: Row("first", figure=1.0))
+    report.attempt("killed", killed)
+    report.attempt("second", lambda: Row("second", figure=2.0))
+    report.attempt("lost", lost)
+    report.attempt("third", lambda: Row("third", figure=3.0))
+
+
+def endless(context: Context) -> None:
+    """A row that ends, and one that never does."""
+    context.report.attempt("first", lambda: Row("first", figure=1.0))
+    context.report.attempt("endless", lambda: time.sleep(3600))
+
+
+def right(context: Context) -> None:
+    """One row."""
+    context.report.add(Row("not on the page", figure=1.0))
+
+
+def wrong(context: Context) -> None:
+    """Two rows, of which one is wrong."""
+    context.report.add(Row("not on the page"), Row("wrong", note="WRONG: 3"))

@@ -1,0 +1,457 @@
+"""The GPU benchmark, as far as it can be shown without one: the same code on small shapes."""
+
+import ast
+import functools
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kernels
+import kernels.libraries.pytorch
+from benchmarks import gpu
+from benchmarks.gpu_parts import ceilings as gpu_ceilings
+from benchmarks.gpu_parts import correctness as gpu_correctness
+from benchmarks.gpu_parts import end_to_end as gpu_end_to_end
+from benchmarks.gpu_parts import memory as gpu_memory
+from benchmarks.gpu_parts import peers as gpu_peers
+from benchmarks.gpu_parts import scale as gpu_scale
+from benchmarks.gpu_parts import step as gpu_step
+from benchmarks.gpu_parts.cases import cases, drawn_model
+from benchmarks.gpu_parts.fp8 import fp8_cases
+from benchmarks.gpu_parts.report import Report
+from benchmarks.gpu_parts.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
+from bert.config import ModelConfig
+from tests.conftest import REPOSITORY
+
+CPU = torch.device("cpu")
+GPU_PY = REPOSITORY / "benchmarks" / "gpu.py"
+ALL_PARTS = [part for part in gpu.PARTS if part not in gpu.ALONE]
+
+
+def environment(python: str = sys.executable) -> dict[str, str]:
+    dropped = {"TRITON_INTERPRET"} if python == sys.executable else {"TRITON_INTERPRET", "PYTHONPATH"}
+    return {name: value for name, value in os.environ.items() if name not in dropped} | {"OMP_NUM_THREADS": "1"}
+
+
+def command(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    line = [python, str(GPU_PY), "--device", "cpu", "--tiny", *arguments]
+    return subprocess.run(line, env=environment(python), capture_output=True, text=True, check=False)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> Context:
+    return Context(CPU, TINY, Report(tmp_path / "part.json", {}))
+
+
+@pytest.fixture(scope="module")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that finds torch, triton, numpy, what these require, and nothing else that is installed here."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder, with_pip=False)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name in requirements({"torch", "triton", "numpy"}):
+        distribution = importlib.metadata.distribution(name)
+        for entry in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
+            if not (packages / entry).exists():  # packages may share a folder
+                (packages / entry).symlink_to(Path(str(distribution.locate_file(entry))))
+    return str(folder / "bin" / "python")
+
+
+def requirements(names: set[str]) -> set[str]:
+    """The packages and those that they require, without extras, as far as they are installed."""
+    found: set[str] = set()
+    while names:
+        name = names.pop()
+        try:
+            lines = importlib.metadata.requires(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found.add(name)
+        wanted = {re.split(r"[^\w.-]", line)[0] for line in lines if "extra ==" not in line}
+        names |= wanted - found
+    return found
+
+
+@pytest.fixture(scope="module")
+def all_parts(
+    bare_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    folder = tmp_path_factory.mktemp("gpu")
+    return folder, command("--out", str(folder), python=bare_python)
+
+
+def rows(folder: Path, part: str) -> dict[str, dict[str, Any]]:
+    found = json.loads((folder / f"{part}.json").read_text())
+    assert found["complete"], found["error"]
+    assert {"commit", "date", "versions", "device"} <= set(found)
+    return {row["name"]: row for row in found["rows"]}
+
+
+def test_all_parts_run_with_torch_triton_and_numpy_alone(
+    bare_python: str, all_parts: tuple[Path, subprocess.CompletedProcess[str]]
+) -> None:
+    folder, done = all_parts
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in folder.iterdir()} == {f"{part}.json" for part in ALL_PARTS}
+    lines = done.stdout.splitlines()
+    table = lines[lines.index(next(line for line in lines if line.startswith("| part"))) :]
+    assert len(table) < 100
+    assert all(line.startswith("|") for line in table)
+    for part in ALL_PARTS:
+        assert any(line.startswith(f"| {part} ") and " complete: " in line for line in table)
+    seen = "import importlib.metadata as m; print(*sorted(d.name.lower() for d in m.distributions()))"
+    line, others = [bare_python, "-c", seen], environment(bare_python)
+    installed = subprocess.run(line, env=others, capture_output=True, text=True, check=True)
+    assert {"torch", "triton", "numpy"} <= set(installed.stdout.split())
+    assert not {"tyro", "rich", "h5py", "safetensors", "mlperf_logging", "scipy"} & set(installed.stdout.split())
+
+
+def test_what_end_to_end_needs_is_said_in_one_line(bare_python: str, tmp_path: Path) -> None:
+    done = command("--part", "end-to-end", "--out", str(tmp_path), python=bare_python)
+    assert done.returncode == 1
+    error = json.loads((tmp_path / "end-to-end.json").read_text())["error"]
+    assert error == f"not installed, which training needs: {', '.join(gpu_end_to_end.NEEDS)}"
+    assert error[:50] in done.stdout
+
+
+def test_ceilings_are_rates(all_parts: tuple[Path, object]) -> None:
+    found = rows(all_parts[0], "ceilings")
+    copy, product = found["ceiling: device copy"], found["ceiling: bf16 product"]
+    assert copy["figure"] == pytest.approx(2 * TINY.copied / 1e12 / min(copy["seconds"]))
+    assert product["figure"] == pytest.approx(2 * 64**3 / 1e12 / min(product["seconds"]))
+    of_weights = [row for name, row in found.items() if name.startswith("FP8 weight gradient ")]
+    assert len(of_weights) == 4
+    for kind in gpu_ceilings.KINDS:
+        layer = found[f"FP8 {kind}, the 4 products of a layer"]
+        assert layer["share"] == pytest.approx(layer["figure"] / found["ceiling: FP8 product"]["figure"])
+
+
+def test_products_of_the_ceilings_are_those_of_training(context: Context) -> None:
+    products = {
+        kind: gpu_ceilings._fp8_operands(context, gpu_ceilings._Shape(kind, 32, 48, 64)) for kind in gpu_ceilings.KINDS
+    }
+    settings = {kind: product.keywords["use_fast_accum"] for kind, product in products.items()}  # pyright: ignore
+    assert settings == {"forward": True, "input gradient": True, "weight gradient": False}
+    dtypes = {kind: product().dtype for kind, product in products.items()}
+    assert dtypes == {
+        "forward": torch.bfloat16,
+        "input gradient": torch.bfloat16,
+        "weight gradient": torch.float32,
+    }
+    shape = gpu_ceilings._Shape("weight gradient", *gpu_ceilings._sizes_of_a_layer(context, "weight gradient")[0])
+    assert (shape.rows, shape.inner, shape.columns) == (192, 512, 64)
+    assert gpu_ceilings._operands(context, shape)().shape == (192, 64)
+
+
+def test_the_large_copy_is_of_random_bytes(context: Context) -> None:
+    copy, amount, _ = gpu_ceilings._large_copy(context)
+    copied = copy()
+    assert amount == 2 * copied.numel()
+    assert torch.bincount(copied.long(), minlength=256).min() > 0.5 * copied.numel() / 256
+
+
+def test_the_step_is_split_into_parts_that_add_up(all_parts: tuple[Path, object]) -> None:
+    found = rows(all_parts[0], "step")
+    split = {name: row for name, row in found.items() if name.startswith("split, bf16: ")}
+    assert {"split, bf16: attention", "split, bf16: LAMB", "split, bf16: matrix products, encoder and heads"} <= set(
+        split
+    )
+    assert sum(row["share"] for row in split.values()) > 0.5
+    assert sum(row["unit"] == "sequences/s" for row in found.values()) == 6
+
+
+def test_the_recipe_of_one_gpu_comes_first_with_the_stopwatch_of_training(all_parts: tuple[Path, object]) -> None:
+    found = rows(all_parts[0], "step")
+    names = [name for name in found if not name.startswith("ceiling")]
+    assert names[:3] == ["stopwatch: forward_backward", "stopwatch: update", "8 sequences as 4 x 2, h100_1x1, bf16"]
+    assert 0 < found["stopwatch: update"]["milliseconds"] < found["stopwatch: forward_backward"]["milliseconds"]
+    (one, micro, count), *_ = gpu_step._sizes(Context(CPU, FULL, Report(Path("unused"), {})))
+    assert (one.recipe, micro, count) == ("h100_1x1", 64, 4)
+
+
+def test_peers_take_a_step(all_parts: tuple[Path, object]) -> None:
+    found = rows(all_parts[0], "peers")
+    ours, plain = found["this repository, unpadded"], found["plain PyTorch varlen, unpadded"]
+    against = found["ours against the fastest peer"]
+    assert against["peer"] == pytest.approx(ours["figure"] / plain["figure"])
+    for name in ("Hugging Face, padded, SDPA", "Hugging Face, padded, SDPA, torch.compile"):
+        assert found[name]["note"] == "not usable here: ModuleNotFoundError: No module named 'transformers'"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_hugging_faces_model_takes_a_step(context: Context) -> None:
+    step = gpu_peers._hugging_face(context, 2)
+    row = gpu_peers._peer_row(context, "peer", lambda *_: step)
+    assert row.figure is not None
+    assert row.figure > 0
+    gpu_peers._hugging_face_compiled(context, 2)()
+
+
+def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: tuple[Path, object]) -> None:
+    found = rows(all_parts[0], "kernels")
+    for op in (op for op in kernels.OPS if not op.startswith(("lamb_", "scaled_", "sum_")) and not op.endswith("fp8")):
+        for direction in ("forward", "both ways"):
+            assert found[f"{op} {direction}, reference"]["milliseconds"] > 0
+            assert found[f"{op} {direction}"]["peer"] or op == "varlen_attention"
+            assert found[f"{op} {direction}, triton"]["note"].startswith("not usable here: ")
+    compared = found["varlen_self_attention both ways"]
+    others = [found[f"varlen_self_attention both ways, {name}"] for name in ("reference", "PyTorch SDPA, padded, mask")]
+    fastest = min(row["milliseconds"] for row in others)
+    assert compared["peer"] == pytest.approx(fastest / compared["milliseconds"])
+    assert found["lamb_step, reference"]["milliseconds"] > 0
+    assert all(row["note"] for row in found.values() if row["milliseconds"] is None)
+
+
+def test_fp8_is_timed_and_learns_as_fp32(all_parts: tuple[Path, object]) -> None:
+    found = rows(all_parts[0], "fp8")
+    assert found["step in FP8"]["figure"] > 0
+    assert found["step in FP8"]["note"].startswith("fp8: ")
+    assert found["losses in bf16 against fp32"]["figure"] == 0  # fp32 on both sides where it is tiny: the same losses
+    assert 0 < found["losses in fp8 against bf16"]["figure"] < 0.05
+    assert FULL.parity_steps == 200
+
+
+def test_the_fp8_ops_are_timed_and_right(all_parts: tuple[Path, object]) -> None:
+    for part in ("kernels", "correctness"):
+        found = rows(all_parts[0], part)
+        of_fp8 = [name for name in found if "fp8" in name or name.startswith("scaled_matmul")]
+        assert len(of_fp8) >= 16
+        assert all(found[name]["figure"] > 0 for name in of_fp8 if name.endswith("reference"))
+
+
+def test_an_fp8_cast_with_another_transpose_is_wrong() -> None:
+    model = drawn_model(TINY.model, CPU)
+    case = next(case for case in fp8_cases(model, 20) if case.op == "cast_transpose_fp8")
+
+    def swapped(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, columns = kernels.cast_transpose_fp8(*arguments)
+        return rows, columns.roll(1, 0)
+
+    with pytest.raises(ValueError, match="another tensor"):
+        case.results(swapped)
+
+
+def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against what a step hands to each op: an odd vocabulary moves everything behind the decoder's bias."""
+    norm = kernels.libraries.pytorch.dropout_add_layer_norm
+    keeping_type = lambda x, *more: norm(x, *more).to(x.dtype)  # noqa: E731, as Triton's does
+    monkeypatch.setattr(kernels.libraries.pytorch, "dropout_add_layer_norm", keeping_type)
+    scale = replace(TINY, model=replace(TINY.model, vocab_size=502))
+    context = Context(CPU, scale, Report(tmp_path / "part.json", {}))
+    seen: dict[str, set[tuple[object, ...]]] = defaultdict(set)
+    for precision in ("bf16", "fp8"):
+        trained = gpu_step.training_step(context, precision=precision)
+        with ExitStack() as observing:
+            for op in kernels.OPS.values():
+                observing.enter_context(op.observed(lambda op, args, _: seen[op.name].add(traits(*args))))
+            trained(micro_batches(context, 4, 1))
+            with torch.no_grad(), trained.autocast():
+                trained.model(*micro_batches(context, 4, 1))
+    model = drawn_model(scale.model, CPU)
+    made = [*cases(model, [20, 11], 7, torch.bfloat16), *fp8_cases(model, 32)]
+    for case in made:
+        assert any(traits(*case.arguments)[: len(real)] == real for real in seen[case.op]), (case.op, seen[case.op])
+
+
+def traits(*arguments: object) -> tuple[object, ...]:
+    return tuple(
+        (value.dtype, value.ndim, isinstance(value, nn.Parameter), value.ndim > 0 and value.data_ptr() % 16)
+        if isinstance(value, Tensor)
+        else value
+        for value in arguments
+        if isinstance(value, (Tensor, torch.dtype))
+    )
+
+
+def test_weights_are_drawn_once_a_process(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[object] = []
+    build = gpu_scale.build_model
+    monkeypatch.setattr(
+        gpu_scale, "build_model", lambda *arguments, **named: built.append(1) or build(*arguments, **named)
+    )
+    first = gpu_step.training_step(context)
+    start = first.flat.weights_P.clone()
+    first(micro_batches(context, 4, 1))
+    assert not torch.equal(first.flat.weights_P, start)
+    for precision in ("fp32", "fp8"):
+        again = gpu_step.training_step(context, precision=precision, dropout=False)
+        assert torch.equal(again.flat.weights_P, start)
+    assert len(built) == 1
+
+
+def test_a_run_from_end_to_end(tmp_path: Path) -> None:
+    done = command("--part", "end-to-end", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    found = rows(tmp_path, "end-to-end")
+    assert found["log"]["note"].startswith("PASS"), found["log"]
+    assert found["inside the clock"]["figure"] > 0
+    assert 0 <= found["host waiting for data"]["share"] < 1
+    assert 0.2 < found["last quarter of the steps against the first"]["figure"] < 5
+
+
+def test_drift_and_waiting_come_from_the_steps() -> None:
+    steps = [
+        {
+            "event": "step",
+            "step_ms": ms,
+            "data_wait_ms": ms / 10,
+            "sequences_per_s": 1e3 / ms,
+            "samples": 8,
+            "time_s": 1,
+        }
+        for ms in (10, 10, 10, 10, 20, 20, 30, 30)
+    ]
+    others = [
+        {"event": "eval", "eval_s": 0.5, "count": 7},
+        {"event": "end", "samples": 100, "time_s": 4.0},
+    ]
+    found = {row.name: row for row in gpu_end_to_end.rows_of(steps + others)}
+    assert found["last quarter of the steps against the first"].figure == 3
+    assert found["host waiting for data"].share == pytest.approx(0.1)
+    assert found["inside the clock"].figure == 25
+    assert found["evaluation"].milliseconds == 500
+    assert {row.name for row in gpu_end_to_end.rows_of(steps)} == set(found) - {"inside the clock", "evaluation"}
+    assert gpu_end_to_end.rows_of([]) == []
+
+
+def test_memory_ends_with_what_fits(all_parts: tuple[Path, object]) -> None:
+    found = rows(all_parts[0], "memory")
+    assert found["bf16, most sequences that fit"]["figure"] == TINY.sequences
+    assert found["fp8, most sequences that fit"]["figure"] == TINY.sequences
+
+
+def test_memory_is_that_of_recorded_training(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[object] = []
+
+    class Recorder:
+        def record(self, function: Any) -> Any:
+            function()
+            recorded.append(function)
+            return function
+
+        def capture(self) -> None:
+            pass
+
+    monkeypatch.setattr(Context, "recorder", lambda _: Recorder())
+    gpu_memory._train(context, "bf16", 4)
+    assert len(recorded) == len(gpu_memory._capacities(context, 4)) + 1  # and the update
+
+
+@pytest.mark.parametrize("limit", [1, 100, 139, 10_000])
+def test_the_search_for_memory_finds_the_limit(context: Context, monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """Also where the capture fails for a reason of its own because memory ran out."""
+
+    def train(_context: object, _precision: object, sequences: int) -> None:
+        try:
+            if sequences > limit:
+                raise torch.OutOfMemoryError
+        except torch.OutOfMemoryError:
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+
+    monkeypatch.setattr(gpu_memory, "_train", train)
+    gpu_memory._search(replace(context, scale=FULL), "bf16")
+    found = context.report.row("bf16, most sequences that fit")
+    assert found is not None
+    assert found.figure is not None
+    assert min(limit, 1536) - max(8, limit / 8) <= found.figure <= limit
+
+
+def test_a_step_that_fails_says_nothing_about_memory(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    def train(*_: object) -> None:
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(gpu_memory, "_train", train)
+    gpu_memory.memory(context)
+    assert [row.note for row in context.report.rows] == ["failed: RuntimeError: no such kernel"] * 2
+
+
+def test_a_wrong_op_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = kernels.libraries.pytorch.dropout_add_layer_norm
+    model = drawn_model(TINY.model, CPU)
+    case = next(case for case in cases(model, [20, 11], 7, torch.bfloat16) if case.op == right.__name__)
+    assert not gpu_correctness._error_row("x", case, "pytorch", torch.bfloat16).failed
+    monkeypatch.setattr(
+        kernels.libraries.pytorch, "dropout_add_layer_norm", lambda *arguments: right(*arguments) * 1.02
+    )
+    assert gpu_correctness._error_row("x", case, "pytorch", torch.bfloat16).failed
+
+
+def test_not_a_number_is_wrong() -> None:
+    exact = [torch.ones(3, dtype=torch.float64)] * 2
+    plain, ours = [torch.ones(3)] * 2, [torch.ones(3), torch.tensor([1.0, float("nan"), 1.0])]
+    judged = functools.partial(gpu_correctness.judged, "x", exact, plain)
+    assert judged(ours, torch.float32).note.startswith("WRONG, worst in the result 1")
+    assert judged(plain, torch.float32).note.startswith("right")
+
+
+def test_the_sanitizer_looks_at_one_call_of_each_kernel(
+    context: Context, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in that runs what it is given: there is nothing for the tool to look at without a GPU."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    tool = tmp_path / "tool"
+    tool.write_text('#!/bin/sh\nshift\n"$@" || exit\necho "========= ERROR SUMMARY: 0 errors"\n')
+    tool.chmod(0o755)
+    row = gpu_correctness.sanitized(context, "memcheck", [str(tool), "--option"])
+    assert row.note == "ERROR SUMMARY: 0 errors, 15 ops called"
+    finding = f"#!/bin/sh\necho '========= Invalid __global__ read'; exit {gpu_correctness._ERRORS_FOUND}\n"
+    tool.write_text(finding)
+    assert gpu_correctness.sanitized(context, "memcheck", [str(tool)]).note == "WRONG: Invalid __global__ read"
+    tool.write_text("#!/bin/sh\necho 'no device'; exit 1\n")
+    with pytest.raises(RuntimeError, match="did not end well"):
+        gpu_correctness.sanitized(context, "memcheck", [str(tool)])
+
+
+def test_names_of_pytorchs_gpu_interface_exist() -> None:
+    """What no run without a GPU would find: the benchmark uses names that this PyTorch has."""
+    for path in [
+        *sorted(GPU_PY.parent.glob("gpu*.py")),
+        REPOSITORY / "bert/cuda_graphs.py",
+        REPOSITORY / "bert/reporting/metrics.py",
+    ]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if re.fullmatch(r"torch(\.\w+)+", name):
+                functools.reduce(getattr, name.split(".")[1:], torch)
+
+
+def test_lengths_are_those_of_wikipedia() -> None:
+    lengths = wikipedia_lengths(96, 512)
+    assert abs(lengths.mean() - 255.8) < 2
+    assert abs((lengths.astype(float) ** 2).mean() / 98826 - 1) < 0.02
+    assert np.array_equal(lengths, np.sort(lengths)[::-1])
+
+
+def test_the_work_of_a_sequence_is_half_a_teraflop() -> None:
+    context = Context(CPU, FULL, Report(Path("unused"), {}))
+    (batch,) = micro_batches(context, 96, 1)
+    assert training_flop(ModelConfig(), batch) / 96 == pytest.approx(500e9, rel=0.02)
+
+
+def test_micro_batches_are_one_global_batch(context: Context) -> None:
+    batches = micro_batches(context, 4, 3)
+    masked = sum(batch.masked_lm_ids.numel() for batch in batches)
+    assert [batch.global_counts.tolist() for batch in batches] == [[12, masked]] * len(batches)
+
+
+def test_the_plain_peer_is_the_same_model(context: Context) -> None:
+    model = gpu_step.training_step(context).model.eval()
+    (batch,) = micro_batches(context, 4, 1)
+    with torch.no_grad():
+        ours = sum(model(batch).mean_losses(batch))
+        torch.testing.assert_close(gpu_peers.plain_loss(model, batch), ours, rtol=1e-5, atol=0)

@@ -1,0 +1,221 @@
+"""The command of the GPU benchmark: wrong input, time, and what is kept of a part that does not end as it should."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from benchmarks.gpu_parts import part as gpu_part
+from benchmarks.gpu_parts.report import CUT_OFF, NotUsableError, Report, Row
+from benchmarks.gpu_parts.table import page
+from tests.conftest import REPOSITORY
+
+GPU_PY = REPOSITORY / "benchmarks" / "gpu.py"
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+
+
+@no_gpu
+def test_without_a_gpu_the_message_is_clear(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--part", "step"]) == 2
+    assert capsys.readouterr().err == "error: needs a CUDA device, and PyTorch sees none here\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--device", "cpu"], "--device cpu only tests the program"),
+        (["--device", "cpu", "--tiny"], "--device cpu only tests the program"),
+        (["--device", "cpu", "--out", "x"], "--device cpu only tests the program"),
+        (["--part", "step,speed"], "--part: unknown 'speed', expected all, or some of ceilings, correctness, step"),
+        (["--part", ""], "--part: unknown ''"),
+        (["--seconds", "0"], "--seconds: 0, expected more than 0"),
+        (["--seconds", "nan"], "--seconds: nan, expected more than 0"),
+        (["--seconds", "soon"], "argument --seconds: invalid float value: 'soon'"),
+        (["--device", "tpu"], "argument --device: invalid choice: 'tpu'"),
+        (["--fast"], "unrecognized arguments: --fast"),
+    ],
+)
+def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"error: {complaint}")
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_help_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--help"])
+    assert ended.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(part in printed for part in gpu.PARTS)
+
+
+def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What one leaves of its time, the later ones get; one alone gets all of it; all end in time."""
+    clock, given = [0.0], {}
+
+    def run_part(part: str, _function: str, _settings: gpu.Settings, seconds: float) -> Report:
+        given[part] = seconds
+        clock[0] += min(seconds, 10.0)
+        return Report(tmp_path / "x.json", {}, error=None)
+
+    monkeypatch.setattr(gpu, "run_part", run_part)
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: clock[0])
+    settings = gpu.Settings(["ceilings", "step", "peers"], tmp_path, "cpu", True, 480)
+    assert gpu.measure(settings)
+    assert given == {"ceilings": 60, "step": pytest.approx(470 * 90 / 210), "peers": pytest.approx(460)}
+    assert gpu.measure(replace(settings, parts=["memory"]))
+    assert given["memory"] == 480
+    assert gpu.SECONDS < 540
+
+
+def test_a_part_whose_process_ends_goes_on_behind_that_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    settings = gpu.Settings([], tmp_path, "cpu", True, 600)
+    report = gpu.run_part("unlucky", "tests.benchmarks.gpu_parts:unlucky", settings, 600)
+    found = [(row.name, row.figure, row.note) for row in Report.load(tmp_path / "unlucky.json").rows]
+    assert found == [
+        ("first", 1.0, ""),
+        ("killed", None, "failed: the process ended with SIGKILL"),
+        ("second", 2.0, ""),
+        ("lost", None, "failed: RuntimeError: an illegal memory access was encountered"),
+        ("third", 3.0, ""),
+    ]
+    assert report.complete
+    assert len(report.failures) == 2
+    assert "unlucky: third" in capfd.readouterr().out
+    assert " failed: the process ended with SIGKILL" in page(tmp_path, ["unlucky"])
+    assert "complete: 5 rows, 2 FAILED" in page(tmp_path, ["unlucky"])
+
+
+def test_a_part_that_cannot_start_says_so(tmp_path: Path) -> None:
+    settings = gpu.Settings([], tmp_path, "cpu", True, 600)
+    report = gpu.run_part("missing", "tests.benchmarks.gpu_parts:missing", settings, 600)
+    assert report.error == "AttributeError: module 'tests.benchmarks.gpu_parts' has no attribute 'missing'"
+
+
+def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> None:
+    settings = gpu.Settings([], tmp_path, "cpu", True, 600)
+    for seconds in (4, 16, 64):  # a busy machine starts slowly
+        report = gpu.run_part("endless", "tests.benchmarks.gpu_parts:endless", settings, seconds)
+        if report.rows:
+            break
+    assert [row.name for row in Report.load(tmp_path / "endless.json").rows] == ["first"]
+    assert report.error == f"cut off at its limit of {seconds} s while measuring endless"
+    assert "NOT COMPLETE: 1 rows" in page(tmp_path, ["endless"])
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The command, in the middle of a real part."""
+    line = [
+        sys.executable,
+        str(GPU_PY),
+        "--device",
+        "cpu",
+        "--tiny",
+        "--part",
+        "kernels,memory",
+        "--out",
+        str(tmp_path),
+    ]
+    process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for text in process.stdout:
+        if text.startswith("kernels: varlen"):
+            break
+    yield process
+    process.kill()
+    process.wait()
+
+
+def child_of(process: subprocess.Popen[str]) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+def assert_gone(pid: int) -> None:
+    for _ in range(200):
+        status = Path(f"/proc/{pid}/stat")
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} is still there")
+
+
+def test_sigterm_keeps_the_rows_and_prints_the_page(running: subprocess.Popen[str], tmp_path: Path) -> None:
+    part = child_of(running)
+    running.send_signal(signal.SIGTERM)
+    printed, _ = running.communicate(timeout=60)
+    assert running.returncode == 128 + signal.SIGTERM
+    found = json.loads((tmp_path / "kernels.json").read_text())
+    assert not found["complete"]
+    assert found["error"].startswith("cut off by SIGTERM")
+    assert len(found["rows"]) >= 4
+    assert not (tmp_path / "memory.json").exists()
+    assert " NOT COMPLETE: " in printed
+    assert_gone(part)
+
+
+def test_sigkill_of_everything_leaves_a_valid_file_that_says_cut_off(
+    running: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    part = child_of(running)
+    running.kill()
+    os.kill(part, signal.SIGKILL)
+    running.wait()
+    assert_gone(part)
+    found = json.loads((tmp_path / "kernels.json").read_text())
+    assert (found["complete"], found["error"]) == (False, CUT_OFF)
+    assert len(found["rows"]) >= 4
+    assert "NOT COMPLETE" in page(tmp_path, list(gpu.PARTS))
+
+
+def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
+    report = Report(tmp_path / "part.json", {})
+
+    def failing() -> Row:
+        raise RuntimeError("no such kernel\nand more")
+
+    def missing() -> Row:
+        raise NotUsableError("too old")
+
+    def library() -> Row:
+        raise ModuleNotFoundError("No module named 'x'", name="x")
+
+    def own() -> Row:
+        raise ImportError("cannot import name 'y'", name="kernels.registry")
+
+    measures = {"a": failing, "b": missing, "c": library, "d": own, "e": lambda: Row("e", figure=float("inf"))}
+    for name, measure in measures.items():
+        report.attempt(name, measure)
+    assert [row.note for row in report.rows] == [
+        "failed: RuntimeError: no such kernel",
+        "not usable here: too old",
+        "not usable here: ModuleNotFoundError: No module named 'x'",
+        "failed: ImportError: cannot import name 'y'",
+        "",
+    ]
+    assert [row.name for row in report.failures] == ["a", "d"]
+    loaded = Report.load(report.path)
+    assert loaded.rows[-1].figure is None  # JSON knows no infinity
+    assert not loaded.complete
+
+
+def test_a_failed_row_is_in_the_exit_status_and_on_the_page(tmp_path: Path) -> None:
+    for function, status in (("right", 0), ("wrong", 1)):
+        file = tmp_path / f"{function}.json"
+        assert gpu_part.run(f"tests.benchmarks.gpu_parts:{function}", file, "cpu", tiny=True) == status
+        assert json.loads(file.read_text())["complete"]
+    printed = page(tmp_path, ["right", "wrong"])
+    assert "| WRONG: 3 " in printed
+    assert "complete: 2 rows, 1 FAILED" in printed
+    assert "not on the page" not in printed

@@ -1,0 +1,393 @@
+"""TensorFlow's checkpoints: the right numbers from real ones, one clear error from damaged and hostile ones."""
+
+import math
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert.checkpoints.tensorflow import MAGIC, TensorBundle, tf1_name
+from bert.convert import convert, open_source
+from tests.bert.checkpoints.tf_bundles import make
+
+FIXTURES = Path(make.__file__).parent
+STATE = make.state()
+WHOLE = ["tf1", "tf1_snappy", "tf1_sharded", "tf2"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fixtures, where tf1_snappy has a data file beside it."""
+    folder = tmp_path_factory.mktemp("bundles")
+    for path in FIXTURES.glob("tf*"):
+        shutil.copy(path, folder)
+    shutil.copy(folder / "tf1.data-00000-of-00001", folder / "tf1_snappy.data-00000-of-00001")
+    return folder
+
+
+# --- real checkpoints -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_weight_of_a_checkpoint_of_tensorflows(folder: Path, name: str):
+    found = open_source(folder / name, num_attention_heads=2)
+    assert found.weights.keys() == STATE.keys()
+    for weight, expected in STATE.items():
+        assert found.weights[weight].shape == expected.shape
+        assert torch.equal(found.weights[weight].read(), torch.from_numpy(expected)), weight
+    model = found.model
+    assert [model.num_hidden_layers, model.hidden_size, model.num_attention_heads, model.intermediate_size] == [
+        2,
+        8,
+        2,
+        16,
+    ]
+    assert [model.vocab_size, model.max_position_embeddings, model.type_vocab_size] == [30, 12, 2]
+
+
+def test_other_variables(folder: Path):
+    bundle = TensorBundle(folder / "tf1")
+    assert bundle.array("global_step") == make.STEP
+    moment = bundle.array("bert/encoder/layer_1/output/dense/kernel/lamb_v")
+    assert moment.shape == (16, 8)
+    assert np.all(moment == 1)
+    assert len(bundle.entries) == 3 * len(STATE) + 1
+    assert bundle.variable_names == {}
+    assert bundle.published() is None
+
+
+def test_tf2_says_how_many_heads_there_are_and_tf1_does_not(folder: Path):
+    assert open_source(folder / "tf2").model.num_attention_heads == 2
+    with pytest.raises(ValueError, match=r"how many heads .* set --num-attention-heads"):
+        open_source(folder / "tf1")
+
+
+def test_the_index_file_is_as_good_as_the_prefix(folder: Path):
+    assert open_source(folder / "tf2.index").digest == open_source(folder / "tf2").digest
+
+
+def test_a_compressed_index_says_the_same(folder: Path):
+    packed, plain = TensorBundle(folder / "tf1_snappy"), TensorBundle(folder / "tf1")
+    assert packed.entries == plain.entries
+    assert packed.index_bytes < plain.index_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("tf2_encoder", r"predictions/transform/logits/kernel.*and 4 more"), ("tf1_sliced", "position_embeddings")],
+)
+def test_a_checkpoint_without_heads_is_refused_by_name(folder: Path, name: str, missing: str):
+    with pytest.raises(ValueError, match=rf"{name}\.index \(not one of .*\) lacks .*{missing}"):
+        open_source(folder / name)
+
+
+def test_a_partitioned_variable_is_refused(folder: Path):
+    with pytest.raises(ValueError, match="word_embeddings is a partitioned variable"):
+        TensorBundle(folder / "tf1_sliced").array("bert/embeddings/word_embeddings")
+
+
+def test_a_lost_data_file(folder: Path, tmp_path: Path):
+    shutil.copy(folder / "tf1_sharded.index", tmp_path)
+    with pytest.raises(ValueError, match=r"tf1_sharded\.data-00000-of-00003: No such file"):
+        TensorBundle(tmp_path / "tf1_sharded")
+
+
+def test_the_published_checkpoints_are_known_by_index_and_size(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    bundle = TensorBundle(folder / "tf1")
+    known = {bundle.index_md5: ("TF1", bundle.index_bytes, 21_320)}
+    monkeypatch.setattr("bert.checkpoints.tensorflow._PUBLISHED", known)
+    assert bundle.published() == "TF1"
+    assert "the benchmark's phase-1 checkpoint (TF1)" in open_source(folder / "tf1", 2).notes[0]
+    monkeypatch.setattr(
+        "bert.checkpoints.tensorflow._PUBLISHED", {bundle.index_md5: ("TF1", bundle.index_bytes, 21_319)}
+    )
+    assert bundle.published() is None
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+def copied(folder: Path, name: str, target: Path, suffix: str, content: bytes) -> Path:
+    """A checkpoint with one file's content replaced; returns its prefix."""
+    target.mkdir(exist_ok=True)
+    for path in folder.glob(f"{name}.*"):
+        shutil.copy(path, target)
+    (target / f"{name}{suffix}").write_bytes(content)
+    return target / name
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def same_or_refused(prefix: Path, original: TensorBundle) -> None:
+    """Bytes of the index that mean nothing may change; nothing else."""
+    try:
+        found = TensorBundle(prefix)
+    except ValueError:
+        return
+    assert found.entries == original.entries
+    assert found.shards == original.shards
+
+
+@given(data=st.data(), name=st.sampled_from([*WHOLE, "tf1_sliced"]))
+def test_a_flipped_bit_in_the_index(folder: Path, data: st.DataObject, name: str):
+    content = (folder / f"{name}.index").read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    prefix = copied(folder, name, folder / "flipped", ".index", flipped(content, bit))
+    same_or_refused(prefix, TensorBundle(folder / name))
+
+
+def test_every_bit_of_a_small_index(folder: Path):
+    name, original = "tf1_sliced", TensorBundle(folder / "tf1_sliced")
+    content = (folder / f"{name}.index").read_bytes()
+    for bit in range(8 * len(content)):
+        same_or_refused(copied(folder, name, folder / "every", ".index", flipped(content, bit)), original)
+
+
+@given(data=st.data(), name=st.sampled_from(WHOLE))
+def test_a_truncated_index(folder: Path, data: st.DataObject, name: str):
+    content = (folder / f"{name}.index").read_bytes()
+    kept = data.draw(st.integers(0, len(content) - 1))
+    with pytest.raises(ValueError, match=rf"{name}\.index: "):
+        TensorBundle(copied(folder, name, folder / "cut", ".index", content[:kept]))
+
+
+@given(content=st.binary(max_size=300))
+def test_any_bytes_before_the_mark(folder: Path, content: bytes):
+    with pytest.raises(ValueError, match=r"tf1\.index: "):
+        TensorBundle(copied(folder, "tf1", folder / "any", ".index", content + MAGIC))
+
+
+@given(data=st.data(), name=st.sampled_from(["tf1", "tf1_sharded", "tf2"]))
+def test_a_flipped_bit_in_the_data(folder: Path, data: st.DataObject, name: str):
+    """It is found when the tensor that it lies in is read, and other tensors are as they were."""
+    original = TensorBundle(folder / name)
+    tensor = data.draw(st.sampled_from(sorted(original.entries)))
+    entry = original.entries[tensor]
+    suffix = original.data_file(entry.shard).name.removeprefix(name)
+    content = original.data_file(entry.shard).read_bytes()
+    bit = data.draw(st.integers(8 * entry.offset, 8 * (entry.offset + entry.size) - 1))
+    bundle = TensorBundle(copied(folder, name, folder / "data", suffix, flipped(content, bit)))
+    with pytest.raises(ValueError, match=rf"{name}\.data-.*expected|{name}\.data-.*checksum"):
+        _ = bundle.variable_names if tensor.startswith("_") else bundle.array(tensor)
+    other = next(each for each in sorted(original.entries) if each != tensor and not each.startswith("_"))
+    assert np.array_equal(bundle.array(other), original.array(other))
+
+
+def test_every_bit_of_one_tensor(folder: Path):
+    name, tensor = "tf1", tf1_name("bert.encoder.layer.0.output.LayerNorm.weight")
+    entry = TensorBundle(folder / name).entries[tensor]
+    content = (folder / f"{name}.data-00000-of-00001").read_bytes()
+    for bit in range(8 * entry.offset, 8 * (entry.offset + entry.size)):
+        prefix = copied(folder, name, folder / "bits", ".data-00000-of-00001", flipped(content, bit))
+        with pytest.raises(ValueError, match="has the checksum"):
+            TensorBundle(prefix).array(tensor)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 8191, 21_319])
+def test_truncated_data(folder: Path, tmp_path: Path, kept: int):
+    content = (folder / "tf1.data-00000-of-00001").read_bytes()[:kept]
+    with pytest.raises(ValueError, match=rf"tf1\.data-00000-of-00001: {kept:,} bytes, but "):
+        TensorBundle(copied(folder, "tf1", tmp_path / "cut", ".data-00000-of-00001", content))
+
+
+# --- hostile indices with right checksums ---------------------------------------------------------------------------
+
+
+def number(value: int) -> bytes:
+    return bytes([value]) if value < 128 else bytes([value & 127 | 128]) + number(value >> 7)
+
+
+def field(index: int, value: int | bytes) -> bytes:
+    if isinstance(value, int):
+        return number(index << 3) + number(value)
+    return number(index << 3 | 2) + number(len(value)) + value
+
+
+def entry(*dims: int, dtype: int = 1, shard: int = 0, offset: int = 0, size: int = 16, extra: bytes = b"") -> bytes:
+    shape = b"".join(field(2, field(1, dim)) for dim in dims)
+    return field(1, dtype) + field(2, shape) + field(3, shard) + field(4, offset) + field(5, size) + extra
+
+
+def block(*records: tuple[bytes, bytes], restarts: int = 1, tail: bytes = b"") -> bytes:
+    rows = b"".join(b"\0" + number(len(key)) + number(len(value)) + key + value for key, value in records)
+    return rows + tail + bytes(4) + struct.pack("<I", restarts)
+
+
+def sealed(content: bytes, kind: int = 0) -> bytes:
+    content += bytes([kind])
+    checksum = google_crc32c.value(content)
+    return content + struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def table(data: bytes, kind: int = 0, handles: list[tuple[int, int]] | None = None) -> bytes:
+    """An index with one data block, or with other handles in its index block; ``handles`` may lead astray."""
+    blocks = [sealed(data, kind), sealed(block())]
+    places = [(0, len(data))] if handles is None else handles
+    index = block(*((bytes([97 + i]), number(offset) + number(size)) for i, (offset, size) in enumerate(places)))
+    start = len(blocks[0]) + len(blocks[1])
+    footer = number(len(blocks[0])) + number(len(block())) + number(start) + number(len(index))
+    return b"".join([*blocks, sealed(index), footer.ljust(40, b"\0"), MAGIC])
+
+
+HEADER = (b"", field(1, 1))
+GOOD = (b"w", entry(2, 2))
+TWO = block(HEADER, GOOD)
+HOSTILE = {
+    "negative dimension": (table(block(HEADER, (b"w", entry(2**64 - 1, 4)))), "negative, or too large"),
+    "endless rank": (table(block(HEADER, (b"w", entry(*[1] * 300)))), "300 dimensions"),
+    "unknown rank": (table(block(HEADER, (b"w", field(2, field(3, 1))))), "unknown rank"),
+    "billions of bytes": (table(block(HEADER, (b"w", entry(2, size=2**40)))), "100 bytes, but w is at 0 to 1,099"),
+    "negative size": (table(block(HEADER, (b"w", entry(2, size=2**64 - 1)))), "w is at byte 0 .* with 18,446"),
+    "outside": (table(block(HEADER, (b"w", entry(2, 2, offset=90)))), "100 bytes, but w is at 90 to 106"),
+    "shared bytes": (table(block(HEADER, GOOD, (b"x", entry(2, 2, offset=15)))), "w and x share bytes"),
+    "data file out of range": (table(block(HEADER, (b"w", entry(2, 2, shard=1)))), "data file 1 .* in 1 file"),
+    "big-endian": (table(block((b"", field(1, 1) + field(2, 1)), GOOD)), "big-endian"),
+    "no data files": (table(block((b"", b""), GOOD)), "0 data files"),
+    "too many data files": (table(block((b"", field(1, 2**31)), GOOD)), "2147483648 data files"),
+    "of the future": (table(block((b"", field(1, 1) + field(3, field(2, 9))), GOOD)), "version 9"),
+    "text for a number": (table(block((b"", field(1, b"1")), GOOD)), "text where a number"),
+    "number for a message": (table(block(HEADER, (b"w", field(2, 7)))), "a number where a message"),
+    "no header": (table(block(GOOD)), "no header"),
+    "empty": (table(block()), "no header"),
+    "twice": (table(block(HEADER, GOOD, GOOD)), "expected ascending keys"),
+    "descending": (table(block(HEADER, GOOD, (b"a", entry(2, 2, offset=16)))), "expected ascending keys"),
+    "name too long": (table(block(HEADER, (b"w" * 1025, entry(2, 2)))), "does not fit the block"),
+    "name of no characters": (table(block(HEADER, (b"\xff", entry(2, 2)))), "not UTF-8"),
+    "prefix of nothing": (table(block(HEADER, tail=b"\5\1\0w")), "does not fit the block"),
+    "value beyond the block": (table(block(HEADER, tail=b"\0\1" + number(2**40) + b"w")), "does not fit the block"),
+    "endless number": (table(block(HEADER, tail=b"\xff" * 40)), "does not end"),
+    "restarts": (table(block(HEADER, restarts=2**31)), "2,147,483,648 restart points"),
+    "wire type": (table(block(HEADER, (b"w", b"\x0b"))), "wire type 3"),
+    "field beyond the message": (table(block(HEADER, (b"w", b"\x12\x7f"))), "a field of 127 bytes"),
+    "another compression": (table(block(HEADER, GOOD), kind=2), "compression type 2"),
+    "block twice": (table(TWO, handles=[(0, len(TWO)), (0, len(TWO))]), "begins before the end"),
+    "index block of itself": (table(block(HEADER, GOOD), handles=[(70, 20)]), "a block at bytes"),
+    "block in the billions": (table(block(HEADER, GOOD), handles=[(0, 2**40)]), "a block at bytes 0 to 1,099"),
+    "bomb": (table(number(2**40) + b"\0" * 8, kind=1), "1,099,511,627,776 bytes, expected at most"),
+    "bomb that runs over": (table(number(10) + b"\0a" + b"\xfe\1\0" * 9, kind=1), "gives 65 bytes, expected 10"),
+    "copy from before the start": (table(number(10) + b"\0a\x0e\2\0", kind=1), "copies from 2 bytes back after 1"),
+    "copy from nowhere": (table(number(10) + b"\0a\x0e\0\0", kind=1), "copies from 0 bytes back"),
+    "literal beyond the block": (table(number(10) + b"\xfc\xff\xff\xff\xff", kind=1), "gives 0 bytes"),
+    "nothing compressed": (table(number(0) + b"\0a\0a", kind=1), "expected 0 and at least 4"),
+}
+
+
+def written(tmp_path: Path, index: bytes) -> Path:
+    (tmp_path / "x.index").write_bytes(index)
+    (tmp_path / "x.data-00000-of-00001").write_bytes(bytes(100))
+    return tmp_path / "x"
+
+
+@pytest.mark.parametrize(("index", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_index(tmp_path: Path, index: bytes, message: str):
+    with pytest.raises(ValueError, match=message) as refused:
+        TensorBundle(written(tmp_path, index))
+    assert str(tmp_path / "x") in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (entry(2**32, 2**32), r"has 16 bytes, expected 73,786,976,294,838,206,464"),
+        (entry(0, 2**39, 2**39, size=0), "more than none"),
+        (entry(3, 3), "has 16 bytes, expected 36"),
+        (entry(2, 2, dtype=7), "type number 7: expected numbers"),
+        (entry(2, 2), "has the checksum"),
+        (entry(2, 2, extra=field(7, b"")), "partitioned"),
+    ],
+)
+def test_a_hostile_tensor(tmp_path: Path, value: bytes, message: str):
+    bundle = TensorBundle(written(tmp_path, table(block(HEADER, (b"w", value)))))
+    with pytest.raises(ValueError, match=message):
+        bundle.array("w")
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [entry(dtype=7, size=100), entry(2, dtype=7), entry(dtype=1), entry(dtype=7, size=2**27)],
+    ids=["no string", "two strings", "a number", "too long"],
+)
+def test_a_hostile_object_graph(tmp_path: Path, graph: bytes):
+    prefix = written(tmp_path, table(block(HEADER, (b"_CHECKPOINTABLE_OBJECT_GRAPH", graph))))
+    with (tmp_path / "x.data-00000-of-00001").open("r+b") as file:
+        file.truncate(2**27)
+    with pytest.raises(ValueError, match=r"x\.data-00000-of-00001: _CHECKPOINTABLE_OBJECT_GRAPH"):
+        _ = TensorBundle(prefix).variable_names
+
+
+def test_a_tensor_too_large_for_a_bert_is_not_read(tmp_path: Path):
+    """A sparse file takes no disk, and must take no memory."""
+    rows = 2**29
+    prefix = written(tmp_path, table(block(HEADER, (b"w", entry(rows, size=4 * rows)))))
+    with (tmp_path / "x.data-00000-of-00001").open("r+b") as file:
+        file.truncate(4 * rows)
+    with pytest.raises(ValueError, match="expected at most 1,073,741,824"):
+        TensorBundle(prefix).array("w")
+
+
+def test_an_index_too_large(tmp_path: Path):
+    prefix = written(tmp_path, b"")
+    with (tmp_path / "x.index").open("r+b") as file:
+        file.truncate(2**40)
+    with pytest.raises(ValueError, match=r"x\.index: 1,099,511,627,776 bytes, expected at most"):
+        TensorBundle(prefix)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda value: value.replace(field(1, 1), field(1, 2), 1), r"type number 2, expected 1 \(float32\)"),
+        (lambda value: value.replace(field(1, 8), field(1, 4), 1), r"has the shape .* by the others"),
+    ],
+    ids=["another type", "another shape"],
+)
+def test_a_weight_that_does_not_fit_the_others(
+    folder: Path, tmp_path: Path, change: Callable[[bytes], bytes], message: str
+):
+    """One tensor's entry changed, with right checksums."""
+    records = []
+    for name, each in sorted(TensorBundle(folder / "tf1").entries.items()):
+        dims = b"".join(field(2, field(1, dim)) for dim in each.shape)
+        value = field(1, each.dtype) + field(2, dims) + field(4, each.offset) + field(5, each.size)
+        if name == "bert/pooler/dense/bias":
+            value = change(value)
+        records.append((name.encode(), value))
+    content = table(block(HEADER, *records))
+    with pytest.raises(ValueError, match=message):
+        open_source(copied(folder, "tf1", tmp_path / "other", ".index", content), 2)
+
+
+# --- into the model -------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_leaves_nothing_behind(folder: Path, tmp_path: Path):
+    content = (folder / "tf1.data-00000-of-00001").read_bytes()
+    entry = TensorBundle(folder / "tf1").entries["cls/seq_relationship/output_bias"]
+    damaged = copied(folder, "tf1", tmp_path / "in", ".data-00000-of-00001", flipped(content, 8 * entry.offset + 3))
+    vocab = tmp_path / "vocab.txt"
+    vocab.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
+    for to, out in (("safetensors", tmp_path / "out" / "w.safetensors"), ("hugging-face", tmp_path / "out" / "folder")):
+        with pytest.raises(ValueError, match="cls/seq_relationship/output_bias has the checksum"):
+            convert(damaged, to, out, 2, vocab)  # pyright: ignore[reportArgumentType]
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_the_names_cover_the_reference(folder: Path):
+    """As many parameters as BERT-Large has, by the shapes of make.py, which the fixtures come from."""
+    large = {"layers": 24, "hidden": 1024, "intermediate": 4096, "vocab": 30522, "positions": 512, "segments": 2}
+    assert sum(math.prod(shape) for shape in make.shapes(large).values()) == 336_226_108
+    entries = TensorBundle(folder / "tf1").entries
+    assert {tf1_name(name) for name in STATE} == {
+        name for name in entries if not name.endswith(("/lamb_m", "/lamb_v", "global_step"))
+    }

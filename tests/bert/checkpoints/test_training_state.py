@@ -1,0 +1,491 @@
+"""Checkpoints of a run in one process: written beside training, whole or not at all, and gone on from to the last bit."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from bert.checkpoints import training_state as resume
+from bert.checkpoints.lock import lock_checkpoints
+from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
+from bert.config import Config
+from bert.loop import TimedRun
+from bert.parallel.mesh import Mesh
+from bert.reporting.metrics import Stopwatch
+from bert.step import TrainingStep, build_model
+from bert.train import parse
+from dataloading import files
+from dataloading.batches.loader import batch_of
+from dataloading.dataset.folder import Dataset, open_dataset
+from tests.conftest import REPOSITORY, SmallRun
+
+MESH = Mesh(0, 1, 0, torch.device("cpu"))
+SEED = 7
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run has when it saves and when it goes on."""
+
+    config: Config
+    train: Dataset
+    samples: SmallRun
+    step: TrainingStep
+    checkpoints: Checkpoints
+    folder: Path
+
+    def take(self, *steps: int) -> list[list[float]]:
+        """Train these steps, each on samples of its own; the statistics of each."""
+        said = []
+        for number in steps:
+            self.step([batch_of(self.samples.train.slice(8 * number, 8 * number + 8))])
+            said.append(list(self.step.statistics.fetch()[0].values()))
+        return said
+
+    def save(self, steps: int) -> OSError | None:
+        self.checkpoints.save(steps, 8 * steps)
+        self.checkpoints.wait()
+        return self.checkpoints.failure()
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that decides what follows."""
+        step = self.step
+        momentum_P, variance_P = step.optimizer.moments()
+        tensors = {
+            "weights": step.flat.weights_P,
+            "momentum": momentum_P,
+            "variance": variance_P,
+            "steps": step.optimizer.steps,
+            "dropout": step.model.dropout_state,
+            "random": torch.get_rng_state(),
+        }
+        if step.fp8 is not None:
+            tensors |= {"scale": step.fp8.scale_S, "inverse": step.fp8.inverse_S, "amax": step.fp8.amax_S}
+            for index, dense in enumerate(step.fp8.denses):
+                tensors |= {f"fp8.{index}": dense.weight_NK.float(), f"fp8.{index}.t": dense.weight_KN.float()}
+        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+
+
+@pytest.fixture
+def make(small_run: SmallRun, tmp_path: Path) -> Callable[..., Run]:
+    def make(seed: int = SEED, **changes: object) -> Run:
+        folder = tmp_path / "checkpoints"
+        config = parse(small_run.arguments(tmp_path, checkpoint__folder=folder, **changes))
+        train = open_dataset(config.data.train)
+        step = TrainingStep(build_model(config, MESH, seed), config, MESH, Stopwatch())
+        step.model.seed_dropout(SEED)
+        return Run(config, train, small_run, step, Checkpoints(config, train, MESH, SEED, step), folder)
+
+    return make
+
+
+Make = Callable[..., Run]
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Nothing of a checkpoint is written before it is set."""
+    opened, write = threading.Event(), resume.write_safetensors
+
+    def waiting(*arguments: Any) -> None:
+        assert opened.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(resume, "write_safetensors", waiting)
+    return opened
+
+
+def test_training_goes_on_while_one_is_written_and_does_not_change_it(make: Make, gate: threading.Event) -> None:
+    run = make()
+    run.take(0, 1)
+    run.checkpoints.save(2, 16)
+    saved = run.state()
+    assert run.checkpoints.writing
+    assert run.checkpoints.failure() is None
+    assert run.checkpoints.longest_s is None
+    run.take(2, 3, 4)
+    [unfinished] = run.folder.iterdir()
+    assert re.fullmatch(r"\.step_00000002\.[0-9a-f]{16}\.partial", unfinished.name)
+    gate.set()
+    run.checkpoints.wait()
+    assert not run.checkpoints.writing
+    assert run.checkpoints.failure() is None
+    assert run.checkpoints.longest_s is not None
+    assert [path.name for path in run.folder.iterdir()] == ["step_00000002"]
+    again = make(seed=1)
+    restore(again.step, find(run.folder, again.config, again.train, MESH), MESH)
+    assert_equal(again.state(), saved)
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str) -> None:
+    """With dropout; in FP8 with the scales of every site, and the weights as they were cast."""
+    changes = {"training__precision": precision, "model__num_hidden_layers": 3, "model__hidden_dropout": 0.1}
+    run = make(**changes)
+    run.step.warm_up([batch_of(run.samples.train.slice(80, 88))], 1)
+    run.take(0, 1, 2)
+    assert run.step.fp8 is None or len(run.step.fp8.scale_S.unique()) > 2
+    assert run.save(3) is None
+    saved = run.state()
+    losses, ended = run.take(3, 4, 5), run.state()
+    again = make(seed=1, **changes)
+    again.take(8, 9)  # it has a past of its own, as after warm-up
+    state = find(run.folder, again.config, again.train, MESH)
+    assert (state.step, state.samples, state.optimizer_steps, state.seed) == (3, 24, 3, SEED)
+    assert (state.fp8_scales is None) == (precision != "fp8")
+    restore(again.step, state, MESH)
+    assert_equal(again.state(), saved)
+    assert again.take(3, 4, 5) == losses
+    assert_equal(again.state(), ended)
+
+
+def test_fp8_scales_that_are_left_out_would_be_noticed(make: Make) -> None:
+    changes = {"training__precision": "fp8", "model__num_hidden_layers": 3}
+    run = make(**changes)
+    run.take(0, 1, 2)
+    assert run.save(3) is None
+    losses = run.take(3)
+    again = make(seed=1, **changes)
+    state = find(run.folder, again.config, again.train, MESH)
+    restore(again.step, replace(state, fp8_scales=None), MESH)
+    assert again.take(3) != losses
+
+
+def test_skipped_steps_are_no_steps_of_the_optimizer(make: Make) -> None:
+    run = make()
+    run.take(0)
+    run.step.flat.gradients_P[0] = torch.inf
+    [statistics] = run.take(1)
+    assert run.step.statistics.NAMES[-1] == "skipped_steps"
+    assert statistics[-1] == 1
+    assert run.save(2) is None
+    state = find(run.folder, run.config, run.train, MESH)
+    assert (state.step, state.optimizer_steps) == (2, 1)
+
+
+@pytest.mark.parametrize("place", ["write_safetensors", "_digest", "sync"])
+def test_one_that_cannot_be_written_leaves_nothing_and_is_told_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    run = make()
+    assert run.save(1) is None
+    before = {path: path.read_bytes() for path in run.folder.rglob("*.safetensors")}
+
+    def full(path: Path, *_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    run.take(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, place, full)
+        for steps in (1, 2):  # the first of the two is there already, and stays
+            error = run.save(steps)
+            assert error is not None
+            assert error.errno == errno.ENOSPC
+            assert run.checkpoints.failure() is None
+    assert [path.name for path in run.folder.iterdir()] == ["step_00000001"]
+    assert {path: path.read_bytes() for path in run.folder.rglob("*.safetensors")} == before
+    assert run.save(2) is None
+    assert len(checkpoint_folders(run.folder)) == 2
+
+
+def test_a_mistake_of_the_program_is_no_warning(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken on purpose")
+
+    monkeypatch.setattr(resume, "write_safetensors", broken)
+    run.checkpoints.save(1, 8)
+    run.checkpoints.wait()
+    with pytest.raises(RuntimeError, match="broken on purpose"):
+        run.checkpoints.failure()
+
+
+def test_what_a_killed_run_has_left_is_no_checkpoint_and_is_removed(make: Make) -> None:
+    run = make()
+    assert run.save(1) is None
+    (run.folder / "step_00000001").rename(run.folder / ".step_00000001.fedcba9876543210.partial")
+    (run.folder / ".step_00000009.0123456789abcdef.partial").mkdir()
+    (run.folder / "step_x").mkdir()
+    assert checkpoint_folders(run.folder) == []
+    lock = lock_checkpoints(run.folder, patience_s=0)
+    assert run.save(2) is None
+    assert sorted(path.name for path in run.folder.iterdir()) == [".lock", "step_00000002", "step_x"]
+    os.close(lock)
+
+
+def test_it_gets_its_name_by_renaming_when_all_is_on_disk(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that at no time a part of it has the name."""
+    run, sync, numbers, brought = make(), files.sync, set(), []
+
+    def noting(path: Path) -> None:
+        numbers.update(folder.stat().st_ino for folder in run.folder.glob(".step_*"))
+        name = re.sub(r"[0-9a-f]{16}", "random", str(path.relative_to(run.folder)))
+        brought.append(re.sub(r"\.state.json.random.partial", "state.json", name))
+        sync(path)
+
+    monkeypatch.setattr(resume, "sync", noting)
+    monkeypatch.setattr(files, "sync", noting)
+    assert run.save(1) is None
+    assert numbers == {(run.folder / "step_00000001").stat().st_ino}
+    names = ("model.safetensors", "momentum.safetensors", "variance.safetensors", "state.json")
+    partial = ".step_00000001.random.partial"
+    assert list(dict.fromkeys(brought)) == [*(f"{partial}/{name}" for name in names), partial, "."]
+    assert brought[-1] == "."
+
+
+def test_random_numbers_after_a_checkpoint_are_of_its_step_and_rank() -> None:
+    def drawn(seed: int, steps: int, rank: int) -> float:
+        reseed(seed, steps, Mesh(rank, 4, rank, torch.device("cpu")))
+        return torch.rand(()).item()
+
+    places = [(seed, steps, rank) for seed in (1, 2) for steps in (1, 2) for rank in range(4)]
+    numbers = [drawn(*place) for place in places]
+    assert len(set(numbers)) == len(places)
+    assert [drawn(*place) for place in places] == numbers
+
+
+def test_the_newest_stay_in_the_order_of_their_steps(make: Make) -> None:
+    run = make(checkpoint__keep=2)
+    for steps in (99_999_999, 5, 100_000_000):
+        assert run.save(steps) is None
+    assert [path.name for path in checkpoint_folders(run.folder)] == ["step_100000000", "step_99999999"]
+    assert find(run.folder, run.config, run.train, MESH).step == 100_000_000
+
+
+def test_those_that_were_passed_over_do_not_push_out_what_the_run_writes(make: Make) -> None:
+    run = make(checkpoint__keep=1)
+    for steps in (8, 12):
+        (run.folder / f"step_{steps:08}").mkdir(parents=True)
+    run = make(checkpoint__keep=1)
+    for steps in (9, 10):
+        assert run.save(steps) is None
+    names = [path.name for path in checkpoint_folders(run.folder)]
+    assert names == ["step_00000012", "step_00000010"]
+    assert find(run.folder, run.config, run.train, MESH).step == 10
+
+
+def test_one_of_the_same_step_is_replaced_when_the_new_one_is_there(make: Make) -> None:
+    run = make()
+    assert run.save(1) is None
+    (run.folder / "step_00000001" / "other").write_text("")
+    run.take(0)
+    assert run.save(1) is None
+    weights = load_file(run.folder / "step_00000001" / "model.safetensors")
+    flat = run.step.flat
+    for name, parameter in run.step.model.named_parameters():
+        assert torch.equal(weights[name].flatten(), flat.weights_P[flat.places[parameter]]), name
+    assert not (run.folder / "step_00000001" / "other").exists()
+
+
+def test_waiting_for_one_may_take_as_long_as_writing_others_did(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a first wait that happened to be short would make a fault of the next."""
+    run, warnings = make(), []
+    timed = cast(TimedRun, SimpleNamespace(stopwatch=Stopwatch(), _warn=warnings.append))
+    TimedRun._look_at_checkpoint(timed, run.checkpoints)
+    assert "checkpoint_write" not in timed.stopwatch.stage.longest
+    run.checkpoints.save(1, 8)
+    run.checkpoints.wait()
+    TimedRun._look_at_checkpoint(timed, run.checkpoints)
+    assert timed.stopwatch.stage.longest["checkpoint_write"] == run.checkpoints.longest_s
+    assert warnings == []
+    monkeypatch.setattr(resume, "_digest", lambda path: (path / "not a folder").stat())
+    run.checkpoints.save(2, 16)
+    run.checkpoints.wait()
+    TimedRun._look_at_checkpoint(timed, run.checkpoints)
+    assert warnings == [f"no checkpoint was written: {run.folder}/step_00000002: Not a directory"]
+
+
+def test_they_are_due_by_steps(make: Make) -> None:
+    run = make(checkpoint__every_steps=3)
+    assert [steps for steps in range(1, 10) if run.checkpoints.due(steps)] == [3, 6, 9]
+
+
+def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
+    def act(path: Path) -> None:
+        content = json.loads((path / "state.json").read_text())
+        change(content)
+        (path / "state.json").write_text(json.dumps(content))
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (damage(lambda state: state.update(format=2)), "of another format than 1"),
+        (damage(lambda state: state.pop("format")), "not the state of a run (KeyError)"),
+        (damage(lambda state: state.pop("samples")), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(step=-1)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(dropout_draws="1")), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(seed=1.5)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(optimizer_steps=None)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(step=True)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(samples=10**30)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(settings=[])), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(settings={"model.vocab_size": 3})), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(fp8_scales=3)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(fp8_scales=["1"])), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(fp8_scales=[float("nan")])), "not the state of a run (TypeError)"),
+        (
+            damage(lambda state: state["files"]["variance.safetensors"].pop("bytes")),
+            "not the state of a run (KeyError)",
+        ),
+        (
+            damage(lambda state: state["files"]["variance.safetensors"].pop("sha256")),
+            "not the state of a run (KeyError)",
+        ),
+        (
+            damage(lambda state: state["files"].update({"variance.safetensors": [[1]]})),
+            "not the state of a run (TypeError)",
+        ),
+        (
+            damage(lambda state: state["files"]["variance.safetensors"].update(bytes={})),
+            "not the state of a run (TypeError)",
+        ),
+        (lambda path: (path / "state.json").write_text("[" * 100_000), "state.json: damaged or of another kind ("),
+        (lambda path: (path / "state.json").write_text("1" * 100_000), "state.json: damaged or of another kind ("),
+        (lambda path: (path / "state.json").unlink() or os.mkfifo(path / "state.json"), "a pipe or a device"),
+        (damage(lambda state: state["files"].pop("variance.safetensors")), "not the state of a run (KeyError)"),
+        (damage(lambda state: state.update(files=3)), "not the state of a run (TypeError)"),
+        (lambda path: (path / "state.json").write_text("[]"), "not the state of a run ("),
+        (
+            lambda path: (path / "state.json").write_bytes(b"\xff"),
+            "state.json: damaged or of another kind ('utf-8' codec",
+        ),
+        (lambda path: (path / "state.json").write_bytes(b" " * 2_000_000), "2,000,000 bytes, expected at most"),
+        (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
+        (lambda path: (path / "momentum.safetensors").unlink(), "momentum.safetensors is missing"),
+        (lambda path: os.truncate(path / "variance.safetensors", 9), "variance.safetensors: 9 bytes, expected "),
+    ],
+)
+def test_one_that_is_not_whole_is_refused_with_the_reason(
+    make: Make, spoil: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make()
+    assert run.save(4) is None
+    spoil(run.folder / "step_00000004")
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        find(run.folder, run.config, run.train, MESH)
+    assert "remove it, or resume from another" in str(raised.value)
+    assert run.save(3) is None
+    assert find(run.folder, run.config, run.train, MESH).step == 3
+    assert message in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"optimizer__epsilon": 1e-5}, "was made with optimizer.epsilon 1e-06, but this run has 1e-05"),
+        ({"model__hidden_dropout": 0.2}, "was made with model.hidden_dropout"),
+        ({"training__seed": 8}, "was made with training.seed 7: leave the seed out"),
+    ],
+)
+def test_settings_that_decide_the_losses_must_be_the_same(make: Make, change: dict[str, object], message: str) -> None:
+    run = make()
+    assert run.save(4) is None
+    other = make(**change)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        find(run.folder, other.config, other.train, MESH)
+
+
+def test_data_must_be_the_same_and_other_settings_need_not(make: Make, small_run: SmallRun) -> None:
+    run = make()
+    assert run.save(4) is None
+    with pytest.raises(ValueError, match=r"was made with data\.train sha256 "):
+        find(run.folder, run.config, open_dataset(small_run.folder / "evaluation"), MESH)
+    changed = SimpleNamespace(shards=[replace(shard, digest="0" * 64) for shard in run.train.shards])
+    assert fixed_settings(run.config, cast(Dataset, changed)) != fixed_settings(run.config, run.train)
+    other = make(log__interval_steps=5, evaluation__interval_samples=160, training__max_samples=320)
+    assert fixed_settings(other.config, other.train) == fixed_settings(run.config, run.train)
+    assert find(run.folder, other.config, other.train, MESH).path == str(run.folder / "step_00000004")
+    assert find(run.folder / "step_00000004", other.config, other.train, MESH).step == 4
+
+
+def test_weights_of_another_model_behind_the_right_digest_are_refused(make: Make) -> None:
+    run = make()
+    assert run.save(4) is None
+    state = find(run.folder, run.config, run.train, MESH)
+    save_file({"x": torch.zeros(2)}, run.folder / "step_00000004" / "momentum.safetensors")
+    with pytest.raises(ValueError, match="not a whole safetensors file of this model"):
+        restore(run.step, state, MESH)
+
+
+def test_weights_of_another_shape_are_not_spread_over_the_model(make: Make) -> None:
+    run = make()
+    assert run.save(4) is None
+    state = find(run.folder, run.config, run.train, MESH)
+    path = run.folder / "step_00000004" / "momentum.safetensors"
+    save_file({name: tensor.flatten()[:1] for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(ValueError, match=r"of shape \(1,\), expected"):
+        restore(run.step, state, MESH)
+
+
+def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:
+    """As two runs that share a folder whose file system has no locks."""
+    first, second = make(checkpoint__keep=1), make(checkpoint__keep=1)
+    for steps in (1, 2, 3):
+        assert first.save(2 * steps) is None
+        assert second.save(2 * steps + 1) is None
+    assert [path.name for path in checkpoint_folders(first.folder)] == ["step_00000007", "step_00000006"]
+    error = second.save(6)
+    assert error is not None
+    assert error.filename == str(first.folder / "step_00000006")
+    assert find(first.folder / "step_00000006", first.config, first.train, MESH).step == 6
+
+
+def test_a_folder_belongs_to_one_process_at_a_time(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from bert.checkpoints.lock import lock_checkpoints
+try:
+    lock_checkpoints(Path(sys.argv[1]), float(sys.argv[2]))
+    print("locked", flush=True)
+    sys.stdin.read()
+except ValueError as error:
+    print(error)
+"""
+    folder = tmp_path / "new" / "checkpoints"
+
+    def start(patience_s: float) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", code, str(folder), str(patience_s)]
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+
+    first = start(0)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "locked\n"
+    refused, _ = start(0).communicate()
+    assert refused.startswith(f"{folder} is where another run writes its checkpoints (process {first.pid} on host ")
+    waiting = start(600)
+    first.kill()
+    first.communicate()
+    assert waiting.communicate()[0] == "locked\n"
+
+
+def test_an_empty_folder_and_none_are_refused(make: Make, tmp_path: Path) -> None:
+    run = make()
+    for folder in (tmp_path / "nothing", tmp_path):
+        message = f"no whole checkpoint in {folder}: set resume to a folder of checkpoints"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            find(folder, run.config, run.train, MESH)

@@ -1,0 +1,113 @@
+"""The guard that keeps the clock honest. Each case runs in a process of its own: audit hooks cannot be taken back."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.conftest import REPOSITORY, SmallRun
+
+PRELUDE = """
+import os, sys
+from pathlib import Path
+import numpy
+from bert.guards.data_guard import DataGuard, DataTouchedEarlyError
+from dataloading.dataset.folder import open_dataset
+from dataloading.shards.formats import open_shard
+folder = Path(sys.argv[1])
+"""
+TOUCHES = [
+    "open_shard(shard)",
+    "open_dataset(folder).take(numpy.array([0]))",
+    "shard.read_bytes()",
+    "os.open(str(shard), 0)",
+    "numpy.memmap(shard, mode='r')",
+    "(folder / '..' / folder.name / shard.name).open('rb')",
+    "os.chdir(folder) or open(shard.name, 'rb')",
+    "os.open(shard.name, 0, dir_fd=os.open(folder, 0))",
+    "open(f'/proc/self/cwd/{os.path.relpath(shard)}', 'rb')",
+    "open(f'/proc/self/fd/{os.open(folder, 0)}/{shard.name}', 'rb')",
+    "os.symlink(shard, link) or open(link, 'rb')",
+    "os.link(shard.resolve(), link) or open(link, 'rb')",
+    "shard.resolve().open('rb')",
+    "(kept := h5py.h5f.open(os.fsencode(shard))) and open(kept.get_vfd_handle())",
+    "(kept := h5py.File(shard)) and guard.require_untouched()",
+    "(kept := torch.from_file(str(shard), size=8)).numel() and guard.require_untouched()",
+]
+EACH_IN_A_PROCESS = """
+import h5py, torch
+for number, touch in enumerate(sys.argv[2:]):
+    for folder in sorted(Path(sys.argv[1]).iterdir()):
+        if os.fork():
+            os.wait()
+            continue
+        guard = DataGuard([folder])
+        shard, link = next(folder.glob('part_*')), folder.parent.parent / f'{folder.name}_{number}'
+        try:
+            exec(touch)
+        except DataTouchedEarlyError as error:
+            assert "opened before run_start" in str(error)
+            print(number, folder.name, flush=True)
+        os._exit(0)
+"""
+
+
+def run(code: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", PRELUDE + code, str(folder), *more]
+    return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+
+
+def test_touching_data_before_the_clock_fails_the_run(small_run: SmallRun, tmp_path: Path) -> None:
+    """The shards are the same, whatever leads to them."""
+    source, places = small_run.folder / "train", tmp_path / "places"
+    shutil.copytree(source, places / "folder")
+    (places / "linked_folder").symlink_to(source)
+    for name in ("links", "hard_links"):
+        (places / name).mkdir()
+        for path in source.iterdir():
+            if path.name.startswith("part_"):
+                link = places / name / path.name
+                link.symlink_to(path) if name == "links" else link.hardlink_to(path)
+            else:
+                shutil.copy(path, places / name)
+    done = run(EACH_IN_A_PROCESS, places, *TOUCHES)
+    assert done.returncode == 0, done.stderr
+    noticed = {(TOUCHES[int(number)], place) for number, place in (line.split() for line in done.stdout.splitlines())}
+    assert {(touch, place.name) for touch in TOUCHES for place in places.iterdir()} - noticed == set()
+
+
+def test_a_swallowed_touch_still_fails_at_the_start_of_the_clock(small_run: SmallRun) -> None:
+    code = """
+guard = DataGuard([folder])
+try:
+    next(folder.glob('part_*')).read_bytes()
+except DataTouchedEarlyError:
+    pass
+guard.release()
+"""
+    done = run(code, small_run.folder / "train")
+    assert done.returncode == 1
+    assert "data were opened before run_start" in done.stderr
+
+
+def test_a_link_to_the_data_is_the_data(small_run: SmallRun, tmp_path: Path) -> None:
+    link = tmp_path / "elsewhere"
+    link.symlink_to(small_run.folder / "train")
+    code = f"guard = DataGuard([folder]); next(Path({str(link)!r}).glob('part_*')).read_bytes()"
+    done = run(code, small_run.folder / "train")
+    assert "DataTouchedEarlyError" in done.stderr
+
+
+def test_metadata_before_and_data_after_are_fine(small_run: SmallRun) -> None:
+    code = """
+guard = DataGuard([folder])
+dataset = open_dataset(folder)
+assert dataset.lengths.sum() > 0
+Path(sys.executable).open('rb').close()
+guard.require_untouched()
+guard.release()
+guard.release()
+assert len(dataset.take(__import__('numpy').arange(5))) == 5
+"""
+    done = run(code, small_run.folder / "train")
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,91 @@
+"""What would stop a run later is found before it has a log, by the dry run and by the run itself."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bert.checkpoints.weights import save_weights
+from bert.guards.preflight import check
+from bert.model import BertForPreTraining
+from bert.train import parse
+from tests.conftest import SmallRun
+from tests.programs import PATIENCE_S, Program
+
+
+def refusal(small_run: SmallRun, results: Path, **changes: object) -> str:
+    """The error of a dry run with these settings, which leaves nothing."""
+    before = sorted(results.rglob("*")) if results.is_dir() else None
+    with pytest.raises(ValueError, match=r".") as caught:
+        check(parse([*small_run.arguments(results, **changes), "--dry-run"]), 1)
+    assert (sorted(results.rglob("*")) if results.is_dir() else None) == before
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_run_that_is_fine_is_ready_and_leaves_nothing(small_run: SmallRun, tmp_path: Path) -> None:
+    process = Program("bert.train", [*small_run.arguments(tmp_path / "a" / "b"), "--dry-run"])
+    assert process.wait(PATIENCE_S) == 0
+    assert process.output == f"tiny_cpu: ready, results would go to {tmp_path}/a/b/tiny_cpu/bert/result_0.txt\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_places_that_cannot_be_written(small_run: SmallRun, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for place, why in (
+        (file, f"({file}: Not a directory)"),
+        (Path("/proc/here"), "(/proc: No such file or directory)"),
+    ):
+        said = refusal(small_run, place)
+        assert said.endswith(f"cannot be written {why}: set log.results to another place")
+        said = refusal(small_run, tmp_path / "r", checkpoint__folder=place)
+        assert said == f"{place} cannot be written {why}: set checkpoint.folder to another place"
+        said = refusal(small_run, tmp_path / "r", save_checkpoint=place / "weights.safetensors")
+        assert said == f"{place} cannot be written {why}: set save_checkpoint to another place"
+    assert "is a folder: set save_checkpoint to a file" in refusal(small_run, tmp_path / "r", save_checkpoint=tmp_path)
+
+
+def test_a_run_without_an_evaluation_is_refused(small_run: SmallRun, tmp_path: Path) -> None:
+    said = refusal(small_run, tmp_path, training__max_samples=160, evaluation__interval_samples=161)
+    assert said.startswith(
+        "training.max_samples 160 ends the run before its first evaluation, after 161 samples: raise it"
+    )
+    said = refusal(small_run, tmp_path, training__max_steps=4)
+    assert said.startswith("training.max_steps 4 ends the run before its first evaluation, after 80 samples: raise it")
+
+
+def test_a_run_to_go_on_from_is_looked_at(small_run: SmallRun, tmp_path: Path) -> None:
+    assert "no whole checkpoint" in refusal(small_run, tmp_path / "r", resume=tmp_path / "nowhere")
+
+
+def test_an_initial_checkpoint_of_another_model(small_run: SmallRun, tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_weights(BertForPreTraining(parse(small_run.arguments(tmp_path, model__num_attention_heads=4)).model), path)
+    said = refusal(small_run, tmp_path, data__initial_checkpoint=path)
+    assert "holds a model with num_attention_heads 4, but model.num_attention_heads is 2" in said
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_disk_that_would_be_full_is_found_before(small_run: SmallRun, tmp_path: Path, small_disk: Path) -> None:
+    assert "set log.results to another place" in refusal(small_run, small_disk)
+    results = tmp_path / "results"
+    config = parse(small_run.arguments(results, checkpoint__folder=small_disk))
+    size = 12 * sum(parameter.numel() for parameter in BertForPreTraining(config.model).parameters())
+    assert 2 * size < 900 * 1024 < 3 * size
+    said = refusal(small_run, results, checkpoint__folder=small_disk)  # two that are kept, and the one that is written
+    assert said.startswith(
+        f"{small_disk} needs {3 * size / 1e6:.1f} MB, but 0.9 MB are free there: make room, or set check"
+    )
+    check(parse(small_run.arguments(results, checkpoint__folder=small_disk, checkpoint__keep=1)), 1)

@@ -1,0 +1,115 @@
+"""Compiled code that others could have put there is neither read nor run."""
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bert.guards import triton_cache
+from dataloading.files import is_private
+from tests.conftest import REPOSITORY
+
+CALL = """
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import doubling
+print(doubling.double(4))
+"""
+MODULE = """
+from dataloading.compiled import compiled
+
+@compiled
+def double(number):
+    return 2 * number
+"""
+
+
+class Planted:
+    """What runs a command when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture
+def visible() -> Iterator[Path]:
+    """A folder that everybody gets into: pytest's own are closed to others, and so is all that is in them."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def call(module: Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(cache), "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run([sys.executable, "-c", CALL, str(module)], env=environment, capture_output=True, text=True)
+
+
+def test_a_pickle_in_a_folder_of_others_is_not_read(visible: Path) -> None:
+    module, cache, mark = visible / "module", visible / "cache", visible / "mark"
+    module.mkdir()
+    (module / "doubling.py").write_text(MODULE)
+    assert call(module, cache).stdout == "8\n"
+    [index] = cache.rglob("*.nbi")  # it is kept where that is safe
+    index.write_bytes(pickle.dumps(Planted(mark)))
+    for folder in (index.parent, cache):
+        mode = folder.stat().st_mode
+        folder.chmod(0o777)
+        done = call(module, cache)
+        folder.chmod(mode)
+        assert done.stdout == "8\n", done.stderr
+        assert not mark.exists()
+        assert f"{index.parent} can be written by others" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("modes", "private"),
+    [
+        ({}, True),
+        ({"shared/own/cache": 0o777}, False),
+        ({"shared/own/cache": 0o770}, False),
+        ({"shared/own/cache": 0o1777}, False),
+        ({"shared/own": 0o777}, False),
+        ({"shared": 0o777}, False),
+        ({"shared": 0o1777}, True),
+        ({"shared": 0o700, "shared/own/cache": 0o777}, True),
+    ],
+)
+def test_a_folder_is_private_if_nobody_can_reach_into_it(visible: Path, modes: dict[str, int], private: bool) -> None:
+    folder = visible / "shared" / "own" / "cache"
+    folder.mkdir(parents=True)
+    for name, mode in modes.items():
+        (visible / name).chmod(mode)
+    assert is_private(folder) == private
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to somebody else")
+def test_a_folder_of_somebody_else_is_not_private(visible: Path) -> None:
+    (visible / "theirs" / "cache").mkdir(parents=True)
+    os.chown(visible / "theirs", 12345, 12345)
+    assert not is_private(visible / "theirs" / "cache")
+
+
+def test_triton_gets_a_folder_of_its_own_where_others_can_write(visible: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(triton_cache.VARIABLE, raising=False)
+    monkeypatch.setenv("TRITON_HOME", str(visible))
+    assert triton_cache.require_private_cache() is None
+    assert triton_cache.VARIABLE not in os.environ
+    monkeypatch.setenv(triton_cache.VARIABLE, "")  # taken back after the test
+    (visible / ".triton" / "cache").chmod(0o777)
+    warning = triton_cache.require_private_cache()
+    assert warning is not None
+    assert f"{visible / '.triton' / 'cache'} can be written by others" in warning
+    own = Path(os.environ[triton_cache.VARIABLE])
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert list(own.iterdir()) == []

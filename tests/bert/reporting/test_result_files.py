@@ -1,0 +1,77 @@
+"""How a run comes by the number of its result file, alone and among others that start at the same moment."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from bert.mllog import MLLog, ResultExists
+from bert.reporting.result_files import CLAIM, choose_files, claim, create_log
+
+
+def made(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text("earlier\n")
+    return folder
+
+
+def test_the_lowest_free_number_is_chosen_and_nothing_created(tmp_path: Path) -> None:
+    folder = made(tmp_path / "bert", "result_0.txt", "metrics_1.jsonl", "result_3.txt")
+    (folder / "result_2.txt").symlink_to("nowhere")
+    for _ in range(2):
+        assert choose_files(folder, None) == (folder / "result_4.txt", folder / "metrics_4.jsonl")
+    assert choose_files(tmp_path / "absent", None).result.name == "result_0.txt"
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("there", ["result_5.txt", "metrics_5.jsonl"])
+def test_a_wanted_number_that_is_taken_is_refused(tmp_path: Path, there: str) -> None:
+    made(tmp_path, there)
+    for take in (choose_files, create_log):
+        with pytest.raises(ValueError, match=f"{there} exists already"):
+            take(tmp_path, 5)
+    assert (tmp_path / there).read_text() == "earlier\n"
+
+
+def test_runs_that_start_at_once_get_numbers_of_their_own(tmp_path: Path) -> None:
+    """All have looked before any creates its log, round after round."""
+    folder = made(tmp_path, "result_0.txt", "result_2.txt")
+    runs, rounds = 8, 5
+    barrier, numbers = threading.Barrier(runs), []
+
+    def run() -> None:
+        for _ in range(rounds):
+            barrier.wait()
+            log, files = create_log(folder, None)
+            log.close()
+            numbers.append(int(files.result.stem.removeprefix("result_")))
+
+    threads = [threading.Thread(target=run) for _ in range(runs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(numbers) == [1, *range(3, 2 + runs * rounds)]
+    assert (folder / "result_0.txt").read_text() == (folder / "result_2.txt").read_text() == "earlier\n"
+
+
+def test_a_log_that_is_there_is_never_overwritten(tmp_path: Path) -> None:
+    made(tmp_path, "result_0.txt")
+    (tmp_path / "result_1.txt").symlink_to("nowhere")
+    for name in ("result_0.txt", "result_1.txt"):
+        with pytest.raises(ResultExists, match="never overwritten"):
+            MLLog(tmp_path / name)
+    with pytest.raises(ValueError, match="cannot be created") as other:
+        MLLog(tmp_path / "result_0.txt" / "result_0.txt")
+    assert not isinstance(other.value, ResultExists)
+
+
+def test_who_asks_for_the_number_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CLAIM, raising=False)
+    claim(Path("results/a/bert/result_0.txt"))
+    monkeypatch.setenv(CLAIM, str(tmp_path / "a claim"))
+    claim(Path("results/a b/bert/result_7.txt"))
+    assert (tmp_path / "a claim").read_text() == "results/a b/bert/result_7.txt\n"
+    assert os.listdir(tmp_path) == ["a claim"]  # noqa: PTH208

@@ -1,0 +1,104 @@
+"""Settings from a file, and from the head of a result file."""
+
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bert.config import Config
+from bert.mllog import MLLog
+from bert.recipes import RECIPES
+from bert.reporting.provenance import flattened
+from bert.train import parse
+
+
+def test_settings_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'recipe = "tiny_cpu"\n[training]\nmax_samples = 6400\nautotune = false\n'
+        '[training.implementations]\ndense_gelu = "reference"\n'
+        '[data]\ntrain = "my data"\n[log]\ncache_cleared = true\n'
+    )
+    config = parse(["--config", str(file), "--training.max-samples", "9600"])
+    assert config.recipe == "tiny_cpu"
+    assert config.training.max_samples == 9600  # the command line counts more
+    assert not config.training.autotune
+    assert config.training.implementations == {"dense_gelu": "reference"}
+    assert config.data.train == Path("my data")
+    assert config.log.cache_cleared
+    assert parse(["tiny_cpu", f"--config={file}"]).training.max_samples == 6400
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path) -> None:
+    config = RECIPES[recipe]()
+    training = replace(config.training, implementations={"dense_gelu": "reference"}, seed=5, cuda_graphs=False)
+    config = replace(config, training=training, log=replace(config.log, run=3, platform="a b", cache_cleared=True))
+    path = write_log(tmp_path / "result_3.txt", config)
+    found = parse(["--config", str(path)])
+    expected = replace(config, log=replace(config.log, run=None, cache_cleared=False))
+    # Paths in the repository start at its root there.
+    assert dict(flattened("config", found)) == dict(flattened("config", expected))
+
+
+def write_log(path: Path, config: Config) -> Path:
+    with MLLog(path) as log:
+        log.header(dict(flattened("config", config)))
+        log.abort()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.toml", "training = [", "is no TOML"),
+        ("a.toml", "\x00", "is no TOML"),
+        ("a.toml", "x = " + "[" * 100_000, "is no TOML"),
+        ("a.toml", "", r"names the recipe 'None': expected recipe = one of"),
+        ("a.toml", 'recipe = "tiny"', r"names the recipe 'tiny'"),
+        (
+            "a.toml",
+            'recipe = "tiny_cpu"\n[training]\nmax_sample = 1',
+            r"no setting training\.max_sample; did you mean training\.max_samples\?",
+        ),
+        ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_samples = "many"', r"training\.max-samples"),
+        ("a.toml", 'recipe = "tiny_cpu"\n[training]\nseed = -1', r"training\.seed"),
+        ("result_0.txt", "# config.recipe: tiny_cpu\n# config.training.wire: fp32\n", r"no setting training\.wire"),
+        ("result_0.txt", ":::MLLOG {}", "neither a .toml file nor a result file"),
+    ],
+)
+def test_a_file_that_cannot_be_used(name: str, content: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        parse(["--config", str(tmp_path / name)])
+    assert "\n" not in str(caught.value)
+
+
+def test_the_rest_of_the_command_line(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--config: expected a file"):
+        parse(["tiny_cpu", "--config"])
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / 'gone.toml'}: No such file")):
+        parse(["--config", str(tmp_path / "gone.toml")])
+    for name in ("pipe", "pipe.toml"):
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(ValueError, match=rf"{name}: a pipe or a device, expected a file"):
+            parse(["--config", str(tmp_path / name)])
+    (tmp_path / "other.toml").write_text('recipe = "h100_1x1"')
+    with pytest.raises(ValueError, match="is of the recipe h100_1x1, expected tiny_cpu"):
+        parse(["tiny_cpu", "--config", str(tmp_path / "other.toml")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        (["tiny_cp"], "did you mean tiny_cpu?"),
+        (["tiny_cpu", "--optimizer.epsilom", "1"], "no setting --optimizer.epsilom; did you mean optimizer.epsilon?"),
+        (["tiny_cpu", "--training.max-sample=1"], "did you mean training.max_samples?"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(arguments: list[str], hint: str) -> None:
+    with pytest.raises(ValueError, match=r".") as caught:
+        parse(arguments)
+    assert str(caught.value).endswith(hint)

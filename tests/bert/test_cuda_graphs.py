@@ -1,0 +1,320 @@
+"""Recorded steps: the same weights, bit for bit, as steps that are run; and what a recording may not contain."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+
+from bert.config import Config, ModelConfig, OptimizerConfig
+from bert.cuda_graphs import BatchGraphs, CudaRecorder, Recorder
+from bert.evaluator import Evaluator
+from bert.parallel.mesh import Mesh
+from bert.recipes import tiny_cpu
+from bert.reporting.metrics import Stopwatch
+from bert.step import TrainingStep, build_model
+from dataloading.batches.capacity import Capacity
+from dataloading.batches.loader import Batch, batch_of, inert_batch
+from dataloading.batches.sampler import MicroBatch
+from dataloading.dataset.folder import open_dataset
+from kernels import OPS, cast_fp8
+from kernels.tuning import autotune
+from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
+
+pytestmark = pytest.mark.oldest_torch
+
+CAPACITIES = [Capacity(192, 8, 48, MAX_SEQ_LENGTH), Capacity(320, 8, 64, MAX_SEQ_LENGTH)]
+LARGER = Capacity(448, 8, 80, MAX_SEQ_LENGTH)
+"""Which nothing is recorded for."""
+
+
+class Repeating:
+    """Records by running, replays by running again: on what the recording saw, as a device would."""
+
+    def __init__(self) -> None:
+        self.recorded: list[Callable[[], None]] = []
+        self.captured = 0
+        """How many of them."""
+        self.replays: list[int] = []
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        number = len(self.recorded)
+        self.recorded.append(function)
+
+        def replay() -> None:
+            assert number < self.captured
+            self.replays.append(number)
+            function()
+
+        return replay
+
+    def capture(self) -> None:
+        self.captured = len(self.recorded)
+
+
+def config(precision: Literal["fp32", "fp8"]) -> Config:
+    dropout = (
+        0.1 if precision == "fp32" else 0.0
+    )  # recording draws numbers too, and FP8 scales follow from what is drawn
+    model = ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH, hidden_dropout=dropout, attention_dropout=dropout)
+    recipe = tiny_cpu()
+    training = replace(recipe.training, precision=precision)
+    return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
+
+
+def training_step(device: str = "cpu", precision: Literal["fp32", "fp8"] = "fp32") -> TrainingStep:
+    mesh, chosen = Mesh(0, 1, 0, torch.device(device)), config(precision)
+    return TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+
+
+def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
+    """Each two micro-batches, whose capacities change from one to the next; one in five has none that is recorded."""
+    kinds = [CAPACITIES[0], CAPACITIES[1], CAPACITIES[1], LARGER, CAPACITIES[0]]
+    short = np.argsort(run.train.lengths)[:48]  # so that eight of them fit the smallest
+    batches = []
+    for number in range(2 * count):
+        chosen = short[np.arange(number, number + 8) % len(short)]
+        samples = run.train.take(chosen)
+        # Counts that change, as those of epochs' ends do: they must not be part of a recording.
+        micro = MicroBatch(chosen, 16, 2 * len(samples.masked_lm_ids) + number)
+        batches.append(batch_of(samples, micro, kinds[number % len(kinds)]))
+    return [batches[start : start + 2] for start in range(0, 2 * count, 2)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp8"])
+def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
+    """Losses, moments and weights, over steps with changing capacities and one that is not recorded."""
+    results = []
+    for recorder in (None, Repeating()):
+        step = training_step(precision=precision)
+        batches = global_batches(small_run, 5)
+        torch.manual_seed(9)
+        step.warm_up(batches[0], 1, recorder, CAPACITIES)
+        if recorder is not None:
+            recorder.replays.clear()  # of looking for FP8 scales
+        torch.manual_seed(9)
+        means = []
+        for micro_batches in batches:
+            step(micro_batches)
+            means.append(step.statistics.fetch()[0])
+        results.append((step.flat.weights_P.clone(), step.optimizer.moments()[0].clone(), means))
+        if recorder is not None:
+            # Recorded: the larger capacity, the smaller, the update. Ten micro-batches, of which two have none.
+            assert recorder.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
+    (weights_P, momentum_P, means), (replayed_P, replayed_momentum_P, replayed_means) = results
+    assert torch.equal(weights_P, replayed_P)
+    assert torch.equal(momentum_P, replayed_momentum_P)
+    assert means == replayed_means
+    assert 4 < means[0]["masked_lm_loss"] < 7
+
+
+@pytest.mark.parametrize("recorder", [None, Repeating()], ids=["run", "recorded"])
+def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
+    small_run: SmallRun, recorder: Recorder | None
+) -> None:
+    """Not those of inert batches, nor of weights that were trained while warming up; and it follows every update."""
+    step = training_step(precision="fp8")
+    model = step.model
+    step.warm_up(global_batches(small_run, 1)[0], 3, recorder, CAPACITIES)
+    state = step.fp8
+    assert state is not None
+    for dense in state.denses:
+        expected = cast_fp8(dense.dense.weight, dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
+        assert torch.equal(dense.weight_NK.float(), expected.float())
+        assert 64 < dense.dense.weight.abs().max() * dense.weight.scale <= 448
+        assert dense.gradient.scale > 2**10, "gradients are small"
+    before = model.layers[0].get_parameter("output.weight").clone(), state.denses[3].weight_NK.clone()
+    for micro_batches in global_batches(small_run, 3):
+        step(micro_batches)
+    after = model.layers[0].get_parameter("output.weight"), state.denses[3].weight_NK
+    assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_what_is_called_is_chosen_before_anything_is_recorded(small_run: SmallRun) -> None:
+    step, events = training_step(), []
+
+    def choose(run: Callable[[], None]) -> None:
+        with autotune.observed() as requests:
+            run()
+        events.extend(sorted({request.op for request in requests}))
+
+    class Noting(Repeating):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            events.append("record")
+            return super().record(function)
+
+    step.warm_up(global_batches(small_run, 1)[0], 0, Noting(), CAPACITIES, choose)
+    assert events[: events.index("record")] == [
+        "dense_gelu",
+        "dropout_add_layer_norm",
+        "embedding_layer_norm",
+        "lamb_step",
+        "masked_lm_loss",
+        "varlen_attention",
+        "varlen_self_attention",
+    ]
+
+
+def test_recording_leaves_no_trace(small_run: SmallRun) -> None:
+    step = training_step()
+    weights_P, random_state = step.flat.weights_P.clone(), torch.get_rng_state()
+    step.warm_up(global_batches(small_run, 1)[0], 2, Repeating(), CAPACITIES)
+    assert torch.equal(step.flat.weights_P, weights_P)
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert step.optimizer.steps.item() == 0
+    assert step.model.dropout_state.tolist() == [0, 0]
+    for state in (*step.optimizer.moments(), step.flat.gradients_P):
+        assert not state.any()
+    assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False)
+
+
+def test_recordings_share_buffers_largest_first() -> None:
+    """Every batch is found where the recordings read, and what a larger one left behind its end is not looked at."""
+    seen: list[Batch] = []
+    graphs, recorder = BatchGraphs(seen.append), Repeating()
+    order = [CAPACITIES[0], LARGER, CAPACITIES[1]]
+    graphs.record([inert_batch(capacity) for capacity in order], recorder)
+    recorder.capture()
+    assert [batch.capacity for batch in seen] == [LARGER, CAPACITIES[1], CAPACITIES[0]]
+    for name, largest in seen[0].tensors.items():
+        assert {batch.tensors[name].data_ptr() for batch in seen} == {largest.data_ptr()}
+    batches = [inert_batch(capacity) for capacity in (*order, CAPACITIES[0])]
+    for number, batch in enumerate(batches):
+        filled = replace(batch, input_ids=batch.input_ids + number + 1)
+        graphs(filled)
+        assert seen[-1] is not filled
+        for name, value in filled.tensors.items():
+            assert torch.equal(seen[-1].tensors[name], value), name
+    other = inert_batch(Capacity(192, 8, 48, MAX_SEQ_LENGTH - 1))
+    graphs(other)
+    assert seen[-1] is other  # another longest sequence is another shape of launches
+
+
+def test_a_recording_without_the_copy_is_noticed(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bert.cuda_graphs._copy_", lambda *_: None)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        test_replayed_steps_are_the_steps(small_run, "fp32")
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_what_is_chosen_for_a_recorded_step_can_be_captured(small_run: SmallRun, recorded: bool) -> None:
+    """While implementations are measured and while steps and evaluations run first; afterwards anything again."""
+    plain, step = OPS["varlen_attention"].implementations["pytorch"], training_step()
+
+    def permitted() -> bool:
+        return OPS["varlen_attention"].permits(plain, "cuda")
+
+    class Noting(Repeating):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            seen.append(permitted())
+            return super().record(function)
+
+    seen: list[bool] = []
+    recorder = Noting() if recorded else None
+    batches = global_batches(small_run, 1)[0]
+    step.warm_up(batches, 1, recorder, CAPACITIES, lambda _: seen.append(permitted()))
+    evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), Mesh(0, 1, 0, torch.device("cpu")), 64)
+    evaluator.warm_up(step.model, step.autocast(), recorder)
+    assert seen == ([False] * len(seen) if recorded else [True])
+    assert len(seen) > 3 or not recorded
+    assert permitted()
+
+
+def test_everything_runs_before_anything_is_captured(small_run: SmallRun) -> None:
+    """Of a step: what running takes and what is captured are never in memory at the same time."""
+    step, events = training_step(), []
+
+    class Noting(Repeating):
+        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+            events.append("run")
+            return super().record(function)
+
+        def capture(self) -> None:
+            events.append("capture")
+            super().capture()
+
+    step.warm_up(global_batches(small_run, 1)[0], 1, Noting(), [*CAPACITIES, LARGER])
+    assert events == ["run"] * 4 + ["capture"]  # three capacities and the update
+
+
+def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for what PyTorch has of CUDA. A replay is that of the graph of its function."""
+    events: list[object] = []
+
+    class Stream:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: "Stream") -> None:
+            events.append(f"{self.name} waits for {other.name}")
+
+    class Graph:
+        def replay(self) -> None:
+            events.append(self)
+
+    @contextmanager
+    def within(name: str) -> Iterator[None]:
+        events.append(f"begin {name}")
+        yield
+        events.append(f"end {name}")
+
+    def capturing(graph: Graph, pool: str, stream: Stream, capture_error_mode: str) -> AbstractContextManager[None]:
+        graphs.append(graph)
+        return within(f"capture {len(graphs)} in {pool} on {stream.name}, {capture_error_mode}")
+
+    graphs: list[Graph] = []
+    main, side = Stream("main"), Stream("side")
+    for name, stand_in in {
+        "Stream": lambda _: side,
+        "current_stream": lambda _: main,
+        "stream": lambda stream: within(stream.name),
+        "graph_pool_handle": lambda: "pool",
+        "CUDAGraph": Graph,
+        "graph": capturing,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, stand_in)
+    recorder = CudaRecorder(torch.device("cuda"))
+    replays = [recorder.record(lambda name=name: events.append(name)) for name in ("large", "small")]
+    assert graphs == []
+    ran = [
+        ["side waits for main", "begin side", name, "end side", "main waits for side"] for name in ("large", "small")
+    ]
+    assert events == ran[0] + ran[1]
+    events.clear()
+    recorder.capture()
+    kinds = [f"capture {number} in pool on side, thread_local" for number in (1, 2)]
+    assert events == [f"begin {kinds[0]}", "large", f"end {kinds[0]}", f"begin {kinds[1]}", "small", f"end {kinds[1]}"]
+    events.clear()
+    recorder.capture()
+    for replay in replays:
+        replay()
+    assert events == graphs, "what was captured is not captured again"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
+def test_captured_steps_on_a_gpu_are_the_steps_and_do_not_wait(small_run: SmallRun) -> None:
+    """As on a CPU, with real graphs; no synchronisation in the loop. Sums of other order: close, not equal."""
+    device = torch.device("cuda")
+    results = []
+    for recorder in (None, CudaRecorder(device)):
+        step = training_step("cuda")
+        batches = [[batch.to(device) for batch in micro] for micro in global_batches(small_run, 5)]
+        step.model.seed_dropout(5)
+        step.warm_up(batches[0], 2, recorder, CAPACITIES)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for micro_batches in batches:
+                step(micro_batches)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append((step.flat.weights_P.clone(), step.statistics.fetch()[0]))
+    torch.testing.assert_close(results[1][0], results[0][0], rtol=1e-3, atol=1e-4)
+    assert results[1][1] == pytest.approx(results[0][1], rel=1e-3)

@@ -1,0 +1,183 @@
+"""Evaluations that are recorded, read ahead, and whose result is asked for later."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from bert.config import ModelConfig
+from bert.cuda_graphs import CudaRecorder
+from bert.evaluator import Evaluator
+from bert.model import BertForPreTraining, initialize_
+from bert.parallel.mesh import Mesh
+from dataloading.batches.loader import Batch, batch_of
+from dataloading.dataset.folder import Dataset, open_dataset
+from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
+
+pytestmark = pytest.mark.oldest_torch
+
+CPU = torch.device("cpu")
+PLAIN = torch.autocast("cpu", enabled=False)
+
+
+class Repeating:
+    """Replays by running again on what the recording saw, as a device would; counts."""
+
+    def __init__(self) -> None:
+        self.recorded = self.captured = self.replayed = 0
+
+    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        function()
+        self.recorded += 1
+
+        def replay() -> None:
+            assert self.captured == self.recorded
+            self.replayed += 1
+            function()
+
+        return replay
+
+    def capture(self) -> None:
+        self.captured = self.recorded
+
+
+@pytest.fixture
+def dataset(small_run: SmallRun) -> Dataset:
+    return open_dataset(small_run.folder / "evaluation")
+
+
+@pytest.fixture
+def model() -> BertForPreTraining:
+    """Its logits are wide apart, so that some predictions are right."""
+    made = BertForPreTraining(ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH))
+    initialize_(made, torch.Generator().manual_seed(3))
+    return made.train()
+
+
+def evaluator(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Evaluator:
+    return Evaluator(dataset, Mesh(rank, world_size, 0, CPU), batch_size)
+
+
+@pytest.mark.parametrize(("batch_size", "most"), [(1, 16), (3, 16), (64, 2)])
+def test_a_recorded_evaluation_counts_the_same(
+    dataset: Dataset, model: BertForPreTraining, batch_size: int, most: int
+) -> None:
+    expected = evaluator(dataset, batch_size)(model, PLAIN)
+    recorded, recorder = evaluator(dataset, batch_size), Repeating()
+    recorded.warm_up(model, PLAIN, recorder)
+    assert 1 <= recorder.recorded <= most
+    for _ in range(2):
+        recorder.replayed = 0
+        assert recorded(model, PLAIN) == expected
+        assert recorder.replayed == -(-len(dataset) // batch_size), "every batch has a recording"
+
+
+def test_recording_reads_no_data_and_leaves_the_model_as_it_was(
+    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataset, "take", None)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    evaluator(dataset, 16).warm_up(model, PLAIN, Repeating())
+    assert model.training
+    assert model.dropout_state.tolist() == [0, 0]
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_rank_without_a_share_evaluates_nothing(dataset: Dataset, model: BertForPreTraining) -> None:
+    idle = evaluator(dataset, 16, rank=len(dataset), world_size=len(dataset) + 1)
+    idle.warm_up(model, PLAIN, Repeating())
+    assert idle(model, PLAIN).count == 0
+
+
+def test_the_result_is_that_of_the_weights_it_began_with(dataset: Dataset, model: BertForPreTraining) -> None:
+    evaluate = evaluator(dataset, 16)
+    expected = evaluate(model, PLAIN)
+    pending = evaluate.start(model, PLAIN)
+    with torch.no_grad():
+        model.decoder_bias[7] = 1e6  # from now on it predicts one token alone
+    later = evaluate.start(model, PLAIN)
+    assert pending.result() == expected
+    assert later.result().correct != expected.correct
+    assert later.result().count == expected.count
+
+
+def test_data_is_read_ahead_once_and_its_faults_surface(
+    dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = evaluator(dataset, 16)(model, PLAIN)
+    take, reads = dataset.take, []
+
+    def counted(indices: np.ndarray) -> object:
+        reads.append(len(indices))
+        return take(indices)
+
+    monkeypatch.setattr(dataset, "take", counted)
+    ahead = evaluator(dataset, 16)
+    assert not reads
+    ahead.read_ahead()
+    assert [ahead(model, PLAIN) for _ in range(2)] == [expected] * 2
+    assert sum(reads) == len(dataset)
+
+    def broken(_: np.ndarray) -> object:
+        raise ValueError("the shard is damaged")
+
+    monkeypatch.setattr(dataset, "take", broken)
+    faulty = evaluator(dataset, 16)
+    faulty.read_ahead()
+    with pytest.raises(ValueError, match="damaged"):
+        faulty(model, PLAIN)
+
+
+def test_data_is_read_ahead_on_its_own_gpu(dataset: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything of CUDA happens in the reader's thread; with stand-ins for what does."""
+    own, calls = torch.device("cuda", 3), []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+    )
+    monkeypatch.setattr(Batch, "pin", lambda batch: calls.append((threading.current_thread().name, "pin")) or batch)
+    ahead = evaluator(dataset, 64)
+    ahead._device = own
+    ahead.read_ahead()
+    assert ahead._read is not None
+    count = len(ahead._read.result())
+    assert calls == [("evaluation_0", own)] + [("evaluation_0", "pin")] * count
+
+
+def test_predictions_in_bf16_are_counted_on_logits_that_are_not_rounded(
+    dataset: Dataset, model: BertForPreTraining, small_run: SmallRun
+) -> None:
+    """A bias of 16 on every logit: in bf16, where 0.125 lies between neighbours, most of a row would be equal."""
+    with torch.no_grad():
+        model.decoder_bias.fill_(16.0)
+    batch, autocast = batch_of(small_run.evaluation), torch.autocast("cpu", torch.bfloat16)
+    model.eval()
+    with torch.inference_mode(), autocast:
+        _, masked_MD = model.head_inputs(batch)
+        operands = model._transformed(masked_MD).bfloat16().double(), model.embeddings.word.bfloat16().double()
+    labelled = replace(batch, masked_lm_ids=(operands[0] @ operands[1].T).argmax(dim=-1))
+    evaluate = evaluator(dataset, len(dataset))
+    evaluate._batches = [labelled]
+    accuracy = evaluate(model.train(), autocast)
+    assert accuracy.correct == accuracy.count == len(batch.masked_lm_ids)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
+@pytest.mark.parametrize("record", [True, False])
+def test_a_gpu_evaluates_while_the_host_goes_on(dataset: Dataset, model: BertForPreTraining, record: bool) -> None:
+    expected = evaluator(dataset, 16)(model, PLAIN)
+    device = torch.device("cuda", 0)
+    model.to(device)
+    autocast = torch.autocast("cuda", torch.bfloat16, enabled=False)
+    evaluate = Evaluator(dataset, Mesh(0, 1, 0, device), 16)
+    evaluate.warm_up(model, autocast, CudaRecorder(device) if record else None)
+    assert evaluate(model, autocast).count == expected.count
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        pending = evaluate.start(model, autocast)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert abs(pending.result().correct - expected.correct) <= 2, "ties may fall the other way"

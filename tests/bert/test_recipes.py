@@ -1,0 +1,154 @@
+"""Every recipe at the number of GPUs that it is for, as far as a machine without any can tell."""
+
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bert.checkpoints.weights import model_metadata, safetensors_header
+from bert.config import Config, ModelConfig
+from bert.guards.preflight import check
+from bert.model import BertForPreTraining
+from bert.recipes import RECIPES
+from bert.train import parse
+from dataloading.batches.sampler import Plan
+from dataloading.batches.synthetic import synthetic_samples
+from tests.conftest import MAX_SEQ_LENGTH, REPOSITORY, write_small_dataset
+from tests.programs import PATIENCE_S, Program
+
+GPU_RECIPES = sorted(set(RECIPES) - {"tiny_cpu"})
+
+
+def gpus(recipe: str) -> int:
+    """GPUs that a recipe is for: its name ends in nodes x GPUs a node."""
+    nodes, per_node = recipe.rpartition("_")[2].split("x")
+    return int(nodes) * int(per_node)
+
+
+@pytest.fixture(scope="module")
+def wikipedia(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few made-up samples as a data set with a vocabulary of BERT's size."""
+    folder = tmp_path_factory.mktemp("wikipedia")
+    size = RECIPES["h100_1x1"]().model.vocab_size
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    (folder / "vocab.txt").write_text("\n".join([*tokens, *(f"word{i}" for i in range(size - len(tokens)))]) + "\n")
+    lengths = np.random.default_rng(3).integers(3, MAX_SEQ_LENGTH + 1, 150)
+    for part, some in (("train", lengths[:100]), ("evaluation", lengths[100:])):
+        write_small_dataset(folder / part, synthetic_samples(some, size, seed=1), folder / "vocab.txt")
+    write_sparse_checkpoint(folder / "phase1.safetensors")
+    return folder
+
+
+def write_sparse_checkpoint(path: Path) -> None:
+    """A checkpoint of BERT-Large in whose place on the disk there is only the header."""
+    with torch.device("meta"):
+        state = BertForPreTraining(ModelConfig()).state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    header, size = safetensors_header(shapes, model_metadata(ModelConfig()))
+    path.write_bytes(header)
+    os.truncate(path, len(header) + size)
+
+
+def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
+    names = {
+        "train": "train",
+        "evaluation": "evaluation",
+        "vocab": "vocab.txt",
+        "initial-checkpoint": "phase1.safetensors",
+    }
+    paths = [part for name, file in names.items() for part in (f"--data.{name}", str(wikipedia / file))]
+    return [recipe, *paths, "--log.results", str(results)]
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES)
+def test_a_recipe_fits_its_gpus(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
+    config = parse(arguments(recipe, wikipedia, tmp_path))
+    inputs = check(config, gpus(recipe))
+    training = config.training
+    lanes = gpus(recipe) * training.gradient_accumulation_steps
+    plan = Plan(
+        inputs.train.lengths,
+        inputs.train.masked_counts,
+        global_batch_size=training.global_batch_size,
+        world_size=gpus(recipe),
+        gradient_accumulation_steps=training.gradient_accumulation_steps,
+        seed=1,
+    )
+    micro_batches = plan.rank_batches(0, gpus(recipe) - 1)
+    assert [len(micro.indices) for micro in micro_batches] == (
+        [training.global_batch_size // lanes] * training.gradient_accumulation_steps
+    )
+    assert config.optimizer.learning_rate_training_steps * training.global_batch_size < training.max_samples
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("recipe", GPU_RECIPES)
+def test_a_recipe_on_a_number_of_gpus_that_does_not_fit_is_told_what_does(
+    recipe: str, wikipedia: Path, tmp_path: Path
+) -> None:
+    config = parse(arguments(recipe, wikipedia, tmp_path))
+    lanes = 5 * config.training.gradient_accumulation_steps  # 5 divides no recipe's batch
+    with pytest.raises(ValueError, match=rf"does not divide over 5 ranks .* make it a multiple of {lanes}"):
+        check(config, 5)
+
+
+def dry_run(recipe: str, wikipedia: Path, results: Path, world_size: int, rank: int) -> Program:
+    """The program itself on one of many machines, ended: it must not wait for the others."""
+    step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": world_size, "SLURM_PROCID": rank}
+    program = Program("bert.train", [*arguments(recipe, wikipedia, results), "--dry-run"], **step)
+    program.wait(PATIENCE_S)
+    return program
+
+
+def test_the_largest_recipe_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
+    done = dry_run("dgxa100_512x8", wikipedia, tmp_path, 4096, 4095)
+    assert done.returncode == 0, done.output
+    ready = f"dgxa100_512x8: ready, results would go to {tmp_path}/dgxa100_512x8/bert/result_0.txt"
+    warning = "warning: training.device is cuda, but PyTorch sees no GPU here: this machine could not run it"
+    assert done.output.splitlines() == ([] if torch.cuda.is_available() else [warning]) + [ready]
+
+
+def test_a_rank_of_a_launch_that_does_not_fit_says_so_under_its_number(wikipedia: Path, tmp_path: Path) -> None:
+    done = dry_run("dgxa100_8x8", wikipedia, tmp_path, 56, 7)
+    assert done.returncode == 2
+    assert done.output == (
+        "error: rank 7: training.global_batch_size 3072 does not divide over 56 ranks x 1 accumulation steps: "
+        "make it a multiple of 56\n"
+    )
+
+
+HEAD = (
+    "| recipe | GPUs | global batch | a GPU x accumulation | rate | beta 1 / 2 | weight decay | steps | warm-up / start "
+    "| max samples | format |"
+)
+
+
+def row(config: Config) -> str:
+    """A recipe's line of the table in docs/training.md."""
+    training, optimizer = config.training, config.optimizer
+    accumulation = training.gradient_accumulation_steps
+    share = training.global_batch_size // (gpus(config.recipe) * accumulation)
+    cells = (
+        f"`{config.recipe}`",
+        f"{gpus(config.recipe):,}",
+        f"{training.global_batch_size:,}",
+        f"{share} x {accumulation}",
+        f"{optimizer.base_learning_rate:g}",
+        f"{optimizer.beta_1} / {optimizer.beta_2}",
+        f"{optimizer.weight_decay_rate}",
+        f"{optimizer.learning_rate_training_steps:,}",
+        f"{optimizer.num_warmup_steps:,} / {optimizer.start_warmup_step:,}",
+        f"{training.max_samples:,}",
+        training.precision,
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def test_the_table_of_recipes_is_true() -> None:
+    page = (REPOSITORY / "docs/training.md").read_text(encoding="utf-8")
+    table = page[page.index("| recipe | GPUs |") :].split("\n\n")[0].splitlines()
+    rows = [row(RECIPES[name]()) for name in RECIPES if re.search(r"_\d+x\d+$", name)]
+    assert table == [HEAD, "|---" * HEAD.count(" | ") + "|---|", *rows]

@@ -1,0 +1,358 @@
+"""The convergence check against the official one, run for real, and against published results."""
+
+import json
+import logging
+import math
+import random
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlperf_logging.rcp_checker import rcp_checker
+
+from compliance.convergence.reference_points import (
+    converged_samples,
+    outlook,
+    points,
+    pruned,
+    reference,
+    student_t_quantile,
+)
+from compliance.log.records import read_log
+from compliance.log.rules import RULESETS, evaluation_interval, evaluation_samples
+from compliance.package.selection import olympic_mean
+from tests.compliance.run_logs import write_run
+
+BATCH_SIZES = [
+    1,
+    32,
+    255,
+    256,
+    447,
+    448,
+    449,
+    1024,
+    3072,
+    4607,
+    4608,
+    8704,
+    13056,
+    16383,
+    16384,
+    16385,
+    *range(59, 17_000, 211),
+]
+
+NVIDIA_512_NODES = [5533259, 5533026, 5206297, 5536978, 5205545, 5535111, 5861323, 5535849, 5208214, 5533348]
+"""Round 2.0, NVIDIA, dgxa100_n512_ngc22.04_pytorch, batch size 16384."""
+HABANA_GAUDI2 = [2551360, 2551360, 2551360, 2551360, 2401280, 2401280, 2251200, 2401280, 2401280, 2251200]
+"""Round 2.0, Intel-HabanaLabs, HLS-Gaudi2, batch size 448."""
+
+
+@lru_cache
+def official(ruleset: str) -> rcp_checker.RCP_Checker:
+    return rcp_checker.RCP_Checker("training", ruleset, "bert", verbose=False)
+
+
+def official_record(ruleset: str, batch: int) -> dict | None:
+    """What the official directory check compares with, None where it asks for a reference point."""
+    checker = official(ruleset)
+    exact = checker._find_rcp(batch, "pruned_rcps")
+    low, high = checker._find_top_min_rcp(batch, "pruned_rcps"), checker._find_bottom_max_rcp(batch, "pruned_rcps")
+    if exact is not None or high is None:
+        return exact
+    return checker._create_interp_rcp(batch, low, high)[1] if low else checker._find_min_rcp("pruned_rcps")
+
+
+@pytest.mark.parametrize("ruleset", RULESETS)
+def test_the_points_are_the_official_ones(ruleset: str) -> None:
+    records = list(official(ruleset).rcp_data.values())
+    assert [point.global_batch_size for point in points(ruleset)] == [record["BS"] for record in records]
+    for point, record in zip(points(ruleset), records, strict=True):
+        assert point.mean == pytest.approx(record["RCP Mean"], rel=1e-12)
+        assert point.stdev == pytest.approx(record["RCP Stdev"], rel=1e-12)
+    kept = [record["BS"] for record in official(ruleset).pruned_rcp_data.values()]
+    assert [point.global_batch_size for point in pruned(ruleset)] == sorted(kept)
+
+
+@pytest.mark.parametrize("ruleset", RULESETS)
+def test_the_reference_is_the_official_one_at_every_batch_size(ruleset: str) -> None:
+    for batch in BATCH_SIZES:
+        found, record = reference(ruleset, batch), official_record(ruleset, batch)
+        if record is None:
+            assert found is None, batch
+            continue
+        assert found is not None, batch
+        assert found.mean == pytest.approx(record["RCP Mean"], rel=1e-12), batch
+        assert found.stdev == pytest.approx(record["RCP Stdev"], rel=1e-12), batch
+        assert found.minimum == pytest.approx(record["Min Epochs"], rel=1e-12), batch
+        assert found.minimum == pytest.approx(record["RCP Mean"] / record["Max Speedup"], rel=1e-12), batch
+
+
+@pytest.mark.parametrize(
+    ("batch", "mean", "minimum", "origin", "used"),
+    [
+        (256, 2_414_421, 2_274_732, "smallest", (448,)),
+        (448, 2_414_421, 2_274_732, "exact", (448,)),
+        (512, 2_420_324, 2_280_211, "interpolated", (448, 4608)),
+        (768, 2_443_934, 2_306_738, "interpolated", (448, 4608)),
+        (1024, 2_467_543, 2_333_264, "interpolated", (448, 4608)),
+        (3072, 2_656_421, 2_545_477, "interpolated", (448, 4608)),
+        (4608, 2_798_080, 2_702_871, "exact", (4608,)),
+        (8192, 3_807_431, 3_726_176, "interpolated", (6912, 12288)),
+        (16384, 5_505_422, 5_400_269, "exact", (16384,)),
+    ],
+)
+def test_known_references_of_ruleset_5(batch: int, mean: int, minimum: int, origin: str, used: tuple[int, ...]) -> None:
+    found = reference("5.0.0", batch)
+    assert found is not None
+    assert (round(found.mean), round(found.minimum), found.origin, found.points) == (mean, minimum, origin, used)
+
+
+def test_above_the_largest_point_there_is_no_reference() -> None:
+    assert reference("5.0.0", 16_385) is None
+    found = outlook([9_000_000] * 10, 20_000, "5.0.0")
+    assert (found.verdict, found.reference, found.scaling) == ("no reference", None, 1.0)
+    assert "above the largest one, 16384" in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("samples", "batch", "scaling"), [(NVIDIA_512_NODES, 16384, 1.0096578558), (HABANA_GAUDI2, 448, 1.0512947665)]
+)
+def test_published_scalings(samples: list[int], batch: int, scaling: float) -> None:
+    found = outlook(samples, batch, "2.0.0")
+    assert found.verdict == "scaled"
+    assert found.scaling == pytest.approx(scaling, abs=1e-10)
+    assert f"{scaling:.6f}" in found.sentence
+
+
+def test_quantiles_of_t() -> None:
+    for degrees_of_freedom in range(1, 60):
+        for probability in (0.5, 0.75, 0.95, 0.999):
+            expected = scipy.stats.t.ppf(probability, degrees_of_freedom)
+            assert student_t_quantile(probability, degrees_of_freedom) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def write_minimal(path: Path, batch: int, samples: int | None) -> None:
+    """The three records that the official reader of a folder looks at."""
+    status = "success" if samples else "aborted"
+    records = [
+        ("submission_benchmark", "bert", {}),
+        ("global_batch_size", batch, {}),
+        ("eval_accuracy", 0.72, {"epoch_num": samples or 1}),
+        ("run_stop", None, {"status": status}),
+    ]
+    lines = [f":::MLLOG {json.dumps({'key': key, 'value': value, 'metadata': data})}\n" for key, value, data in records]
+    path.write_text("".join(lines))
+
+
+BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20000]), st.integers(1, 17_000))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    ruleset=st.sampled_from(RULESETS),
+    batch=BATCHES,
+    failed=st.sampled_from([0, 0, 0, 1, 1, 2, 3]),
+)
+def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, batch: int, failed: int) -> None:
+    found = reference(ruleset, batch)
+    centre = round(found.minimum if found and data.draw(st.booleans()) else found.mean if found else 3e6)
+    near = st.integers(-3, 3).map(lambda off: centre + off)
+    wide = st.integers(round(0.8 * centre), round(1.2 * centre))
+    samples = data.draw(st.lists(data.draw(st.sampled_from([near, wide])), min_size=10, max_size=10))
+    runs = [*samples[failed:], *([None] * failed)]
+    folder = tmp_path_factory.getbasetemp() / "rcp"
+    folder.mkdir(exist_ok=True)
+    (folder / "scaling.json").unlink(missing_ok=True)
+    for number, count in enumerate(runs):
+        write_minimal(folder / f"result_{number}.txt", batch, count)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logging.root.manager, "disable", logging.CRITICAL)  # whatever happens, for this long only
+        patch.setattr(rcp_checker, "RCP_Checker", lambda _, ruleset, *__: official(ruleset))
+        passed, message, factor = rcp_checker.check_directory(
+            str(folder), "training", ruleset, False, False, rcp_pass="pruned_rcps", set_scaling=True
+        )
+    ours = outlook(runs, batch, ruleset)
+    assert passed == (ours.verdict in ("pass", "scaled")), (ours.sentence, message)
+    written = folder / "scaling.json"
+    assert (ours.verdict == "scaled") == written.exists()
+    if passed:
+        assert ours.scaling == factor
+        assert ours.scaling == (json.loads(written.read_text())["scaling_factor"] if written.exists() else 1.0)
+    assert (ours.verdict == "no reference") == (found is None and failed < 2)
+
+
+def test_slower_than_the_reference_is_never_scaled_or_failed() -> None:
+    for samples in (2_443_934, 3_000_000, 10**9):
+        assert (outlook([samples] * 10, 768, "5.0.0").verdict, outlook([samples] * 10, 768, "5.0.0").scaling) == (
+            "pass",
+            1,
+        )
+
+
+def test_a_mean_that_is_the_reference_s_stands() -> None:
+    found = outlook([2_798_080] * 10, 4608, "5.0.0")
+    assert found.reference is not None
+    assert found.reference.mean == 2_798_080
+    assert found.verdict == "pass"
+
+
+def test_evaluation_15_fails_16_is_scaled_17_stands() -> None:
+    verdicts = {}
+    for index in (15, 16, 17):
+        samples = evaluation_samples(index, evaluation_interval(768), 768)
+        found = outlook([samples] * 10, 768, "5.0.0")
+        verdicts[index] = found.verdict, round(found.scaling, 4)
+    assert verdicts == {15: ("fail", 1.0861), 16: ("scaled", 1.0183), 17: ("pass", 1.0)}
+
+
+def test_one_run_may_fail_to_converge_two_may_not() -> None:
+    one = outlook([2_550_528] * 9 + [None], 768, "5.0.0")
+    assert (one.verdict, one.mean) == ("pass", 2_550_528)
+    assert "1 of them not converged and dropped as the slowest" in one.sentence
+    two = outlook([2_550_528] * 3 + [None] * 2, 768, "5.0.0")
+    assert (two.verdict, two.mean, two.needed) == ("fail", None, None)
+    assert "only one run of a set may fail to converge" in two.sentence
+
+
+def test_the_failed_run_is_the_slowest_not_just_missing() -> None:
+    """Nine runs and a failed one keep eight: the fastest and the failed one are dropped."""
+    samples = [2_100_000, *range(2_500_000, 2_500_008)]
+    assert outlook([*samples, None], 448, "5.0.0").mean == olympic_mean([*samples, math.inf])
+    assert outlook([*samples, None], 448, "5.0.0").mean == 2_500_003.5
+
+
+def test_open_runs_have_no_reference() -> None:
+    found = outlook([38_400] * 10, 32, "5.0.0", division="open")
+    assert (found.verdict, found.reference, found.mean) == ("no reference", None, 38_400)
+    assert "open division" in found.sentence
+
+
+# Unfinished sets
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
+def test_what_the_missing_runs_need_is_what_brute_force_finds(data, batch: int, done: int, failed: bool) -> None:
+    interval = evaluation_interval(batch)
+    schedule = [evaluation_samples(index, interval, batch) for index in range(1, 161)]
+    known: list[int | None] = data.draw(st.lists(st.sampled_from(schedule[10:30]), min_size=done, max_size=done))
+    if failed and known:
+        known[0] = None
+    found = outlook(known, batch, "5.0.0")
+    assert found.needed is not None
+    assert found.needed.remaining == 10 - done
+    assert found.reference is not None
+    outcomes = {
+        index: outlook([*known, *([samples] * (10 - done))], batch, "5.0.0").verdict
+        for index, samples in enumerate(schedule, start=1)
+    }
+    for wanted, answer in ((("pass", "scaled"), found.needed.to_pass), (("pass",), found.needed.to_stand)):
+        first = next((index for index, verdict in outcomes.items() if verdict in wanted), None)
+        assert (answer.index if answer else None) == first
+        assert answer is None or answer.samples == schedule[answer.index - 1]
+    assert found.verdict == ("unfinished" if found.needed.to_pass else "fail")
+    for case in found.needed.cases:
+        assert case.verdict == outcomes[case.evaluation.index]
+    low, high = found.needed.predicted_mean
+    assert low <= high
+    assert 0 <= found.needed.stand_probability <= found.needed.pass_probability <= 1
+
+
+def test_the_statement_while_runs_are_missing() -> None:
+    found = outlook([2_550_528, 2_400_000, 2_400_000, None], 768, "5.0.0")
+    assert found.sentence.startswith(
+        "4 of 10 runs, 1 of them not converged and dropped as the slowest, mean so far 2,475,264 samples. The complete set "
+        "passes from a mean of 2,306,738, and its score stands unscaled from 2,443,934 (interpolated between the reference "
+        "points at batch sizes 448 and 4608). It will pass if all 6 missing runs converge at evaluation 15 (2,250,240) or "
+        "later. It will stand unscaled if all 6 missing runs converge at evaluation 17 (2,550,528) or later."
+    )
+    assert [(case.evaluation.index, case.verdict) for case in found.needed.cases] == [  # type: ignore[union-attr]
+        (14, "fail"),
+        (15, "scaled"),
+        (16, "scaled"),
+        (17, "pass"),
+    ]
+
+
+def test_a_set_that_the_last_run_cannot_save_or_spoil() -> None:
+    lost = outlook([2_250_240] * 9, 768, "5.0.0")
+    assert lost.verdict == "fail"
+    assert "It can no longer pass, whatever the missing run does." in lost.sentence
+    safe = outlook([2_701_056] * 9, 768, "5.0.0")
+    assert safe.verdict == "unfinished"
+    assert "It will pass if the missing run converges, at any evaluation." in safe.sentence
+
+
+def test_nothing_yet() -> None:
+    found = outlook([], 448, "5.0.0")
+    assert (found.verdict, found.mean, found.scaling) == ("unfinished", None, 1.0)
+    assert found.needed is not None
+    assert found.needed.remaining == 10
+
+
+def test_the_prediction_holds_as_often_as_it_says() -> None:
+    """Nine of ten intervals hold the mean of the complete set, when runs come from the distribution that is assumed."""
+    found = reference("5.0.0", 448)
+    assert found is not None
+    draw = random.Random(7)
+    for done in (2, 7):
+        held = 0
+        for _ in range(60):
+            shift = draw.gauss(0, found.stdev)
+            runs = [round(draw.gauss(found.mean + shift, found.stdev)) for _ in range(10)]
+            needed = outlook(runs[:done], 448, "5.0.0").needed
+            assert needed is not None
+            low, high = needed.predicted_mean
+            held += low <= olympic_mean(runs) <= high
+        assert 0.8 <= held / 60 <= 0.99, (done, held)
+
+
+def test_the_same_runs_get_the_same_prediction() -> None:
+    assert outlook([2_400_000] * 4, 768, "5.0.0") == outlook([2_400_000] * 4, 768, "5.0.0")
+
+
+# Input
+
+
+def test_a_ruleset_without_points_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ruleset is '5\.1\.0', expected one of 1\.0\.0.*5\.0\.0"):
+        reference("5.1.0", 448)
+
+
+@pytest.mark.parametrize("batch", [0, -448, 4.5, True])
+def test_a_batch_size_that_is_none_is_refused(batch: int) -> None:
+    with pytest.raises(ValueError, match="global_batch_size is"):
+        reference("5.0.0", batch)
+
+
+def test_more_runs_than_a_set_are_refused() -> None:
+    with pytest.raises(ValueError, match="11 runs of 10"):
+        outlook([2_400_000] * 11, 448, "5.0.0")
+    with pytest.raises(ValueError, match="at least 3"):
+        outlook([], 448, "5.0.0", runs=2)
+
+
+def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "result_0.txt")
+    expected = rcp_checker.read_submission_file(path, "5.0.0", False)[1]
+    assert converged_samples(read_log(path)) == expected == 450_240
+    text = path.read_text()
+    for odd in ("0.000001", "-5", "true", '"many"', "1e300", "null"):
+        path.write_text(text.replace('"epoch_num": ', f'"epoch_num": {odd}, "was": '))
+        assert converged_samples(read_log(path)) is None, odd
+    assert converged_samples(read_log(path), from_train_samples=True) == 450_240
+    path.write_text(text.replace('"status": "success"', '"status": "aborted"'))
+    assert converged_samples(read_log(path)) is None
+    path.write_text("\n".join(line for line in text.splitlines() if "run_stop" not in line))
+    assert converged_samples(read_log(path)) is None
+    last = next(line for line in reversed(text.splitlines()) if '"eval_accuracy"' in line)
+    path.write_text(text + last.replace("450240", "999999") + "\n")
+    assert converged_samples(read_log(path)) == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
+    path.write_text("\n".join(line for line in text.splitlines() if "eval_accuracy" not in line))
+    assert converged_samples(read_log(path)) is None

@@ -1,0 +1,269 @@
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from compliance import artefact
+from compliance.doctor import system, system_file
+from compliance.doctor.gpus import Gpus
+from compliance.doctor.host import Host, Output
+from compliance.log.rules import SYSTEM_FIELDS
+from tests.compliance.doctor import fake_host as fake
+from tests.compliance.doctor.fake_host import fake_host
+
+GPU_NODE: dict[str, str | Output] = {
+    "lscpu": fake.LSCPU_XEON,
+    "dmidecode": fake.DMIDECODE,
+    "lsblk": fake.LSBLK,
+    "nvidia-smi nvlink": fake.NVLINK,
+    "nvidia-smi topo": fake.topology(),
+    "nvidia-smi --query-gpu": fake.smi(),
+    "python -c": json.dumps(
+        {"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}
+    ),
+}
+
+
+def test_every_field_is_there_and_is_text() -> None:
+    fields = system.describe("open")
+    assert tuple(fields) == SYSTEM_FIELDS
+    assert all(isinstance(value, str) for value in fields.values())
+    assert fields["status"] == "Research, Development, or Internal (RDI)"
+    assert fields["framework"].startswith("PyTorch")
+    assert int(fields["host_processor_vcpu_count"]) > 0
+    assert fields["host_memory_capacity"].endswith(" GiB")
+
+
+def test_a_gpu_node_is_described(tmp_path: Path) -> None:
+    files = fake.infiniband() | {
+        "/proc/meminfo": "MemTotal:       2113462180 kB\nMemFree: 1 kB\n",
+        "/etc/os-release": 'NAME="Ubuntu"\nPRETTY_NAME="Ubuntu 24.04.2 LTS"\n',
+        "/sys/class/net/ens1/device/vendor": "0x15b3",
+        "/sys/class/net/ens1/speed": "100000\n",
+        "/sys/class/net/down0/device/vendor": "0x15b3",
+        "/sys/class/net/down0/speed": "-1\n",
+        "/sys/class/net/ib0/device/vendor": "0x15b3",
+        "/sys/class/net/lo/mtu": "65536",
+        "/.dockerenv": "",
+    }
+    environment = {"NVIDIA_PRODUCT_NAME": "PyTorch", "NVIDIA_PYTORCH_VERSION": "25.10"}
+    host = fake_host(tmp_path, files, GPU_NODE, environment)
+    fields = system.describe("closed", {"number_of_nodes": "8"}, host)
+    expected = {
+        "number_of_nodes": "8",
+        "host_processors_per_node": "2",
+        "host_processor_model_name": "Intel(R) Xeon(R) Platinum 8480CL",
+        "host_processor_core_count": "56",
+        "host_processor_vcpu_count": "224",
+        "host_processor_frequency": "3.80 GHz",
+        "host_processor_interconnect": "UPI",
+        "host_processor_caches": "L1d cache: 5.3 MiB (112 instances), L2 cache: 224 MiB (112 instances)",
+        "host_memory_capacity": "2016 GiB",
+        "host_memory_configuration": "2x 64 GB DDR5 4800 MT/s",
+        "host_storage_type": "HDD, NVMe SSD, SSD",
+        "host_storage_capacity": "2x 3.84 TB, 1x 480 GB, 1x 8.00 TB",
+        "host_networking": "1x Ethernet, 1x Ethernet 100 Gb/s, 8x InfiniBand 400 Gb/s",
+        "accelerators_per_node": "8",
+        "accelerator_model_name": "NVIDIA H100 80GB HBM3",
+        "accelerator_memory_capacity": "81559 MiB",
+        "accelerator_memory_configuration": "HBM3",
+        "accelerator_frequency": "1980 MHz",
+        "accelerator_host_interconnect": "PCIe Gen5 x16",
+        "accelerator_interconnect": "18 NVLinks, 478 GB/s a direction",
+        "accelerator_interconnect_topology": "every GPU to every other: 18 NVLinks",
+        "framework": "PyTorch 2.13.0+cu130 (NVIDIA Release 25.10)",
+        "operating_system": "Ubuntu 24.04.2 LTS",
+        "cooling": "",
+        "hw_notes": "",
+    }
+    assert {name: fields[name] for name in expected} == expected
+    stack = fields["other_software_stack"].split(", ")
+    assert stack[:4] == ["CUDA 13.0", "cuDNN 9.14.0", "NCCL 2.28.9", "NVIDIA driver 580.65.06"]
+    assert stack[-2:] == ["Docker container", "image NVIDIA PyTorch 25.10"]
+
+
+@pytest.mark.parametrize(
+    ("lscpu", "expected"),
+    [
+        (fake.LSCPU_EPYC, ("2", "AMD EPYC 7742 64-Core Processor", "64", "256", "2.25 GHz", "Infinity Fabric (xGMI)")),
+        (fake.LSCPU_XEON, ("2", "Intel(R) Xeon(R) Platinum 8480CL", "56", "224", "3.80 GHz", "UPI")),
+        (fake.LSCPU_GRACE, ("1", "Neoverse-V2", "144", "144", "3.46 GHz", "")),
+    ],
+)
+def test_processors_of_several_makers(tmp_path: Path, lscpu: str, expected: tuple[str, ...]) -> None:
+    fields = system.processors(lscpu, fake_host(tmp_path))
+    names = ("host_processors_per_node", *(f"host_processor_{name}" for name in ("model_name", "core_count")))
+    names += tuple(f"host_processor_{name}" for name in ("vcpu_count", "frequency", "interconnect"))
+    assert tuple(fields[name] for name in names) == expected
+
+
+def test_processors_without_lscpu_come_from_cpuinfo(tmp_path: Path) -> None:
+    cpuinfo = "processor\t: 0\nmodel name\t: Some Processor\ncpu MHz\t\t: 2100.000\n\nprocessor\t: 1\n"
+    fields = system.processors("", fake_host(tmp_path, {"/proc/cpuinfo": cpuinfo}))
+    assert fields["host_processor_model_name"] == "Some Processor"
+    assert fields["host_processor_frequency"] == "2.10 GHz"
+    assert int(fields["host_processor_core_count"]) >= 1
+
+
+@pytest.mark.parametrize(
+    ("lsblk", "kind", "capacity"),
+    [
+        (fake.LSBLK_OLD, "HDD", "1x 960 GB"),
+        ('{"blockdevices": [{"name": "vda", "type": "disk", "size": 1}]}', "virtual disk", "1x 0 GB"),
+        ('{"blockdevices": [{"name": "zram0", "type": "disk", "size": 4096}]}', "", ""),
+        ("", "", ""),
+        ("[1]", "", ""),
+        ('{"blockdevices": [7, null]}', "", ""),
+        ("[" * 100_000, "", ""),
+    ],
+)
+def test_disks_of_any_shape(lsblk: str, kind: str, capacity: str) -> None:
+    assert system.storage(lsblk) == {"host_storage_type": kind, "host_storage_capacity": capacity}
+
+
+def test_memory_without_dmidecode_is_a_capacity_only() -> None:
+    fields = system.memory("MemTotal: 1048576 kB\n", "")
+    assert fields == {"host_memory_capacity": "1 GiB", "host_memory_configuration": ""}
+
+
+def test_links_that_are_off_are_no_links() -> None:
+    host_fields = system.accelerators(Gpus(), "", "")
+    assert host_fields == {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
+
+
+def test_roce_and_infiniband_are_told_apart(tmp_path: Path) -> None:
+    port = "/sys/class/infiniband/mlx5_0/ports/1"
+    files = {f"{port}/rate": "200 Gb/sec (4X HDR)", f"{port}/link_layer": "Ethernet", f"{port}/state": "4: ACTIVE"}
+    assert system.networking(fake_host(tmp_path, files)) == "1x RoCE 200 Gb/s"
+
+
+@pytest.mark.parametrize(
+    ("files", "environment", "expected"),
+    [
+        ({}, {}, ""),
+        ({"/.dockerenv": ""}, {}, "Docker container"),
+        (
+            {"/run/.containerenv": 'engine="podman-4.9"\nimage="docker.io/bert:1"\n'},
+            {},
+            "Podman container docker.io/bert:1",
+        ),
+        ({}, {"APPTAINER_CONTAINER": "/images/bert.sif"}, "Apptainer container bert.sif"),
+        ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes pod"),
+        ({}, {"container": "enroot"}, "container"),
+        ({}, {"NVIDIA_PRODUCT_NAME": "PyTorch"}, "container, image NVIDIA PyTorch"),
+    ],
+)
+def test_containers(tmp_path: Path, files: dict[str, str], environment: dict[str, str], expected: str) -> None:
+    assert system.container(fake_host(tmp_path, files, environment=environment)) == expected
+
+
+@pytest.mark.parametrize("answer", ["not json", "[]", "", Output(trouble="python gave no answer within 90 s")])
+def test_pytorch_that_gives_no_answer_is_left_out(tmp_path: Path, answer: str | Output) -> None:
+    fields = system.describe("open", host=fake_host(tmp_path, answers=GPU_NODE | {"python -c": answer}))
+    assert "CUDA" not in fields["other_software_stack"]
+    assert fields["framework"].startswith("PyTorch")
+
+
+def test_machine_without_tools_is_described_too(tmp_path: Path) -> None:
+    fields = system.describe("open", host=fake_host(tmp_path, answers={"python -c": '{"CUDA": "13.0"}'}))
+    assert "CUDA" not in fields["other_software_stack"]  # PyTorch takes seconds to ask, and here is no GPU
+    assert fields["accelerators_per_node"] == "0"
+    assert fields["host_processor_model_name"]
+    assert fields["host_storage_capacity"].startswith("1x ")
+
+
+def script(folder: Path, name: str, body: str) -> Host:
+    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+    (folder / name).chmod(0o755)
+    return Host(environment={"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"})
+
+
+def test_tool_that_fails_is_no_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    script(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed, 1, 2, 3, 4'\nexit 9")
+    assert system.describe("open")["accelerators_per_node"] == "0"
+
+
+def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    host = script(tmp_path, "hangs", f"sleep 600 & echo $! > {tmp_path}/child; echo half an answer; wait")
+    begin = time.monotonic()
+    output = host.run("hangs", timeout_s=0.5)
+    assert time.monotonic() - begin < 10
+    assert output.trouble == "hangs gave no answer within 0.5 s"
+    assert output.answer == ""
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}")
+    deadline = time.monotonic() + 5
+    while child.exists() and "Z" not in (child / "stat").read_text().split()[2] and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+
+
+def test_trouble_of_commands_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    host = script(tmp_path, "fails", "echo why >&2; printf '\\377\\n'; exit 3")
+    output = host.run("fails")
+    assert (output.trouble, output.errors, output.missing) == ("fails failed with status 3", "why\n", False)
+    assert output.text == "�\n"
+    assert host.run("is-not-there").missing
+    (tmp_path / "no-program").write_text("")
+    assert host.run("no-program").trouble
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"colour": "red"}, "'colour' does not exist, expected one of submitter, division"),
+        ({"status": "available"}, "status is 'available', expected one of 'Available on-premise'"),
+        ({"division": "Closed"}, "expected 'closed' or 'open' in lower case"),
+        ({"number_of_nodes": "eight"}, "number_of_nodes is 'eight', expected a number"),
+        ({"accelerators_per_node": ""}, "accelerators_per_node is ''"),
+    ],
+)
+def test_wrong_fields_are_refused(tmp_path: Path, overrides: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        system.describe("open", overrides, fake_host(tmp_path))
+
+
+@pytest.mark.parametrize("ruleset", ["2.1.0", "5.0.0"])
+def test_official_checker_accepts_the_file(tmp_path: Path, ruleset: str) -> None:
+    path = tmp_path / "systems" / "vm.json"
+    system_file.write(path, system.describe("closed", {"submitter": "Exämple", "system_name": "vm"}))
+    assert json.loads(path.read_text(encoding="utf-8"))["submitter"] == "Exämple"
+    command = [sys.executable, "-m", "mlperf_logging.system_desc_checker", str(path), "training", ruleset]
+    run = subprocess.run([*command, "--log_output", str(tmp_path / "log")], capture_output=True, text=True, check=False)
+    assert "passed" in run.stderr
+    assert "failed" not in run.stderr
+
+
+def test_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "vm.json"
+    system_file.write(path, {"a": "old"})
+
+    def full_disk(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(artefact.os, "fsync", full_disk)
+    with pytest.raises(ValueError, match="No space left on device; choose another folder"):
+        system_file.write(path, {"a": "new"})
+    assert json.loads(path.read_text()) == {"a": "old"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["vm.json"]
+
+
+def test_command_line_sets_fields(tmp_path: Path) -> None:
+    path = tmp_path / "vm.json"
+    command = [sys.executable, "-m", "compliance", "system", "--out", str(path), "--division", "closed"]
+    run = subprocess.run([*command, "--set", "submitter=A=B", "cooling="], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    fields = json.loads(path.read_text())
+    assert (fields["submitter"], fields["cooling"], fields["division"]) == ("A=B", "", "closed")
+    assert fields["system_name"] == "vm"
+    run = subprocess.run([*command, "--set", "submitter"], capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (
+        2,
+        "error: --set submitter: expected KEY=VALUE, such as number_of_nodes=8\n",
+    )

@@ -1,0 +1,186 @@
+import hashlib
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert.mllog import MLLog
+from compliance.check.checker import check_file
+from compliance.log import digest
+from compliance.log.findings import Finding
+from compliance.log.records import read_log
+from tests.compliance.run_logs import counting_clock, initialise, write_run
+
+OPENING, LAST = digest.OPENING, "# digest at the end: "
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    path = write_run(tmp_path_factory.mktemp("open") / "result_0.txt", "open", header={"recipe": "test"})
+    return path.read_text().splitlines()
+
+
+def chain_findings(path: Path) -> list[Finding]:
+    return [finding for finding in check_file(path).findings if finding.rule == "docs/compliance.md"]
+
+
+def broken_stretch(folder: Path, lines: list[str], end: str = "\n") -> tuple[int, int] | None:
+    path = folder / "result_0.txt"
+    path.write_bytes("".join(line + end for line in lines).encode())
+    return read_log(path).chain.broken
+
+
+def test_written_log_opens_with_the_chain_and_ends_with_its_last_digest(lines: list[str]) -> None:
+    assert lines[0] == OPENING
+    assert lines[-1].startswith(LAST)
+    places = [number for number, line in enumerate(lines) if line.startswith("# digest: ")]
+    assert places[0] == digest.LINES_A_DIGEST
+    assert all(after - before <= digest.LINES_A_DIGEST + 1 for before, after in itertools.pairwise(places))
+    assert '"run_stop"' in lines[places[-1] - 1]
+    assert len(lines) < 1.05 * sum(not line.startswith("# digest") for line in lines) + 3
+
+
+def test_each_digest_is_the_sha_256_of_the_lines_above_it(lines: list[str]) -> None:
+    for number, line in enumerate(lines):
+        if line.startswith("# digest"):
+            above = "".join(f"{above}\n" for above in lines[:number])
+            assert line.rpartition(" ")[2] == hashlib.sha256(above.encode()).hexdigest()
+
+
+def test_intact_log_passes_and_its_chain_is_no_header(tmp_path: Path, lines: list[str]) -> None:
+    assert broken_stretch(tmp_path, lines) is None
+    log = read_log(tmp_path / "result_0.txt")
+    assert log.chain.opened
+    assert log.chain.ended
+    assert log.header == {"recipe": "test"}
+    assert check_file(tmp_path / "result_0.txt").findings == ()
+
+
+def test_converted_line_ends_change_no_line(tmp_path: Path, lines: list[str]) -> None:
+    assert broken_stretch(tmp_path, lines, end="\r\n") is None
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_edit_is_found_and_the_stretch_holds_it(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[str], data: st.DataObject
+) -> None:
+    place = data.draw(st.integers(1, len(lines) - 2))
+    edited = list(lines)
+    kind = data.draw(st.sampled_from(["change", "remove", "insert", "swap"]))
+    if kind == "change":
+        edited[place] += " "
+    elif kind == "remove":
+        del edited[place]
+    elif kind == "insert":
+        edited.insert(place, lines[data.draw(st.integers(1, len(lines) - 2))])
+    else:
+        edited[place], edited[place - 1] = edited[place - 1], edited[place]
+    if edited == lines:
+        return
+    stretch = broken_stretch(tmp_path_factory.mktemp("log"), edited)
+    if stretch is None:  # a line was changed that itself is a digest, the last one but that at the end
+        assert any(line.startswith("# digest") for line in {*lines} - {*edited})
+        return
+    first, last = stretch
+    assert first - 1 <= place + 1 <= last + 1
+    assert last - first <= 2 * digest.LINES_A_DIGEST + 3
+
+
+@pytest.mark.parametrize(
+    ("edit", "line", "words"),
+    [
+        (
+            lambda lines: [*lines[:10], lines[10] + " ", *lines[11:]],
+            1,
+            "the digest on line 33 is not that of the lines",
+        ),
+        (lambda lines: [*lines[:10], lines[10] + " ", *lines[11:]], 1, "expected lines 1 to 33 as written"),
+        (lambda lines: [*lines[:40], lines[41], lines[40], *lines[42:]], 34, "lines 34 to"),
+        (lambda lines: lines[1:], 1, "lines 1 to 32"),
+        (lambda lines: [line for line in lines if not line.startswith("# digest")], 1, "no digest in a log that opens"),
+        (lambda lines: [*lines, "# note"], None, "a line below the digest at the end"),
+        (lambda lines: lines[:35], 33, "no digest at the end; expected one below line 33"),
+    ],
+)
+def test_damage_is_said_in_words(
+    tmp_path: Path, lines: list[str], edit: Callable[[list[str]], list[str]], line: int | None, words: str
+) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_text("\n".join(edit(lines)) + "\n")
+    (finding,) = chain_findings(path)
+    assert (finding.line, finding.severity) == (line or len(lines) + 1, "error")
+    assert words in finding.found
+    assert finding.mend == "submit the log as the run wrote it"
+
+
+def test_log_without_any_chain_is_fine(tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_text("\n".join(line for line in lines if not line.startswith((OPENING, "# digest"))))
+    assert check_file(path).findings == ()
+
+
+def test_run_killed_after_its_end_is_a_warning_and_before_it_an_error(tmp_path: Path, lines: list[str]) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_text("\n".join(lines[:-1]) + "\n")
+    assert [finding.severity for finding in chain_findings(path)] == ["warning"]
+    path.write_text("\n".join(lines[:-2]) + "\n")  # run_stop is there, but no digest covers it
+    assert [finding.severity for finding in chain_findings(path)] == ["error"]
+    path.write_text("\n".join(lines[:-3]) + "\n")
+    assert [finding.severity for finding in chain_findings(path)] == ["error"]
+
+
+def test_killed_process_leaves_whole_lines_with_their_digests(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys; from pathlib import Path; sys.path.insert(0, os.getcwd())\n"
+        "from bert.mllog import MLLog; from tests.compliance.run_logs import initialise\n"
+        f"log = MLLog(Path({str(tmp_path / 'result_0.txt')!r})); initialise(log, 'open')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], check=False)
+    assert run.returncode == -signal.SIGKILL
+    log = read_log(tmp_path / "result_0.txt")
+    assert log.chain.broken is None
+    assert log.chain.digests >= 1
+    assert log.last("run_start")
+
+
+def interrupted(path: Path) -> None:
+    with MLLog(path, clock_ms=counting_clock()) as log:
+        initialise(log, "open")
+        raise KeyboardInterrupt
+
+
+def test_aborted_run_has_its_last_digest(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(path)
+    assert read_log(path).chain.ended
+    assert not chain_findings(path)
+
+
+def test_nothing_is_written_where_nothing_was_logged(tmp_path: Path) -> None:
+    with MLLog(tmp_path / "result_0.txt"):
+        pass
+    assert (tmp_path / "result_0.txt").read_bytes() == b""
+
+
+def test_lines_after_the_run_are_covered_too(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    with MLLog(path) as log:
+        for number in range(100):
+            log.line(f"naïve {number} \udc80")
+        log.close()  # again does nothing
+        os.utime(path)
+    assert read_log(path).chain.broken is None
+    text = path.read_bytes()
+    assert text.splitlines()[-1].startswith(LAST.encode())
+    path.write_bytes(text.replace(b" 99 ", b" 98 "))
+    assert read_log(path).chain.broken

@@ -1,0 +1,390 @@
+import json
+import os
+import re
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from mlperf_logging.compliance_checker.mlp_parser import ruleset_500
+
+from compliance.log import records as log_module
+from compliance.log.records import MAX_RECORD_BYTES, TOKEN, Log, read_log
+
+Reader = Callable[[str | bytes], Log]
+
+
+def record(key: object = "seed", value: object = 1, **changes: object) -> str:
+    """A line with a record; `...` as a field leaves it out."""
+    fields: dict[str, object] = {
+        "namespace": "",
+        "time_ms": 5,
+        "event_type": "POINT_IN_TIME",
+        "key": key,
+        "value": value,
+    }
+    fields |= {"metadata": {"file": "a.py", "lineno": 3}} | changes
+    return TOKEN + json.dumps({name: field for name, field in fields.items() if field is not ...})
+
+
+@pytest.fixture
+def read(tmp_path: Path) -> Reader:
+    def read_text(text: str | bytes) -> Log:
+        path = tmp_path / "result_0.txt"
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return read_log(path)
+
+    return read_text
+
+
+def test_records_keep_their_file_lines_and_prefixes_are_dropped(read: Reader) -> None:
+    log = read(f"# recipe: x\nplain\n{record()}\n\n0: {record('global_batch_size', 4)}\n")
+    assert [(entry.line, entry.key, entry.value) for entry in log.records] == [
+        (3, "seed", 1),
+        (5, "global_batch_size", 4),
+    ]
+    assert log.token_lines == 2
+    assert log.header == {"recipe": "x"}
+    assert not log.problems
+    assert log.records[0].logged_at == "a.py:3"
+
+
+def test_first_and_last_of_a_key(read: Reader) -> None:
+    log = read("\n".join(record("eval_accuracy", value) for value in (0.1, 0.2)))
+    first, last = log.first("eval_accuracy"), log.last("eval_accuracy")
+    assert first
+    assert last
+    assert (first.value, last.value) == (0.1, 0.2)
+    assert log.first("seed") is None
+    assert log.last("seed") is None
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_line_ends_are_those_of_the_official_parser(read: Reader, end: str) -> None:
+    log = read(f"a\x0bb\x0cc\u2028d{end}{record()}{end}")
+    assert log.token_lines == 1
+    assert [entry.line for entry in log.records] == [2]
+
+
+DEEP = '{"time_ms": 1, "key": "seed", "value": ' + "[" * 100_000 + "]" * 100_000 + ', "metadata": {}}'
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (record() + " trailing", "text after the record"),
+        (record() + " \u00a0", "text after the record"),
+        (record()[:-5], "broken JSON"),
+        (TOKEN + "\x0b" + record()[len(TOKEN) :], "broken JSON"),
+        (TOKEN + "\ufeff" + record()[len(TOKEN) :], "broken JSON"),
+        (TOKEN + "[1]", "a JSON list"),
+        (TOKEN, "broken JSON"),
+        (TOKEN + "[" * 10_000, "broken JSON"),
+        (TOKEN + DEEP, "broken JSON"),
+        (TOKEN + '{"time_ms": 1' + "0" * 5000 + "}", "broken JSON"),
+        (record(value="\0").replace("\\u0000", "\0"), "broken JSON"),
+        (record(time_ms=True), "time_ms True"),
+        (record(time_ms="5"), "time_ms '5'"),
+        (record(time_ms=10**400), "time_ms 1000"),
+        (record(time_ms=float("inf")), "time_ms inf"),
+        (record(key=7), "key 7"),
+        (record(key=["x"]), "key ['x']"),
+        (record(metadata=[]), "metadata []"),
+        (record(metadata=...), "without metadata"),
+        (record(value=...), "without value"),
+    ],
+)
+def test_bad_lines_are_problems_with_their_line_and_do_not_stop_the_reading(
+    read: Reader, line: str, found: str
+) -> None:
+    log = read(f"text\n{line}\n{record()}\n")
+    errors = [problem for problem in log.problems if problem.severity == "error"]
+    assert [problem.line for problem in errors] == [2]
+    assert found in errors[0].found
+    assert errors[0].expected
+    assert [entry.line for entry in log.records] == [3]
+    assert log.token_lines == 2
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        (record(value=float("nan")), "the value NaN"),
+        (record(value=[float("-inf")]), "the value -Infinity"),
+        (record(value="x" * MAX_RECORD_BYTES), "quadratic"),
+        (record(time_ms=1.5), "time_ms 1.5"),
+        (record(event_type="POINT"), "event_type 'POINT'"),
+        (record(event_type=[]), "event_type []"),
+        (record(event_type=...), "event_type None"),
+        (record(metadata=None), "metadata None"),
+        (record(value="\u00ff").encode("latin-1").replace(b"\\u00ff", b"\xff"), "no UTF-8"),
+    ],
+)
+def test_records_that_the_official_parser_takes_are_kept_with_a_warning(
+    read: Reader, line: str | bytes, found: str
+) -> None:
+    log = read((line if isinstance(line, bytes) else line.encode()) + b"\n" + record().encode() + b"\n")
+    assert [(problem.line, problem.severity) for problem in log.problems] == [(1, "warning")]
+    assert found in log.problems[0].found
+    assert [entry.line for entry in log.records] == [1, 2]
+
+
+def test_of_two_records_on_a_line_the_last_is_kept_and_the_lost_one_named(read: Reader) -> None:
+    log = read(record("train_samples", 5) + record("seed", 6) + "\n")
+    (problem,) = log.problems
+    assert (problem.line, problem.severity, problem.keys) == (1, "error", {"train_samples"})
+    assert "2 records on one line: a parser loses the first (train_samples)" in problem.found
+    assert [entry.value for entry in log.records] == [6]
+
+
+def test_bytes_that_are_no_text_are_read(read: Reader) -> None:
+    log = read(b"\xff\xfe\x00\n" + record().encode() + b"\n\xc3\x28 " + record().encode())
+    assert len(log.records) == 2
+
+
+@given(st.binary(max_size=400))
+def test_any_bytes_are_read_without_an_exception(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("log") / "result_0.txt"
+    path.write_bytes(TOKEN.encode() + content)
+    log = read_log(path)
+    assert len(log.records) + len(log.problems) == log.token_lines == 1
+
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(), children, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(json_values.filter(lambda value: TOKEN not in json.dumps(value)))
+def test_every_json_value_comes_back(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
+    path = tmp_path_factory.mktemp("log") / "result_0.txt"
+    path.write_text(record(value=value) + "\n")
+    log = read_log(path)
+    assert not log.problems
+    assert log.records[0].value == value
+
+
+def test_source_position_that_could_steer_a_terminal_is_left_out(read: Reader) -> None:
+    assert read(record(metadata={"file": "a\x1b[2J.py", "lineno": 3})).records[0].logged_at is None
+    assert read(record(metadata={"file": "a.py"})).records[0].logged_at is None
+
+
+def test_missing_file_folder_and_device_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        read_log(tmp_path / "none.txt")
+    with pytest.raises(ValueError, match="a folder"):
+        read_log(tmp_path)
+
+
+def test_a_pipe_does_not_make_the_reader_wait(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_log(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="cannot be read: embedded null byte"):
+        read_log(tmp_path / "a\0b")
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"\0" * 1000, record().encode("utf-16"), b":::MLLOG", b"\xef\xbb\xbf"])
+def test_files_without_records(read: Reader, content: bytes) -> None:
+    log = read(content)
+    assert (log.records, log.problems, log.token_lines) == ((), (), 0)
+    assert log.size == len(content)
+
+
+def test_header_lines(read: Reader) -> None:
+    log = read(f"# a: 1\n# a: 2\n#b: 3\n# c\n# \xe9: \xfc\n# d: {record()}\n")
+    assert log.header == {"a": "1", "\xe9": "\xfc"}
+
+
+# The same records as the official parser's
+
+
+def official_records(path: Path) -> list[tuple[Any, ...]] | None:
+    """(key, value, metadata, time) of each record as the official parser reads it; None when it fails."""
+    try:
+        lines, errors = ruleset_500.parse_file(str(path))
+    except Exception:
+        return None
+    return None if errors else [(line.key, line.value, line.timestamp) for line in lines]
+
+
+def as_utf_8(value: object) -> Any:
+    """What latin-1 made of the value, decoded again."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        return json.loads(text.encode("latin-1").decode("utf-8"))
+    except UnicodeError:
+        return value
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *(
+            TOKEN,
+            ":::MLLOG",
+            " ",
+            "\n",
+            "\r",
+            "\r\n",
+            "\t",
+            "\x0b",
+            "\x0c",
+            "\x1c",
+            "\x85",
+            "\xa0",
+            "\u2028",
+            "\ufeff",
+            "\0",
+        ),
+        *("text", "# a: b", "{", "}", "[1]", '"', "\\", "NaN", "1e999", "\xe9", "\U0001f600"),
+        *(record(), record("global_batch_size", 1.5), record("seed", "\xe9"), record(value=None, namespace=...)),
+        *(record(time_ms="7"), record(time_ms=2.5), record(key=None), record(metadata=None), record(value=...)),
+        record()[:-1],
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(FRAGMENTS | st.text(max_size=3), max_size=12), st.sampled_from(["utf-8", "latin-1", "utf-16"]))
+@example([record(), "\xa0"], "latin-1")
+@example([record(), "\xa0"], "utf-8")
+@example([record(), "\x85\n", record(), "\x1c \n"], "latin-1")
+@example(["\x0b", record(), "\x0b\r", record(), "\t "], "utf-8")
+def test_the_official_parser_finds_the_same_records(
+    tmp_path_factory: pytest.TempPathFactory, fragments: list[str], encoding: str
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "result_0.txt"
+    path.write_bytes("".join(fragments).encode(encoding, "replace" if encoding == "latin-1" else "surrogatepass"))
+    log = read_log(path)
+    official = official_records(path)
+    errors = [problem for problem in log.problems if problem.severity == "error"]
+    if official is None:
+        assert errors
+    elif errors:  # that it does not see
+        assert all(re.match(r"time_ms '|key None|\d records on one line", problem.found) for problem in errors)
+    else:
+        own = [(entry.key, entry.value, entry.metadata) for entry in log.records]
+        assert [(key, as_utf_8(v["value"]), as_utf_8(v["metadata"]) or {}) for key, v, _ in official] == own
+
+
+PIECES = st.sampled_from([b"\n", b"\r", b"\r\n", b"x", b"y" * 7, b"z" * 40, b":::ML", b"LOG ", TOKEN.encode()])
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.lists(PIECES, max_size=40), st.integers(10, 50))
+@example([b"LOG ", TOKEN.encode(), b"\r", b"\r\n"], 14)
+@example([b"y" * 7, TOKEN.encode(), b"x\n"], 12)
+def test_lines_are_the_same_however_the_file_is_read_in_pieces(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], limit: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "result_0.txt"
+    content = b"".join(pieces)
+    path.write_bytes(content)
+    expected = re.split(rb"\r\n|\n|\r", content)
+    if not expected[-1]:
+        del expected[-1]
+    kept = [
+        line if len(line) <= limit else (log_module._OVERLONG if TOKEN.encode() in line else b"") for line in expected
+    ]
+    with pytest.MonkeyPatch.context() as patch, path.open("rb") as file:
+        patch.setattr(log_module, "MAX_LINE_BYTES", limit)
+        assert list(log_module._lines(file)) == kept
+
+
+@pytest.mark.parametrize("end", [b"\r", b"\n", b"\r\n", b"\n\r"])
+def test_many_empty_lines_take_no_quadratic_time(read: Reader, end: bytes) -> None:
+    began = time.process_time()
+    assert read(end * 400_000 + record().encode()).token_lines == 1
+    assert time.process_time() - began < 4
+
+
+@pytest.mark.parametrize("middle", ["", TOKEN, record()])
+def test_lines_of_many_megabytes_are_read_past(read: Reader, middle: str) -> None:
+    began = time.process_time()
+    log = read(f"{record()}\n{'x' * 20_000_000}{middle}{'[' * 20_000_000}\n{record()}\n")
+    assert [entry.line for entry in log.records] == [1, 3]
+    assert log.overlong == bool(middle)
+    assert [problem.found for problem in log.problems] == (["a line of more than 1048576 bytes"] if middle else [])
+    assert time.process_time() - began < 5
+
+
+def test_many_records_take_microseconds_each(read: Reader) -> None:
+    began = time.process_time()
+    log = read((record("tracked_stats", {"throughput": 1.5}, time_ms=1_700_000_000_000) + "\n") * 50_000)
+    assert len(log.records) == 50_000
+    assert not log.evidence  # the official checker skips keys that no rule names
+    assert time.process_time() - began < 2
+
+
+def test_evidence_leaves_out_repeats_of_one_kind_and_keeps_every_kind(
+    read: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module._Evidence, "MAX_REPEATS", 3)
+    accuracies = [0.1, 0.2, 0.3, 0.4, 0.5, 0.71, 0.72, 0.73, -0.1, None]
+    lines = [record("eval_accuracy", value, metadata={"epoch_num": n}) for n, value in enumerate(accuracies, 1)]
+    log = read("\n".join([record(), *lines, record("eval_accuracy", 0.5, metadata={}), record("run_start")]))
+    # three as they come, one below the target, one above, a negative one, null, and one without epoch_num
+    assert [number for number, _ in log.evidence] == [1, 2, 3, 4, 5, 8, 10, 11, 12, 13]
+    assert log.left_out == {"eval_accuracy": 3}
+
+
+def test_evidence_keeps_repeats_on_both_sides_of_run_start(read: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module._Evidence, "MAX_REPEATS", 1)
+    block = record("block_start", None)
+    log = read("\n".join([block, block, block, record("run_start", None), block, block]))
+    assert [number for number, _ in log.evidence] == [1, 2, 4, 5]
+
+
+# Bounds
+
+
+def test_a_log_too_large_to_be_read_is_given_up_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # a terabyte of nothing
+    log = read_log(path)
+    assert (log.size, log.records, log.token_lines) == (2**40, (), 0)
+    assert log.given_up == "a file of 1,048,576.0 MiB; expected at most 256 MiB to be read at all"
+
+
+def test_more_records_than_any_run_logs_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "MAX_RECORD_LINES_BYTES", 2**20)
+    path = tmp_path / "result_0.txt"
+    line = record() + "\n"
+    path.write_text(line * (2 * 2**20 // len(line)))
+    log = read_log(path)
+    assert len(log.records) == 2**20 // (len(line) - 1)
+    assert log.given_up == "more than 1 MiB of records; expected those of one run"
+    path.write_text("plain\n" * 500_000 + line)
+    assert (read_log(path).given_up, len(read_log(path).records)) == ("", 1)
+
+
+def test_records_take_no_more_memory_than_a_few_times_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    metadata = {"file": "/workspace/bert/run_pretraining.py", "lineno": 812, "epoch_num": 1_000_000}
+    lines = [
+        record(key="tracked_stats", time_ms=1_700_000_000_000 + number, metadata=metadata) + "\n"
+        for number in range(20_000)
+    ]
+    path.write_text("".join(lines))
+    del lines
+    tracemalloc.start()
+    log = read_log(path)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(log.records) == 20_000
+    assert peak < 2.5 * log.size
+    assert held < 2.5 * log.size
+    first, last = log.records[0], log.records[-1]
+    assert first.metadata == last.metadata == metadata
+    assert first.metadata["file"] is last.metadata["file"]

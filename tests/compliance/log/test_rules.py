@@ -1,0 +1,125 @@
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compliance.log import rules
+
+spec = find_spec("mlperf_logging")
+assert spec
+assert spec.origin
+OFFICIAL = Path(spec.origin).parent / "compliance_checker"
+
+
+def official_requirements(ruleset: str, division: str) -> dict[str, str]:
+    """Key to cardinality, as the rule files of the official checker state it."""
+    required: dict[str, str] = {}
+    for name in ("common", f"{division}_common", f"{division}_bert"):
+        for entry in yaml.load((OFFICIAL / f"training_{ruleset}" / f"{name}.yaml").read_text(), yaml.BaseLoader):
+            if "REQ" in entry.get("KEY", {}):
+                required[entry["KEY"]["NAME"]] = entry["KEY"]["REQ"]
+    return required
+
+
+@pytest.mark.parametrize("division", rules.DIVISIONS)
+@pytest.mark.parametrize("ruleset", rules.RULESETS)
+def test_table_asks_what_the_official_rule_files_ask(ruleset: str, division: rules.Division) -> None:
+    official = official_requirements(ruleset, division)
+    own = {key for key, rule in rules.KEYS.items() if rule.required_in(ruleset, division)}
+    for key, cardinality in official.items():
+        if cardinality in ("EXACTLY_ONE", "AT_LEAST_ONE"):
+            assert key in own
+            assert rules.KEYS[key].once == (cardinality == "EXACTLY_ONE")
+    beyond = {"block_start", "block_stop"} | ({"seed"} if division == "closed" else set())
+    assert own - set(official) <= beyond
+
+
+@pytest.mark.parametrize(
+    ("batch", "interval"),
+    [(256, 150_000), (448, 150_000), (2048, 150_000), (3072, 175_000), (4096, 175_000), (6144, 200_000)],
+)
+def test_evaluation_interval_matches_published_runs(batch: int, interval: int) -> None:
+    assert rules.evaluation_interval(batch) == interval
+
+
+@given(st.integers(1, 10**6))
+def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
+    exact = 5 * (23023 * batch + 300_000_000)  # 10,000 x the samples, in integers
+    assert rules.evaluation_interval(batch) == exact // 10_000 // 25_000 * 25_000
+
+
+def test_evaluation_interval_refuses_no_batch() -> None:
+    with pytest.raises(ValueError, match="global_batch_size is 0"):
+        rules.evaluation_interval(0)
+
+
+@given(st.integers(1, 50), st.integers(1, 10**6), st.integers(1, 20_000))
+def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch: int) -> None:
+    samples = rules.evaluation_samples(index, interval, batch)
+    assert samples % batch == 0
+    assert index * interval <= samples < index * interval + batch
+    previous = rules.evaluation_samples(index - 1, interval, batch)
+    assert rules.is_on_schedule(index, samples, previous, interval, batch)
+
+
+def test_both_roundings_of_the_schedule_are_accepted() -> None:
+    assert rules.is_on_schedule(15, 2_250_304, 14 * 150_080, 150_000, 448)  # the multiple is rounded
+    assert rules.is_on_schedule(15, 15 * 150_080, 14 * 150_080, 150_000, 448)  # the interval is rounded
+    assert rules.is_on_schedule(17, 2_549_468, 2_400_100, 150_000, 768)  # packed: counts real sequences
+    assert rules.is_on_schedule(15, 2_251_500, 2_100_325, 150_000, 768)  # and of partial batches, up to two
+    assert not rules.is_on_schedule(15, 2_251_900, 2_100_325, 150_000, 768)
+    assert not rules.is_on_schedule(5, 1_645_000, 1_300_000, 325_000, 16_384)  # but not of large ones
+    assert not rules.is_on_schedule(2, 350_000, 175_000, 150_000, 1536)
+    assert not rules.is_on_schedule(2, 450_000, 150_000, 150_000, 448)
+
+
+def test_weight_tensors_are_those_of_the_official_rule_file() -> None:
+    text = (OFFICIAL / "training_2.1.0" / "closed_bert.yaml").read_text()
+    assert sorted(rules.weight_tensors(24)) == sorted(re.findall(r'"((?:bert|cls)/[^"]+)"', text))
+    assert len(rules.weight_tensors(24)) == 398
+    assert len(set(rules.weight_tensors(6))) == 14 + 16 * 6
+
+
+def test_every_interval_has_both_rules_and_metadata_alternatives_only_inside_the_run() -> None:
+    for start, stop in rules.INTERVALS.items():
+        assert rules.KEYS[start].event_type == "INTERVAL_START"
+        assert rules.KEYS[stop].event_type == "INTERVAL_END"
+    assert rules.alternative_metadata("block_start", "5.0.0") == "samples_count"
+    assert rules.alternative_metadata("block_start", "3.1.0") == "step_num"
+    assert rules.alternative_metadata("block_start", "3.0.0") is None
+    assert rules.alternative_metadata("eval_accuracy", "5.0.0") is None
+
+
+@pytest.mark.parametrize("value", [True, "1", None, 0, -1, 1.5, [1]])
+def test_positive_integer_accepts_integers_only(value: object) -> None:
+    assert not rules.POSITIVE_INTEGER.accepts(value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 72.0, True, None, "0.7", 10**400])
+def test_fraction_accepts_fractions_only(value: object) -> None:
+    assert not rules.FRACTION.accepts(value)
+
+
+def test_steps_may_be_whole_floats() -> None:
+    assert rules.STEP.accepts(-9500.0)
+    assert rules.POSITIVE_STEPS.accepts(1024.0)
+    assert not rules.STEPS.accepts(0.5)
+
+
+@pytest.mark.parametrize("ruleset", ["5.1.0", "6.0.0", "0.7.0", ""])
+def test_rulesets_without_bert_are_refused(ruleset: str) -> None:
+    with pytest.raises(ValueError, match=r"expected one of 1\.0\.0.*5\.0\.0"):
+        rules.check_ruleset(ruleset)
+
+
+def test_system_fields_are_those_of_the_official_checker() -> None:
+    source = (OFFICIAL.parent / "system_desc_checker" / "system_desc_checker.py").read_text()
+    listed = source.partition("required_fields = [")[2].partition("]")[0]
+    assert tuple(re.findall(r'"([^"]+)"', listed)) == rules.SYSTEM_FIELDS
+    assert len(rules.SYSTEM_FIELDS) == 33
+    for status in rules.SYSTEM_STATUSES:
+        assert f'"{status}"' in source

@@ -1,0 +1,516 @@
+"""From ten logs to a submission: the tree, the official tools on it, their figures, the archive.
+
+The official tools take seconds each, so each tree that they are asked about carries several questions.
+"""
+
+import gzip
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import fields
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+
+from bert.config import Config
+from bert.recipes import RECIPES
+from bert.reporting.provenance import flattened
+from bert.train import parse
+from compliance.doctor import system, system_file
+from compliance.log.rules import SYSTEM_FIELDS
+from compliance.official.tools import Summary, _complaint, _complaints, _package_checker, ask_all, said_beside
+from compliance.package.archive import write_archive
+from compliance.package.command import _comparison, run
+from compliance.package.tree import Package, Request, _script, make_package
+from tests.compliance.run_logs import write_run
+from tests.compliance.run_series import write_series
+from tests.conftest import REPOSITORY
+
+SCALED = [16, 15, 16, 15, 16, 15, 16, 16, 15, 16]
+PASSING = [17, 16, 18, 17, 16, 17, 18, 16, 17, 17]
+DESCRIPTION = dict.fromkeys(SYSTEM_FIELDS, "as bought") | {
+    "division": "closed",
+    "status": "Available on-premise",
+    "system_name": "one node of 8",
+    "number_of_nodes": "1",
+    "host_processors_per_node": "2",
+    "accelerators_per_node": "8",
+}
+
+
+def description(folder: Path, **changes: object) -> Path:
+    path = folder / "systems" / "node.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({name: value for name, value in (DESCRIPTION | changes).items() if value is not None}))
+    return path
+
+
+def request(folder: Path, runs: Path, **changes: object) -> Request:
+    return Request("Example", description(folder, **changes), runs, folder / "out")
+
+
+def tool_rows(said: str) -> dict[str, str]:
+    """Verdict of each row of the table."""
+    return dict(re.findall(r"^(\S.{27}) (pass|FAIL) ", said, re.MULTILINE))
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Twelve runs, of which the median window is scaled, packaged and packed by the command itself."""
+    folder = tmp_path_factory.mktemp("scaled")
+    write_series(
+        folder / "runs",
+        [*SCALED, 20, 21],
+        header={"recipe": "tiny_cpu", "commit": "none", "config.training.precision": "bf16"},
+    )
+    (folder / "password").write_text("correct horse battery staple\n")
+    command = [sys.executable, "-m", "compliance", "package", "--org", "Example", "--system", str(description(folder))]
+    command += ["--runs", str(folder / "runs"), "--out", str(folder / "out")]
+    command += ["--archive", str(folder / "example.tgz.enc"), "--password-file", str(folder / "password")]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    return folder, done
+
+
+def test_all_official_tools_accept_it_and_their_figures_are_ours(scaled) -> None:
+    folder, done = scaled
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {name.strip(): verdict for name, verdict in tool_rows(done.stdout).items()}
+    assert rows == dict.fromkeys(
+        [
+            "package checker",
+            "repository checker",
+            "system description checker",
+            "convergence (RCP) checker",
+            "result summarizer",
+            "check of this repository",
+            "score, scaling, samples",
+        ],
+        "pass",
+    )
+    assert "submitted is window 2, the median (TR 12.1)" in done.stdout
+    assert "the set passes and its score is multiplied by 1." in done.stdout
+    kept = said_beside(folder / "out/Example")
+    assert "FOUND NO ERRORS" in (kept / "package_checker.txt").read_text()
+    assert "Traceback" not in "".join(path.read_text() for path in kept.iterdir())
+
+
+def test_the_tree(scaled) -> None:
+    folder, _ = scaled
+    tree = folder / "out" / "Example"
+    results = tree / "results/node/bert"
+    assert sorted(path.name for path in results.iterdir()) == sorted(
+        [*(f"result_{n}.txt" for n in range(10)), "scaling.json"]
+    )
+    for number in range(10):  # window 2: runs 1 to 10
+        assert (results / f"result_{number}.txt").read_bytes() == (
+            folder / f"runs/result_{number + 1}.txt"
+        ).read_bytes()
+    benchmark = tree / "benchmarks/bert"
+    implementation = benchmark / "implementations/mlperf-bert"
+    for name in ("README.md", "Dockerfile", "run_and_time.sh", "bert/train.py", "launch/slurm.sub", "docs/training.md"):
+        assert (implementation / name).read_bytes() == (REPOSITORY / name).read_bytes()
+    assert os.access(implementation / "run_and_time.sh", os.X_OK)
+    assert not (implementation / "results").exists()
+    configuration = json.loads((benchmark / "node/node_mlperf-bert.json").read_text())
+    assert configuration["configuration"] == {"training.precision": "bf16"}
+    assert configuration["logged"]["global_batch_size"] == 448
+    page = (benchmark / "node/README.md").read_text()
+    assert "| result_0.txt | result_1.txt | 1001 |" in page
+    assert "12 runs were made" in page
+    assert (tree / "LICENSE.md").read_bytes() == (REPOSITORY / "LICENSE").read_bytes()
+    assert "Not an MLPerf result" in (tree / "README.md").read_text()
+    assert json.loads((tree / "systems/node.json").read_text()) == DESCRIPTION
+    assert not [path for path in tree.rglob("*") if path.is_symlink() or path.name.startswith(".") or " " in path.name]
+
+
+def test_the_archive(scaled) -> None:
+    folder, done = scaled
+    archive = folder / "example.tgz.enc"
+    digest = subprocess.run(["sha1sum", "-c", "example.tgz.enc.sha1"], cwd=folder, capture_output=True, check=False)
+    assert digest.returncode == 0
+    assert (folder / "example.tgz.enc.sha1").read_text().split()[0] in done.stdout
+    decrypt = ["openssl", "aes-256-cbc", "-d", "-pass", f"file:{folder}/password", "-in", str(archive)]
+    content = subprocess.run(decrypt, capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=BytesIO(content)) as tar:
+        members = tar.getmembers()
+    files = {member.name for member in members if member.isfile()}
+    tree = folder / "out/Example"
+    assert files == {path.relative_to(tree.parent).as_posix() for path in tree.rglob("*") if path.is_file()}
+    assert {(member.uid, member.uname) for member in members} == {(0, "")}
+    assert [path.name for path in folder.iterdir() if "partial" in path.name] == []
+
+
+def test_a_tree_or_an_archive_that_is_there_is_not_overwritten(scaled, tmp_path: Path) -> None:
+    folder, _ = scaled
+    again = request(folder, folder / "runs")
+    before = sorted(folder.rglob("*"))
+    with pytest.raises(ValueError, match="Example is there already: choose another --out, or give --replace"):
+        make_package(again)
+    elsewhere = Request("Example", again.system, again.runs, tmp_path / "out")
+    for existing in ("example.tgz.enc", "example.tgz.enc.sha1"):
+        target = folder / existing.removesuffix(".sha1")
+        with pytest.raises(ValueError, match=r"example\.tgz\.enc(\.sha1)? is there already"):
+            run(elsewhere, target, folder / "password")
+    assert sorted(folder.rglob("*")) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_figure_that_differs_is_an_error(scaled) -> None:
+    folder, _ = scaled
+    tree = folder / "out/Example"
+    made = make_package(Request("Copy", folder / "systems/node.json", folder / "runs", folder / "out"))
+    same = Summary(made.minutes, made.scaling, made.outlook.mean)
+    assert _comparison(made, same).passed
+    nearly = 1 + 3e-9
+    for theirs in (
+        Summary(made.minutes * nearly, made.scaling, made.outlook.mean),
+        Summary(made.minutes, made.scaling * nearly, made.outlook.mean),
+        Summary(made.minutes, made.scaling, made.outlook.mean * nearly),  # type: ignore[operator]
+        Summary(None, made.scaling, made.outlook.mean),
+    ):
+        assert len(_comparison(made, theirs).findings) == 1
+    (made.results / "scaling.json").write_text('{"scaling_factor": 1.5}')
+    assert "the scaling of scaling.json is 1." in _comparison(made, same).findings[0].found
+    assert not _comparison(made, None).passed
+    shutil.rmtree(folder / "out/Copy")
+    assert tree.exists()
+
+
+def test_one_aborted_run_is_the_slowest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_series(tmp_path / "runs", PASSING, failed={3})
+    assert run(request(tmp_path, tmp_path / "runs"), None, None) == 0
+    said = capsys.readouterr().out
+    assert set(tool_rows(said).values()) == {"pass"}
+    assert "1 of them not converged and dropped as the slowest" in said
+    assert "one log fails the compliance checker and is dropped as the slowest run" in said
+    assert not (tmp_path / "out/Example/results/node/bert/scaling.json").exists()
+    page = (tmp_path / "out/Example/benchmarks/bert/node/README.md").read_text()
+    assert "| result_3.txt | result_3.txt | 1003 | no valid result |  |" in page
+    assert not (tmp_path / "out/Example/benchmarks/bert/node/run_and_time.sh").exists()  # no recipe in the logs
+
+
+def test_runs_that_converge_too_fast_fail_and_are_not_packed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_series(tmp_path / "runs", [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
+    (tmp_path / "password").write_text("correct horse battery staple")
+    assert run(request(tmp_path, tmp_path / "runs"), tmp_path / "a.enc", tmp_path / "password") == 1
+    said = capsys.readouterr().out
+    failed = {name.strip() for name, verdict in tool_rows(said).items() if verdict == "FAIL"}
+    assert failed == {"package checker", "convergence (RCP) checker", "check of this repository"}
+    assert "below the minimum of 2,274,732" in said
+    assert "the runs converge too fast, or at a batch size without a reference (RCP found)" in said
+    assert "a.enc: not written, because a check fails" in said
+    assert not (tmp_path / "a.enc").exists()
+
+
+def test_open_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in range(10):
+        write_run(tmp_path / f"runs/result_{number}.txt", "open", header={"run": number}, step_ms=10 + number)
+    assert run(request(tmp_path, tmp_path / "runs", division="open", cooling="", sw_notes=""), None, None) == 0
+    said = capsys.readouterr().out
+    assert set(tool_rows(said).values()) == {"pass"}
+    assert "not asked: no reference in the open division" in said
+    assert "the system description leaves cooling empty" in said
+
+
+def test_what_the_official_tools_object_to_is_said_in_words(tmp_path: Path) -> None:
+    write_series(tmp_path / "runs", PASSING)
+    made = make_package(request(tmp_path, tmp_path / "runs"))
+    (made.results / "result_9.txt").unlink()
+    for number in (1, 2):
+        log = made.results / f"result_{number}.txt"
+        log.write_text(
+            log.read_text()
+            .replace('"key": "opt_lamb_beta_1"', '"key": "beta_one"')
+            .replace('"value": 1001,', '"value": 1000,')
+        )
+    lines = (made.results / "result_4.txt").read_text().splitlines(keepends=True)
+    (made.results / "result_4.txt").write_text("".join(line for line in lines if '"key": "seed"' not in line))
+    (made.tree / "a name.txt").write_text("")
+    (made.tree / "link.txt").symlink_to("README.md")
+    made.tree.joinpath("systems/node.json").write_text(json.dumps(DESCRIPTION | {"status": "onprem"}))
+    reports, _ = ask_all(made.tree, "node", "5.0.0", "closed")
+    assert {report.tool: report.passed for report in reports} == {
+        "package checker": False,
+        "repository checker": False,
+        "system description checker": False,
+        "convergence (RCP) checker": True,
+        "result summarizer": False,
+    }
+    said = {report.tool: [finding.found for finding in report.findings] for report in reports}
+    package = "\n".join(said["package checker"])
+    assert "9 files result_*.txt in the results folder, expected exactly 10" in package
+    assert "2 logs fail the compliance checker, one may" in package
+    assert "result_4.txt logs no seed" in package
+    assert re.search(r"result_1\.txt logs seed 1000 at \S+:\d+, and so does result_0\.txt", package)
+    assert (
+        "the system description of one node of 8 is wrong: Field status contains a non valid value: onprem" in package
+    )
+    assert len(said["package checker"]) == 5, package
+    assert said["repository checker"] == [
+        f"a name with a space or a leading dot: {made.tree}/a name.txt",
+        f"a symbolic link: {made.tree}/link.txt",
+    ]
+    assert "more than one log fails the compliance checker" in said["result summarizer"][0]
+
+
+def test_a_silent_skip_is_no_success(tmp_path: Path) -> None:
+    """In a folder of another name the package checker reports success without reading a log."""
+    write_series(tmp_path / "runs", PASSING)
+    made = make_package(request(tmp_path, tmp_path / "runs"))
+    made.results.rename(made.results.with_name("BERT"))
+    package = _package_checker(tmp_path, made.tree, "5.0.0", "closed")
+    assert not package.passed
+    assert package.findings[0].found == "the folder BERT was skipped in silence"
+    assert (
+        "it reports success without 'Run 10/10', 'Running Seed Checker', 'Running RCP Checker'"
+        in package.findings[1].found
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("INFO - Running git-unfriendly file name checks.", None),
+        (
+            "FileNotFoundError: [Errno 2] No such file: 'x.json'",
+            "it crashed: FileNotFoundError: [Errno 2] No such file: 'x.json'",
+        ),
+        ("KeyError: None", "it crashed: KeyError: None"),
+        ("ERROR - RCP Test Failed: Insufficient convergence", "more than one run did not converge"),
+        (
+            "ERROR - Missing RCP, please submit RCP with BS = 20000, RCP test FAILED, consider adding --rcp_bypass",
+            "the runs converge too fast, or at a batch size without a reference (Missing RCP)",
+        ),
+        ("ERROR - Files > 50MB: a/b.bin", "a file over 50 MiB: a/b.bin"),
+        ("ERROR - something that nobody knows \x1b[2J", "something that nobody knows \\x1b[2J"),
+        ("ERROR - Seed checker failed", None),
+        ("ERROR - Please remove or reduce the size of these files.", None),
+    ],
+)
+def test_one_line_of_a_tool(line: str, said: str | None) -> None:
+    found = _complaint("tool", line)
+    assert (found.found if found else None) == said
+    assert len(list(_complaints("tool", f"{line}\n{line}\n"))) == (said is not None)
+
+
+# What makes no submission
+
+
+def refused(folder: Path, match: str, **changes: object) -> None:
+    with pytest.raises(ValueError, match=match):
+        make_package(request(folder, folder / "runs", **changes))
+    assert not (folder / "out").exists()
+
+
+@pytest.fixture(scope="module")
+def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ten")
+    write_series(folder / "runs", PASSING)
+    return folder
+
+
+def test_nine_runs(tmp_path: Path) -> None:
+    logs = write_series(tmp_path / "runs", PASSING)
+    text = logs[9].read_text()
+    logs[9].write_text(text[: text.index('"key": "run_stop"')].rpartition("\n")[0] + "\n")
+    refused(tmp_path, r"9 complete logs, and 1 without an end, expected 10 \(TR 12\)")
+
+
+def test_two_failed_runs(tmp_path: Path) -> None:
+    write_series(tmp_path / "runs", PASSING, failed={2, 5})
+    refused(
+        tmp_path, r"2 runs are no valid results, and a set of 10 may hold one.*result_2\.txt.*aborted.*result_5\.txt"
+    )
+
+
+def test_mixed_batch_sizes(tmp_path: Path) -> None:
+    write_series(tmp_path / "runs", PASSING[:9])
+    write_series(tmp_path / "other", [17], global_batch_size=512)
+    (tmp_path / "other/result_0.txt").rename(tmp_path / "runs/result_9.txt")
+    refused(tmp_path, r"global_batch_size differs between logs \(448 in result_0\.txt, 512 in result_9\.txt\)")
+
+
+def test_a_resumed_run(tmp_path: Path) -> None:
+    write_series(tmp_path / "runs", PASSING, header={"resumed from": "checkpoints/step_100"})
+    refused(tmp_path, "was resumed from 'checkpoints/step_100', so its clock did not run all the time")
+
+
+def test_a_log_in_gzip(tmp_path: Path) -> None:
+    log = write_series(tmp_path / "runs", PASSING)[3]
+    log.write_bytes(gzip.compress(log.read_bytes()))
+    refused(tmp_path, r"result_3\.txt: packed in gzip, which no official tool reads: unpack it with `gunzip`")
+
+
+def test_a_copied_log(tmp_path: Path) -> None:
+    logs = write_series(tmp_path / "runs", PASSING)
+    shutil.copy(logs[3], logs[7])
+    refused(tmp_path, r"result_7\.txt is a copy of result_3\.txt")
+
+
+def test_a_fault_that_the_official_tools_do_not_see(tmp_path: Path) -> None:
+    logs = write_series(tmp_path / "runs", PASSING)
+    text = logs[0].read_text()
+    logs[0].write_text(
+        re.sub(r"^# (chain|digest).*\n", "", text.replace('"value": 10000,', '"value": 9999,'), flags=re.MULTILINE)
+    )
+    refused(tmp_path, r"result_0\.txt: .*eval_samples.*The official tools do not see it and would count the run")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"cooling": None, "sw_notes": None}, "there is no cooling, sw_notes, expected all 33 fields"),
+        ({"submitter": " "}, "submitter is empty: `python -m compliance system"),
+        ({"division": "open"}, "division is 'open', but the logs say 'closed'"),
+        ({"division": "Closed"}, "division: .*'Closed', expected closed or open in lower case"),
+        ({"status": "onprem"}, "status: .*'onprem', expected one of: Available on-premise"),
+        ({"accelerators_per_node": 8}, "accelerators_per_node: .* 8, expected text"),
+        ({"number_of_nodes": "two"}, "number_of_nodes: .*'two', expected a whole number"),
+    ],
+)
+def test_a_description_that_will_not_do(ten: Path, changes: dict[str, object], match: str) -> None:
+    refused(ten, match, **changes)
+
+
+def test_no_description(ten: Path) -> None:
+    path = description(ten)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="the file is not JSON"):
+        make_package(Request("Example", path, ten / "runs", ten / "out"))
+
+
+@pytest.mark.parametrize("name", ["../up", "with a space", ".hidden", "a/b", ""])
+def test_names_that_cannot_be_folders(ten: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="cannot name a folder of a submission"):
+        Request(name, ten / "systems/node.json", ten / "runs", ten / "out")
+    with pytest.raises(ValueError, match="cannot name a folder of a submission"):
+        Request("Example", ten / "systems/node.json", ten / "runs", ten / "out", implementation=name)
+
+
+def test_nothing_is_left_behind_by_a_failure(ten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device", "some file")
+
+    monkeypatch.setattr("compliance.package.tree._configuration", full)
+    with pytest.raises(ValueError, match="some file cannot be written: No space left on device"):
+        make_package(Request("Example", description(ten), ten / "runs", tmp_path / "out"))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_what_is_worth_knowing(tmp_path: Path) -> None:
+    logs = write_series(tmp_path / "runs", [*PASSING, 17, 18], header={"commit": "0123 \x1b[2J"})
+    logs[11].write_text(
+        "".join(line for line in logs[11].read_text().splitlines(keepends=True) if "run_stop" not in line)
+    )
+    made = make_package(
+        request(tmp_path, tmp_path / "runs", host_processor_core_count="", host_processor_vcpu_count="")
+    )
+    found = [finding.found for finding in made.findings]
+    assert "result_11.txt has no run_stop and was counted as a failed run" in found
+    assert "the system description leaves host_processor_core_count empty, expected a meaningful answer" in found
+    assert all(text.isprintable() for text in found)
+    assert all(finding.severity == "warning" for finding in made.findings)
+    assert made.runs[0].log.path.name == "result_1.txt"
+
+
+def test_replace_leaves_one_whole_tree(ten: Path, tmp_path: Path) -> None:
+    first = Request("Example", description(ten), ten / "runs", tmp_path / "out")
+    (make_package(first).tree / "old").touch()
+    made = make_package(Request("Example", description(ten), ten / "runs", tmp_path / "out", replace=True))
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["Example"]
+    assert not (made.tree / "old").exists()
+
+
+def test_archive_and_password_go_together(ten: Path, tmp_path: Path) -> None:
+    wanted = Request("Example", description(ten), ten / "runs", tmp_path / "out")
+    password = tmp_path / "password"
+    with pytest.raises(ValueError, match="--archive and --password-file go together"):
+        run(wanted, tmp_path / "a.enc", None)
+    with pytest.raises(ValueError, match="no password can be read from it"):
+        run(wanted, tmp_path / "a.enc", password)
+    password.write_text("short\ncorrect horse battery staple")
+    with pytest.raises(ValueError, match="its first line has 5 characters, expected a password of at least 16"):
+        run(wanted, tmp_path / "a.enc", password)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["password"]
+    password.write_text("correct horse battery staple")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"file/a\.enc cannot be written: (Not a directory|File exists)"):
+        write_archive(ten, tmp_path / "file/a.enc", password)
+
+
+def test_without_openssl(ten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "password").write_text("correct horse battery staple")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="there is no openssl command"):
+        run(
+            Request("Example", description(ten), ten / "runs", tmp_path / "out"),
+            tmp_path / "a.enc",
+            tmp_path / "password",
+        )
+
+
+# The script that makes the runs again
+
+
+@pytest.mark.parametrize("recipe", ["tiny_cpu", "h100_1x8", "dgxa100_8x8"])
+def test_the_script_repeats_the_configuration(recipe: str, tmp_path: Path) -> None:
+    told: Config = RECIPES[recipe]()
+    header = {key: str(value) for key, value in flattened("", told)}
+    header = {key.lstrip("."): value for key, value in header.items()}
+    header |= {"training.global_batch_size": "64", "training.autotune": "False", "optimizer.epsilon": "1e-07"}
+    script = tmp_path / "run_and_time.sh"
+    script.write_text(_script("impl", recipe, header))
+    place = tmp_path / "../implementations/impl"
+    place.resolve().mkdir(parents=True, exist_ok=True)
+    (place / "run_and_time.sh").write_text('#!/bin/sh\necho "$@"\n')
+    (place / "run_and_time.sh").chmod(0o755)
+    done = subprocess.run(["bash", str(script), "--log.run", "3"], capture_output=True, text=True, check=True)
+    name, runs, separator, *arguments = shlex.split(done.stdout)
+    assert (name, runs, separator) == (recipe, "10", "--")
+    parsed = parse([recipe, *arguments])
+    for section in ("optimizer", "training", "evaluation"):
+        for field in fields(getattr(told, section)):
+            found = getattr(getattr(parsed, section), field.name)
+            assert str(found) == header[f"{section}.{field.name}"], (section, field.name)
+    assert parsed.log.run == 3
+
+
+def test_a_log_cannot_write_into_the_script() -> None:
+    hostile = {
+        "training.x; rm -rf /": "1",
+        "training.precision": "bf16; rm",
+        "evaluation.$(id)": "2",
+        "optimizer.beta_1": "0.9",
+    }
+    script = _script("impl", "tiny_cpu", hostile)
+    assert "rm" not in script.replace("normal", "")
+    assert "$(id)" not in script
+    assert "--optimizer.beta-1 0.9" in script
+    assert "# To be added by hand, from the JSON file beside this: training.precision.\n" in script
+
+
+def test_system_description_of_this_machine_can_be_packaged(ten: Path, tmp_path: Path) -> None:
+    path = tmp_path / "systems/here.json"
+    system_file.write(path, system.describe("closed", {"submitter": "Example", "system_name": "here"}))
+    made: Package = make_package(Request("Example", path, ten / "runs", tmp_path / "out"))
+    assert made.results == tmp_path / "out/Example/results/here/bert"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["Result file " + "/" * 200_000, "Result file /x logs seed 1 on " * 10_000, "x." * 100_000],
+    ids=["slashes", "beginnings", "names"],
+)
+def test_a_long_line_of_a_tool_takes_no_quadratic_time(line: str) -> None:
+    begin = time.monotonic()
+    assert list(_complaints("tool", f"{line}\nERROR - Missing RCP, please submit"))
+    assert time.monotonic() - begin < 60

@@ -1,0 +1,399 @@
+import csv
+import json
+import math
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bert.mllog import MLLog
+from compliance.log import rules
+from compliance.report import results as module
+from compliance.report import summary
+from compliance.report.published import family, form, placement, published
+from compliance.report.results import Results, breakdown, load_results, read_metrics
+from tests.compliance.report.report_folders import write_closed_folder, write_closed_run, write_description
+from tests.compliance.run_logs import OPEN, initialise, train, write_metrics, write_run
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three valid open runs of different length and an aborted one; the last two without metrics."""
+    path = tmp_path_factory.mktemp("open") / "results" / "my_node" / "bert"
+    for number in range(3):
+        header = {"recipe": "tiny_cpu", "seed": number}
+        write_run(path / f"result_{number}.txt", "open", header=header, step_ms=100 * (number + 1))
+    with MLLog(path / "result_10.txt") as log:
+        initialise(log, "open")
+        train(log, OPEN, [0.1])
+        log.abort()
+    for number in range(2):
+        write_metrics(path / f"metrics_{number}.jsonl")
+    write_description(path, submitter="A & B", accelerators_per_node="0", accelerator_model_name="N/A")
+    return path
+
+
+@pytest.fixture(scope="module")
+def opened(folder: Path) -> Results:
+    """The same, read."""
+    return load_results(folder)
+
+
+@pytest.fixture(scope="module")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Ten closed runs on eight H100, a little faster in convergence than the reference."""
+    return load_results(write_closed_folder(tmp_path_factory.mktemp("closed")))
+
+
+def test_runs_in_numeric_order_with_their_figures(opened: Results) -> None:
+    results = opened
+    assert [run.number for run in results.runs] == [0, 1, 2, 10]
+    assert [run.outcome for run in results.runs] == ["valid", "valid", "valid", "aborted"]
+    assert (results.system, results.division, results.global_batch_size) == ("my_node", "open", 32)
+    first = results.runs[0]
+    assert first.seconds == pytest.approx(0.1 * 18)  # 18 records from run_start to run_stop
+    assert first.init_seconds is not None
+    assert first.init_seconds > 0
+    assert first.accuracy == pytest.approx(0.315)
+    assert (first.target, first.samples, first.converged_samples) == (0.3, 3008, 3008)
+    assert first.sequences_per_s == pytest.approx(3008 / 1.8)
+    assert results.runs[3].converged_samples is None
+    assert results.shown.number == 2
+
+
+def test_score_is_the_olympic_mean(opened: Results) -> None:
+    results = opened
+    times = [run.seconds for run in results.runs]
+    assert times[1]
+    assert times[2]
+    assert results.score_seconds == pytest.approx((times[1] + times[2]) / 2)  # the aborted run is the slowest
+    assert results.dropped == {0: "fastest", 10: "slowest"}
+    assert results.scaled_seconds == results.score_seconds
+
+    def chosen(*indices: int) -> Results:
+        return replace(results, runs=tuple(results.runs[n] for n in indices))
+
+    assert chosen(0, 1, 2).score_seconds == pytest.approx(times[1])
+    assert chosen(0, 1, 2).dropped == {0: "fastest", 2: "slowest"}
+    assert chosen(0, 1, 3).score_seconds == pytest.approx(times[1])
+    for few in ((0, 1), (0,), (0, 1, 2, 3, 3), (3, 3, 3)):
+        assert chosen(*few).score_seconds is None
+        assert chosen(*few).dropped == {}
+
+
+def test_a_closed_score_is_scaled_by_convergence(closed: Results) -> None:
+    outlook = closed.convergence
+    assert outlook is not None
+    assert outlook.verdict == "scaled"
+    assert closed.score_seconds is not None
+    assert closed.scaled_seconds == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632, rel=1e-6)
+    assert [run.converged_samples for run in closed.runs][:2] == [2_400_000, 2_550_528]
+
+
+def test_runs_that_do_not_belong_together_have_no_convergence(closed: Results, opened: Results) -> None:
+    other = opened.runs
+    assert replace(closed, runs=(*closed.runs, *other)).convergence is None
+    assert replace(closed, runs=other).convergence is None
+
+
+def test_accelerators_come_from_the_description_or_else_from_a_run(closed: Results, opened: Results) -> None:
+    assert (closed.accelerator, closed.accelerators) == ("NVIDIA H100 80GB HBM3", 8)
+    described = replace(closed, description={"number_of_nodes": "4", "accelerators_per_node": "8"})
+    assert (described.accelerator, described.accelerators) == ("NVIDIA H100 80GB HBM3", 32)  # the name from the log
+    assert replace(closed, description={"number_of_nodes": "four"}).accelerators == 8  # processes of the run
+    assert replace(closed, description={"number_of_nodes": "\u0661", "accelerators_per_node": "4"}).accelerators == 8
+    assert opened.accelerators == 0
+    assert replace(opened, description={}).accelerators is None
+
+
+def test_time_is_accounted_for(opened: Results) -> None:
+    results = opened
+    parts = breakdown(results.runs[1])
+    assert parts["forward and backward"] == pytest.approx(60 * 0.020)
+    assert parts["waiting for data"] == pytest.approx(60 * 0.001)
+    assert parts["evaluation"] == pytest.approx(3 * 0.05)
+    assert sum(parts.values()) == pytest.approx(results.runs[1].seconds)
+    assert breakdown(results.runs[2]) == {}
+
+
+def test_broken_metrics_lines_are_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics_0.jsonl"
+    good = b'{"event": "eval", "eval_s": 1}\n'
+    path.write_bytes(
+        b'\xff\n[1]\n{"event": "other"}\n{"event": []}\n'
+        + good
+        + b"x" * module.MAX_METRICS_LINE_BYTES + good  # the end of a line that is too long is no line
+        + b'{"event": "step", "note": "' + b"x" * 70_000 + b'"}\n'
+        + b'{"event": "eval", "note": "' + b"x" * 200_000 + b'"}'
+        + b"\n" + b"[" * 60_000 + b"\n" + good + b'{"event": "step", "lo'
+    )  # fmt: skip
+    nothing = {event: [] for event in module.EVENTS}
+    assert read_metrics(path) == nothing | {"eval": [{"event": "eval", "eval_s": 1}] * 2}
+    assert read_metrics(tmp_path / "none") == nothing
+    assert read_metrics(tmp_path) == nothing
+
+
+def test_a_line_as_long_as_is_read_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics_0.jsonl"
+    path.write_bytes(b'{"event": "end"}\n{"event": "end" }')
+    for limit, found in ((16, 0), (17, 1), (18, 2)):
+        monkeypatch.setattr(module, "MAX_METRICS_LINE_BYTES", limit)
+        assert len(read_metrics(path)["end"]) == found, limit
+    monkeypatch.setattr(module, "MAX_METRICS_BYTES", 17)
+    assert len(read_metrics(path)["end"]) == 1
+
+
+def test_losses_that_are_no_numbers_are_left_out() -> None:
+    entries = [json.loads(f'{{"loss": {value}}}') for value in ("NaN", "Infinity", "null", '"1"', "true", "1e999", "2")]
+    assert module.numbers(entries, "loss") == [2.0]
+
+
+def test_a_run_that_ends_before_it_starts_has_no_time(tmp_path: Path) -> None:
+    folder = tmp_path / "node" / "bert"
+    log = write_run(folder / "result_0.txt", "open")
+    lines = log.read_text().splitlines(keepends=True)
+    stop = next(n for n, line in enumerate(lines) if '"run_stop"' in line)
+    lines[stop] = lines[stop].replace('"time_ms": 17', '"time_ms": 16')
+    log.write_text("".join(lines))
+    run = load_results(folder).runs[0]
+    assert (run.seconds, run.sequences_per_s, run.outcome) == (None, None, "invalid")
+    assert run.init_seconds is not None
+    write_metrics(folder / "metrics_0.jsonl")
+    assert breakdown(load_results(folder).runs[0]) == {}
+
+
+def test_folder_without_runs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "result_x.txt").write_text("")
+    with pytest.raises(ValueError, match=r"no result_<n>\.txt in it"):
+        load_results(tmp_path)
+    with pytest.raises(ValueError, match="no such folder"):
+        load_results(tmp_path / "none")
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "\xff"], ids=["cut", "deep", "list", "latin-1"])
+def test_a_broken_system_description_is_a_finding(tmp_path: Path, text: str) -> None:
+    folder = tmp_path / "results" / "node" / "bert"
+    write_run(folder / "result_0.txt", "open")
+    write_description(folder).write_bytes(text.encode("latin-1"))
+    results = load_results(folder)
+    assert results.description == {}
+    errors = [about for about, finding in results.findings if finding.severity == "error"]
+    assert "node.json" in errors
+    said = {item.title: item for item in summary.statements(results)}
+    assert said["The folder and its description"].kind == "bad"
+    assert json.loads(summary.as_json(results))["beside"]
+
+
+def test_what_the_logs_have_against_each_other_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "node" / "bert"
+    for number in range(3):
+        write_closed_run(folder, number)
+    (folder / "result_2.txt").write_bytes((folder / "result_1.txt").read_bytes())
+    results = load_results(folder)
+    assert [run.outcome for run in results.runs] == ["valid", "valid", "invalid"]
+    about, finding = results.findings[0]
+    assert (about, finding.key) == ("run 2", "seed")
+    assert results.dropped == {0: "fastest", 2: "slowest"}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "built"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100", "SXM"),
+        ("NVIDIA H100 PCIe", "H100", "PCIe"),
+        ("NVIDIA A100-SXM4-80GB", "A100", "SXM"),
+        ("NVIDIA A100 80GB PCIe", "A100", "PCIe"),
+        ("NVIDIA A100 - PCIe - 80 GB", "A100", "PCIe"),
+        ("NVIDIA GH200 480GB", "GH200", None),
+        ("NVIDIA RTX A5000", "A5000", None),
+        ("NVIDIA L40S", "L40S", None),
+        ("AMD Instinct MI300X OAM", "MI300X", None),
+        ("Habana Gaudi2", "GAUDI 2", None),
+        ("Intel Gaudi 2", "GAUDI 2", None),
+        ("Habana Gaudi", "GAUDI", None),
+        ("TPU-v4", "TPU 4", None),
+        ("Graphcore Bow IPU", "BOW", None),
+        ("N/A", None, None),
+        ("", None, None),
+    ],
+)
+def test_families_of_accelerators(name: str, model: str | None, built: str | None) -> None:
+    assert (family(name), form(name)) == (model, built)
+
+
+def test_every_published_accelerator_has_a_family_but_processors() -> None:
+    unknown = {result.accelerator for result in published() if family(result.accelerator) is None}
+    assert unknown == {"N/A"}
+    assert len(published()) == 150
+    assert [result.minutes for result in published()] == sorted(result.minutes for result in published())
+
+
+def test_the_table_is_the_one_that_was_measured() -> None:
+    shared = REPOSITORY.parent / "shared" / "data" / "published_results.csv"
+    if not shared.is_file():
+        pytest.skip(f"no {shared.name} beside the repository to compare with")
+    assert (REPOSITORY / "compliance" / "report" / "published_results.csv").read_bytes() == shared.read_bytes()
+
+
+def test_a_time_stands_between_its_neighbours() -> None:
+    found = placement(5.30, "NVIDIA H100 80GB HBM3", 8)
+    assert found.sentence == (
+        "On 8 H100 (SXM), 5.30 min would stand between the 5.26 min of Dell XE9680x8H100-SXM-80GB (v3.0) and the 5.32 min "
+        "of Supermicro SYS-821GE-TNHR (v3.1). Of 15 published with the same accelerator and scale, 4 are faster."
+    )
+    assert (found.compared, found.ahead) == (15, 4)
+    assert [result.minutes for result in (*found.faster, *found.slower)] == [
+        5.1569, 5.1757, 5.2642, 5.3175, 5.3646, 5.3715,
+    ]  # fmt: skip
+    assert "would stand before the 5.13 min" in placement(1, "NVIDIA H100 80GB HBM3", 8).sentence
+    assert "would stand after the 6.38 min" in placement(60, "NVIDIA H100 80GB HBM3", 8).sentence
+
+
+def test_without_the_same_scale_there_is_no_place() -> None:
+    found = placement(5.3, "NVIDIA H100 80GB HBM3", 12)
+    assert (found.compared, found.faster, found.slower) == (0, (), ())
+    assert "The nearest scale is 16: one result, 3.44 min." in found.sentence
+    assert "no place is given" in found.sentence
+    assert "The nearest scale is 8" in placement(5.3, "NVIDIA H100 80GB HBM3", 1).sentence.replace("is 4", "is 8")
+    assert "was trained on B200" in placement(5.3, "NVIDIA B200", 8).sentence
+    assert "was trained on a thing" in placement(5.3, "a thing", 8).sentence
+    assert "no accelerator" in placement(5.3, "N/A", 0).sentence
+
+
+def test_no_sentence_claims_to_beat_anybody(closed: Results) -> None:
+    texts = [item.text for item in summary.statements(closed)]
+    texts += [
+        placement(minutes, "NVIDIA H100", count).sentence for minutes in (0.01, 5.3, 900) for count in (1, 8, 9, 64)
+    ]
+    for text in texts:
+        assert not any(word in text.lower() for word in ("beat", "record", "win", "outperform", "best"))
+
+
+def test_open_runs_have_no_place(opened: Results, closed: Results) -> None:
+    assert "Only closed runs" in opened.placement.sentence
+    assert "Without a score" in replace(closed, runs=closed.runs[:2]).placement.sentence
+    assert "would stand between" in closed.placement.sentence
+
+
+def test_summary_is_plain_text_when_not_on_a_terminal(folder: Path) -> None:
+    lines = _command("summary", str(folder)).splitlines()
+    assert lines[0] == "BERT on my_node"
+    assert lines[1].split("  ")[-1].strip() == "sequences/s"
+    assert lines[2].split() == ["0", "pass", "valid", "1.8", "s", "0.3150", "0.3000", "3,008", "1,671"]
+    assert lines[5].split()[:3] == ["10", "pass", "aborted"]  # the official checker asks no open log for a status
+    assert lines[-1] == rules.NOT_A_RESULT
+    assert "\x1b" not in "".join(lines)
+
+
+def test_summary_on_a_terminal_is_a_table(
+    opened: Results, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    summary.print_summary(opened)
+    printed = capsys.readouterr().out
+    assert "aborted" in printed
+    assert "3 of 4 runs valid" in printed
+
+
+def test_formats_of_the_report_on_the_command_line(folder: Path, tmp_path: Path) -> None:
+    rows = list(csv.DictReader(_command("report", str(folder), "--format", "csv").splitlines()))
+    assert [row["run"] for row in rows] == ["0", "1", "2", "10"]
+    assert [row["dropped"] for row in rows] == ["fastest", "", "", "slowest"]
+    assert [row["official"] for row in rows] == ["pass"] * 4
+    assert [row["ours"] for row in rows] == ["pass", "pass", "pass", "fail"]
+    assert float(rows[0]["seconds"]) == pytest.approx(1.8)
+    out = tmp_path / "sub" / "report.json"
+    assert _command("report", str(folder), "--format", "json", "--out", str(out)).strip() == str(out)
+    document = json.loads(out.read_text())
+    assert document["note"] == rules.NOT_A_RESULT
+    assert document["score_seconds"] == pytest.approx((3.6 + 5.4) / 2)
+    assert [run["outcome"] for run in document["runs"]] == ["valid", "valid", "valid", "aborted"]
+    assert document["runs"][0]["evaluations"][-1] == {"samples": 3008, "accuracy": pytest.approx(0.315)}
+    assert document["runs"][3]["verdict"]["findings"]
+    assert document["runs"][0]["configuration"]["recipe"] == "tiny_cpu"
+
+
+def test_json_holds_the_convergence_and_the_place(closed: Results) -> None:
+    document = json.loads(summary.as_json(closed), parse_constant=pytest.fail)
+    assert document["convergence"]["verdict"] == "scaled"
+    assert document["published"]["compared"] == 15
+    assert "mlcommons" in document["published"]["source"]
+    unfinished = json.loads(summary.as_json(replace(closed, runs=closed.runs[:1])), parse_constant=pytest.fail)
+    assert unfinished["convergence"]["verdict"] == "unfinished"
+    assert unfinished["score_seconds"] is None
+
+
+def test_markdown(opened: Results) -> None:
+    text = summary.as_markdown(replace(opened, system="a_b|c\n# d <i>\x1b[2J"))
+    lines = text.splitlines()
+    assert lines[0] == "# BERT on a\\_b\\|c\\\\n\\# d \\<i\\>\\\\x1b\\[2J"
+    assert rules.NOT_A_RESULT in lines
+    table = [line for line in lines if line.startswith("|")]
+    assert len(table) == 2 + 4
+    assert {line.count("|") for line in table} == {len(summary.COLUMNS) + 1}
+    assert any(line.startswith("- **Our checks**: 3 of 4") for line in lines)
+    assert any(line.startswith("- run 10, error") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kind", "words"),
+    [
+        (range(10), "good", "Mean of 8 runs"),
+        (range(5), "plain", "A submission has 10 runs, here are 5."),
+        (range(3), "plain", "Mean of 1 run without"),
+        (range(2), "plain", "No score yet"),
+    ],
+)
+def test_what_is_said_of_the_score(closed: Results, chosen: range, kind: str, words: str) -> None:
+    results = replace(closed, runs=tuple(closed.runs[n] for n in chosen))
+    said = {item.title: item for item in summary.statements(results)}
+    assert said["Score"].kind == kind
+    assert words in said["Score"].text
+    assert said["Official checker"] == summary.Statement(
+        "good", "Official checker", f"{len(chosen)} of {len(chosen)} logs pass, ruleset 5.0.0."
+    )
+    assert "Convergence (RCP)" in said
+
+
+def test_what_is_said_of_failures(closed: Results, opened: Results) -> None:
+    aborted = opened.runs[-1]
+    one = {item.title: item for item in summary.statements(replace(closed, runs=(*closed.runs[:9], aborted)))}
+    assert one["Our checks"].kind == "warn"
+    assert "Run 10 is no valid result and counts as the slowest." in one["Score"].text
+    two = {item.title: item for item in summary.statements(replace(closed, runs=(*closed.runs[:8], aborted, aborted)))}
+    assert two["Our checks"].kind == "bad"
+    assert two["Score"].kind == "bad"
+    assert "2 of 10 runs are no valid results" in two["Score"].text
+    slow = {item.title: item for item in summary.statements(closed)}
+    assert slow["Convergence (RCP)"].kind == "warn"
+    assert ", scaled by 1.00" in slow["Score"].text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (0.0, "0.0 s"), (119.94, "119.9 s"), (120, "2.00 min"), (1012.9, "16.88 min")]
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert summary.duration(seconds) == text
+
+
+def test_breakdown_of_wild_numbers_is_finite(closed: Results) -> None:
+    draw = random.Random(0)
+    values = [0, -1, 1e308, 2**62, 1e-300, None, "x", math.nan, math.inf, [], True]
+    keys = ["step", "samples", "step_ms", *module.STEP_PARTS.values()]
+    for _ in range(200):
+        steps = [{key: draw.choice(values) for key in keys} for _ in range(4)]
+        metrics = {event: [] for event in module.EVENTS} | {"step": steps, "eval": [{"eval_s": draw.choice(values)}]}
+        parts = breakdown(replace(closed.runs[0], metrics=metrics))
+        assert all(math.isfinite(seconds) and seconds >= 0 for seconds in parts.values())
+
+
+def _command(*arguments: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-m", "compliance", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout

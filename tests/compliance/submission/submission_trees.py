@@ -1,0 +1,91 @@
+"""Submissions of runs that never happened, written by the real writer, for the tests beside this."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+from bert.mllog import MLLog
+from compliance.log.rules import SYSTEM_FIELDS
+from tests.compliance.run_logs import CLOSED, OPEN, START_MS, train
+
+SYSTEM = "node_8x"
+EVALUATIONS = 17
+"""So that a run at batch size 448 takes 2,550,016 sequences: above the mean of the reference."""
+
+
+def write_log(
+    path: Path,
+    number: int,
+    *,
+    evaluations: int = EVALUATIONS,
+    division: Any = "closed",
+    settings: dict[str, Any] | None = None,
+    org: str = "Example",
+    status: Any = "research",
+) -> Path:
+    """The log of run `number`: its own seed and its own three hours."""
+    settings = (CLOSED if division == "closed" else OPEN) | (settings or {})
+    target = float(settings["quality_target"])
+    ticks = itertools.count(START_MS + number * 10_800_000, 1000)
+    with MLLog(path, clock_ms=lambda: next(ticks)) as log:
+        log.cache_clear(True)
+        log.init_start()
+        log.submission(division=division, org=org, platform=SYSTEM, status=status)
+        log.seed(1000 + 17 * number)
+        log.hyperparameters(settings)
+        log.weights_initialization(24 if division == "closed" else 2)
+        log.init_stop()
+        log.run_start()
+        accuracies = [0.9 * target] * (evaluations - 1) + [1.01 * target]
+        samples = train(log, settings, accuracies)
+        log.run_stop("success", samples=samples, eval_samples=10_000 if division == "closed" else 500)
+    return path
+
+
+def describe_system(**changes: Any) -> dict[str, Any]:
+    """A complete system description; a change to None leaves the field out."""
+    fields = dict.fromkeys(SYSTEM_FIELDS, "") | {
+        "submitter": "Example",
+        "division": "closed",
+        "status": "Research, Development, or Internal (RDI)",
+        "system_name": SYSTEM,
+        "number_of_nodes": "1",
+        "host_processors_per_node": "2",
+        "accelerators_per_node": "8",
+    }
+    return {name: value for name, value in (fields | changes).items() if value is not None}
+
+
+def write_description(root: Path, **changes: Any) -> Path:
+    """systems/<system>.json under `root`."""
+    path = root / "systems" / f"{SYSTEM}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(describe_system(**changes), indent=2) + "\n")
+    return path
+
+
+def without_chain(path: Path) -> Path:
+    """Leave only the records that ruleset 5.0.0 asks for in a log: editing one breaks no digest, and checks are quick."""
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines if line.startswith(":::MLLOG") and "weights_initialization" not in line]
+    path.write_text("".join(kept))
+    return path
+
+
+def write_submission(root: Path, runs: int = 10, **options: Any) -> Path:
+    """A whole submission of one system; returns `root`."""
+    for number in range(runs):
+        write_log(root / "results" / SYSTEM / "bert" / f"result_{number}.txt", number, **options)
+    write_description(root, division=options.get("division", "closed"))
+    source = root / "benchmarks" / "bert" / "implementations" / "pytorch"
+    source.mkdir(parents=True)
+    (source / "README.md").write_text("How to run it.\n")
+    return root
+
+
+def benchmark_folder(root: Path) -> Path:
+    """The folder of the logs."""
+    return root / "results" / SYSTEM / "bert"

@@ -1,0 +1,537 @@
+"""Folders of logs and submissions: what is found in them, who gets the finding, and when the whole passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mlperf_logging.compliance_checker import mlp_compliance
+
+from compliance.__main__ import app
+from compliance.log.findings import Finding, Severity, Verdict
+from compliance.official import package as official_package
+from compliance.official.package import Answer
+from compliance.report.page import render
+from compliance.report.results import load_results
+from compliance.report.summary import as_json, as_markdown
+from compliance.submission import check as submission
+from compliance.submission import folders
+from compliance.submission.check import accepted, check_paths
+from compliance.submission.description import description_findings, read_description
+from compliance.submission.folders import find
+from tests.compliance.submission.submission_trees import (
+    SYSTEM,
+    benchmark_folder,
+    describe_system,
+    without_chain,
+    write_description,
+    write_log,
+    write_submission,
+)
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = write_submission(tmp_path_factory.mktemp("submission") / "example")
+    for log in benchmark_folder(root).iterdir():
+        without_chain(log)
+    return root
+
+
+@pytest.fixture
+def root(original: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(original, tmp_path / "example")
+
+
+@pytest.fixture
+def bare(root: Path) -> Path:
+    """The same logs without a submission around them; returns results/."""
+    shutil.rmtree(root / "systems")
+    shutil.rmtree(root / "benchmarks")
+    return root / "results"
+
+
+def names(verdicts: list[Verdict], root: Path) -> list[str]:
+    return [os.path.relpath(verdict.path, root) for verdict in verdicts]
+
+
+def of_folder(verdicts: list[Verdict]) -> Verdict:
+    [verdict] = [verdict for verdict in verdicts if verdict.path.name == "bert"]
+    return verdict
+
+
+LOGS = [f"results/{SYSTEM}/bert/result_{number}.txt" for number in range(10)]
+
+
+# What a path is
+
+
+def test_a_submission_is_checked_whole(root: Path) -> None:
+    before = sorted(path for path in root.rglob("*"))
+    verdicts = check_paths([root])
+    assert names(verdicts, root) == [".", f"systems/{SYSTEM}.json", f"results/{SYSTEM}/bert", *LOGS]
+    assert [(verdict.official, verdict.ours) for verdict in verdicts] == [("pass", "pass")] * len(verdicts)
+    assert not any(verdict.findings for verdict in verdicts)
+    assert accepted(verdicts)
+    assert sorted(path for path in root.rglob("*")) == before  # the package checker writes scaling.json
+
+
+@pytest.mark.parametrize("part", ["results", f"results/{SYSTEM}", f"results/{SYSTEM}/bert"])
+def test_a_part_of_a_submission_belongs_to_it(root: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(benchmarks: list, descriptions: list, whole: Path | None, ruleset: str) -> tuple:
+        asked.append((len(benchmarks), len(descriptions), whole, ruleset))
+        return [Answer("pass")] * len(benchmarks), [Answer("pass")] * len(descriptions), None
+
+    monkeypatch.setattr(official_package, "ask", ask)
+    verdicts = check_paths([root / part])
+    assert names(verdicts, root) == [f"systems/{SYSTEM}.json", f"results/{SYSTEM}/bert", *LOGS]
+    assert asked == [(1, 1, None, "5.0.0")]
+    (root / LOGS[0]).unlink()
+    assert [finding.severity for finding in of_folder(check_paths([root / part])).findings] == ["error"]
+
+
+@pytest.mark.parametrize("part", [".", SYSTEM, f"{SYSTEM}/bert"])
+def test_bare_results_may_still_grow(bare: Path, part: str) -> None:
+    (bare / SYSTEM / "bert" / "result_9.txt").unlink()
+    verdicts = check_paths([bare / part])
+    assert names(verdicts, bare.parent) == [f"results/{SYSTEM}/bert", *LOGS[:9]]
+    [finding] = of_folder(verdicts).findings
+    assert (finding.severity, finding.found.split(",")[0]) == ("warning", "9 logs result_<n>.txt")
+    assert accepted(verdicts)
+
+
+def test_bare_results_above_which_nothing_is_known(bare: Path) -> None:
+    verdicts = check_paths([bare.parent])  # holds results/ and nothing else of a submission
+    assert names(verdicts, bare.parent) == [f"results/{SYSTEM}/bert", *LOGS]
+
+
+def test_descriptions_among_bare_results_are_read(bare: Path) -> None:
+    write_description(bare, accelerators_per_node=8)
+    verdicts = check_paths([bare])
+    assert names(verdicts, bare)[0] == f"systems/{SYSTEM}.json"
+    assert [finding.key for finding in verdicts[0].findings] == ["accelerators_per_node"]
+    assert verdicts[0].official == "fail"  # it ends with a traceback
+
+
+def test_other_systems_lack_a_description(bare: Path) -> None:
+    (bare / "systems").mkdir()
+    [finding] = of_folder(check_paths([bare])).findings
+    assert (finding.severity, SYSTEM in finding.found) == ("warning", True)
+
+
+@pytest.mark.parametrize("name", ["bert", "BERT", "Bert_large", "logs"])
+def test_a_folder_of_logs_is_found_by_its_logs(bare: Path, name: str) -> None:
+    (bare / SYSTEM / "bert").rename(bare / SYSTEM / name)
+    for path in (bare, bare / SYSTEM, bare / SYSTEM / name):
+        [folder] = find(path).benchmarks
+        assert (folder.path, len(folder.logs)) == (bare / SYSTEM / name, 10)
+        assert folder.named_right is (name == "bert")
+    findings = [*folders.layout_findings(folder, 10)]
+    assert [finding.severity for finding in findings] == ([] if name == "bert" else ["warning"])
+
+
+def test_a_system_called_after_the_benchmark_is_no_benchmark(bare: Path) -> None:
+    (bare / SYSTEM).rename(bare / "bert_node")
+    for path in (bare, bare / "bert_node"):
+        assert [folder.path for folder in find(path).benchmarks] == [bare / "bert_node" / "bert"]
+
+
+def test_other_benchmarks_are_left_alone(root: Path) -> None:
+    shutil.copytree(benchmark_folder(root), root / "results" / SYSTEM / "resnet")
+    assert [folder.path.name for folder in find(root).benchmarks] == ["bert"]
+
+
+def test_paths_may_be_relative(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(benchmark_folder(root))
+    tree = find(Path())
+    assert tree.submission == root
+    assert [(folder.path, folder.system, folder.named_right) for folder in tree.benchmarks] == [(Path(), SYSTEM, True)]
+    monkeypatch.chdir(root.parent)
+    tree = find(Path("example/results/.."))
+    assert [folder.system for folder in tree.benchmarks] == [SYSTEM]
+
+
+def test_nothing_to_check_is_an_error_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "results" / "systems").mkdir(parents=True)
+    for path in (tmp_path, tmp_path / "results", tmp_path / "results" / "systems"):
+        with pytest.raises(ValueError, match="no logs in it, expected results/<system>/bert"):
+            check_paths([path])
+    with pytest.raises(ValueError, match="no such file"):
+        check_paths([tmp_path / "result_0.txt"])
+    with pytest.raises(ValueError, match=r"ruleset is '6\.0\.0'"):
+        check_paths([tmp_path], "6.0.0")
+
+
+def test_a_link_to_a_folder_is_followed_only_among_bare_results(bare: Path) -> None:
+    (bare / "linked").symlink_to(SYSTEM)
+    (bare / "loop").symlink_to(".")
+    assert len(find(bare).benchmarks) == 2
+    (bare.parent / "systems").mkdir()
+    assert len(find(bare).benchmarks) == 1
+
+
+def test_the_number_of_entries_is_bounded(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MAX_ENTRIES", 4)
+    [folder] = find(bare / SYSTEM / "bert").benchmarks
+    assert len(folder.logs) == 4
+
+
+def test_the_walk_through_a_submission_is_bounded(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "MAX_WALKED", 5)
+    [finding] = folders.repository_findings(find(root))
+    assert (finding.severity, "more than 5" in finding.found) == ("warning", True)
+
+
+def test_logs_stand_in_the_order_of_their_numbers(bare: Path) -> None:
+    folder = bare / SYSTEM / "bert"
+    (folder / "result_2.txt").rename(folder / "result_10.txt")
+    (folder / "result_3.txt").rename(folder / "result_x.txt")
+    shown = [path.name for path in find(folder).benchmarks[0].logs]
+    assert shown[-2:] == ["result_10.txt", "result_x.txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("results_0.txt", "misnamed"),
+        ("Result_0.txt", "misnamed"),
+        ("result-0.txt", "misnamed"),
+        ("result0.txt", "misnamed"),
+        ("result.txt", "misnamed"),
+        ("result_0", "misnamed"),
+        ("result_0.out", "misnamed"),
+        ("result_0.txt.gz", "log"),
+        ("result_0 (1).txt", "log"),
+        ("result_seed.txt", "log"),
+        ("result_summary.csv", "other"),
+        ("metrics_0.jsonl", "other"),
+        ("scaling.json", "known"),
+        ("package_checker_params", "known"),
+    ],
+)
+def test_names_among_the_logs(tmp_path: Path, name: str, kind: str) -> None:
+    folder = tmp_path / SYSTEM / "bert"
+    folder.mkdir(parents=True)
+    (folder / name).touch()
+    [found] = find(folder).benchmarks
+    kinds = {"log": found.logs, "misnamed": found.misnamed, "other": found.others}
+    assert {kind for kind, paths in kinds.items() if paths} == ({kind} - {"known"})
+
+
+# The logs together
+
+
+def failing(number: int) -> Verdict:
+    finding = Finding(7, "run_stop", "TR 12", "status aborted, expected success", "run again")
+    return Verdict(Path(f"bert/result_{number}.txt"), "5.0.0", "fail", (finding,), "closed", "aborted")
+
+
+def passing(number: int, official: str = "pass") -> Verdict:
+    assert official in ("pass", "fail")
+    return Verdict(Path(f"bert/result_{number}.txt"), "5.0.0", "pass", (), "closed", "success")
+
+
+def folder_verdict(severity: Severity | None) -> Verdict:
+    findings = (Finding(None, "", "TR 12", "x", "y", severity=severity),) if severity else ()
+    return Verdict(Path("bert"), "5.0.0", "pass", findings, None, None)
+
+
+def test_one_log_may_fail_where_its_folder_passes() -> None:
+    logs = [passing(number) for number in range(9)]
+    assert accepted([folder_verdict(None), *logs, passing(9)])
+    assert accepted([folder_verdict("warning"), *logs, failing(9)])
+    assert not accepted([folder_verdict("error"), *logs, failing(9)])
+    assert not accepted([*logs, failing(9)])  # checked without their folder
+    assert not accepted([failing(0)])
+    assert accepted([])
+
+
+def abort(log: Path) -> None:
+    lines = log.read_text().splitlines(keepends=True)
+    last = max(index for index, line in enumerate(lines) if '"eval_accuracy"' in line)
+    lines[last] = lines[last].replace('"value": 0.7272', '"value": 0.7')
+    log.write_text("".join(lines).replace('"status": "success"', '"status": "aborted"'))
+
+
+@pytest.mark.parametrize(
+    ("logs", "aborted", "severity", "said"),
+    [
+        (10, 1, "warning", "result_0.txt is no valid result: it counts as the slowest run"),
+        (10, 2, "error", "2 of 10 logs are no valid results (result_0.txt, result_1.txt)"),
+        (10, 5, "error", "5 of 10 logs are no valid results (result_0.txt, result_1.txt, result_2.txt, ...)"),
+        (3, 1, "error", "result_0.txt is no valid result, expected only such ones before there are 10"),
+        (1, 1, "error", "result_0.txt is no valid result"),
+    ],
+)
+def test_what_failed_runs_mean(bare: Path, logs: int, aborted: int, severity: str, said: str) -> None:
+    folder = bare / SYSTEM / "bert"
+    for number in range(logs, 10):
+        (folder / f"result_{number}.txt").unlink()
+    for number in range(aborted):
+        abort(folder / f"result_{number}.txt")
+    verdicts = check_paths([folder])
+    [finding] = [finding for finding in verdicts[0].findings if "valid result" in finding.found]
+    assert finding.severity == severity
+    assert finding.found.startswith(said)
+    assert accepted(verdicts) is (severity == "warning")
+    assert verdicts[0].official == ("pass" if severity == "warning" else "fail")
+
+
+def test_a_fault_that_only_we_see_cannot_be_dropped(bare: Path) -> None:
+    log = bare / SYSTEM / "bert" / "result_4.txt"
+    lines = log.read_text().splitlines(keepends=True)
+    index = next(index for index, line in enumerate(lines) if '"run_stop"' in line)
+    start = next(line for line in lines if '"run_start"' in line)
+    lines.insert(index, start)
+    log.write_text("".join(lines))
+    verdicts = check_paths([bare])
+    assert "the official tools count it as one" in of_folder(verdicts).errors[0].found
+    assert not accepted(verdicts)
+
+
+def test_open_logs_are_held_to_less(tmp_path: Path) -> None:
+    for number in range(10):
+        batch = {"global_batch_size": 32 if number else 64}
+        write_log(tmp_path / "results" / SYSTEM / "bert" / f"result_{number}.txt", 0, division="open", settings=batch)
+    verdicts = check_paths([tmp_path])
+    assert accepted(verdicts)
+    found = {(finding.key, finding.severity) for verdict in verdicts for finding in verdict.findings}
+    assert {("global_batch_size", "warning"), ("seed", "warning")} <= found
+
+
+def test_the_odd_log_is_the_one_unlike_most(bare: Path) -> None:
+    folder = bare / SYSTEM / "bert"
+    for name in ("result_0.txt", "result_6.txt"):
+        text = (folder / name).read_text()
+        (folder / name).write_text(
+            text.replace('"submission_org", "value": "Example"', '"submission_org", "value": "Other"')
+        )
+    found = {
+        verdict.path.name: [finding.key for finding in verdict.findings]
+        for verdict in check_paths([folder])
+        if verdict.findings
+    }
+    assert found == {"result_0.txt": ["submission_org"], "result_6.txt": ["submission_org"]}
+
+
+def test_numbers_are_compared_as_numbers() -> None:
+    assert submission._comparable(448) == submission._comparable(448.0)
+    assert submission._comparable("448") != submission._comparable(448)
+    assert submission._comparable([1]) == submission._comparable([1])
+    assert submission._comparable(True) != submission._comparable(1)
+
+
+def test_several_settings_of_one_log_are_one_finding(bare: Path) -> None:
+    log = bare / SYSTEM / "bert" / "result_2.txt"
+    text = log.read_text()
+    for old, new in (("0.000425", "0.0003"), ('"value": 6700', '"value": 7000'), ('"value": 0.999,', '"value": 0.99,')):
+        assert old in text
+        text = text.replace(old, new)
+    log.write_text(text)
+    [finding] = [finding for verdict in check_paths([bare]) for finding in verdict.findings if verdict.path == log]
+    assert finding.key == "opt_base_learning_rate"
+    assert "opt_lamb_beta_2" in finding.found
+    assert "opt_learning_rate_training_steps" in finding.found
+
+
+def test_a_log_of_another_batch_size_has_settings_of_its_own(bare: Path) -> None:
+    log = bare / SYSTEM / "bert" / "result_2.txt"
+    text = log.read_text().replace('"global_batch_size", "value": 448', '"global_batch_size", "value": 512')
+    log.write_text(text.replace("0.000425", "0.0003"))
+    found = [finding.key for verdict in check_paths([bare]) for finding in verdict.findings if verdict.path == log]
+    assert found == ["global_batch_size"]
+
+
+@pytest.mark.parametrize(
+    ("intervals", "overlaps"),
+    [
+        ([(0, 10), (10, 20), (25, 30)], 0),
+        ([(0, 10), (9, 20), (25, 30)], 1),
+        ([(0, 100), (10, 20), (30, 40)], 2),
+        ([(30, 40), (0, 31)], 1),
+        ([(5, 5), (5, 5)], 0),
+        ([], 0),
+    ],
+)
+def test_runs_one_after_the_other_do_not_overlap(intervals: list[tuple[int, int]], overlaps: int) -> None:
+    runs = [submission.Run(passing(number), {}, (), interval, None) for number, interval in enumerate(intervals)]
+    found = [*submission._overlaps(runs)]
+    assert sum(1 + finding.more for finding in found) == overlaps
+
+
+def test_a_log_that_cannot_be_read_is_a_finding(bare: Path) -> None:
+    log = bare / SYSTEM / "bert" / "result_2.txt"
+    log.unlink()
+    os.mkfifo(log)
+    verdicts = check_paths([bare])  # and does not wait for a writer
+    assert "result_2.txt is not counted as a log" in of_folder(verdicts).errors[0].found
+
+
+# The system description
+
+
+def test_a_complete_description_is_fine(tmp_path: Path) -> None:
+    description = read_description(write_description(tmp_path))
+    assert [*description_findings(description, "5.0.0")] == []
+
+
+@pytest.mark.parametrize(
+    ("ruleset", "keys"), [("3.1.0", []), ("4.0.0", ["status"]), ("4.1.0", ["status"]), ("5.0.0", ["status"])]
+)
+def test_the_status_words_hold_from_4_0_0_on(tmp_path: Path, ruleset: str, keys: list[str]) -> None:
+    description = read_description(write_description(tmp_path, status="onprem"))
+    assert [finding.key for finding in description_findings(description, ruleset)] == keys
+
+
+@pytest.mark.parametrize("value", ["8x", "", "-1", "8.0", "٨", 8.5, None, [], True])
+def test_counts_that_the_summarizer_cannot_compute_with(tmp_path: Path, value: object) -> None:
+    path = write_description(tmp_path)
+    path.write_text(json.dumps(describe_system() | {"host_processors_per_node": value}))
+    found = [*description_findings(read_description(path), "5.0.0")]
+    assert [(finding.key, finding.severity) for finding in found] == [("host_processors_per_node", "error")]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"\xff{}", b'{"a": ' * 100_000, b"null", b"1" * 10_000])
+def test_what_is_no_description_is_said_once(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "system.json"
+    path.write_bytes(content)
+    [finding] = description_findings(read_description(path), "5.0.0")
+    assert "expected a JSON object with the 33 fields" in finding.found
+
+
+def test_every_field_is_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "system.json"
+    for name in describe_system():
+        path.write_text(json.dumps({key: value for key, value in describe_system().items() if key != name}))
+        [finding] = description_findings(read_description(path), "5.0.0")
+        assert (finding.key, finding.line) == (name, None)
+
+
+# The official tools
+
+
+def test_a_log_cannot_have_the_package_checker_run_code(root: Path, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    (tmp_path / "evil_common.yaml").write_text(f"- BEGIN:\n    CODE: \"open('{made}', 'w')\"\n")
+    rule_files = Path(mlp_compliance.__file__).parent / "training_5.0.0"
+    division = f"{os.path.relpath(tmp_path, rule_files)}/evil"
+    log = root / LOGS[0]
+    log.write_text(log.read_text().replace('"value": "closed"', f'"value": "{division}"'))
+    [folder] = find(root).benchmarks
+    official_package.ask([(folder, "closed")], [], None, "5.0.0")
+    assert not made.exists()
+
+
+def test_a_worker_that_dies_is_a_failure(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    [folder] = find(root).benchmarks
+    broken = tmp_path / "python"
+    broken.write_text(
+        '#!/bin/sh\necho \'{"passed": true, "messages": []}\'\necho half\n'.replace("echo half", "printf half")
+    )
+    broken.chmod(0o755)
+    monkeypatch.setattr(official_package.sys, "executable", str(broken))
+    [first], [second], third = official_package.ask([(folder, "closed")], [folder.description], root, "5.0.0")
+    assert first == Answer("pass")
+    assert second == third == Answer("fail", "it ended without a verdict")
+
+
+def test_an_objection_without_a_reason_of_ours_is_passed_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer = Answer("fail", "it does not like it")
+    monkeypatch.setattr(official_package, "ask", lambda *_: ([answer], [answer], Answer("pass")))
+    verdicts = check_paths([root])
+    found = {verdict.path.name: verdict.errors[0].found for verdict in verdicts if verdict.errors}
+    assert found.keys() == {"bert", f"{SYSTEM}.json"}
+    assert all("it does not like it" in text for text in found.values())
+    assert not accepted(verdicts)
+
+
+# The command
+
+
+def test_exit_status_and_text(bare: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(bare.parent)
+    assert app.run("compliance", ["check", "results"]) == 0
+    assert capsys.readouterr().out.count("PASS results/") == 11
+    abort(bare / SYSTEM / "bert" / "result_0.txt")
+    assert app.run("compliance", ["check", "results"]) == 0
+    assert "counts as the slowest run" in capsys.readouterr().out
+    abort(bare / SYSTEM / "bert" / "result_1.txt")
+    assert app.run("compliance", ["check", "results"]) == 1
+    assert app.run("compliance", ["check", f"results/{SYSTEM}/bert/result_2.txt"]) == 0
+    assert app.run("compliance", ["check", f"results/{SYSTEM}/bert/result_1.txt"]) == 1
+
+
+def test_json_names_folders_as_files(bare: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    app.run("compliance", ["check", str(bare), "--json"])
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["file"] for entry in listed] == [
+        str(bare / SYSTEM / "bert"),
+        *(str(bare.parent / log) for log in LOGS),
+    ]
+    assert all(entry.keys() == {"file", "ruleset", "official", "ours", "findings"} for entry in listed)
+
+
+# Links, and folders without end
+
+
+def test_links_that_lead_out_are_told_and_what_they_lead_to_is_not(bare: Path, tmp_path: Path) -> None:
+    folder = benchmark_folder(bare.parent)
+    secret = tmp_path / "secret.env"
+    secret.write_text("# password: hunter2\nTOKEN=hunter2\n")
+    outside = tmp_path / "scratch.txt"
+    outside.write_bytes((folder / "result_3.txt").read_bytes())
+    (folder / "result_3.txt").unlink()
+    (folder / "result_3.txt").symlink_to(outside)
+    (folder / "result_4.txt").rename(folder / "kept.txt")
+    (folder / "result_4.txt").symlink_to("kept.txt")  # a link beside it is nothing to tell
+    (folder / "result_5.txt").unlink()
+    (folder / "result_5.txt").symlink_to(secret)
+    verdicts = {verdict.path.name: verdict for verdict in check_paths([bare])}
+    (link,) = [found for found in verdicts["bert"].findings if "symbolic link" in found.found]
+    assert (link.found.split()[0], link.more, link.severity) == ("result_3.txt", 1, "warning")
+    assert [found.found for found in verdicts["result_5.txt"].findings] == [
+        "no MLLOG record in the file; expected the log of a run"
+    ]
+    results = load_results(folder)
+    for shown in (render(results), as_markdown(results), as_json(results)):
+        assert "hunter2" not in shown
+
+
+@pytest.fixture
+def nested(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A submission with folders in folders: a path longer than the system opens, deeper than Python recurses."""
+    depth = 2500
+    monkeypatch.chdir(root / "benchmarks")
+    for _ in range(depth):
+        Path("d").mkdir()
+        os.chdir("d")
+    inmost = os.open(".", os.O_RDONLY)
+    os.chdir(root)
+    yield root
+    os.fchdir(inmost)
+    os.close(inmost)
+    for _ in range(depth):  # pytest's own clean-up would recurse
+        os.chdir("..")
+        Path("d").rmdir()
+
+
+def test_folders_nested_without_end_are_looked_into_for_so_long(nested: Path) -> None:
+    (nested / "loop").symlink_to(".")
+    verdict = check_paths([nested])[0]
+    found = {finding.found: finding.severity for finding in verdict.findings}
+    assert "loop is a symbolic link, expected the file itself" in found
+    (deep,) = [text for text in found if "folders deep" in text]
+    assert len(deep) < 300
+    assert found[deep] == "warning"
+
+
+def test_names_that_cannot_be_seen_are_told_in_a_submission(root: Path) -> None:
+    (root / "benchmarks" / "a\u202ebc\n").write_text("")
+    finding = next(found for found in check_paths([root])[0].findings if "unprintable" in found.found)
+    assert finding.found.startswith(r"benchmarks/a\u202ebc\n has unprintable characters")

@@ -1,0 +1,481 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bert.mllog import MLLog, evaluation_samples
+from compliance.watch import screen as watching
+from compliance.watch.screen import Watch, choose, clock, sparkline, watch
+from tests.compliance import run_logs
+from tests.compliance.watch.test_running import line
+from tests.conftest import REPOSITORY
+
+CURVE = "7000 7048 7088 7117 7130 7145 7158 7164 7172 7182 7183 7190 7193 7196 7197 7198 7199"
+INTERVAL = int(run_logs.CLOSED["eval_interval_samples"])
+
+
+def closed_run(
+    path: Path, evaluations: int = 16, *, seed: int = 1, ends: str | None = "success", last: float = 0.7202
+) -> Path:
+    """A closed log with so many evaluations, the last at `last`; `ends` None leaves it in the middle of the run."""
+    settings = run_logs.CLOSED
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with MLLog(path, clock_ms=run_logs.counting_clock(100)) as log:
+        log.cache_clear(True)
+        log.init_start()
+        log.submission(division="closed", org="Example", platform="one machine")
+        log.seed(seed)
+        log.hyperparameters(settings)
+        log.weights_initialization(24)
+        log.init_stop()
+        log.run_start()
+        accuracies = [*(int(digits) / 10_000 for digits in CURVE.split()[: evaluations - 1]), last]
+        samples = run_logs.train(log, settings, accuracies)
+        if ends:
+            log.run_stop("success" if ends == "success" else "aborted", samples=samples, eval_samples=10_000)
+    return path
+
+
+def looked_at(path: Path) -> Watch:
+    watched = Watch(path, "5.0.0")
+    watched.look()
+    watched.look_around()
+    return watched
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching, "POLL_S", 0.01)
+
+
+def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[int, str]:
+    """Exit status and what is printed, as to a file."""
+    text = io.StringIO()
+    status = watch(path, "5.0.0", timeout_s, stale_s, Console(file=text, width=200, soft_wrap=True))
+    return status, text.getvalue()
+
+
+def in_background(*steps: Callable[[], object], pause_s: float = 0.15) -> threading.Thread:
+    def act() -> None:
+        for step in steps:
+            time.sleep(pause_s)
+            step()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    return thread
+
+
+# From begin to end
+
+
+def test_a_run_that_has_ended(tmp_path: Path) -> None:
+    status, text = followed(run_logs.write_run(tmp_path / "result_0.txt", "open"))
+    assert status == 0
+    lines = text.splitlines()
+    assert lines[0] == "evaluation 1: accuracy 0.1500 of 0.3000 at 1,024 samples"
+    assert [one.split(":")[0] for one in lines[:3]] == [f"evaluation {n}" for n in (1, 2, 3)]
+    assert lines[-1].startswith("success after 0:00 (")
+
+
+def test_an_aborted_run_is_a_failure(tmp_path: Path) -> None:
+    path = closed_run(tmp_path / "result_0.txt", 3, ends="aborted", last=0.71)
+    status, text = followed(path)
+    assert status == 1
+    assert text.splitlines()[-1].startswith("aborted after ")
+
+
+def test_a_run_that_is_written_meanwhile(tmp_path: Path) -> None:
+    whole = closed_run(tmp_path / "elsewhere" / "result_0.txt", 6).read_bytes()
+    path = tmp_path / "result_0.txt"
+    cuts = [0, len(whole) // 3, len(whole) // 2, len(whole) - 700, len(whole) - 5, len(whole)]
+    pieces = [whole[begin:end] for begin, end in pairwise(cuts)]
+
+    def append(piece: bytes) -> Callable[[], object]:
+        def act() -> None:
+            with path.open("ab") as file:
+                file.write(piece)
+
+        return act
+
+    writer = in_background(*map(append, pieces))
+    status, text = followed(path)
+    writer.join()
+    assert status == 0
+    assert text.splitlines()[0] == f"waiting for a running log at {path}"
+    assert text.count("evaluation ") >= 6
+    assert "evaluation 6: accuracy 0.7202 of 0.7200 at 900,032 samples" in text
+    assert "missed" not in text
+    assert "broken" not in text
+
+
+def test_the_last_line_may_lack_its_end(tmp_path: Path) -> None:
+    path = run_logs.write_run(tmp_path / "result_0.txt", "open")
+    path.write_bytes(up_to_run_stop(path))
+    assert followed(path)[0] == 0
+
+
+def up_to_run_stop(path: Path) -> bytes:
+    content = path.read_bytes()
+    return content[: content.index(b"\n", content.index(b'"run_stop"'))]
+
+
+def test_a_line_whose_end_comes_late_counts_once(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    content = up_to_run_stop(closed_run(tmp_path / "elsewhere" / "result_0.txt", 3, ends="aborted", last=0.71))
+    begin = content.index(b"\n", content.index(b'"run_start"'))
+    path.write_bytes(content[:begin])
+    watched = Watch(path, "5.0.0")
+    for _ in range(5):
+        watched.look()
+    assert watched.run.phase == "run"
+    path.write_bytes(content)
+    watched.look()
+    assert len(watched.run.evaluations) == 3
+    assert watched.run.complaints == {}
+
+
+def test_half_a_last_line_is_not_taken(tmp_path: Path) -> None:
+    path = run_logs.write_run(tmp_path / "result_0.txt", "open")
+    path.write_bytes(up_to_run_stop(path)[:-1])  # ends with the brace of the metadata
+    status, text = followed(path, stale_s=0.2)
+    assert status == 1
+    assert "broken" not in text
+    assert "has not grown" in text
+    assert "success" not in text
+
+
+def test_a_log_that_is_begun_again(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    closed_run(path, 3, ends=None, last=0.71)
+    whole = run_logs.write_run(tmp_path / "elsewhere" / "result_0.txt", "open").read_bytes()
+    writer = in_background(lambda: path.write_bytes(b""), lambda: path.write_bytes(whole))
+    status, text = followed(path)
+    writer.join()
+    assert status == 0
+    assert "the log was begun again" in text
+    assert text.count("evaluation 1: ") == 2
+
+
+def test_a_log_that_never_comes(tmp_path: Path) -> None:
+    status, text = followed(tmp_path / "result_0.txt", timeout_s=0.1)
+    assert status == 1
+    assert text.splitlines()[-1].startswith("nothing to watch: no running log at ")
+
+
+def test_a_log_that_stops_growing(tmp_path: Path) -> None:
+    path = closed_run(tmp_path / "result_0.txt", 3, ends=None, last=0.71)
+    begin = time.monotonic()
+    status, text = followed(path, stale_s=0.3)
+    assert status == 1
+    assert time.monotonic() - begin > 0.3
+    assert f"given up: {path} has not grown for " in text
+
+
+def test_a_silent_initialisation_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_bytes(line("init_start", None, int(time.time() * 1000), "INTERVAL_START") + b"\n")
+    whole = run_logs.write_run(tmp_path / "elsewhere" / "result_0.txt", "open").read_bytes()
+    writer = in_background(lambda: path.write_bytes(path.read_bytes() + whole), pause_s=0.6)
+    status, text = followed(path, stale_s=0.2)
+    writer.join()
+    assert status == 0
+    assert "initialising, 0:00 of 30:00 at most" in text
+    monkeypatch.setattr(watching, "INIT_STALE_S", 0.3)
+    path.write_bytes(line("init_start", None, int(time.time() * 1000), "INTERVAL_START") + b"\n")
+    assert followed(path, stale_s=0.1)[0] == 1
+
+
+def test_metrics_count_as_news(tmp_path: Path) -> None:
+    path = closed_run(tmp_path / "result_0.txt", 3, ends=None, last=0.71)
+    watched = Watch(path, "5.0.0")
+    assert watched.look()
+    assert not watched.look()
+    watched.news_s = 0.0
+    entry = json.dumps({"event": "step", "samples": 451_136, "sequences_per_s": 9.0})
+    (tmp_path / "metrics_0.jsonl").write_text(entry + "\n")
+    assert watched.look()
+    assert watched.news_s > 0
+    assert (watched.run.samples, watched.run.step_rate) == (451_136, 9.0)
+    assert not watched.look()
+
+
+def test_output_of_a_scheduler_that_holds_the_logs_lines(tmp_path: Path) -> None:
+    log = run_logs.write_run(tmp_path / "result_0.txt", "open").read_text()
+    path = tmp_path / "slurm-4711.out"
+    path.write_text("srun: job 4711 queued\n" + "".join(f" 0: {text}\n" for text in log.splitlines()) + "bye\n")
+    status, text = followed(path)
+    assert status == 0
+    assert "evaluation 3: accuracy 0.3150" in text
+
+
+@pytest.mark.parametrize(("timeout_s", "stale_s"), [(0, 1), (1, 0), (float("nan"), 1), (1, -5)])
+def test_times_must_be_positive(tmp_path: Path, timeout_s: float, stale_s: float) -> None:
+    with pytest.raises(ValueError, match="expected more than 0 seconds"):
+        watch(tmp_path, "5.0.0", timeout_s, stale_s)
+
+
+def test_an_unknown_ruleset_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="ruleset is"):
+        watch(tmp_path, "6.0.0", 1, 1)
+
+
+def test_control_c_ends_it(tmp_path: Path) -> None:
+    path = closed_run(tmp_path / "result_0.txt", 3, ends=None, last=0.71)
+    # A shell leaves SIGINT ignored in what it starts in the background; undo that as a terminal would.
+    program = "import signal, runpy, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    program += "sys.argv[0] = 'compliance'; runpy.run_module('compliance', run_name='__main__')"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "watch", str(path)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert b"Traceback" not in errors
+
+
+# Which log
+
+
+def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
+    folder = tmp_path / "system" / "bert"
+    done = closed_run(folder / "result_0.txt", 2)
+    assert choose(folder) is None
+    old = closed_run(folder / "result_1.txt", 2, ends=None, last=0.7)
+    new = closed_run(folder / "result_2.txt", 2, ends=None, last=0.7)
+    (folder / "result_3.txt.cut-off-0").write_text("")
+    os.utime(old, (1e9, 1e9))
+    assert choose(folder) == choose(tmp_path / "system") == new
+    os.utime(old, (3e9, 3e9))
+    assert choose(folder) == old
+    assert choose(done) == done
+    assert choose(tmp_path / "none") is None
+
+
+def test_a_folder_is_watched_until_its_next_run(tmp_path: Path) -> None:
+    folder = tmp_path / "bert"
+    closed_run(folder / "result_0.txt", 3)
+    whole = closed_run(tmp_path / "elsewhere" / "result_1.txt", 4, seed=2).read_bytes()
+    first, rest = whole[: len(whole) // 2], whole[len(whole) // 2 :]
+
+    def finish() -> None:
+        with (folder / "result_1.txt").open("ab") as file:
+            file.write(rest)
+
+    writer = in_background(lambda: (folder / "result_1.txt").write_bytes(first), finish)
+    status, text = followed(folder)
+    writer.join()
+    assert status == 0
+    assert "evaluation 4: accuracy 0.7202" in text
+
+
+# Beside other runs
+
+
+def test_a_seed_of_another_run_is_told(tmp_path: Path) -> None:
+    closed_run(tmp_path / "result_0.txt", 3, seed=7)
+    closed_run(tmp_path / "result_1.txt", 3, seed=8)
+    watched = looked_at(closed_run(tmp_path / "result_2.txt", 2, seed=7, ends=None, last=0.7))
+    assert list(watched.run.complaints) == [
+        "seed 7 is that of result_0.txt too: seeds may not be chosen twice (TR 5.1)"
+    ]
+
+
+def test_a_seed_is_compared_as_soon_as_it_is_known(tmp_path: Path) -> None:
+    closed_run(tmp_path / "result_0.txt", 3, seed=7)
+    whole = closed_run(tmp_path / "elsewhere" / "result_1.txt", 3, seed=7).read_bytes()
+    path = tmp_path / "result_1.txt"
+    path.write_bytes(whole[: whole.index(b'"seed"') - 300])
+    writer = in_background(lambda: path.write_bytes(whole[: whole.index(b'"block_start"')]), pause_s=0.2)
+    _, text = followed(path, stale_s=0.5)
+    writer.join()
+    assert "warning: seed 7 is that of result_0.txt too" in text
+
+
+def outlooks(folder: Path, others: list[int | None], mine: int, ends: str | None, last: float) -> list[str]:
+    for number, count in enumerate(others):
+        ended, reached = ("success", 0.7202) if count else ("aborted", 0.71)
+        closed_run(folder / f"result_{number}.txt", count or 3, seed=100 + number, ends=ended, last=reached)
+    number = len(others)
+    return list(looked_at(closed_run(folder / f"result_{number}.txt", mine, seed=1, ends=ends, last=last)).outlooks())
+
+
+def test_outlook_of_a_run_that_goes_on(tmp_path: Path) -> None:
+    first, last = outlooks(tmp_path, [17, 17], 6, None, 0.7145)
+    assert first.startswith("ending at evaluation ")
+    samples = [evaluation_samples(int(text.split()[3].rstrip(":")), INTERVAL, 448) for text in (first, last)]
+    # Of three runs the fastest and the slowest are dropped.
+    means = [sorted([2_550_016, 2_550_016, ending])[1] for ending in samples]
+    assert [f"mean {mean:,} over 3 run(s)" in text for mean, text in zip(means, (first, last), strict=True)] == [
+        True
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("others", "mine", "words"),
+    [
+        ([17] * 9, 17, "mean 2,550,016 over 10 run(s), passes, unscaled"),
+        ([16] * 9, 16, "mean 2,400,384 over 10 run(s), passes, score times 1.0058"),
+        ([15] * 9, 15, "mean 2,250,304 over 10 run(s), fails (the least that passes: 2,274,732)"),
+        ([15] * 3, 15, "below the least that passes, 2,274,732: the runs to come must be slower"),
+        ([], 16, "mean 2,400,384 over 1 run(s), passes, score times 1.0058"),
+    ],
+)
+def test_outlook_of_a_run_that_has_ended(tmp_path: Path, others: list[int | None], mine: int, words: str) -> None:
+    (text,) = outlooks(tmp_path, others, mine, "success", 0.7202)
+    assert text.startswith("with this run: ")
+    assert words in text
+
+
+def test_runs_of_another_batch_or_still_going_are_left_out(tmp_path: Path) -> None:
+    run_logs.write_run(tmp_path / "result_7.txt", "open")
+    closed_run(tmp_path / "result_8.txt", 17, seed=3, ends=None, last=0.7202)
+    (text,) = outlooks(tmp_path, [17], 16, "success", 0.7202)
+    assert "over 2 run(s)" in text
+
+
+def test_runs_that_do_not_converge(tmp_path: Path) -> None:
+    assert outlooks(tmp_path / "one", [], 4, "aborted", 0.71) == [
+        "1 run(s) of the set have not converged; more than one make it no result (TR 12)"
+    ]
+    assert outlooks(tmp_path / "two", [None, 17], 4, "aborted", 0.71)[-1].startswith("2 run(s) of the set")
+    assert "1 run(s) of the set" in outlooks(tmp_path / "other", [None, 17, 17, 17], 17, "success", 0.7202)[-1]
+
+
+def test_no_outlook_beside_ten_runs_or_in_the_open(tmp_path: Path) -> None:
+    assert outlooks(tmp_path, [17] * 10, 17, "success", 0.7202) == []
+    assert list(looked_at(run_logs.write_run(tmp_path / "open" / "result_0.txt", "open")).outlooks()) == []
+
+
+# What is shown
+
+
+def shown(watched: Watch, now_ms: float, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    console.print(watching.panel(watched, now_ms))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_panel_of_a_run_in_progress(tmp_path: Path) -> None:
+    path = closed_run(tmp_path / "result_0.txt", 6, ends=None, last=0.7145)
+    (tmp_path / "metrics_0.jsonl").write_text('{"event": "step", "samples": 940000, "sequences_per_s": 123.4}\n')
+    watched = looked_at(path)
+    text = shown(watched, watched.run.last_ms + 10_000, width=160)
+    assert "result_0.txt · closed" in text
+    assert "0.7145 of 0.7200 at 900,032 samples, evaluation 6" in text
+    assert "940,000, evaluation 7 at 1,050,112" in text
+    assert "now 123.4" in text
+    assert "by its last 4 evaluations" in text
+    assert "ending at evaluation" in text
+
+
+def test_the_panel_of_every_phase_and_width(tmp_path: Path) -> None:
+    path = closed_run(tmp_path / "result_0.txt", 17)
+    content = path.read_bytes()
+    watched = Watch(tmp_path / "growing.txt", "5.0.0")
+    lines = content.splitlines(keepends=True)
+    seen: set[str] = set()
+    for count in range(0, len(lines), 7):
+        watched.run.take(lines[count].rstrip())
+    for width in (40, 80, 200):
+        assert shown(watched, watched.run.last_ms, width)
+    watched = Watch(tmp_path / "growing.txt", "5.0.0")
+    assert "not begun" in shown(watched, 0)
+    for text in lines:
+        watched.run.take(text.rstrip())
+        if b"weights_initialization" in text or not text.startswith(b":::"):
+            continue
+        seen.add(shown(watched, watched.run.last_ms).splitlines()[1].split("phase")[1].split()[0].rstrip(","))
+    assert seen == {"not", "initialising", "initialised", "training", "evaluating", "ended"}
+
+
+def test_what_a_log_says_does_not_steer_the_terminal(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_bytes(
+        b"# recipe: \x1b[2J[bold]x\n# ended by a fault: \x1b]0;title\x07 [red]no[/red] [/]\n"
+        + b"warning at step 3: \x1b[31m [/x]\n"
+        + line("run_start", None, 10, "INTERVAL_START")
+        + b"\n"
+        + line("run_stop", None, 20, "INTERVAL_END", status="\x1b[2J[/bold]")
+        + b"\n"
+    )
+    status, text = followed(path)
+    assert status == 1
+    panel = shown(looked_at(path), 30)
+    for output in (text, panel):
+        assert "\x1b" not in output
+        assert "\x07" not in output
+        assert "[red]no[/red]" in output
+
+
+def test_a_terminal_shows_the_panel_and_leaves_it(tmp_path: Path) -> None:
+    path = run_logs.write_run(tmp_path / "result_0.txt", "open")
+    text = io.StringIO()
+    console = Console(file=text, width=100, height=30, force_terminal=True, color_system=None)
+    assert watch(path, "5.0.0", 5, 5, console) == 0
+    assert "success after" in text.getvalue()
+    assert "▁" in text.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599, "59:59"), (3661, "1:01:01"), (-5, "0:00")]
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def test_sparkline() -> None:
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
+    assert sparkline([0.7, 0.7]) == "▁▁"
+    assert len(sparkline([0.01 * index for index in range(100)])) == 60
+
+
+def test_each_byte_is_read_once(tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    plain = b"step   940  samples     30080     40.8 ms     784.9 seq/s      70721 tok/s  wait  1.9 %  loss 3.7200\n"
+    path.write_bytes(plain * 50_000)
+    watched = Watch(path, "5.0.0")
+    for _ in range(5):
+        watched.look()
+        with path.open("ab") as file:
+            file.write(plain)
+    watched.look()
+    assert watched.log.bytes_read == path.stat().st_size
+    assert watched.run.step_samples == 30_080
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 1000, b":::MLLOG", b":::MLLOG {}\n", b"# : \n#\n", b'"run_stop"\n'])
+def test_logs_of_nothing(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "result_0.txt"
+    path.write_bytes(content)
+    watched = looked_at(path)
+    assert shown(watched, 0)
+    assert list(watched.outlooks()) == []
+
+
+def test_the_command(tmp_path: Path) -> None:
+    path = run_logs.write_run(tmp_path / "result_0.txt", "open")
+    command: list[Any] = [sys.executable, "-m", "compliance", "watch", path]
+    run = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert run.stdout.splitlines()[-1].startswith("success")
+    run = subprocess.run([*command, "--stale", "0"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert (run.returncode, run.stderr) == (2, "error: --stale is 0, expected more than 0 seconds\n")

@@ -1,0 +1,234 @@
+"""Nothing that a log says ends the watch, holds it up, or makes it grow without end."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from compliance.log.forecast import MAX_SAMPLES, reach
+from compliance.watch import follow, running
+from compliance.watch.running import RunningLog
+from compliance.watch.screen import Watch, choose, panel, results_in
+from tests.compliance import run_logs
+from tests.compliance.watch.test_running import BASE, begun, evaluate, line
+from tests.conftest import REPOSITORY
+
+DIGITS = "9" * 5000
+NUMBERS = [
+    0,
+    1,
+    -1,
+    448,
+    2**53,
+    2**63 - 1,
+    2**63,
+    10**400,
+    0.0,
+    1e-320,
+    0.5,
+    0.72,
+    1e308,
+    -1e308,
+    True,
+    None,
+    "x",
+    [],
+    {},
+]
+ODD_LINES = [
+    b"step 1 samples 32 1.0 ms 1.2.3 seq/s",
+    b"step 1 samples 32 1.0 ms ... seq/s",
+    f"step 1 samples {DIGITS} 1.0 ms 1.0 seq/s".encode(),
+    f"step 1 samples 32 1.0 ms {DIGITS} seq/s".encode(),
+    f"# config.training.max_samples: {DIGITS}".encode(),
+    "# config.training.max_samples: ²".encode(),
+    f"# processes: {DIGITS} x 1".encode(),
+    line("eval_accuracy", 0.1, epoch_num=0),
+    line("eval_accuracy", 0.71, epoch_num=0),
+    line("eval_start", None, kind="INTERVAL_START", epoch_num=0),
+    line("seed", "x" * 100_000),
+    b':::MLLOG {"time_ms": 1, "event_type": "POINT_IN_TIME", "key": "eval_accuracy", "metadata": {}, "value": '
+    + b"[" * 900
+    + b"]" * 900
+    + b"}",
+    b":::MLLOG " * 50_000,
+]
+
+
+def look(watched: Watch, now_ms: float) -> str:
+    """What is shown of a run, on a terminal."""
+    watched.run.watch_the_time(now_ms)
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    console.print(panel(watched, now_ms))
+    list(watched.outlooks())
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("odd", ODD_LINES, ids=lambda odd: odd[:60].decode("utf-8", "replace"))
+@pytest.mark.parametrize("division", ["open", "closed"])
+def test_an_odd_line_ends_nothing(odd: bytes, division: str) -> None:
+    watched = Watch(Path("result_0.txt"), "5.0.0")
+    watched.run = begun(division)
+    for repeat in range(6):
+        watched.run.take(odd)
+        assert look(watched, BASE + repeat)
+    evaluate(watched.run, 150_080, 0.71, BASE + 1000)
+    assert look(watched, BASE + 2000)
+
+
+lines = st.builds(
+    lambda key, value, time_ms, metadata: line(key, value, time_ms, **metadata),
+    st.sampled_from(["eval_accuracy", "eval_start", "block_start", "run_start", "init_start", "quality_target", "seed"])
+    | st.sampled_from(["global_batch_size", "eval_interval_samples", "d_batch_size", "gradient_accumulation_steps"]),
+    st.sampled_from(NUMBERS) | st.floats(0, 1),
+    st.sampled_from([0, 1, BASE, BASE + 1, 2**63 - 1]),
+    st.dictionaries(st.sampled_from(["epoch_num", "samples_count", "status"]), st.sampled_from(NUMBERS)),
+)
+steps = st.builds(
+    lambda samples, rate: json.dumps({"event": "step", "samples": samples, "sequences_per_s": rate, "text": [samples]}),
+    st.sampled_from(NUMBERS),
+    st.sampled_from(NUMBERS),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(lines, max_size=12), st.lists(steps, max_size=3), st.sampled_from(["open", "closed"]))
+def test_no_numbers_end_the_watch(records: list[bytes], metrics: list[str], division: str) -> None:
+    watched = Watch(Path("result_0.txt"), "5.0.0")
+    watched.run = begun(division)
+    for record in records:
+        watched.run.take(record)
+    for entry in metrics:
+        watched.run.take_metrics(entry.encode())
+    for now_ms in (0.0, BASE + 1.0, 1e15):
+        assert look(watched, now_ms)
+
+
+def test_a_flood_of_warnings_is_bounded_and_hides_no_broken_rule() -> None:
+    run = begun()
+    for step in range(3 * running.MAX_QUOTED):
+        run.take(f"warning at step {step}: loss {step}.5 is not finite".encode())
+        run.take_metrics(json.dumps({"event": "warning", "step": step, "text": "x" * 5000}).encode())
+    assert len(run.complaints) == running.MAX_QUOTED + 1
+    assert list(run.complaints)[-1].startswith("there are more than 1000 different warnings")
+    assert max(map(len, run.complaints)) <= running.MAX_VALUE
+    evaluate(run, 450_240, 0.1, BASE + 1000)
+    assert list(run.complaints)[-1].startswith("evaluation 1 was missed")
+
+
+def test_a_flood_of_broken_rules_and_of_lines_of_the_head_is_bounded() -> None:
+    run = begun()
+    for index in range(running.MAX_COMPLAINTS + 500):
+        run.take(line("eval_start", None, BASE + index, "INTERVAL_START", epoch_num=7 * index))
+        run.take(b"# key %d: " % index + b"x" * 100_000)
+    assert len(run.complaints) == running.MAX_COMPLAINTS + 1
+    assert len(run.header) == running.MAX_HEADER_LINES
+    assert max(map(len, run.header.values())) < running.MAX_HEADER_BYTES
+
+
+def test_an_evaluation_that_does_not_come_is_told_once() -> None:
+    run = begun("open")
+    for samples in range(2000, 20_000, 32):
+        run.take(f"step {samples} samples {samples} 1.0 ms 9.0 seq/s".encode())
+    assert list(run.complaints) == ["evaluation 1 was missed: due at 1,024 samples, now 2,000 (TR 24.4)"]
+
+
+def test_more_evaluations_than_any_run_has_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "MAX_EVALUATIONS", 5)
+    run = begun("open")
+    for index in range(1, 10):
+        evaluate(run, 1024 * index, 0.1, BASE + index)
+    assert len(run.evaluations) == 5
+
+
+def test_a_look_reads_no_more_than_its_share_and_the_next_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "MAX_BYTES_A_LOOK", 10_000)
+    monkeypatch.setattr(follow, "CHUNK_BYTES", 1000)
+    path = tmp_path / "log"
+    path.write_bytes(b"".join(b"line %05d\n" % index for index in range(2500)))
+    got: list[bytes] = []
+    with follow.Follower(path) as follower:
+        for more in (True, True, True, False):
+            got += follower.lines()
+            assert follower.bytes_read <= 10_000 * (1 + len(got) // 1000)
+            assert follower.has_more == (more and len(got) < 2500)
+    assert len(got) == 2500
+    assert got[-1] == b"line 02499"
+
+
+@pytest.mark.parametrize("power", [1.0, -1.0])
+@pytest.mark.parametrize(
+    "points",
+    [
+        [(1, 0.1), (2, 0.1 + 1e-17), (3, 0.1 + 2e-17), (4, 0.11)],
+        [(1, 0.0), (2, 5e-324), (3, 1e-323), (4, 2e-323)],
+        [(2**63 - 4, 0.1), (2**63 - 3, 0.2), (2**63 - 2, 0.3), (2**63 - 1, 0.4)],
+    ],
+)
+def test_a_curve_reaches_its_target_within_numbers_or_never(points: list[tuple[int, float]], power: float) -> None:
+    found = reach(points, power, 0.72)
+    assert found is None or 0 <= found <= MAX_SAMPLES
+
+
+# Files that are none
+
+
+def watch_it(path: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "compliance", "watch", str(path), "--timeout", "0.1", "--stale", "0.1"]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_pipes_and_links_in_a_folder_hold_nothing_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "result_0.txt")
+    (tmp_path / "result_1.txt").symlink_to("result_1.txt")
+    (tmp_path / "result_2.txt").symlink_to("/dev/zero")
+    (tmp_path / "result_3.txt").mkdir()
+    (tmp_path / "result_4.txt").symlink_to("/dev/stdin")
+    assert results_in(tmp_path) == {}
+    done = watch_it(tmp_path)
+    assert (done.returncode, done.stderr) == (1, "")
+    run_logs.write_run(tmp_path / "result_5.txt", "open")
+    assert list(results_in(tmp_path)) == [tmp_path / "result_5.txt"]
+    done = watch_it(tmp_path / "result_5.txt")  # its siblings are looked at as well
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_what_is_named_and_no_file_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "result_0.txt"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+    done = watch_it(path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {path}: not a regular file")
+
+
+def test_of_many_logs_the_newest_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("compliance.watch.screen.MAX_LOGS", 3)
+    for number in range(6):
+        path = tmp_path / f"result_{number}.txt"
+        path.write_text("")
+        os.utime(path, (1000 + number, 1000 + number))
+    assert [path.name for path in results_in(tmp_path)] == ["result_3.txt", "result_4.txt", "result_5.txt"]
+    assert choose(tmp_path) == tmp_path / "result_5.txt"
+
+
+def test_settings_are_kept_short_and_flat() -> None:
+    run = RunningLog()
+    run.take(line("submission_org", "x" * 100_000))
+    run.take(line("submission_platform", [["x"] * 1000]))
+    assert len(run.settings["submission_org"]) == running.MAX_VALUE
+    assert run.settings["submission_platform"] == "a JSON list"

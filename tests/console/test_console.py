@@ -1,0 +1,169 @@
+"""The way out for text."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from console.program import complain, say, say_document, say_json
+from console.text import json_document, visible
+from tests.hostile import NAME, REPOSITORY, assert_harmless
+
+ROOMS = ("bert", "compliance", "dataloading")
+OTHER_WAYS = {"print", "Console", "input", "basicConfig", "print_exception"}
+ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceback is for developers
+    "bert/reporting/displays.py": set(),
+    "bert/parallel/watchdog.py": {"print_exception"},
+    "bert/train.py": {"Console"},
+    "compliance/doctor/examination.py": {"Console", "print"},
+    "compliance/official/checker_worker.py": {"print"},  # JSON to the program that asked
+    "compliance/official/package_worker.py": {"print"},
+    "compliance/report/summary.py": {"Console", "print"},
+    "compliance/watch/screen.py": {"Console", "print"},
+}
+
+ANY_TEXT = st.text(st.characters() | st.sampled_from("\n\r\x1b\x9b\u202e\u200b\udcff:#[\u034f\u3164"), max_size=60)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("result_0.txt", "result_0.txt"),
+        ("Größe 数 é", "Größe 数 é"),
+        ("a\nb\r\tc", r"a\nb\r\tc"),
+        ("\x1b[2J\x9b\x7f", r"\x1b[2J\x9b\x7f"),
+        ("\u202eabc\u2066\u200b\ufeff\u2028", r"\u202eabc\u2066\u200b\ufeff\u2028"),
+        ("a\u034f\u3164\ufe0f\U000e0100b", r"a\u034f\u3164\ufe0f\U000e0100b"),
+        (os.fsdecode(b"a\xff"), r"a\udcff"),
+        ("::error::x", r"\x3a:error::x"),
+        ("  ::set-output", r"  \x3a:set-output"),
+        ("std::vector", "std::vector"),
+        ("x ##[error]y ##vso[task.x]", r"x \x23#[error]y \x23#vso[task.x]"),
+        ("## heading #[1]", "## heading #[1]"),
+        (':::MLLOG {"key"', r'\x3a::MLLOG {"key"'),
+        ("slurm: :::MLLOG {", r"slurm: \x3a::MLLOG {"),
+        (7, "7"),
+    ],
+)
+def test_what_steers_or_cannot_be_seen_is_shown(text: object, shown: str) -> None:
+    assert visible(text) == shown
+    assert visible(visible(text)) == shown
+
+
+@given(ANY_TEXT)
+def test_any_text_is_one_harmless_line(text: str) -> None:
+    shown = visible(text)
+    assert_harmless(shown)
+    assert "\n" not in shown
+    assert not {unicodedata.category(letter) for letter in shown} & {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+    assert visible(shown) == shown
+    shown.encode()
+
+
+@pytest.mark.parametrize("length", [9, 10, 11, 1000])
+def test_a_limit_holds_after_the_escapes(length: int) -> None:
+    for text in ("x" * length, "\x1b" * length):
+        shown = visible(text, 10)
+        assert len(shown) <= 10
+        assert shown.endswith("...") == (visible(text) != shown)
+
+
+@given(
+    st.recursive(
+        ANY_TEXT | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(ANY_TEXT, inner), max_leaves=8
+    )
+)
+def test_a_document_is_ascii_that_every_parser_takes(document: object) -> None:
+    text = json_document(document)
+    assert all(letter == "\n" or " " <= letter <= "~" for letter in text)
+    loaded = json.dumps(json.loads(text), ensure_ascii=False)
+    loaded.encode()  # no half of a surrogate pair anywhere
+    clean = json.dumps(document, ensure_ascii=False)
+    if clean.isascii():
+        assert json.loads(text) == document
+
+
+def test_everything_that_is_said_is_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"{NAME}: done")
+    say_document("a\x1b[2J\n\n::error::b\n")
+    complain(ValueError(NAME))
+    complain(OSError(2, "No such file", NAME))
+    complain(FileNotFoundError(2, "No such file", os.fsencode(NAME)))
+    say_json({NAME: [NAME]})
+    out, err = capsys.readouterr()
+    assert_harmless(out)
+    assert_harmless(err)
+    assert err.count("\n") == 3
+    assert err.count("error: ") == 3
+    assert out.split("\n")[1:4] == [r"a\x1b[2J", "", r"\x3a:error::b"]
+    assert out.endswith("}\n")
+
+
+def test_there_is_no_other_way_out() -> None:
+    for room in ROOMS:
+        for path in sorted((REPOSITORY / room).rglob("*.py")):
+            name = path.relative_to(REPOSITORY).as_posix()
+            called = {
+                node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                if isinstance(node, ast.Call)
+            }
+            assert called & OTHER_WAYS <= ALLOWED.get(name, set()), f"{name}: use console.program"
+
+
+def test_what_modules_log_and_warn_of_is_harmless() -> None:
+    program = (
+        "import logging, warnings; from console.program import accept_any_text; from tests.hostile import NAME\n"
+        "accept_any_text()\n"
+        "logging.getLogger('kernels.tuning.autotune').warning('%s is ignored', NAME)\n"
+        "warnings.warn(NAME)\n"
+        "try:\n"
+        "    raise ValueError('odd\\x1b[2J')\n"
+        "except ValueError:\n"
+        "    logging.getLogger('bert').exception(NAME)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, check=False)
+    text = done.stderr.decode()
+    assert done.returncode == 0
+    assert_harmless(text)
+    lines = text.splitlines()
+    assert len(lines) == 6
+    assert lines[0].startswith("x\\n")
+    assert lines[0].endswith(" is ignored")
+    assert lines[1].startswith("warning: <string>:4: UserWarning: x\\n")
+    assert lines[3:] == [
+        "Traceback (most recent call last):",
+        '  File "<string>", line 6, in <module>',
+        r"ValueError: odd\x1b[2J",
+    ]
+
+
+@pytest.mark.parametrize("program", ["bert.train", "bert.convert", "bert.phase1", "compliance", "dataloading"])
+def test_ctrl_c_during_the_imports_is_one_line(program: str, tmp_path: Path) -> None:
+    """The process ends by the signal, which a shell shows as 130."""
+    (tmp_path / "tyro.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", program, "--help"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+
+
+def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
+    code = "import dataloading, sys; assert sys.excepthook is sys.__excepthook__"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    (tmp_path / "tyro.py").write_text("raise RuntimeError('broken')")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "dataloading"]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert "Traceback" in done.stderr
+    assert "RuntimeError: broken" in done.stderr

@@ -1,0 +1,218 @@
+"""Batches: the flat stream, its bookkeeping, and the same from NumPy and DALI."""
+
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from dataloading.batches.capacity import Capacity, fitting
+from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader, inert_batch
+from dataloading.batches.sampler import MicroBatch, Plan
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset.folder import open_dataset
+from dataloading.shards.samples import Samples
+from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
+
+pytestmark = pytest.mark.oldest_torch
+
+CPU = torch.device("cpu")
+
+
+def assert_same(one: Batch, other: Batch) -> None:
+    for field in fields(Batch):
+        left, right = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(left, torch.Tensor):
+            assert left.dtype == right.dtype, field.name
+            assert torch.equal(left, right), field.name
+        else:
+            assert left == right, field.name
+
+
+def test_a_batch_holds_each_sample_at_its_place() -> None:
+    samples = synthetic_samples(np.array([5, 3, 9]), VOCAB_SIZE)
+    batch = batch_of(samples)
+    assert batch.tokens == 17
+    assert batch.sequences == 3
+    assert batch.max_seqlen == 9
+    assert batch.cu_seqlens.tolist() == [0, 5, 8, 17]
+    assert batch.position_ids.tolist() == [*range(5), *range(3), *range(9)]
+    assert batch.input_ids.tolist() == samples.input_ids.tolist()
+    assert batch.segment_ids.tolist() == samples.segment_ids.tolist()
+    for number in range(3):
+        first, last = samples.masked_lm_offsets[number : number + 2]
+        inside = batch.masked_lm_positions[first:last] - batch.cu_seqlens[number]
+        assert inside.tolist() == samples.masked_lm_positions[first:last].tolist()
+    assert batch.masked_lm_positions.diff().min() > 0
+    assert batch.masked_lm_ids.tolist() == samples.masked_lm_ids.tolist()
+    assert batch.next_sentence_labels.tolist() == samples.next_sentence_labels.tolist()
+    assert batch.global_counts.tolist() == [3, len(samples.masked_lm_ids)]
+
+
+def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:
+    plan = Plan(run.train.lengths, run.train.masked_counts, 24, 2, accumulation, seed=11)
+    return lambda step: plan.rank_batches(step, rank)
+
+
+CAPACITIES = {
+    1: [Capacity(256, 12, 48, MAX_SEQ_LENGTH), Capacity(320, 12, 64, MAX_SEQ_LENGTH)],
+    3: [Capacity(128, 4, 16, MAX_SEQ_LENGTH)],
+}
+"""By accumulation steps: some batches fit each, and some none."""
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: int, padded: bool) -> None:
+    pytest.importorskip("nvidia.dali", reason="nvidia-dali is not installed")
+    from dataloading.batches.dali import DaliLoader
+
+    dataset = open_dataset(small_run.folder / "train")
+    for rank in range(2):
+        chosen = rank_batches(small_run, accumulation, rank)
+        given = CAPACITIES[accumulation] if padded else []
+        loaders: list[Loader] = [loader(dataset, chosen, CPU, 2, given) for loader in (NumpyLoader, DaliLoader)]
+        for _ in range(25):  # 600 samples of 250: over two epochs
+            ours, theirs = (next(loader) for loader in loaders)
+            assert len(ours) == len(theirs) == accumulation
+            for one, other in zip(ours, theirs, strict=True):
+                assert_same(one, other)
+        for loader in loaders:
+            loader.close()
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_a_loader_pads_to_the_smallest_capacity_that_holds_the_batch(small_run: SmallRun, accumulation: int) -> None:
+    given, chosen = CAPACITIES[accumulation], rank_batches(small_run, accumulation, 0)
+    loaders = [NumpyLoader(small_run.train, chosen, CPU, 4, some) for some in ([], given)]
+    seen = set()
+    for _ in range(40):
+        for plain, padded in zip(*(next(loader) for loader in loaders), strict=True):
+            needed = Capacity.around(plain.tokens, plain.sequences, plain.masked_lm_ids.numel(), MAX_SEQ_LENGTH)
+            assert padded.capacity == fitting(needed, given)
+            seen.add(padded.capacity)
+            assert_padded(padded, plain)
+    assert seen - set(given)
+    assert seen >= set(given)
+    for loader in loaders:
+        loader.close()
+
+
+def assert_padded(padded: Batch, plain: Batch) -> None:
+    """Every real slot is where it was, and every other one holds what makes it inert."""
+    empty = {
+        "cu_seqlens": plain.tokens,
+        "masked_lm_positions": plain.tokens,
+        "masked_lm_ids": -1,
+        "next_sentence_labels": -1,
+    }
+    assert padded.tensors.keys() == plain.tensors.keys()
+    for name, values in padded.tensors.items():
+        real = plain.tensors[name]
+        assert values.dtype == real.dtype
+        assert torch.equal(values[: len(real)], real), name
+        assert (values[len(real) :] == empty.get(name, 0)).all(), name
+    assert padded.tokens > plain.tokens
+    assert padded.tokens % 64 == padded.masked_lm_ids.numel() % 16 == 0
+
+
+def test_an_inert_batch_has_the_shape_of_its_capacity() -> None:
+    capacity = Capacity(128, 3, 32, 40)
+    batch = inert_batch(capacity)
+    assert batch.capacity == capacity
+    assert not batch.cu_seqlens.any()
+    assert (batch.masked_lm_ids == -1).all()
+
+
+def test_batches_of_the_files_are_those_of_the_samples(small_run: SmallRun) -> None:
+    chosen = rank_batches(small_run, 1, 0)
+    loader = NumpyLoader(open_dataset(small_run.folder / "train"), chosen, CPU)
+    for step in range(3):
+        (micro,) = chosen(step)
+        assert_same(next(loader)[0], batch_of(small_run.train.take(micro.indices), micro))
+    loader.close()
+
+
+class Unreadable:
+    """A source whose third read fails."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples, self.reads = samples, 0
+
+    def take(self, indices: np.ndarray) -> Samples:
+        self.reads += 1
+        if self.reads == 3:
+            raise ValueError("part_00001: truncated")
+        return self.samples.take(indices)
+
+
+def test_a_reader_s_error_reaches_the_training_loop(small_run: SmallRun) -> None:
+    loader = NumpyLoader(Unreadable(small_run.train), rank_batches(small_run, 1, 0), CPU)
+    next(loader)
+    next(loader)
+    with pytest.raises(ValueError, match="truncated"):
+        next(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_nothing_is_read_before_the_first_batch_and_closing_is_prompt(small_run: SmallRun, started: bool) -> None:
+    source = Unreadable(small_run.train)
+    loader = NumpyLoader(source, rank_batches(small_run, 1, 0), CPU)
+    assert source.reads == 0
+    if started:
+        next(loader)
+    loader.close()
+
+
+def test_auto_takes_numpy_without_a_gpu() -> None:
+    assert choose_loader("auto", CPU) == "numpy"
+    assert choose_loader("numpy", torch.device("cuda")) == "numpy"
+
+
+def test_asking_for_missing_dali_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"data\.loader"):
+        choose_loader("dali", CPU)
+    assert choose_loader("auto", torch.device("cuda")) == "numpy"
+
+
+def test_uploads_begin_on_their_own_gpu(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the thread that reads ahead, nothing of CUDA comes before its device is set: it would be the first GPU's.
+
+    With stand-ins for what PyTorch has of CUDA.
+    """
+    own, calls = torch.device("cuda", 3), []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def wait_event(self, _: object) -> None:
+            """Nothing to wait for."""
+
+    def noting(name: str, result: object = None) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            calls.append((threading.current_thread().name, name, *args))
+            return result
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "set_device", noting("set_device"))
+    monkeypatch.setattr(torch.cuda, "stream", noting("stream", nullcontext()))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(device))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=noting("record")))
+    monkeypatch.setattr(Batch, "pin", lambda batch: noting("pin", batch)())
+    monkeypatch.setattr(Batch, "to", lambda batch, device: noting("to", batch)(device))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    loader = NumpyLoader(small_run.train, rank_batches(small_run, 1, 0), own, 1)
+    next(loader)
+    loader.close()
+    in_thread = [call[1:] for call in calls if call[0] == "prefetch"]
+    assert in_thread[0] == ("set_device", own)
+    assert [name for name, *_ in in_thread[:5]] == ["set_device", "stream", "pin", "to", "record"]

@@ -1,0 +1,247 @@
+"""Packing: every sequence exactly once, within the limits, close to a bound that holds, the same every time."""
+
+import csv
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from dataloading.batches.packing import Packs, Strategy, pack_histogram, pack_samples, stream_packs
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def wikipedia() -> np.ndarray:
+    path = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
+    with path.open(encoding="utf-8") as file:
+        rows = [(int(row["length"]), int(row["count"])) for row in csv.DictReader(file)]
+    histogram = np.zeros(513, np.int64)
+    for length, count in rows:
+        histogram[length] = count
+    return histogram
+
+
+def first_fit_decreasing(histogram: list[int], capacity: int, limit: int | None) -> int:
+    """Packs of the textbook algorithm, one sequence at a time."""
+    packs: list[list[int]] = []
+    for length in range(capacity, 0, -1):
+        for _ in range(histogram[length] if length < len(histogram) else 0):
+            for pack in packs:
+                if sum(pack) + length <= capacity and (limit is None or len(pack) < limit):
+                    pack.append(length)
+                    break
+            else:
+                packs.append([length])
+    return len(packs)
+
+
+def fewest_packs(lengths: tuple[int, ...], capacity: int, limit: int | None) -> int:
+    """By trying everything; for a handful of sequences."""
+
+    def search(rest: tuple[int, ...], packs: tuple[tuple[int, int], ...]) -> int:
+        if not rest:
+            return len(packs)
+        options = [search(rest[1:], (*packs, (rest[0], 1)))]
+        for place, (tokens, sequences) in enumerate(packs):
+            if tokens + rest[0] <= capacity and (limit is None or sequences < limit):
+                filled = (*packs[:place], (tokens + rest[0], sequences + 1), *packs[place + 1 :])
+                options.append(search(rest[1:], filled))
+        return min(options)
+
+    return search(lengths, ())
+
+
+def assert_packs_the_histogram(strategy: Strategy, histogram: list[int], limit: int | None) -> None:
+    packed: Counter[int] = Counter()
+    for lengths, count in zip(strategy.combinations, strategy.counts, strict=True):
+        assert count >= 1
+        assert 0 < sum(lengths) <= strategy.capacity
+        assert limit is None or len(lengths) <= limit
+        assert list(lengths) == sorted(lengths, reverse=True)
+        for length in lengths:
+            packed[length] += count
+    assert packed == {length: count for length, count in enumerate(histogram) if count}
+    assert len(set(strategy.combinations)) == len(strategy.combinations)
+    assert strategy.bound <= strategy.packs
+    assert strategy.efficiency <= strategy.efficiency_bound <= 1
+
+
+CAPACITIES = st.sampled_from([1, 8, 17, 128, 512])
+LIMITS = st.sampled_from([1, 2, 3, 4, 5, 12, None])
+
+
+@st.composite
+def histograms(draw: st.DrawFn, most: int = 30) -> tuple[list[int], int, int | None]:
+    capacity = draw(CAPACITIES)
+    sparse = draw(st.dictionaries(st.integers(1, capacity), st.integers(1, most), max_size=25))
+    return [sparse.get(length, 0) for length in range(capacity + 1)], capacity, draw(LIMITS)
+
+
+@given(histograms())
+@example(([0] * 513, 512, 3))
+@example(([0] * 512 + [1000], 512, 3))
+@example(([0, 1000], 512, 3))
+@example(([0, 1000], 512, None))
+@example(([0] * 170 + [3, 3, 3], 512, 3))
+def test_every_sequence_once_within_limits_and_never_worse_than_first_fit_decreasing(
+    given_: tuple[list[int], int, int | None],
+) -> None:
+    histogram, capacity, limit = given_
+    strategy = pack_histogram(histogram, capacity, limit)
+    assert_packs_the_histogram(strategy, histogram, limit)
+    assert strategy.packs <= first_fit_decreasing(histogram, capacity, limit)
+    assert strategy == pack_histogram(np.array(histogram), capacity, limit)
+
+
+@given(histograms(most=200_000))
+def test_large_counts(given_: tuple[list[int], int, int | None]) -> None:
+    histogram, capacity, limit = given_
+    strategy = pack_histogram(histogram, capacity, limit)
+    assert_packs_the_histogram(strategy, histogram, limit)
+    assert strategy.packs <= strategy.bound * 1.0002 + 5  # what rounding costs
+
+
+@given(st.lists(st.integers(1, 10), min_size=1, max_size=7), st.sampled_from([2, 3, None]))
+def test_the_bound_holds_against_trying_everything(lengths: list[int], limit: int | None) -> None:
+    strategy = pack_histogram(np.bincount(lengths), 10, limit)
+    best = fewest_packs(tuple(lengths), 10, limit)
+    assert strategy.bound <= best <= strategy.packs
+
+
+@pytest.mark.parametrize(
+    ("limit", "efficiency"), [(1, 0.49966), (2, 0.80545), (3, 0.9985), (4, 0.9997), (12, 0.9995), (None, 0.9998)]
+)
+def test_wikipedia(limit: int | None, efficiency: float) -> None:
+    histogram = wikipedia()
+    strategy = pack_histogram(histogram, 512, limit)
+    assert_packs_the_histogram(strategy, histogram.tolist(), limit)
+    assert strategy.efficiency >= efficiency
+    assert strategy.efficiency_bound - strategy.efficiency < 1e-4
+    assert strategy.sequences_per_pack == pytest.approx(histogram.sum() / strategy.packs)
+
+
+def test_better_than_first_fit_decreasing() -> None:
+    """First-fit decreasing puts 4 and 4 together and then needs a third pack; 4, 3 and 3 twice need two."""
+    strategy = pack_histogram([0, 0, 0, 4, 2], 10, 3)
+    assert first_fit_decreasing([0, 0, 0, 4, 2], 10, 3) == 3
+    assert (strategy.combinations, strategy.counts) == (((4, 3, 3),), (2,))
+
+
+@pytest.mark.parametrize(
+    ("histogram", "capacity", "limit", "message"),
+    [
+        ([0, 1, -2], 8, 3, "-2 sequences of length 2"),
+        ([0] * 9 + [1], 8, 3, "length 9, over the capacity of 8"),
+        ([3, 1], 8, 3, "3 sequences without tokens"),
+        ([0, 1], 8, 0, "at most 0 sequences"),
+        ([0, 1], 0, 3, "capacity of 0"),
+        ([0, 1.5], 8, 3, "no whole numbers"),
+        ([[0, 1]], 8, 3, "shape"),
+    ],
+)
+def test_wrong_input_is_named(histogram: list, capacity: int, limit: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack_histogram(histogram, capacity, limit)
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+def pack_lengths(packs: Packs, lengths: np.ndarray) -> Counter[tuple[int, ...]]:
+    return Counter(
+        tuple(lengths[packs.samples[start:stop]].tolist()) for start, stop in itertools.pairwise(packs.offsets)
+    )
+
+
+@given(st.lists(st.integers(1, 64), max_size=300), st.sampled_from([1, 2, 3, None]), st.integers(0, 2**31 - 1))
+def test_samples_fill_the_strategy(values: list[int], limit: int | None, seed: int) -> None:
+    lengths = np.array(values, np.uint16)
+    packs = pack_samples(lengths, 64, limit, seed)
+    strategy = pack_histogram(np.bincount(lengths, minlength=1), 64, limit)
+    assert sorted(packs.samples) == list(range(len(values)))
+    assert pack_lengths(packs, lengths) == dict(zip(strategy.combinations, strategy.counts, strict=True))
+    assert len(packs) == strategy.packs
+    assert packs.samples.dtype == packs.offsets.dtype == np.int64
+    again = pack_samples(lengths, 64, limit, seed)
+    assert np.array_equal(packs.samples, again.samples)
+    assert np.array_equal(packs.offsets, again.offsets)
+
+
+def test_places_and_order_are_random() -> None:
+    lengths = np.random.default_rng(0).choice(513, 20_000, p=wikipedia() / wikipedia().sum()).astype(np.uint16)
+    first, other = pack_samples(lengths, seed=1), pack_samples(lengths, seed=2)
+    assert not np.array_equal(first.samples, other.samples)
+    longest = lengths[first.samples[first.offsets[:-1]]].astype(float)
+    assert abs(np.corrcoef(longest, np.arange(len(first)))[0, 1]) < 0.05
+    of_equal_length = first.samples[lengths[first.samples] == 512]
+    assert abs(np.corrcoef(of_equal_length, np.arange(len(of_equal_length)))[0, 1]) < 0.05
+
+
+@given(
+    st.lists(st.lists(st.integers(1, 32), max_size=40), max_size=6), st.integers(1, 50), st.sampled_from([1, 3, None])
+)
+def test_a_stream_is_packed_window_by_window(parts: list[list[int]], window: int, limit: int | None) -> None:
+    blocks = [np.array(part, np.uint16) for part in parts]
+    lengths = np.concatenate([np.zeros(0, np.uint16), *blocks])
+    streamed = list(stream_packs(iter(blocks), 32, limit, seed=5, window=window))
+    starts = range(0, len(lengths), window)
+    assert len(streamed) == len(starts)
+    for number, (start, packs) in enumerate(zip(starts, streamed, strict=True)):
+        expected = pack_samples(lengths[start : start + window], 32, limit, [5, number])
+        assert np.array_equal(packs.samples, expected.samples + start)
+        assert np.array_equal(packs.offsets, expected.offsets)
+    everything = np.concatenate([np.zeros(0, np.int64), *(packs.samples for packs in streamed)])
+    assert sorted(everything) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize(("lengths", "message"), [([0, 3], "0 to 3 tokens"), ([5, 513], "5 to 513 tokens")])
+def test_lengths_that_do_not_fit(lengths: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        pack_samples(np.array(lengths))
+
+
+def test_a_window_holds_a_sample() -> None:
+    with pytest.raises(ValueError, match="window of 0"):
+        next(stream_packs([np.array([1])], window=0))
+
+
+_STREAM = """
+import resource, sys
+import numpy as np
+from dataloading.batches.packing import pack_histogram, stream_packs
+lengths = np.memmap(sys.argv[1], np.uint16, "r")
+slices = (np.array(lengths[start:start + 100_000]) for start in range(0, len(lengths), 100_000))
+pack_histogram(np.bincount(np.array(lengths[:100_000]), minlength=513))  # loads the solver
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+packs = samples = 0
+for window in stream_packs(slices, window=1 << 20):
+    packs, samples = packs + len(window), samples + len(window.samples)
+tokens = sum(int(lengths[start:start + 1_000_000].sum(dtype=np.int64)) for start in range(0, len(lengths), 1_000_000))
+print(samples, tokens / packs / 512, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_stream(tmp_path: Path) -> None:
+    """Twenty million samples take 160 MB as sample numbers alone; the page cache behind the memory map counts too."""
+    rng, probabilities = np.random.default_rng(3), wikipedia() / wikipedia().sum()
+    count, part = 20_000_000, 1_000_000
+    with (tmp_path / "lengths").open("wb") as file:
+        for _ in range(count // part):
+            file.write(rng.choice(513, part, p=probabilities).astype(np.uint16).tobytes())
+    done = subprocess.run(
+        [sys.executable, "-c", _STREAM, str(tmp_path / "lengths")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    samples, efficiency, kibibytes = done.stdout.split()
+    assert int(samples) == count
+    assert float(efficiency) > 0.998
+    assert int(kibibytes) < 130 * 1024

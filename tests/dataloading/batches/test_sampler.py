@@ -1,0 +1,200 @@
+"""The plan: every sample once an epoch, equal shares, balanced tokens, and the same for everybody."""
+
+import csv
+import json
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dataloading.batches.sampler import Plan, deal, work
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+HISTOGRAM = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
+
+
+def plan(lengths: list[int], batch: int, world: int = 1, accumulation: int = 1, seed: int = 0) -> Plan:
+    array = np.array(lengths)
+    return Plan(array, np.maximum(1, array // 7), batch, world, accumulation, seed)
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    world, accumulation = draw(st.integers(1, 6)), draw(st.integers(1, 3))
+    rounds = draw(st.integers(1, 6))
+    lengths = draw(st.lists(st.integers(3, 512), min_size=1, max_size=150))
+    return plan(lengths, world * accumulation * rounds, world, accumulation, draw(st.integers(0, 2**31 - 1)))
+
+
+@given(plans())
+def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
+    samples, epochs = len(made.lengths), 3
+    steps = -(-samples * epochs // made.global_batch_size)
+    stream = np.concatenate([made.global_batch(step) for step in range(steps)])
+    for epoch in range(epochs):
+        assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
+
+
+@given(plans(), st.integers(0, 20))
+def test_ranks_share_the_global_batch_in_equal_numbers(made: Plan, step: int) -> None:
+    shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
+    assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
+    assert {len(micro.indices) for share in shares for micro in share} == {made.global_batch_size // made.lanes}
+    union = np.concatenate([micro.indices for share in shares for micro in share])
+    assert sorted(union) == sorted(made.global_batch(step))
+    expected = (made.global_batch_size, int(made.masked_counts[made.global_batch(step)].sum()))
+    assert {(micro.global_sequences, micro.global_masked) for share in shares for micro in share} == {expected}
+
+
+@given(plans(), st.integers(0, 20))
+def test_a_fresh_plan_agrees_whatever_was_asked_before(made: Plan, step: int) -> None:
+    again = Plan(
+        made.lengths,
+        made.masked_counts,
+        made.global_batch_size,
+        made.world_size,
+        made.gradient_accumulation_steps,
+        made.seed,
+    )
+    made.global_batch(step + 7)
+    assert np.array_equal(made.global_batch(step), again.global_batch(step))
+
+
+def test_epochs_and_seeds_give_different_orders() -> None:
+    lengths = list(range(3, 103))
+    first = plan(lengths, 100, seed=1)
+    assert not np.array_equal(first.global_batch(0), first.global_batch(1))
+    assert not np.array_equal(first.global_batch(0), plan(lengths, 100, seed=2).global_batch(0))
+    assert not np.array_equal(first.global_batch(0), np.arange(100))
+
+
+@given(plans(), st.integers(0, 20))
+def test_world_size_does_not_change_what_a_step_trains_on(made: Plan, step: int) -> None:
+    alone = Plan(made.lengths, made.masked_counts, made.global_batch_size, 1, 1, made.seed)
+    (whole,) = alone.rank_batches(step, 0)
+    shares = [micro for rank in range(made.world_size) for micro in made.rank_batches(step, rank)]
+    assert sorted(np.concatenate([micro.indices for micro in shares])) == sorted(whole.indices)
+    assert {(micro.global_sequences, micro.global_masked) for micro in shares} == {
+        (whole.global_sequences, whole.global_masked)
+    }
+
+
+def test_a_step_costs_what_its_global_batch_does() -> None:
+    samples = 156_000_000
+    index = np.broadcast_to(np.uint16(100), samples)  # takes no memory
+    made = Plan(index, index, 16384, 4096, 1, seed=9)
+    last = samples // 16384  # holds the end of the first epoch and the beginning of the second
+    tracemalloc.start()
+    border = made.global_batch(last)
+    made.rank_batches(last, 4095)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 << 20
+    ending = samples - last * 16384
+    assert 0 < ending < 16384
+    assert len(set(border[:ending])) == ending
+    assert len(set(border[ending:])) == 16384 - ending
+    again = Plan(index, index, ending, 1, 1, seed=9)
+    assert np.array_equal(made.global_batch(0)[:ending], again.global_batch(0))
+
+
+def wikipedia_lengths(count: int, seed: int) -> np.ndarray:
+    with HISTOGRAM.open(encoding="utf-8") as file:
+        rows = [(int(row["length"]), int(row["count"])) for row in csv.DictReader(file)]
+    lengths, counts = np.array(rows).T
+    return np.random.default_rng(seed).choice(lengths, count, p=counts / counts.sum())
+
+
+def test_tokens_are_balanced_at_64_ranks_of_48_sequences() -> None:
+    lengths = wikipedia_lengths(64 * 48 * 20, seed=1)
+    made = Plan(lengths, lengths // 7, 64 * 48, 64, 1, seed=3)
+    for step in range(0, 20, 5):
+        shares = [made.lengths[made.rank_batches(step, rank)[0].indices] for rank in range(64)]
+        assert imbalance(np.array([share.sum() for share in shares])) < 1.001
+        assert imbalance(np.array([work(share).sum() for share in shares])) < 1.001
+
+
+@pytest.mark.parametrize(
+    ("lanes", "sequences", "most"), [(8, 56, 0.35), (128, 24, 0.2), (512, 6, 0.4), (1024, 4, 0.5), (4096, 4, 0.5)]
+)
+def test_work_is_better_balanced_than_by_a_snake(lanes: int, sequences: int, most: float) -> None:
+    ours, snakes = [], []
+    for seed in range(5):
+        lengths = wikipedia_lengths(lanes * sequences, seed)
+        snake = np.argsort(-lengths, kind="stable").reshape(sequences, lanes)
+        snake[1::2] = snake[1::2, ::-1]
+        snakes.append(imbalance(work(lengths)[snake].sum(axis=0)))
+        ours.append(imbalance(work(lengths)[deal(lengths, lanes)].sum(axis=1)))
+    assert np.mean(ours) - 1 < most * (np.mean(snakes) - 1)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32 - 1))
+def test_a_deal_holds_everything_once_with_each_lanes_longest_first(lanes: int, sequences: int, seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 513, lanes * sequences).astype(np.uint16)
+    dealt = deal(lengths, lanes)
+    assert dealt.shape == (lanes, sequences)
+    assert sorted(dealt.ravel()) == list(range(len(lengths)))
+    assert (np.diff(lengths[dealt].astype(np.int64), axis=1) <= 0).all()
+    assert np.array_equal(dealt, deal(lengths.astype(np.int64), lanes))
+    assert np.array_equal(dealt, deal(lengths, lanes))
+
+
+def test_a_round_goes_to_the_lanes_with_the_least_work() -> None:
+    assert deal(np.array([1, 2, 3, 4, 5, 6]), 3).tolist() == [[5, 0], [4, 1], [3, 2]]
+
+
+def test_exchanges_mend_what_rounds_leave() -> None:
+    lengths = np.array([100, 90, 60, 50, 40, 1])
+    # Rounds give 90 + 60 + 40 and 100 + 50 + 1; then 60 and 50 change places.
+    assert sorted(map(tuple, lengths[deal(lengths, 2)].tolist())) == [(90, 50, 40), (100, 60, 1)]
+
+
+def test_work_is_in_proportion_to_the_encoders_operations() -> None:
+    layers, hidden = 24, 1024
+    lengths = np.array([1, 128, 512], np.uint16)
+    tokens = lengths.astype(np.int64)
+    operations = 3 * layers * (24 * hidden**2 * tokens + 4 * hidden * tokens**2)
+    assert (work(lengths) * 12 * layers * hidden == operations).all()
+
+
+def test_the_quick_benchmark_prints_and_writes_its_figures(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    done = subprocess.run(
+        [sys.executable, REPOSITORY / "benchmarks" / "data_stages" / "plan.py", "--quick", "--out", out],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("tokens at 64 ranks of 48 sequences: random 1.")
+    figures = json.loads(out.read_text(encoding="utf-8"))
+    at_64 = next(row for row in figures["imbalance"] if (row["ranks"], row["sequences"]) == (64, 48))
+    assert at_64["random"]["tokens"]["mean"] > 1.15
+    assert at_64["ours"]["tokens"]["worst"] < 1.003
+    assert [plan["ranks"] for plan in figures["plans"]] == [64, 512, 3072, 4096]
+    assert all(0 < plan["peak_mb"] < 2048 and len(plan["step_ms"]) == 20 for plan in figures["plans"])
+
+
+def imbalance(sums: np.ndarray) -> float:
+    return sums.max() / sums.mean()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "batch", "world", "accumulation", "message"),
+    [
+        ([], 4, 1, 1, "holds no samples"),
+        ([5, 6], 3, 2, 1, "multiple of 2"),
+        ([5, 6], 4, 2, 3, "multiple of 6"),
+        ([5, 6], 0, 1, 1, "at least 1"),
+    ],
+)
+def test_impossible_plans_say_what_to_change(
+    lengths: list[int], batch: int, world: int, accumulation: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(lengths, batch, world, accumulation)

@@ -1,0 +1,199 @@
+"""Conversions between layouts, and data sets made of shards from elsewhere."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dataloading.__main__ import main
+from dataloading.batches.loader import batch_of
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset import convert as convert_module
+from dataloading.dataset.convert import Layout, convert, convert_to_packed
+from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
+from dataloading.dataset.shuffle import multiset_digest, shuffle
+from dataloading.shards.formats import open_shard
+from dataloading.shards.layouts import RaggedShard
+from dataloading.shards.shard import DatasetInfo
+from dataloading.text.tokenization import Vocabulary
+from tests.conftest import REPOSITORY
+from tests.dataloading.shards.tfrecord.edge_samples import edge_samples
+
+LAYOUTS: tuple[Layout, ...] = ("native", "fixed", "varlength", "packed")
+COUNT = 700
+MOST_TOKENS, MOST_MASKED = 40, 8
+
+
+@pytest.fixture(scope="module")
+def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(95))]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory, vocab: Path) -> Dataset:
+    vocabulary = Vocabulary.from_file(vocab)
+    lengths = np.random.default_rng(0).integers(3, MOST_TOKENS + 1, COUNT)
+    lengths[:5] = MOST_TOKENS
+    info = DatasetInfo(
+        vocab_size=vocabulary.size,
+        max_seq_length=MOST_TOKENS,
+        max_predictions_per_seq=MOST_MASKED,
+        vocabulary_md5=vocabulary.md5,
+        vocabulary_sha256=vocabulary.sha256,
+        options={"random_seed": 1},
+        sources={"text.txt": "0" * 64},
+    )
+    folder = tmp_path_factory.mktemp("source") / "data"
+    write_dataset(folder, synthetic_samples(lengths, vocabulary.size), shards=4, info=info)
+    return open_dataset(folder)
+
+
+def converted(source: Dataset, out: Path, layout: Layout, jobs: int = 1) -> Dataset:
+    if layout == "packed":
+        return convert_to_packed(source, out, max_sequences=3, seed=5)
+    return convert(source, out, layout, jobs=jobs)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["dataloading", *map(str, arguments)])
+    return main()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_converted_data_set_holds_the_same_samples(source: Dataset, tmp_path: Path, layout: Layout) -> None:
+    found = converted(source, tmp_path / "data", layout, jobs=2)
+    found.verify()
+    assert found.info == source.info
+    assert [record.name for record in found.shards] == [shard_name(index, 4) for index in range(4)]
+    with open_shard(tmp_path / "data" / found.shards[0].name) as shard:
+        assert shard.layout == layout
+    if layout == "packed":
+        assert multiset_digest(found.blocks()) == multiset_digest(source.blocks())
+    else:
+        assert found.take(np.arange(COUNT)).digest() == source.take(np.arange(COUNT)).digest()
+        assert [record.digest for record in found.shards] == [record.digest for record in source.shards]
+    chosen = np.random.default_rng(1).integers(0, COUNT, 64)
+    batch, lengths = batch_of(found.take(chosen)), found.lengths[chosen]
+    assert np.diff(batch.cu_seqlens.numpy()).tolist() == lengths.tolist()
+
+
+def test_packs_are_full_and_hold_no_more_than_asked(source: Dataset, tmp_path: Path) -> None:
+    found = converted(source, tmp_path / "data", "packed")
+    rows = 0
+    for index in range(4):
+        with found.open_listed(index) as shard:
+            assert isinstance(shard, RaggedShard)
+            sizes = np.diff(shard.row_offsets)
+            assert 1 <= sizes.min() <= sizes.max() <= 3
+            tokens = np.add.reduceat(shard.lengths, shard.row_offsets[:-1])
+            assert tokens.max() <= MOST_TOKENS
+            rows += len(sizes)
+    assert rows * MOST_TOKENS < 1.1 * source.lengths.sum()
+
+
+@pytest.mark.parametrize("layout", ["fixed", "varlength", "packed"])
+def test_shards_from_elsewhere_become_a_data_set_where_they_lie(
+    source: Dataset,
+    vocab: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    layout: Layout,
+) -> None:
+    folder = tmp_path / "elsewhere"
+    reference = converted(source, folder, layout)
+    expected = reference.take(np.arange(COUNT)).digest()
+    for name in ("manifest.json", "lengths.npy"):
+        (folder / name).unlink()
+    with pytest.raises(ValueError, match="python -m dataloading index"):
+        open_dataset(folder)
+    assert run(monkeypatch, "index", folder, "--vocab", vocab, "--out", tmp_path / "linked") == 0
+    assert run(monkeypatch, "index", folder, "--vocab", vocab) == 0
+    for place in (folder, tmp_path / "linked"):
+        dataset = open_dataset(place)
+        dataset.verify()
+        dataset.check_files()
+        dataset.check_vocabulary(Vocabulary.from_file(vocab))
+        assert dataset.take(np.arange(COUNT)).digest() == expected
+        assert dataset.info.max_seq_length == MOST_TOKENS
+        assert dataset.info.options == {}
+    capsys.readouterr()
+    assert run(monkeypatch, "verify", folder) == 0
+    assert "settings: not recorded; samples of at most 40 tokens" in capsys.readouterr().out
+    shuffled = shuffle(open_dataset(folder), tmp_path / "shuffled", shards=3, seed=1)
+    assert multiset_digest(shuffled.blocks()) == multiset_digest(source.blocks())
+
+
+def test_a_folder_without_a_manifest_is_converted(
+    source: Dataset, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "elsewhere"
+    converted(source, folder, "varlength")
+    for name in ("manifest.json", "lengths.npy"):
+        (folder / name).unlink()
+    before = sorted(path.name for path in folder.iterdir())
+    assert run(monkeypatch, "convert", folder, "--to", "native", "--out", tmp_path / "x") == 2
+    assert "name the vocabulary" in capsys.readouterr().err
+    assert run(monkeypatch, "convert", folder, "--to", "native", "--out", tmp_path / "data", "--vocab", vocab) == 0
+    assert open_dataset(tmp_path / "data").take(np.arange(COUNT)).digest() == source.take(np.arange(COUNT)).digest()
+    assert sorted(path.name for path in folder.iterdir()) == before
+
+
+def test_the_packed_command(
+    source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "packed"
+    assert run(monkeypatch, "convert", source.folder, "--to", "packed", "--out", out, "--max-sequences", 2) == 0
+    assert "layout packed" in capsys.readouterr().out
+    assert multiset_digest(open_dataset(out).blocks()) == multiset_digest(source.blocks())
+    gzip = ["--compression", "gzip", "--out", tmp_path / "x"]
+    assert run(monkeypatch, "convert", source.folder, "--to", "packed", *gzip) == 2
+    assert "layout packed has none" in capsys.readouterr().err
+
+
+def test_a_stopped_conversion_goes_on(source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "data"
+    write = convert_module.write_varlength
+
+    def failing(path: Path, *arguments: object) -> None:
+        if "part_00002" in path.name:
+            raise OSError(28, "No space left on device", str(path))
+        write(path, *arguments)  # pyright: ignore[reportArgumentType]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(convert_module, "write_varlength", failing)
+        with pytest.raises(OSError, match="No space left"):
+            convert(source, out, "varlength")
+    with pytest.raises(ValueError, match="begun with other settings"):
+        convert(source, out, "fixed")
+    (out / shard_name(0, 4)).write_bytes(b"damaged")
+    kept = (out / shard_name(1, 4)).stat()
+    found = convert(source, out, "varlength")
+    assert found.take(np.arange(COUNT)).digest() == source.take(np.arange(COUNT)).digest()
+    assert (out / shard_name(1, 4)).stat().st_mtime_ns == kept.st_mtime_ns
+
+
+def test_a_wrong_shard_is_not_converted(source: Dataset, tmp_path: Path) -> None:
+    copied = convert(source, tmp_path / "copy", "native")
+    path = copied.folder / copied.shards[1].name
+    content = bytearray(path.read_bytes())
+    content[-20] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=path.name):
+        convert(open_dataset(copied.folder), tmp_path / "data", "fixed")
+
+
+def test_the_references_own_output_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "records"
+    folder.mkdir()
+    shutil.copy(Path(__file__).parents[1] / "shards" / "tfrecord" / "edge_64.tfrecord", folder / "part-00000-of-00001")
+    vocab = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+    assert run(monkeypatch, "convert", folder, "--to", "native", "--out", tmp_path / "data", "--vocab", vocab) == 0
+    dataset = open_dataset(tmp_path / "data")
+    expected = edge_samples()
+    assert dataset.take(np.arange(len(expected))).digest() == expected.digest()
+    assert (dataset.info.max_seq_length, dataset.info.max_predictions_per_seq) == (64, 10)

@@ -1,0 +1,128 @@
+"""Whether data are the benchmark's own, in words."""
+
+import hashlib
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset import known
+from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
+from dataloading.shards.layouts import write_varlength
+from dataloading.shards.samples import concatenate
+from dataloading.shards.shard import DatasetInfo
+from dataloading.text.pretraining_data import PretrainingOptions
+
+INFO = DatasetInfo(
+    vocab_size=30522,
+    max_seq_length=512,
+    max_predictions_per_seq=76,
+    vocabulary_md5=known.VOCABULARY_MD5,
+    vocabulary_sha256="1" * 64,
+    options=asdict(PretrainingOptions()),
+    sources={},
+)
+
+
+def make(folder: Path, lengths: list[int], repeat: tuple[int, ...] = ()) -> Dataset:
+    samples = synthetic_samples(np.array(lengths), 30522, seed=1)
+    if repeat:
+        samples = concatenate([samples, samples.take(np.array(repeat))])
+    write_dataset(folder, samples, shards=2, info=INFO)
+    return open_dataset(folder)
+
+
+def census(dataset: Dataset) -> known.Census:
+    found = known.Census(dataset)
+    for block in dataset.blocks(3):
+        found.add(block)
+    return found
+
+
+def test_the_content_digest_is_that_of_the_published_script(tmp_path: Path) -> None:
+    """An MD5 for each row's Python list, then one of the list of those, read by h5py from a varlength file."""
+    samples = synthetic_samples(np.array([5, 30, 3, 100]), 30522)
+    write_varlength(tmp_path / "file", samples, INFO)
+    with h5py.File(tmp_path / "file") as file:
+        rows = file["input_ids"]
+        assert isinstance(rows, h5py.Dataset)
+        sums = [hashlib.md5(str(row.tolist()).encode()).hexdigest() for row in rows]
+    expected = hashlib.md5(str(sums).encode()).hexdigest()
+    assert known.content_md5([samples]) == expected
+    assert known.content_md5([samples.slice(0, 1), samples.slice(1, 4)]) == expected
+
+
+def test_the_benchmarks_settings_and_vocabulary_are_recognised() -> None:
+    assert "vocabulary: the benchmark's" in known.describe_vocabulary(INFO)
+    assert "not the benchmark's" in known.describe_vocabulary(replace(INFO, vocabulary_md5="0" * 32))
+    assert known.describe_options(INFO) == "settings: the benchmark's"
+    other = replace(INFO, options=INFO.options | {"dupe_factor": 5, "random_seed": 1})
+    assert known.describe_options(other) == "settings: not the benchmark's (dupe_factor 5, random_seed 1)"
+    assert "not recorded" in known.describe_options(replace(INFO, options={}))
+
+
+def test_sizes_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = make(tmp_path / "data", [5, 70, 30])
+    assert "3; neither" in known.describe_samples(dataset)
+    for name, words in (
+        ("TRAINING_SAMPLES", "as many as the benchmark's training set has"),
+        ("TRAINING_SAMPLES_4320", "4,320 equal shards"),
+        ("EVALUATION_SAMPLES", "but not those: content md5 is"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(known, name, 3)
+            assert words in known.describe_samples(dataset)
+    monkeypatch.setattr(known, "EVALUATION_SAMPLES", 3)
+    monkeypatch.setattr(known, "EVALUATION_CONTENT_MD5", known.content_md5(dataset.blocks()))
+    assert "samples: the benchmark's evaluation set, 3 samples" in known.describe_samples(dataset)
+
+
+def test_repeated_samples(tmp_path: Path) -> None:
+    assert census(make(tmp_path / "none", [5, 70, 30])).describe_repeats() == "repeats: 0 samples repeat another"
+    short = census(make(tmp_path / "short", [5, 70, 30], repeat=(0, 0)))
+    assert short.describe_repeats().startswith("repeats: 2 samples repeat another, all of them short documents")
+    long = census(make(tmp_path / "long", [5, 70, 63, 64, 80, 5], repeat=(2, 0, 4)))
+    with pytest.raises(
+        ValueError, match=r"3 samples repeat another, 1 of them 64 tokens or longer.*sample 8 repeats 4"
+    ):
+        long.describe_repeats()
+
+
+def test_the_multiset_digest_does_not_depend_on_the_order(tmp_path: Path) -> None:
+    forward, backward = make(tmp_path / "one", [5, 70, 30]), make(tmp_path / "other", [5, 70, 30])
+    reversed_census = known.Census(backward)
+    reversed_census.add(backward.take(np.array([2, 1, 0])))
+    assert census(forward).multiset_digest == reversed_census.multiset_digest != 0
+
+
+def test_published_checksums(tmp_path: Path) -> None:
+    dataset = make(tmp_path / "data", [5, 70, 30, 9])
+    sums = []
+    for index in range(2):
+        with dataset.open_listed(index) as shard:
+            sums.append(known.content_md5([shard.read(0, 2)]))
+    listing = tmp_path / "list.chk"
+    listing.write_text("".join(f"part_0000{index}_of_00002.hdf\t{sums[index]}\n" for index in range(2)))
+    assert len(list(known.check_published(dataset, listing))) == 2
+    for content, message in (
+        (f"part_00000_of_00002.hdf5 {sums[0]}\n", "part_00001_of_00002.hdf5 is not in it"),
+        (f"part_00000_of_00002.hdf5 {sums[1]}\n", "published is"),
+        (listing.read_text() + f"part_00009_of_00002.hdf5 {sums[0]}\n", "1 listed shard.s. are missing"),
+        ("one two three\n", "expected a file name and an md5"),
+    ):
+        listing.write_text(content)
+        with pytest.raises(ValueError, match=message):
+            list(known.check_published(dataset, listing))
+
+
+@pytest.mark.parametrize(("samples", "count"), [(10, 10), (11, 10), (25, 10), (3, 1), (99991, 10_000)])
+def test_the_pick_is_the_references(tmp_path: Path, samples: int, count: int) -> None:
+    dataset = Dataset(tmp_path, INFO, (), np.zeros((samples, 2), np.uint16))
+    picked = known.pick_evaluation(dataset, count)
+    assert len(picked) == len(set(picked.tolist())) == count
+    assert picked.tolist() == [int(index * (samples / count)) for index in range(count)]
+    assert picked[0] == 0
+    assert picked[-1] < samples

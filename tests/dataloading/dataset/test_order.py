@@ -1,0 +1,117 @@
+"""Whether data were shuffled is told by the samples alone, on data of this repository's own `prepare` and `shuffle`."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bert.recipes import ARTIFACTS
+from dataloading.__main__ import main
+from dataloading.dataset import order
+from dataloading.dataset.folder import Dataset, open_dataset
+from dataloading.dataset.order import OrderCheck
+from dataloading.dataset.shuffle import shuffle
+from dataloading.text.documents import demo_documents
+from dataloading.text.prepare import Job, prepare
+from dataloading.text.pretraining_data import PretrainingOptions
+
+OPTIONS = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=10, dupe_factor=4)
+
+
+def prepared(folder: Path, texts: int, one_call: bool = False) -> Dataset:
+    """A data set of real prose, dealt to so many texts."""
+    documents, files = demo_documents()[:800], []
+    for index in range(texts):
+        sentences = ["\n".join(document.sentences) for document in documents[index::texts]]
+        files.append(folder / f"text_{index}.txt")
+        files[-1].write_text("\n\n".join(sentences) + "\n", encoding="utf-8")
+    job = Job(tuple(files), ARTIFACTS / "tiny_cpu" / "vocab.txt", OPTIONS, one_call)
+    return prepare(job, folder / "prepared")
+
+
+@pytest.fixture(scope="module")
+def unshuffled(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    return prepared(tmp_path_factory.mktemp("four"), 4)
+
+
+def finding(dataset: Dataset, samples: int = 1 << 14) -> tuple[str, bool]:
+    check = OrderCheck(len(dataset))
+    for block in dataset.blocks(samples):
+        check.add(block)
+    return check.finding()
+
+
+@pytest.mark.parametrize("texts", [2, 4])
+def test_shards_that_were_never_mixed_are_told_from_shuffled_ones(tmp_path: Path, texts: int) -> None:
+    source = prepared(tmp_path, texts)
+    assert finding(source)[1], finding(source)
+    for seed in range(3):
+        mixed = shuffle(source, tmp_path / f"shuffled_{seed}", shards=3, seed=seed)
+        assert not finding(mixed)[1], finding(mixed)
+
+
+def test_one_call_of_the_algorithm_is_shuffled_already(tmp_path: Path) -> None:
+    said, unshuffled = finding(prepared(tmp_path, 2, one_call=True))
+    assert said.startswith("order: random as far as can be told")
+    assert not unshuffled
+
+
+def test_samples_shuffled_among_neighbours_only(unshuffled: Dataset) -> None:
+    """As by a reader's buffer; and documents one after another, as if nothing had ever moved."""
+    samples = unshuffled.take(np.arange(len(unshuffled)))
+    rng = np.random.default_rng(0)
+    for window in (1, 1000):
+        places = np.argsort(np.arange(len(samples)) + rng.integers(0, window, len(samples)), kind="stable")
+        check = OrderCheck(len(samples))
+        check.add(samples.take(places))
+        assert check.finding()[1]
+
+
+def test_it_does_not_depend_on_blocks_or_masks(unshuffled: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = finding(unshuffled)
+    assert finding(unshuffled, 37) == found
+    monkeypatch.setattr(order, "_AT_A_TIME", 41)
+    assert finding(unshuffled) == found
+
+
+def test_of_a_large_set_a_part_of_the_texts_is_held(unshuffled: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(order, "_MOST_HELD", len(unshuffled) // 2)
+    monkeypatch.setattr(order, "_FEWEST_PAIRS", 100)
+    check = OrderCheck(len(unshuffled))
+    for block in unshuffled.blocks():
+        check.add(block)
+    held = sum(map(len, check._places))
+    assert 0.3 * len(unshuffled) < held < 0.6 * len(unshuffled)
+    assert check.finding()[1]
+
+
+def test_few_texts_say_nothing(unshuffled: Dataset) -> None:
+    check = OrderCheck(100)
+    check.add(unshuffled.take(np.arange(100)))
+    said, found = check.finding()
+    assert said.startswith("order: cannot be told of ")
+    assert not found
+    assert OrderCheck(0).finding() == (
+        f"order: cannot be told of 0 repeated texts; {order._FEWEST_PAIRS} are needed",
+        False,
+    )
+
+
+def test_verify_warns(
+    unshuffled: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def verified(folder: Path) -> tuple[str, str]:
+        monkeypatch.setattr(sys, "argv", ["dataloading", "verify", str(folder)])
+        assert main() == 0
+        return capsys.readouterr()
+
+    out, errors = verified(unshuffled.folder)
+    assert errors.startswith("warning: order: not random: ")
+    assert errors.endswith("run python -m dataloading shuffle\n")
+    assert "multiset digest" in out
+    shuffle(unshuffled, tmp_path / "shuffled", shards=4, seed=24)
+    capsys.readouterr()
+    out, errors = verified(open_dataset(tmp_path / "shuffled").folder)
+    assert errors == ""
+    assert "order: random as far as can be told: samples of one text lie 0." in out

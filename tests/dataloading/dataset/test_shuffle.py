@@ -1,0 +1,216 @@
+"""The global shuffle: every sample once, reproducible, random, resumable, and small."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset import shuffle as shuffle_module
+from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
+from dataloading.dataset.shuffle import multiset_digest, shuffle
+from dataloading.shards.samples import Samples
+from tests.dataloading.made_up_samples import INFO, make_samples
+
+REPOSITORY = Path(__file__).parents[3]
+COUNT = 1000
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Dataset:
+    write_dataset(tmp_path / "source", make_samples(COUNT), shards=3, info=INFO)
+    return open_dataset(tmp_path / "source")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds so small that a thousand samples need several buckets, blocks and writes."""
+    monkeypatch.setattr(shuffle_module, "_BUCKET_BYTES", 8000)
+    monkeypatch.setattr(shuffle_module, "_BUFFERED_BYTES", 3000)
+    monkeypatch.setattr(shuffle_module, "_BLOCK_SAMPLES", 70)
+
+
+def order_of(dataset: Dataset, samples: Samples) -> np.ndarray:
+    """[n] where in ``samples`` each sample of the data set comes from."""
+    digests = samples.sample_digests()
+    assert len(np.unique(digests)) == len(digests)
+    found = dataset.take(np.arange(len(dataset))).sample_digests()
+    by_digest = np.argsort(digests)
+    return by_digest[np.searchsorted(digests[by_digest], found)]
+
+
+@pytest.mark.usefixtures("small")
+def test_every_sample_comes_once_in_an_order_of_the_seed(source: Dataset, tmp_path: Path) -> None:
+    orders = []
+    for name, seed in (("one", 1), ("again", 1), ("two", 2)):
+        dataset = shuffle(source, tmp_path / name, shards=7, seed=seed)
+        dataset.verify()
+        orders.append(order_of(dataset, make_samples(COUNT)))
+        assert sorted(orders[-1].tolist()) == list(range(COUNT))
+        assert {record.samples for record in dataset.shards} <= {COUNT // 7, COUNT // 7 + 1}
+        assert dataset.info == INFO
+        names = {path.name for path in (tmp_path / name).iterdir()}
+        assert names == {"manifest.json", "lengths.npy", *(record.name for record in dataset.shards)}
+    assert orders[0].tolist() == orders[1].tolist() != orders[2].tolist()
+    for record in open_dataset(tmp_path / "one").shards:
+        assert (tmp_path / "one" / record.name).read_bytes() == (tmp_path / "again" / record.name).read_bytes()
+
+
+@pytest.mark.usefixtures("small")
+def test_the_order_is_uniform(source: Dataset, tmp_path: Path) -> None:
+    """Where samples end up does not depend on where they were: chi-square over a 10 x 10 table, and no runs stay."""
+    table = np.zeros((10, 10))
+    followers = 0
+    for seed in range(8):
+        order = order_of(shuffle(source, tmp_path / str(seed), shards=2, seed=seed), make_samples(COUNT))
+        np.add.at(table, (np.arange(COUNT) * 10 // COUNT, order * 10 // COUNT), 1)
+        followers += int((np.diff(order) == 1).sum())
+    statistic = ((table - 80) ** 2 / 80).sum()
+    assert 40 < statistic < 145  # 81 degrees of freedom: one in ten thousand falls outside
+    assert followers < 25  # 8 expected
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("stop_after", ["fill", "third shard", "last shard"])
+def test_a_stopped_shuffle_goes_on(
+    source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: str
+) -> None:
+    expected = shuffle(source, tmp_path / "expected", shards=7, seed=1)
+    written = 0
+    write = shuffle_module.write_shard
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal written
+        if written == {"fill": 0, "third shard": 3, "last shard": 7}[stop_after]:
+            raise KeyboardInterrupt
+        written += 1
+        return write(*arguments)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shuffle_module, "write_shard", failing)
+        if stop_after == "last shard":
+            patch.setattr(shuffle_module, "_check_multiset", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            shuffle(source, tmp_path / "data", shards=7, seed=1)
+    with pytest.raises(ValueError, match="begun with other settings"):
+        shuffle(source, tmp_path / "data", shards=7, seed=2)
+    written = 0
+    with monkeypatch.context() as patch:
+        patch.setattr(shuffle_module, "_fill_buckets", interrupted)
+        patch.setattr(shuffle_module, "write_shard", lambda *arguments: (count(), write(*arguments))[1])
+
+        def count() -> None:
+            nonlocal written
+            written += 1
+
+        found = shuffle(source, tmp_path / "data", shards=7, seed=1)
+    assert written == {"fill": 7, "third shard": 4, "last shard": 0}[stop_after]
+    assert found.shards == expected.shards
+
+
+@pytest.mark.usefixtures("small")
+def test_half_filled_buckets_are_filled_again(source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = shuffle(source, tmp_path / "expected", shards=2, seed=1)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shuffle_module._BucketFiles, "flush", stop)
+        with pytest.raises(KeyboardInterrupt):
+            shuffle(source, tmp_path / "data", shards=2, seed=1)
+    assert shuffle(source, tmp_path / "data", shards=2, seed=1).shards == expected.shards
+
+
+def lose_one(samples: Samples) -> Samples:
+    return samples.take(np.arange(len(samples) - 1))
+
+
+def double_one(samples: Samples) -> Samples:
+    return samples.take(np.array([*range(1, len(samples)), 1]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(lose_one, "holds 999 of 1,000 samples"), (double_one, "not those of the source")]
+)
+def test_a_lost_or_doubled_sample_is_noticed(
+    source: Dataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Samples], Samples],
+    message: str,
+) -> None:
+    read = shuffle_module._read_bucket
+    monkeypatch.setattr(shuffle_module, "_read_bucket", lambda path: change(read(path)))
+    with pytest.raises(ValueError, match=message):
+        shuffle(source, tmp_path / "data", shards=2, seed=1)
+
+
+@pytest.mark.parametrize("shards", [0, COUNT + 1])
+def test_the_number_of_shards_is_checked(source: Dataset, tmp_path: Path, shards: int) -> None:
+    with pytest.raises(ValueError, match="expected 1 to the number of samples"):
+        shuffle(source, tmp_path / "data", shards=shards, seed=1)
+    assert not (tmp_path / "data").exists()
+
+
+def test_shards_that_memory_cannot_hold_are_refused(
+    source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shuffle_module, "_SHARD_BYTES", shuffle_module._stored_bytes(source) // 4 - 1)
+    with pytest.raises(ValueError, match="more than the 0 MiB for which there is memory; expected at least 5"):
+        shuffle(source, tmp_path / "data", shards=4, seed=1)
+    shuffle(source, tmp_path / "data", shards=5, seed=1)
+
+
+def test_the_multiset_digest_tells_sets_apart() -> None:
+    samples = make_samples(50)
+    order = np.random.default_rng(0).permutation(50)
+    assert multiset_digest([samples.take(order)]) == multiset_digest([samples])
+    assert multiset_digest([samples.slice(0, 9), samples.slice(9, 50)]) == multiset_digest([samples])
+    assert multiset_digest([lose_one(samples)]) != multiset_digest([samples])
+    assert multiset_digest([double_one(samples)]) != multiset_digest([samples])
+
+
+_MEASURED = """
+import pathlib, resource, sys
+from dataloading.dataset import shuffle as module
+from dataloading.dataset.folder import open_dataset
+module._BUCKET_BYTES = module._BUFFERED_BYTES = 2 << 20
+module._BLOCK_SAMPLES = 4096
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+module.shuffle(open_dataset(pathlib.Path(sys.argv[1])), pathlib.Path(sys.argv[2]), shards=int(sys.argv[3]), seed=1)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
+    """As the system counts it, mapped pages included; shards have one size throughout."""
+    grown = []
+    lengths = np.full(20_000, 500)
+    for factor in (1, 4):
+        folder = tmp_path / str(factor)
+        samples = synthetic_samples(np.tile(lengths, factor), 30522)
+        write_dataset(
+            folder,
+            samples,
+            shards=10 * factor,
+            info=replace(INFO, vocab_size=30522, max_seq_length=512, max_predictions_per_seq=80),
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", _MEASURED, str(folder), str(tmp_path / f"out{factor}"), str(10 * factor)],
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        grown.append(int(done.stdout) / 1024)
+        assert samples.nbytes > 30e6 * factor
+    assert grown[1] < grown[0] + 15, f"{grown} MiB for 35 and 140 MB of samples"

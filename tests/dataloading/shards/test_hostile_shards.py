@@ -1,0 +1,264 @@
+"""Shards made to harm: small files that promise much, and files that lead elsewhere. All are refused, in little memory."""
+
+import json
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from dataloading.shards.formats import open_shard
+from dataloading.shards.native import write_shard
+from dataloading.shards.tfrecord import _masked_crc
+from tests.dataloading.made_up_samples import INFO, make_samples
+from tests.dataloading.shards.test_layouts import made_up, write_like_others
+
+REPOSITORY = Path(__file__).parents[3]
+RAGGED = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
+FIXED = {"input_ids": 512, "input_mask": 512, "segment_ids": 512, "masked_lm_positions": 76, "masked_lm_ids": 76}
+MOST_MEMORY = 96 << 20
+"""Bytes that a process may grow by while it refuses all of them, one after another; half a gigabyte and more before."""
+
+Make = Callable[[Path], None]
+
+
+def never_written(rows: int, storage: dict[str, Any]) -> Make:
+    def make(path: Path) -> None:
+        with h5py.File(path, "w") as file:
+            for name, width in FIXED.items():
+                file.create_dataset(name, (rows, width), "i2", **storage)
+            file.create_dataset("next_sentence_labels", (rows,), "i1", **storage)
+
+    return make
+
+
+def rows_never_written(storage: dict[str, Any]) -> Make:
+    def make(path: Path) -> None:
+        with h5py.File(path, "w") as file:
+            for name in RAGGED:
+                file.create_dataset(name, (1_500_000,), h5py.vlen_dtype(np.dtype("i2")), **storage)
+            file.create_dataset("next_sentence_labels", (1_500_000,), "i1", **storage)
+
+    return make
+
+
+def one_object_for_all_rows(storage: dict[str, Any]) -> Make:
+    """0.7 MB of heap, and 7,000 rows that are it."""
+
+    def make(path: Path) -> None:
+        places = {}
+        with h5py.File(path, "w") as file:
+            for name in RAGGED:
+                column = file.create_dataset(name, (7000,), h5py.vlen_dtype(np.dtype("i2")), **storage)
+                column[0] = np.full(90_000, 1)
+                column[6999] = []
+                places[name] = column.id.get_offset()
+                if storage:
+                    _, stored = column.id.read_direct_chunk((0,))
+                    column.id.write_direct_chunk((0,), zlib.compress(zlib.decompress(stored)[:16] * 7000))
+            file.create_dataset("next_sentence_labels", data=np.zeros(7000, "i1"))
+        if not storage:
+            content = bytearray(path.read_bytes())
+            for place in places.values():
+                content[place : place + 16 * 7000] = content[place : place + 16] * 7000
+            path.write_bytes(content)
+
+    return make
+
+
+def chunk_of(packed: bytes) -> Make:
+    """A native shard whose ids are one chunk of 65,536, stored as ``packed``."""
+
+    def make(path: Path) -> None:
+        write_shard(path, make_samples(4), INFO)
+        with h5py.File(path, "r+") as file:
+            del file["input_ids"]
+            options = {"chunks": (1 << 16,), "compression": "gzip"}
+            file.create_dataset("input_ids", (1 << 16,), "<u2", **options).id.write_direct_chunk((0,), packed)
+
+    return make
+
+
+def chunks_that_share_bytes(path: Path) -> None:
+    """One stored chunk of random numbers, which the index names 600 times."""
+    rows = np.random.default_rng(0).integers(0, 30_000, (600, 512), "<i2")
+    rows[1:] = 0
+    with h5py.File(path, "w") as file:
+        for name, width in FIXED.items():
+            storage = {"chunks": (1, width), "compression": "gzip"}
+            file.create_dataset(name, data=rows[:, :width] if name == "input_ids" else rows[:, :width] * 0, **storage)
+        file.create_dataset("next_sentence_labels", data=np.zeros(600, "i1"))
+        column = file["input_ids"]
+        assert isinstance(column, h5py.Dataset)
+        first = column.id.get_chunk_info(0)
+    content = bytearray(path.read_bytes())
+    small = zlib.compress(rows[1].tobytes(), 4)
+    # Keys of the index: size, filter mask, coordinates of the chunk and of the element in it; then its address.
+    for row in range(1, 600):
+        place = content.find(struct.pack("<IIQQQ", len(small), 0, row, 0, 0))
+        assert place > 0
+        content[place : place + 4] = struct.pack("<I", first.size)
+        content[place + 32 : place + 40] = struct.pack("<Q", first.byte_offset)
+    path.write_bytes(content)
+
+
+def more_elements_than_a_number_holds(path: Path) -> None:
+    never_written(8, {})(path)
+    with h5py.File(path, "r+") as file:
+        for name in FIXED:
+            del file[name]
+            file.create_dataset(name, (1 << 33, 1 << 31), "i2", chunks=(1024, 1024))
+
+
+def attribute_of_one_object(path: Path) -> None:
+    """4,000 texts that are one text of 0.3 MB."""
+    write_shard(path, make_samples(4), INFO)
+    with h5py.File(path, "r+") as file:
+        file.attrs["digest"] = np.array(["x" * 300_000] + ["y"] * 3999, h5py.string_dtype())
+    content = path.read_bytes()
+    length, next_length = struct.pack("<I", 300_000), struct.pack("<I", 1)
+    place = -1
+    while content[place + 16 : place + 20] != next_length:
+        place = content.index(length, place + 1)
+    path.write_bytes(content[:place] + content[place : place + 16] * 4000 + content[place + 64_000 :])
+
+
+def small_records(path: Path) -> None:
+    """A TFRecord file of a million records of one byte, each with the right CRCs."""
+    length = struct.pack("<Q", 1)
+    record = length + struct.pack("<I", _masked_crc(length)) + b"\n" + struct.pack("<I", _masked_crc(b"\n"))
+    path.write_bytes(record * 1_000_000)
+
+
+GREEDY: dict[str, Make] = {
+    "rows never written": never_written(80_000, {}),
+    "chunks never written": never_written(80_000, {"chunks": True}),
+    "packed chunks never written": never_written(80_000, {"compression": "gzip"}),
+    "references never written": rows_never_written({}),
+    "chunks of references never written": rows_never_written({"chunks": True}),
+    "one object for all rows": one_object_for_all_rows({}),
+    "one object for all packed rows": one_object_for_all_rows({"chunks": (7000,), "compression": "gzip"}),
+    "a chunk that inflates to more": chunk_of(zlib.compress(bytes(500 << 20), 1)),
+    "a chunk that inflates to less": chunk_of(zlib.compress(bytes(100))),
+    "chunks that share bytes": chunks_that_share_bytes,
+    "more elements than a number holds": more_elements_than_a_number_holds,
+    "an attribute of one object": attribute_of_one_object,
+    "small records": small_records,
+}
+
+READ_ALL = """
+import json, resource, sys
+from pathlib import Path
+import dataloading.shards.tfrecord, dataloading.shards.variable_length
+from dataloading.shards.formats import open_shard
+open_shard  # what it imports is there
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+for path in map(Path, sys.argv[1:]):
+    try:
+        with open_shard(path) as shard:
+            shard.verify()
+        said = "read"
+    except ValueError as error:
+        said = str(error)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(json.dumps([path.name, said, grown << 10]))
+"""
+
+
+def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
+    for name, make in GREEDY.items():
+        make(tmp_path / name)
+    paths = [tmp_path / name for name in GREEDY]
+    done = subprocess.run([sys.executable, "-c", READ_ALL, *paths], cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [name for name, _, _ in found] == list(GREEDY)
+    for name, said, grown in found:
+        assert said.startswith(str(tmp_path / name)), (name, said)
+        assert grown < MOST_MEMORY, name
+
+
+def replace_ids(**options: Any) -> Callable[[h5py.File, Path], None]:
+    def change(file: h5py.File, folder: Path) -> None:
+        ids = file["input_ids"]
+        assert isinstance(ids, h5py.Dataset)
+        data = ids[()]
+        del file["input_ids"]
+        if options.get("external"):
+            (folder / "elsewhere").write_bytes(data.tobytes())
+            options["external"] = [(str(folder / "elsewhere"), 0, data.nbytes)]
+            file.create_dataset("input_ids", data.shape, data.dtype, **options)
+        else:
+            file.create_dataset("input_ids", data=data, **options)
+
+    return change
+
+
+def link(kind: str) -> Callable[[h5py.File, Path], None]:
+    def change(file: h5py.File, folder: Path) -> None:
+        if kind == "soft":
+            file.move("input_ids", "hidden")
+            file["input_ids"] = h5py.SoftLink("/hidden")
+            return
+        with h5py.File(folder / "elsewhere", "w") as other:
+            file.copy("input_ids", other)
+        ids = file["input_ids"]
+        assert isinstance(ids, h5py.Dataset)
+        shape, dtype = ids.shape, ids.dtype
+        del file["input_ids"]
+        if kind == "external":
+            file["input_ids"] = h5py.ExternalLink(str(folder / "elsewhere"), "/input_ids")
+            return
+        layout = h5py.VirtualLayout(shape, dtype)
+        layout[...] = h5py.VirtualSource(str(folder / "elsewhere"), "input_ids", shape)
+        file.create_virtual_dataset("input_ids", layout)
+
+    return change
+
+
+def unknown_filter(file: h5py.File, _: Path) -> None:
+    """One for which the HDF5 library would look for a shared library."""
+    ids = file["input_ids"]
+    assert isinstance(ids, h5py.Dataset)
+    data = ids[()]
+    del file["input_ids"]
+    storage = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    storage.set_chunk(data.shape)
+    storage.set_filter(32001, h5py.h5z.FLAG_OPTIONAL, (1, 2))
+    kind, space = h5py.h5t.py_create(data.dtype), h5py.h5s.create_simple(data.shape)
+    made = h5py.h5d.create(file.id, b"input_ids", kind, space, dcpl=storage)
+    made.write_direct_chunk((0,) * data.ndim, data.tobytes())
+
+
+@pytest.mark.parametrize("layout", ["native", "fixed"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replace_ids(external=True), "input_ids is not stored in this file"),
+        (link("virtual"), "input_ids is not stored in this file"),
+        (link("soft"), "input_ids is a link to another place or file"),
+        (link("external"), "input_ids is a link to another place or file"),
+        (replace_ids(compression="lzf"), r"filters \[32000\], expected shuffle, gzip and fletcher32"),
+        (replace_ids(scaleoffset=0), r"filters \[6\], expected"),
+        (unknown_filter, r"filters \[32001\], expected"),
+    ],
+)
+def test_what_leads_elsewhere_is_refused(
+    tmp_path: Path, layout: str, change: Callable[[h5py.File, Path], None], message: str
+) -> None:
+    path = tmp_path / "shard"
+    if layout == "native":
+        write_shard(path, make_samples(23), INFO)
+    else:
+        write_like_others(path, layout, made_up())
+    with h5py.File(path, "r+") as file:
+        change(file, tmp_path)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_shard(path)
+    assert str(path) in str(caught.value)

@@ -1,0 +1,226 @@
+"""Shards of the native layout: what is written comes back, and what is damaged is refused with a reason."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+
+from dataloading.shards import native as hdf5
+from dataloading.shards.formats import open_shard
+from dataloading.shards.native import write_shard
+from dataloading.shards.samples import Samples
+from tests.dataloading.made_up_samples import INFO, make_samples
+
+COUNT = 23
+
+opened: list[str] = []
+sys.addaudithook(lambda event, arguments: opened.append(str(arguments[0])) if event == "open" else None)
+
+
+@pytest.fixture
+def samples() -> Samples:
+    return make_samples(COUNT)
+
+
+@pytest.fixture
+def shard_path(tmp_path: Path, samples: Samples) -> Path:
+    path = tmp_path / "part_00000_of_00001.hdf5"
+    write_shard(path, samples, INFO)
+    return path
+
+
+def array_of(file: h5py.File, name: str) -> h5py.Dataset:
+    found = file[name]
+    assert isinstance(found, h5py.Dataset)
+    return found
+
+
+def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples) -> None:
+    with open_shard(shard_path) as shard:
+        assert len(shard) == COUNT
+        assert shard.info == INFO
+        assert shard.read(0, COUNT).digest() == samples.digest() == shard.digest
+        assert shard.read(5, 9).digest() == samples.slice(5, 9).digest()
+        assert shard.take(np.array([9, 2, 9])).digest() == samples.take(np.array([9, 2, 9])).digest()
+        assert shard.lengths.tolist() == samples.lengths.tolist()
+        assert shard.masked_counts.tolist() == samples.masked_counts.tolist()
+        shard.verify()
+        block = shard.read(0, 3)
+    assert block.digest() == samples.slice(0, 3).digest()
+
+
+def test_a_shard_without_masked_tokens_or_samples_is_fine(tmp_path: Path, samples: Samples) -> None:
+    unmasked = [row for row in range(COUNT) if samples.masked_counts[row] == 0][:1]
+    for name, rows in (("unmasked", unmasked), ("empty", [])):
+        block = samples.take(np.array(rows, np.int64))
+        write_shard(tmp_path / name, block, INFO)
+        with open_shard(tmp_path / name) as shard:
+            shard.verify()
+            assert shard.read(0, len(rows)).digest() == block.digest()
+
+
+def test_equal_samples_make_equal_files(tmp_path: Path, samples: Samples) -> None:
+    for name in ("one", "two"):
+        write_shard(tmp_path / name, samples, INFO)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(-1, 2), (3, 2), (0, COUNT + 1)])
+def test_reading_outside_a_shard_is_an_index_error(shard_path: Path, start: int, stop: int) -> None:
+    with open_shard(shard_path) as shard, pytest.raises(IndexError, match="holds 23"):
+        shard.read(start, stop)
+
+
+def test_opening_a_shard_is_an_audit_event(shard_path: Path) -> None:
+    opened.clear()
+    with open_shard(shard_path):
+        assert str(shard_path) in opened
+
+
+def wrong(name: str, index: int, value: int) -> Callable[[Samples], Samples]:
+    def change(samples: Samples) -> Samples:
+        array = getattr(samples, name).copy()
+        array[index] = value
+        return replace(samples, **{name: array})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (wrong("input_ids", 3, 100), "input_ids: .* expected 0 to 99"),
+        (wrong("masked_lm_ids", 0, 30000), "masked_lm_ids"),
+        (wrong("masked_lm_positions", 0, 20), "tokens after a masked position"),
+        (wrong("segment_ids", 0, 2), "segment_ids"),
+        (wrong("next_sentence_labels", 0, 2), "next_sentence_labels"),
+        (wrong("sequence_offsets", 0, 1), "sequence_offsets"),
+        (wrong("sequence_offsets", 2, 0), "sequence_offsets"),
+        (wrong("sequence_offsets", 2, 1 << 40), "sequence_offsets"),
+        (wrong("masked_lm_offsets", -1, 1), "masked_lm_offsets"),
+        (lambda samples: replace(samples, segment_ids=samples.segment_ids[1:]), "differ in length"),
+        (lambda samples: replace(samples, next_sentence_labels=samples.next_sentence_labels[1:]), "sequence_offsets"),
+    ],
+)
+def test_inconsistent_samples_are_neither_written_nor_read(
+    tmp_path: Path,
+    samples: Samples,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Samples], Samples],
+    message: str,
+) -> None:
+    path = tmp_path / "shard"
+    bad = change(samples)
+    with pytest.raises(ValueError, match=message):
+        write_shard(path, bad, INFO)
+    assert list(tmp_path.iterdir()) == []
+    with monkeypatch.context() as patch:
+        patch.setattr(hdf5, "check_offsets", lambda *_: None)
+        patch.setattr(hdf5, "check_content", lambda *_: None)
+        write_shard(path, bad, INFO)
+    with pytest.raises(ValueError, match=message), open_shard(path) as shard:
+        shard.read(0, len(shard))
+
+
+def test_any_truncation_is_noticed(shard_path: Path) -> None:
+    content = shard_path.read_bytes()
+    for size in [*range(0, len(content), 97), len(content) - 1]:
+        shard_path.write_bytes(content[:size])
+        with pytest.raises(ValueError, match=shard_path.name), open_shard(shard_path) as shard:
+            shard.verify()
+
+
+def test_any_flipped_byte_of_the_arrays_is_noticed(shard_path: Path) -> None:
+    content = shard_path.read_bytes()
+    with h5py.File(shard_path, "r") as file:
+        arrays = [array_of(file, name) for name in hdf5.DTYPES]
+        places = [array.id.get_offset() + at for array in arrays for at in (0, array.nbytes - 1)]
+    for place in places:
+        shard_path.write_bytes(content[:place] + bytes([content[place] ^ 0x80]) + content[place + 1 :])
+        with pytest.raises(ValueError, match=shard_path.name), open_shard(shard_path) as shard:
+            shard.verify()
+
+
+def test_a_small_change_is_noticed_by_the_digest_alone(shard_path: Path) -> None:
+    with h5py.File(shard_path, "r+") as file:
+        labels = array_of(file, "next_sentence_labels")
+        labels[0] = 1 - labels[0]
+    with open_shard(shard_path) as shard, pytest.raises(ValueError, match="content has digest"):
+        shard.verify()
+
+
+def rewrite_attribute(name: str, value: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        file.attrs[name] = value
+
+    return change
+
+
+def rewrite_array(name: str, **options: Any) -> Callable[[h5py.File], None]:
+    def change(file: h5py.File) -> None:
+        data = array_of(file, name)[:]
+        del file[name]
+        file.create_dataset(name, **{"data": data, **options})
+
+    return change
+
+
+def remove(name: str) -> Callable[[h5py.File], None]:
+    return lambda file: file.__delitem__(name)
+
+
+def make_group(file: h5py.File) -> None:
+    del file["input_ids"]
+    file.create_group("input_ids")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (rewrite_attribute("schema_version", 2), "schema version"),
+        (rewrite_attribute("schema_version", "two"), "damaged"),
+        (rewrite_attribute("format", "other"), "other, schema version 1"),
+        (rewrite_attribute("schema_version", [1, 1]), "schema_version is int64 .2,., expected a text or an integer"),
+        (rewrite_attribute("info", "{"), "damaged"),
+        (rewrite_attribute("info", "[]"), "damaged"),
+        (rewrite_attribute("info", json.dumps({"vocab_size": 3})), "damaged"),
+        (lambda file: file.attrs.__delitem__("digest"), "damaged"),
+        (remove("segment_ids"), "damaged"),
+        (make_group, "input_ids is .*, expected an array"),
+        (rewrite_array("input_ids", dtype="<i4"), "expected a flat array"),
+        (rewrite_array("input_ids", shape=(1, 1), data=[[1]], dtype="<u2"), "expected a flat array"),
+        (rewrite_array("sequence_offsets", data=[0, 5]), "sequence_offsets do not rise"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused(shard_path: Path, change: Callable[[h5py.File], None], message: str) -> None:
+    with h5py.File(shard_path, "r+") as file:
+        change(file)
+    with pytest.raises(ValueError, match=message) as caught:
+        open_shard(shard_path)
+    assert str(shard_path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"\x89HDF\r\n\x1a\n", b"\x89HDF\r\n\x1a\n" + b"\xff" * 3000])
+def test_strange_bytes_are_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=str(path)):
+        open_shard(path)
+
+
+def test_missing_files_and_folders_are_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "absent", tmp_path):
+        with pytest.raises(ValueError, match=str(path)):
+            open_shard(path)
+
+
+@pytest.fixture(autouse=True)
+def no_partial_files(tmp_path: Path) -> Iterator[None]:
+    yield
+    assert list(tmp_path.rglob("*.partial")) == []

@@ -1,0 +1,22 @@
+"""The samples of edge_64.tfrecord."""
+
+from dataloading.shards.samples import Samples
+from dataloading.text.pretraining_data import PretrainingOptions, create_samples, read_documents, tokenize_documents
+from dataloading.text.tokenization import Tokenizer
+from tests.conftest import REPOSITORY
+
+MAX_SEQ_LENGTH = 64
+MAX_PREDICTIONS_PER_SEQ = 10
+COUNT = 80
+
+
+def edge_samples() -> Samples:
+    """The first samples of the made-up text golden/edge.txt."""
+    tokenizer = Tokenizer.from_vocab(REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt", True)
+    documents = tokenize_documents(
+        read_documents([REPOSITORY / "tests" / "dataloading" / "text" / "golden" / "edge.txt"]), tokenizer
+    )
+    options = PretrainingOptions(
+        max_seq_length=MAX_SEQ_LENGTH, max_predictions_per_seq=MAX_PREDICTIONS_PER_SEQ, dupe_factor=1
+    )
+    return create_samples(documents, options, tokenizer.vocabulary).slice(0, COUNT)

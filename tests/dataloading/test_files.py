@@ -1,0 +1,244 @@
+"""Files are written under names that nobody knows, whole or not at all; and only files are read."""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bert.convert import open_source
+from dataloading.__main__ import main
+from dataloading.dataset.folder import open_dataset, write_dataset
+from dataloading.dataset.known import check_published
+from dataloading.files import atomic_path, open_regular, read_json, write_atomically
+from dataloading.shards.formats import open_shard
+from dataloading.text.prepare import Job, prepare
+from dataloading.text.pretraining_data import PretrainingOptions, read_documents
+from dataloading.text.tokenization import Vocabulary
+from tests.dataloading.made_up_samples import INFO, make_samples
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_a_link_under_the_name_of_the_unfinished_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though nobody can know the name, which is random."""
+    victim = tmp_path / "victim"
+    victim.write_text("of somebody else")
+    known = "0123456789abcdef"
+    for name in (f".new.{os.getpid()}.partial", f".new.{known}.partial"):
+        (tmp_path / name).symlink_to(victim)
+    write_atomically(tmp_path / "new", b"content")
+    assert victim.read_text() == "of somebody else"
+    assert (tmp_path / "new").read_bytes() == b"content"
+    monkeypatch.setattr(secrets, "token_hex", lambda _: known)
+    with pytest.raises(FileExistsError):
+        write_atomically(tmp_path / "new", b"other")
+    assert victim.read_text() == "of somebody else"
+    assert (tmp_path / "new").read_bytes() == b"content"
+
+
+def test_unfinished_names_differ_and_vanish_with_what_failed(tmp_path: Path) -> None:
+    names = set()
+    for make in (Path.mkdir, Path.touch):
+        with contextlib.suppress(RuntimeError), atomic_path(tmp_path / "new") as unfinished:
+            names.add(unfinished.name)
+            make(unfinished)
+            raise RuntimeError
+    assert len(names) == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_have_the_modes_that_the_user_has_asked_for(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_atomically(tmp_path / "new", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, "1" * 100_000, "{", "\ud800"])
+def test_strange_json_is_a_line_with_the_file(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(content.encode(errors="surrogatepass"))
+    with pytest.raises(ValueError, match=f"{path}: damaged or of another kind .*; mend it"):
+        read_json(path, 1 << 20, "mend it")
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "a shard": open_shard,
+    "a vocabulary": Vocabulary.from_file,
+    "a text": lambda path: read_documents([path]),
+    "a text to prepare": lambda path: prepare(Job((path,), VOCAB, PretrainingOptions()), path.parent / "out"),
+    "a manifest": lambda path: open_dataset(path.parent),
+    "a checkpoint": open_source,
+    "a list": lambda path: list(check_published(open_dataset(path.parent / "data"), path)),
+}
+VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file_is_refused_at_once(tmp_path: Path, reader: str, kind: str) -> None:
+    """A pipe gives no answer, /dev/zero one without end."""
+    write_dataset(tmp_path / "data", make_samples(4), shards=1, info=INFO)
+    path = tmp_path / "manifest.json"
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
+    with pytest.raises((ValueError, OSError)) as caught:
+        READERS[reader](path)
+    assert str(path) in str(caught.value)
+    assert "a pipe or a device, expected a file" in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_may_be_read_can_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("file")
+    with open_regular(tmp_path / "link") as file:
+        assert file.read() == b"content"
+
+
+def test_a_line_that_is_no_sentence_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(b"A sentence.\n" + b"word " * (4 << 20) + b"\nAnother.\n")
+    with pytest.raises(ValueError, match=f"{path}: line 2 has 20,971,519 characters; expected one sentence a line"):
+        read_documents([path])
+    path.unlink()
+    with path.open("wb") as file:
+        file.truncate(5 << 30)
+    with pytest.raises(
+        ValueError, match=f"{path}: 5,368,709,120 bytes, expected at most 4,294,967,296; split the text"
+    ):
+        read_documents([path])
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('"name": "part_00000_of_00002.hdf5"', '"name": "../../etc/passwd"', "shard name '../../etc/passwd'"),
+        ('"name": "part_00000_of_00002.hdf5"', '"name": "/etc/passwd"', "shard name '/etc/passwd'"),
+        ('"name": "part_00000_of_00002.hdf5"', '"name": "part\\u001b[2J"', r"shard name 'part\\x1b\[2J'"),
+        ('"name": "part_00000_of_00002.hdf5"', '"name": "part\\u0000"', r"shard name 'part\\x00'"),
+        ('"samples": 3', '"samples": ' + "9" * 4000, "counts of part_00000_of_00002.hdf5 are no whole numbers"),
+        ('"samples": 3', '"samples": true', "counts of part_00000_of_00002.hdf5 are no whole numbers"),
+        ('"sources": {}', '"sources": {"text": []}', "sources are no settings by name"),
+        ('"format": "mlperf-bert-samples"', '"format": "\\u001b[2J' + "x" * 90_000 + '"', r"\\x1b\[2Jxxx"),
+        ('"random_seed": 12345', '"random_seed": [1]', "options are no settings by name"),
+        ('"sources": {}', '"sources": ' + "[" * 900 + "]" * 900, "manifest.json: damaged or of another kind"),
+        ('"sources": {}', '"sources": ' + "[" * 90_000, "manifest.json: damaged or of another kind"),
+    ],
+)
+def test_a_manifest_that_leads_elsewhere_or_nowhere_is_refused(
+    tmp_path: Path, old: str, new: str, message: str
+) -> None:
+    folder = tmp_path / "data"
+    info = INFO.without_sources()
+    write_dataset(folder, make_samples(6), shards=2, info=info)
+    manifest = folder / "manifest.json"
+    text = manifest.read_text()
+    assert old in text
+    manifest.write_text(text.replace(old, new, 1))
+    with pytest.raises(ValueError, match=message) as caught:
+        open_dataset(folder)
+    assert str(manifest) in str(caught.value)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_shard_that_becomes_shorter_while_it_is_read_is_a_line(tmp_path: Path) -> None:
+    """And not the end of the process by SIGBUS."""
+    code = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from dataloading.dataset.folder import open_dataset
+from dataloading.shards.formats import open_shard
+dataset = open_dataset(Path(sys.argv[1]))
+path = Path(sys.argv[1]) / dataset.shards[0].name
+dataset.take(np.arange(len(dataset)))
+shard = open_shard(path)
+os.truncate(path, 0)
+for read in (dataset.take, shard.take, lambda _: shard.read(0, 9), lambda _: shard.verify()):
+    try:
+        read(np.arange(9))
+    except ValueError as error:
+        assert str(error).startswith(f"{path}: it has become shorter while it was read"), error
+        print("refused", flush=True)
+"""
+    write_dataset(tmp_path / "data", make_samples(3000), shards=2, info=INFO)
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "data")], cwd=REPOSITORY, capture_output=True)
+    assert (done.returncode, done.stdout.split()) == (0, 4 * [b"refused"]), done.stderr.decode()
+
+
+STOPPED = r"""
+import os, sys, time
+from pathlib import Path
+from dataloading.files import atomic_path
+from console.interruption import end_in_order
+from dataloading.text.jobs import begun, run_tasks
+
+out, jobs = Path(sys.argv[1]), int(sys.argv[2])
+
+def work(number):
+    with atomic_path(out / f"part_{number}") as unfinished:
+        unfinished.write_text("half")
+        os.write(1, b"began\n")
+        time.sleep(600)
+
+end_in_order()
+with begun(out, "job.json", {}, finished="part_*"):
+    list(run_tasks(work, range(jobs), jobs))
+"""
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_work_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: int, jobs: int) -> None:
+    command = [sys.executable, "-c", STOPPED, str(tmp_path / "out"), str(jobs)]
+    process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    for _ in range(jobs):
+        assert process.stdout.readline() == b"began\n"
+    assert len(list((tmp_path / "out").glob(".part_*.partial"))) == jobs
+    process.send_signal(number)
+    process.communicate()
+    if number != signal.SIGINT:
+        assert process.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("\n".join(f"a sentence of the number {number} here" for number in range(300_000)))
+    command = [sys.executable, "-m", "dataloading", "prepare", "--text", str(text), "--vocab", str(VOCAB)]
+    process = subprocess.Popen([*command, "--out", str(tmp_path / "out")], cwd=REPOSITORY)
+    while not (tmp_path / "out" / "prepare.json").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    assert process.wait() == 128 + signal.SIGTERM
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_a_folder_of_links_that_fails_can_be_begun_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_dataset(tmp_path / "data", make_samples(6), shards=2, info=INFO)
+    for name in ("manifest.json", "lengths.npy"):
+        (tmp_path / "data" / name).unlink()
+    shard = tmp_path / "data" / "part_00001_of_00002.hdf5"
+    content = shard.read_bytes()
+    arguments = ["dataloading", "index", tmp_path / "data", "--vocab", VOCAB, "--out", tmp_path / "out"]
+    monkeypatch.setattr(sys, "argv", [str(argument) for argument in arguments])
+    for kept, status in ((len(content) // 2, 2), (len(content), 0)):
+        shard.write_bytes(content[:kept])
+        assert main() == status
+        assert (tmp_path / "out").exists() == (status == 0)
+    assert len(open_dataset(tmp_path / "out").take(np.arange(6))) == 6

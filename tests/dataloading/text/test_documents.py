@@ -1,0 +1,137 @@
+"""The demo corpus: prose of the standard library, the same every time, with whole modules held out."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dataloading.dataset.folder import open_dataset
+from dataloading.text.demo import write_demo
+from dataloading.text.documents import HELD_OUT_PERCENT, Document, demo_documents, write_text
+from dataloading.text.pretraining_data import read_documents
+from tests.conftest import REPOSITORY, SmallRun
+
+VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return demo_documents()
+
+
+def test_the_corpus_is_large_and_reproducible(documents: list[Document]) -> None:
+    words = sum(len(sentence.split()) for document in documents for sentence in document.sentences)
+    assert words > 150_000
+    assert demo_documents() == documents
+
+
+def test_sentences_are_single_non_empty_lines(documents: list[Document]) -> None:
+    for document in documents:
+        assert document.sentences
+        for sentence in document.sentences:
+            assert sentence.strip() == sentence != ""
+            assert len(sentence.splitlines()) == 1
+
+
+def test_a_module_is_held_out_whole(documents: list[Document]) -> None:
+    held_out = {document.name for document in documents if document.held_out}
+    used = {document.name for document in documents if not document.held_out}
+    assert not held_out & used
+    assert 0.5 * HELD_OUT_PERCENT / 100 < len(held_out) / len(held_out | used) < 2 * HELD_OUT_PERCENT / 100
+
+
+def test_no_paragraph_of_the_training_text_is_in_the_evaluation_text(documents: list[Document]) -> None:
+    used = {document.sentences for document in documents if not document.held_out}
+    assert not used & {document.sentences for document in documents if document.held_out}
+
+
+def test_nothing_of_the_standard_library_is_imported() -> None:
+    code = """
+import sys
+from dataloading.text.documents import demo_documents
+before = set(sys.modules)
+demo_documents()
+imported = set(sys.modules) - before
+assert not imported & {"this", "antigravity", "turtle", "pydoc_data.topics", "cgi", "wsgiref"}, imported
+assert len(imported) < 10, imported
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=REPOSITORY, timeout=120)
+
+
+def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "pydoc_data").mkdir()
+    (tmp_path / "pydoc_data" / "topics.py").write_text("topics = {'a': 'Some words make up a sentence here.'}\n")
+    (tmp_path / "broken.py").write_text("def (:\n")
+    (tmp_path / "module.py").write_text(
+        '"""Reads the configuration from its file.  Raises an error otherwise."""\n'
+        'def f():\n    """>>> f() and more words\n    1\n\n    Four plain English words.\n\n    x = 1; y = 2; z = 3"""\n'
+        'class C:\n    """The class of all the things."""\n'
+        '    def method(self):\n        """Does what methods always do."""\n'
+    )
+    found = [(document.name, document.sentences) for document in demo_documents(tmp_path)]
+    assert found == [
+        ("topic a", ("Some words make up a sentence here.",)),
+        ("module", ("Reads the configuration from its file.", "Raises an error otherwise.")),
+        ("module", ("Four plain English words.",)),
+        ("module", ("The class of all the things.", "Does what methods always do.")),
+    ]
+
+
+def test_a_python_without_its_documentation_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs the full standard library"):
+        demo_documents(tmp_path)
+
+
+def test_text_form_is_what_the_preparation_reads(documents: list[Document], tmp_path: Path) -> None:
+    write_text(documents[:5], tmp_path / "text.txt")
+    assert [tuple(sentences) for sentences in read_documents([tmp_path / "text.txt"])] == [
+        document.sentences for document in documents[:5]
+    ]
+
+
+def test_the_data_are_made_once_and_mended_when_damaged(tmp_path: Path) -> None:
+    assert write_demo(tmp_path, VOCAB)
+    assert not write_demo(tmp_path, VOCAB)
+    train = open_dataset(tmp_path / "train")
+    assert train.info.max_seq_length == 128
+    assert len(train) > 20_000
+    shard = next((tmp_path / "evaluation").glob("part_*"))
+    content = bytearray(shard.read_bytes())
+    content[-100] ^= 1
+    shard.write_bytes(content)
+    assert write_demo(tmp_path, VOCAB)
+    open_dataset(tmp_path / "evaluation").verify()
+
+
+@pytest.mark.parametrize("name", ["train", "evaluation"])
+@pytest.mark.parametrize("foreign", ["a data set", "a damaged one", "a file beside", "a file"])
+def test_what_the_demo_has_not_made_is_not_touched(
+    tmp_path: Path, small_run: SmallRun, name: str, foreign: str, made: Path
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(made, folder)
+    (folder / "train" / "lengths.npy").write_bytes(b"")  # or nothing would be made anew
+    if foreign == "a data set":
+        shutil.rmtree(folder / name)
+        shutil.copytree(small_run.folder / "train", folder / name)
+    elif foreign == "a damaged one":
+        (folder / name / "manifest.json").write_text("{}")
+    elif foreign == "a file beside":
+        (folder / name / "thesis.txt").write_text("years of work")
+    else:
+        shutil.rmtree(folder / name)
+        (folder / name).write_text("a file")
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises((ValueError, OSError)) as caught:
+        write_demo(folder, VOCAB)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert str(folder / name) in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo")
+    write_demo(folder, VOCAB)
+    return folder

@@ -1,0 +1,123 @@
+"""Work in several processes that can be stopped: what is left behind, and what is refused."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from dataloading.text.jobs import begun, run_tasks
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def square(number: int) -> int:
+    if number == 7:
+        raise ValueError("seven")
+    return number * number
+
+
+def die(number: int) -> int:
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return number
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 9])
+def test_tasks_are_done_once_each(jobs: int) -> None:
+    assert sorted(run_tasks(square, range(6), jobs)) == [0, 1, 4, 9, 16, 25]
+    assert list(run_tasks(square, [], jobs)) == []
+    with pytest.raises(ValueError, match="seven"):
+        list(run_tasks(square, range(9), jobs))
+
+
+def test_no_process_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="jobs is 0"):
+        list(run_tasks(square, [1], 0))
+
+
+def test_a_killed_process_is_reported() -> None:
+    with pytest.raises(ValueError, match="a process was killed, for want of memory perhaps"):
+        list(run_tasks(die, range(6), 2))
+
+
+_PARENT = r"""
+import os, sys, time
+from dataloading.text.jobs import run_tasks
+
+def work(number):
+    os.write(1, f"{os.getpid()}\n".encode())  # at once, or lines of two processes mix
+    time.sleep(60)
+
+list(run_tasks(work, [1, 2], 2))
+"""
+
+
+def test_processes_end_with_their_killed_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", _PARENT], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    workers = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers)
+
+
+def test_a_failure_before_anything_is_finished_leaves_nothing(tmp_path: Path) -> None:
+    def attempt(out: Path, finish: bool) -> None:
+        with begun(out, "job.json", {"seed": 1}, finished="part_*"):
+            (out / ".part_1.77.partial").touch()
+            if finish:
+                (out / "part_0").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        attempt(tmp_path / "new" / "deep", finish=False)
+    assert not (tmp_path / "new" / "deep").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        attempt(tmp_path / "empty", finish=False)
+    assert not (tmp_path / "empty" / "job.json").exists()
+    with pytest.raises(KeyboardInterrupt):
+        attempt(tmp_path / "some", finish=True)
+    with begun(tmp_path / "some", "job.json", {"seed": 1}, finished="part_*"):
+        assert sorted(path.name for path in (tmp_path / "some").iterdir()) == ["job.json", "part_0"]
+
+
+def test_other_settings_are_named(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    description = {"info": {"options": {"seed": 1, "prob": 0.5}}, "names": ["a"]}
+    with begun(out, "job.json", description, finished="*"):
+        pass
+    with begun(out, "job.json", description, finished="*"):
+        pass
+    other = {"info": {"options": {"seed": 2, "prob": 0.5}}, "names": ["b"]}
+    with (
+        pytest.raises(ValueError, match=r"begun with other settings \(names, seed\)"),
+        begun(out, "job.json", other, finished="*"),
+    ):
+        pass
+    (out / "job.json").write_text("{")
+    with pytest.raises(ValueError, match="damaged"), begun(out, "job.json", description, finished="*"):
+        pass
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "letter.txt").write_text("dear")
+    for out in (tmp_path, tmp_path / "letter.txt"):
+        with pytest.raises(ValueError, match="is there already"), begun(out, "job.json", {}, finished="*"):
+            pass
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_others_at_work_in_the_folder_are_not_disturbed(tmp_path: Path) -> None:
+    (tmp_path / ".job.json.5.partial").touch()
+    with begun(tmp_path, "job.json", {}, finished="*", alone=False):
+        (tmp_path / ".part_1.6.partial").touch()
+    with begun(tmp_path, "job.json", {}, finished="*", alone=False):
+        assert len(list(tmp_path.glob(".*.partial"))) == 2

@@ -1,0 +1,203 @@
+"""Samples against the reference's own output and against the plain-Python definition."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.data_stages import reference_prepare
+from dataloading.shards.samples import Samples
+from dataloading.text import pretraining_data
+from dataloading.text.pretraining_data import (
+    PretrainingOptions,
+    TokenizedDocuments,
+    create_samples,
+    read_documents,
+    tokenize_documents,
+)
+from dataloading.text.tokenization import Tokenizer
+
+SHARED = Path(__file__).parents[4] / "shared/data"
+GOLDEN = Path(__file__).parent / "golden"
+WORDS = [f"w{index}" for index in range(30)]
+TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *"abcdefgh", *(f"##{letter}" for letter in "abcdefgh")]
+
+
+@pytest.fixture(scope="module")
+def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(TOKENS), encoding="utf-8")
+    return path
+
+
+def prepare(texts: list[Path], vocab_file: Path, options: PretrainingOptions) -> Samples:
+    tokenizer = Tokenizer.from_vocab(vocab_file, options.do_lower_case)
+    return create_samples(tokenize_documents(read_documents(texts), tokenizer), options, tokenizer.vocabulary)
+
+
+def prepare_plainly(texts: list[Path], vocab_file: Path, options: PretrainingOptions) -> Samples:
+    return reference_prepare.prepare(texts, reference_prepare.read_vocab(vocab_file), options)
+
+
+def made_up_text(documents: int, sentences: int, words: int, seed: int = 0) -> str:
+    rng = random.Random(seed)
+    return "\n\n".join(
+        "\n".join(" ".join(rng.choices(WORDS, k=rng.randint(1, words))) for _ in range(rng.randint(1, sentences)))
+        for _ in range(documents)
+    )
+
+
+@pytest.mark.parametrize(
+    ("golden", "text", "options"),
+    [
+        ("edge_128", "edge.txt", PretrainingOptions(max_seq_length=128, max_predictions_per_seq=20, dupe_factor=5)),
+        ("edge_512", "edge.txt", PretrainingOptions(dupe_factor=2)),
+        ("wiki00_512", "wiki_00.txt", PretrainingOptions(dupe_factor=3)),
+    ],
+)
+def test_bit_identical_to_the_reference_script(golden: str, text: str, options: PretrainingOptions) -> None:
+    if not SHARED.exists():
+        pytest.skip("needs ../shared/data: the vocabulary and the Wikipedia text may not be copied here")
+    is_made_up = text == "edge.txt"
+    samples = prepare([(GOLDEN if is_made_up else SHARED) / text], SHARED / "vocab.txt", options)
+    expected = np.load((GOLDEN if is_made_up else SHARED / "golden") / f"{golden}.npz", allow_pickle=False)
+    np.testing.assert_array_equal(samples.lengths, expected["length"])
+    np.testing.assert_array_equal(samples.masked_counts, expected["masked_count"])
+    np.testing.assert_array_equal(samples.next_sentence_labels, expected["next_sentence_label"])
+    for name in ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids"):
+        np.testing.assert_array_equal(getattr(samples, name), expected[name], err_msg=name)
+        assert getattr(samples, name).dtype == expected[name].dtype
+
+
+sentences = st.lists(st.sampled_from([*WORDS, "abc", "hah", "!", "\u200b", "É"]), min_size=1, max_size=12).map(" ".join)
+texts = st.lists(sentences | st.sampled_from(["", "", " \t", "\x1c", "\u200b", "a\rb"]), min_size=1, max_size=25)
+some_options = st.builds(
+    PretrainingOptions,
+    max_seq_length=st.integers(5, 40),
+    max_predictions_per_seq=st.integers(1, 12),
+    dupe_factor=st.integers(1, 4),
+    short_seq_prob=st.sampled_from([0.0, 0.1, 0.5, 1.0]),
+    masked_lm_prob=st.sampled_from([0.0, 0.05, 0.15, 0.5, 1.0]),
+    random_seed=st.integers(0, 2**70),
+    do_lower_case=st.booleans(),
+)
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(texts, min_size=1, max_size=3), some_options, st.booleans())
+def test_equals_the_definition(
+    tmp_path: Path, vocab_file: Path, files: list[list[str]], options: PretrainingOptions, ends_with_newline: bool
+) -> None:
+    paths = []
+    for index, lines in enumerate(files):
+        paths.append(tmp_path / f"{index}.txt")
+        text = "\n".join([*lines, f"w{index}"]) + "\n" * ends_with_newline
+        paths[-1].write_bytes(text.encode())
+    assert prepare(paths, vocab_file, options).digest() == prepare_plainly(paths, vocab_file, options).digest()
+
+
+def test_equals_the_definition_when_the_buffers_grow(tmp_path: Path, vocab_file: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(made_up_text(documents=150, sentences=12, words=20), encoding="utf-8")
+    options = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=60, dupe_factor=70, masked_lm_prob=0.4)
+    samples = prepare([path], vocab_file, options)
+    assert len(samples) > 1 << 12
+    assert len(samples.input_ids) > 1 << 20
+    assert len(samples.masked_lm_ids) > 1 << 18
+    assert samples.digest() == prepare_plainly([path], vocab_file, options).digest()
+
+
+def test_a_single_document_is_its_own_random_neighbour(tmp_path: Path, vocab_file: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("w1 w2 w3", encoding="utf-8")
+    options = PretrainingOptions(dupe_factor=1)
+    samples = prepare([path], vocab_file, options)
+    assert samples.lengths.tolist() == [9]
+    assert samples.next_sentence_labels.tolist() == [1]
+    assert samples.digest() == prepare_plainly([path], vocab_file, options).digest()
+
+
+def test_samples_keep_what_they_promise(tmp_path: Path, vocab_file: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text(made_up_text(documents=20, sentences=30, words=20), encoding="utf-8")
+    samples = prepare([path], vocab_file, PretrainingOptions(max_seq_length=64, max_predictions_per_seq=8))
+    starts = samples.sequence_offsets[:-1]
+    assert samples.lengths.max() == 64
+    assert samples.masked_counts.max() == 8
+    assert (samples.input_ids[starts] == TOKENS.index("[CLS]")).all()
+    assert (samples.input_ids[samples.sequence_offsets[1:] - 1] == TOKENS.index("[SEP]")).all()
+    assert (samples.segment_ids[starts] == 0).all()
+    masked = np.repeat(starts, samples.masked_counts) + samples.masked_lm_positions
+    assert (np.diff(masked) > 0).all()
+    share_of_mask = (samples.input_ids[masked] == TOKENS.index("[MASK]")).mean()
+    assert 0.75 < share_of_mask < 0.85
+    assert samples.next_sentence_labels.mean() == pytest.approx(0.55, abs=0.1)
+
+
+def test_twister_draws_what_cpython_draws() -> None:
+    rng = random.Random(7)
+    twister = np.array(rng.getstate()[1], np.uint32)
+    bounds = [1, 2, 3, 4, 5, 255, 256, 257, 30522, 2**31 - 1, 2**31, 2**32 - 1]
+    for _ in range(300):
+        assert pretraining_data._random(twister) == rng.random()
+        for bound in bounds:
+            assert pretraining_data._random_below(twister, bound) == rng.randint(0, bound - 1)
+    items = np.arange(1000)
+    expected = items.tolist()
+    pretraining_data._shuffle(twister, items)
+    rng.shuffle(expected)
+    assert items.tolist() == expected
+
+
+def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_bytes(b"\n a b \r\nc\rd\n\n \x1c\ne\xe2\x80\xa8f")
+    second.write_bytes(b"g\n\xe2\x80\x8b\nh\n")
+    assert read_documents([first, second]) == [["a b", "cd"], ["e\u2028f", "g", "\u200b", "h"]]
+
+
+def test_sentences_and_documents_without_tokens_are_left_out(vocab_file: Path) -> None:
+    tokenizer = Tokenizer.from_vocab(vocab_file)
+    tokenized = tokenize_documents([["\u200b"], ["w1", "\0", "w2 w3"], [], ["w4", "\u200b"]], tokenizer)
+    assert [tokenizer.tokens[index] for index in tokenized.token_ids] == ["w1", "w2", "w3", "w4"]
+    assert len(tokenized.sentence_offsets) == 4
+    assert tokenized.document_offsets.tolist() == [0, 2, 3]
+    assert isinstance(tokenized, TokenizedDocuments)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "no text"), (b"\n \n\t\n", "no text"), (b"fine\nbad \xe9\n", "line 2, byte 9: not UTF-8")],
+)
+def test_a_bad_text_file_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        read_documents([path])
+    assert str(path) in str(caught.value)
+
+
+def test_text_without_tokens_is_refused(vocab_file: Path) -> None:
+    with pytest.raises(ValueError, match="no tokens"):
+        tokenize_documents([["\u200b"]], Tokenizer.from_vocab(vocab_file))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_seq_length", 4),
+        ("max_seq_length", 65536),
+        ("max_predictions_per_seq", 0),
+        ("dupe_factor", 0),
+        ("short_seq_prob", 1.5),
+        ("masked_lm_prob", -0.1),
+        ("masked_lm_prob", float("nan")),
+    ],
+)
+def test_bad_options_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        PretrainingOptions(**{name: value})

@@ -1,0 +1,163 @@
+"""The tokenizer against the plain-Python definition, over Unicode's awkward corners."""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.data_stages import reference_prepare
+from dataloading.text import tokenization
+from dataloading.text.tokenization import Tokenizer, Vocabulary, split_words
+
+REPOSITORY = Path(__file__).parents[3]
+LETTERS = "abcdefghijklmnopqrstuvwxyzABIS0123\u00df\u03c3\u03c2\u0142\u00e9\u00f1\u6771\u4eac\u1112"
+SPECIAL_TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+TOKENS = [*SPECIAL_TOKENS, *LETTERS, *(f"##{letter}" for letter in LETTERS), *"[]!.,-_$", "the", "ab", "##abc", "mask"]
+CONTROLS_AND_BLANKS = "\0\t\n\r\v\f\x1c\x7f\x85\xa0\xad\u1680\u200b\u2028\u2029\u202f\u3000\ufeff\ufffd\ue000\u0378"
+CASES_AND_MARKS = (
+    "\u0130\u0131\u00df\u017f\u03a3\u03c3\u03c2\u00c5\ufb01\u00bd\u00b2\u0301\u0307\u0345\u302e\u302f\U0001d165"
+)
+SCRIPTS = "\u6771\u8c48\uf900\U00020000\u30bf\u3099\ud55c\u0e33\u0915\u094d$`\u00ab\u3002\u2014"
+AWKWARD = CONTROLS_AND_BLANKS + CASES_AND_MARKS + SCRIPTS
+lines = st.text(st.sampled_from(AWKWARD + LETTERS + "[]!. ") | st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+@pytest.fixture(scope="module")
+def vocab_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
+    path.write_text("\n".join(TOKENS) + "\n", encoding="utf-8")
+    return path
+
+
+def encode(tokenizer: Tokenizer, line: str) -> list[str]:
+    ids, offsets = tokenizer.encode_lines([line])
+    assert offsets.tolist() == [0, len(ids)]
+    return [tokenizer.tokens[index] for index in ids]
+
+
+@given(st.lists(lines, max_size=5), st.booleans())
+def test_equals_the_definition_for_any_text(vocab_file: Path, texts: list[str], do_lower_case: bool) -> None:
+    tokenizer = Tokenizer.from_vocab(vocab_file, do_lower_case)
+    vocab = reference_prepare.read_vocab(vocab_file)
+    ids, offsets = tokenizer.encode_lines(texts)
+    assert ids.dtype == np.uint16
+    expected = [[vocab[token] for token in reference_prepare.tokenize(text, vocab, do_lower_case)] for text in texts]
+    assert [ids[start:stop].tolist() for start, stop in pairwise(offsets)] == expected
+
+
+@pytest.mark.parametrize("do_lower_case", [True, False])
+def test_equals_the_definition_for_every_character_of_the_basic_plane(do_lower_case: bool) -> None:
+    class AnyWord(dict):
+        def __contains__(self, word: object) -> bool:
+            return True
+
+    for code_point in range(0x10000):
+        line = f"A{chr(code_point)}b"
+        words = split_words(line, do_lower_case)
+        assert words == reference_prepare.tokenize(line, AnyWord(), do_lower_case), hex(code_point)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", []),
+        (" \t\r\n\u3000\u2028\0", []),
+        ("The END.", ["the", "end", "."]),
+        ("[MASK] [SEP]", ["[", "mask", "]", "[", "sep", "]"]),
+        ("co-operate a_b C#/C++", ["co", "-", "operate", "a", "_", "b", "c", "#", "/", "c", "+", "+"]),
+        ("caf\u00e9 cafe\u0301 \u00c5ngstr\u00f6m", ["cafe", "cafe", "angstrom"]),
+        ("zero\u200bwidth soft\u00adhyphen \ufeffbom", ["zerowidth", "softhyphen", "bom"]),
+        ("tab\there nbsp\u00a0here line\u2028separator", ["tab", "here", "nbsp", "here", "line", "separator"]),
+        ("bell\x07 nul\0l tube\x7f unit\x1fseparator", ["bell", "null", "tube", "unitseparator"]),
+        ("\u6771\u4eac\u30bf\u30ef\u30fc", ["\u6771", "\u4eac", "\u30bf\u30ef\u30fc"]),
+        ("\u0130stanbul Stra\u00dfe \u03a3\u03a3\u03a3", ["istanbul", "stra\u00dfe", "\u03c3\u03c3\u03c2"]),
+        ("private\ue000use unassigned\u0378too", ["private\ue000use", "unassigned\u0378too"]),
+        ("\u201cquoted\u201d \u00ab\u00bb $5", ["\u201c", "quoted", "\u201d", "\u00ab", "\u00bb", "$", "5"]),
+    ],
+)
+def test_words(line: str, words: list[str]) -> None:
+    assert split_words(line, do_lower_case=True) == words
+
+
+def test_words_keep_case_and_accents_of_a_cased_model() -> None:
+    assert split_words("Caf\u00e9, cafe\u0301", do_lower_case=False) == ["Caf\u00e9", ",", "cafe\u0301"]
+
+
+def test_pieces_are_the_longest_from_the_left(vocab_file: Path) -> None:
+    tokenizer = Tokenizer.from_vocab(vocab_file)
+    assert encode(tokenizer, "abab the thea ab%") == ["ab", "##a", "##b", "the", "the", "##a", "ab", "[UNK]"]
+
+
+@pytest.mark.parametrize(("length", "unknown"), [(200, False), (201, True)])
+def test_words_past_200_characters_are_unknown(vocab_file: Path, length: int, unknown: bool) -> None:
+    pieces = encode(Tokenizer.from_vocab(vocab_file), "é" * length)
+    assert (pieces == ["[UNK]"]) is unknown
+    assert unknown or len(pieces) == length
+
+
+def test_a_full_word_memory_starts_afresh(vocab_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = ["the ab abc a b c ab abc the"] * 3
+    expected = Tokenizer.from_vocab(vocab_file).encode_lines(text)[0]
+    monkeypatch.setattr(tokenization, "_CACHED_WORDS", 2)
+    assert Tokenizer.from_vocab(vocab_file).encode_lines(text)[0].tolist() == expected.tolist()
+
+
+def test_forking_after_use_draws_no_warning(vocab_file: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from dataloading.text.tokenization import Tokenizer\n"
+        "t = Tokenizer.from_vocab(Path(sys.argv[1])); t.encode_lines(['the ab'])\n"
+        "child = os.fork(); t.encode_lines(['abc the']); child or os._exit(0); os.waitpid(child, 0)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", code, str(vocab_file)],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stderr == ""
+
+
+def test_vocabulary_is_loaded_as_the_reference_loads_it(tmp_path: Path) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_bytes("[PAD]\r\n[UNK] \n[CLS]\n[SEP]\n[MASK]\nthe\nthe\n\nend\u2028of".encode())
+    vocabulary = Vocabulary.from_file(path)
+    assert vocabulary.tokens == (*SPECIAL_TOKENS, "the", "", "end\u2028of")
+    assert vocabulary.size == 8
+    assert vocabulary.ids == reference_prepare.read_vocab(path)
+    special_ids = [getattr(vocabulary, f"{name}_id") for name in ("pad", "unk", "cls", "sep", "mask")]
+    assert special_ids == [0, 1, 2, 3, 4]
+
+
+def test_digest_is_that_of_the_file() -> None:
+    path = REPOSITORY.parent / "shared/data/vocab.txt"
+    if not path.exists():
+        pytest.skip("needs ../shared/data/vocab.txt")
+    tokenizer = Tokenizer.from_vocab(path)
+    assert tokenizer.digest["md5"] == "64800d5d8528ce344256daf115d4965e"
+    assert tokenizer.vocab_size == 30522
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "0 tokens without"),
+        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", r"without \[MASK\]"),
+        (b"[PAD]\nthe\xff\n", "line 2, byte 9: not UTF-8"),
+        ("\n".join([*SPECIAL_TOKENS, *map(str, range(1 << 16))]).encode(), "at most 65,536"),
+    ],
+)
+def test_a_bad_vocabulary_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "vocab.txt"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        Tokenizer.from_vocab(path)
+    assert str(path) in str(caught.value)

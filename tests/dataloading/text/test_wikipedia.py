@@ -1,0 +1,289 @@
+"""WikiExtractor files to text shards: the bytes of the reference's scripts, after kill -9 too."""
+
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dataloading.text.wikipedia import (
+    ExtractionOptions,
+    Progress,
+    Sentences,
+    articles,
+    clean,
+    extract,
+    find_inputs,
+    gathered,
+    hold_out,
+    segment,
+    sentence_splitter,
+)
+from tests.conftest import REPOSITORY
+
+FIXTURES = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia"
+TEXT = FIXTURES / "text"
+SHARED = REPOSITORY.parent / "shared" / "data"
+PLAIN = ExtractionOptions("plain", evaluation_articles=9, part_bytes=int(0.02 * 1024 * 1024))
+
+
+def require_punkt() -> None:
+    try:
+        sentence_splitter("punkt")
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("name", ["AA/wiki_00", "AA/wiki_01", "AA/wiki_03", "AB/wiki_00"])
+def test_each_step_gives_the_references_bytes(name: str) -> None:
+    expected = FIXTURES / "expected_steps" / name.replace("/", "-")
+    found = articles((TEXT / name).read_bytes().decode())
+    assert found.encode() == expected.with_suffix(".1").read_bytes()
+    assert clean(found).encode() == expected.with_suffix(".2").read_bytes()
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("sentences", ["plain", "punkt"])
+def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentences, jobs: int, tmp_path: Path) -> None:
+    if sentences == "punkt":
+        require_punkt()
+    options = replace(PLAIN, sentences=sentences)
+    reports: list[Progress] = []
+    extraction = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
+    expected = FIXTURES / f"expected_{sentences}"
+    for path in expected.iterdir():
+        name = path.name.replace("-of-00500", "-of-00002")
+        assert (tmp_path / "out" / name).read_bytes() == path.read_bytes(), name
+    assert [part.output.name for part in extraction.parts] == ["part-00000-of-00002", "part-00001-of-00002"]
+    assert [(report.done, report.total, report.kept) for report in reports] == [(1, 2, False), (2, 2, False)]
+    assert sum(part.evaluation_articles for part in extraction.parts) == 9
+
+
+def test_the_manifest_tells_what_was_read_and_made(tmp_path: Path) -> None:
+    extract([TEXT], tmp_path / "out", PLAIN)
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["options"]["seed"] == 12345
+    outputs = [part["output"] for part in manifest["parts"]] + [manifest["evaluation"], manifest["evaluation_md5"]]
+    sources = [source for part in manifest["parts"] for source in part["inputs"]]
+    assert [source["name"] for source in sources] == ["AA/wiki_00", "AA/wiki_01", "AA/wiki_03", "AB/wiki_00"]
+    for folder, rows in ((tmp_path / "out", outputs), (TEXT, sources)):
+        for row in rows:
+            content = (folder / row["name"]).read_bytes()
+            assert (row["bytes"], row["sha256"]) == (len(content), hashlib.sha256(content).hexdigest())
+    assert not list((tmp_path / "out").glob("**/*.partial"))
+
+
+def test_the_shared_sample_is_split_as_its_plain_text_says() -> None:
+    """wiki_NN.txt keeps titles and markup, so only the splitter is compared."""
+    if not SHARED.is_dir():
+        pytest.skip(f"{SHARED} is missing: the sample of Wikipedia text is not part of the repository")
+    split = sentence_splitter("plain")
+    for name in ("wiki_00", "wiki_01"):
+        lines = []
+        for line in (SHARED / name).read_text(encoding="utf-8").split("\n"):
+            if line.startswith("</doc"):
+                lines.append("")
+            elif not line.startswith("<doc"):
+                lines += split(line)
+        assert "".join(f"{line}\n" for line in lines) == (SHARED / f"{name}.txt").read_text(encoding="utf-8")
+
+
+def test_the_rules_of_the_cleanup_apply_in_their_order() -> None:
+    """Expected is what the commands of clean.sh make of the same lines, with GNU sed 4.9."""
+    for line, expected in (
+        ("a [[b|c]] [[d]] [e] [[File:x|y [[z]] w]].", "a c d e y z w."),
+        ("[[File:x|y|z]] [[:file:y|z|w]] [[image:a|b|[c]]] end", "   end"),
+        ("<mapframe a> b/> <mapframe c\\d> e/>", "  e/>"),
+        ("[[Category:Things]] gone", None),
+        ("[[a|b|c]] [[[[n]]]] [x|y]", " n [x|y]"),
+        ("alt=alt=x aalt=lt=y", "x alt=y"),
+        ("<ref name=x>gone</ref>kept<ref/> <Ref a>b", "kept b"),
+        ("A <s<br>up>B", "A <sup>B"),
+        ("x <[/doc]> y", "x \n y"),
+        ("<graph>{ 1 }</graph><mapframe a/b>c</mapframe>", "c"),
+        ("<section a/> b /> c", " c"),
+    ):
+        made = clean(line + "\n").replace("\r", "\n")
+        assert made == ("" if expected is None else expected + "\n"), line
+
+
+def test_sentences_and_empty_lines() -> None:
+    split = sentence_splitter("plain")
+    text = '\nOne. Two!  Three? "Four." (Five.) [Six.] seven. 8 nine.\n \t\n\nEnd'
+    lines = ["", "One.", "Two!", "Three?", '"Four." (Five.) [Six.] seven.', "8 nine.", "", "End", ""]
+    assert segment(text, split) == "".join(f"{line}\n" for line in lines)
+
+
+def test_articles_are_drawn_from_the_files_own_seed() -> None:
+    text = "".join(f"\nArticle {index}\n" for index in range(50)) + "\n"
+    training, evaluation = hold_out(text, 7, 12345 + 13)
+    assert len(evaluation) == 7
+    assert hold_out(text, 7, 12345 + 13) == (training, evaluation)
+    assert hold_out(text, 7, 12345 + 26) != (training, evaluation)
+    assert sorted([*training, *evaluation]) == sorted(text.split("\n\n"))
+    with pytest.raises(
+        ValueError, match="holds 51 articles, of which 52 are to be held out; use fewer evaluation_articles"
+    ):
+        hold_out(text, 52, 0)
+    assert gathered(["\ufeffa", "b", ""]) == b"a\n\nb\n\n\n"
+    assert gathered([]) == b""
+
+
+def test_too_few_articles_are_named_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"AA/wiki_\d\d: holds \d+ articles, of which 250 are to be held out"):
+        extract([TEXT], tmp_path / "out", ExtractionOptions("plain", evaluation_articles=1000))
+
+
+def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
+    for name in ("AB/wiki_00", "AA/wiki_10", "AA/wiki_02", "AA/wiki_100", "AA/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = [path.relative_to(tmp_path).as_posix() for path in find_inputs([tmp_path])]
+    assert found == ["AA/wiki_02", "AA/wiki_10", "AB/wiki_00"]
+    assert find_inputs([tmp_path / "AB", tmp_path / "AA" / "notes.txt"])[1].name == "notes.txt"
+    with pytest.raises(ValueError, match="named twice"):
+        find_inputs([tmp_path, tmp_path / "AB" / "wiki_00"])
+    with pytest.raises(ValueError, match=r"missing: no wiki_\?\?"):
+        find_inputs([tmp_path / "missing"])
+    with pytest.raises(ValueError, match="no input named"):
+        find_inputs([])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4"), (b"a\0b", "wiki_00: holds a zero byte at 1")],
+)
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes, message: str, jobs: int) -> None:
+    shutil.copytree(TEXT, tmp_path / "text")
+    (tmp_path / "text" / "AB" / "wiki_00").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        extract([tmp_path / "text"], tmp_path / "out", PLAIN, jobs=jobs)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    assert not list((tmp_path / "out").glob("**/*.partial"))
+    # Mended, it goes on.
+    shutil.copy(TEXT / "AB" / "wiki_00", tmp_path / "text" / "AB" / "wiki_00")
+    reports: list[Progress] = []
+    extract([tmp_path / "text"], tmp_path / "out", PLAIN, report=reports.append)
+    assert [report.kept for report in reports] == [True, False]
+    same_as_expected(tmp_path / "out")
+
+
+def test_what_is_whole_is_kept_and_the_rest_made_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    extract([TEXT], out, PLAIN)
+
+    def kept() -> list[bool]:
+        reports: list[Progress] = []
+        extract([TEXT], out, PLAIN, report=reports.append)
+        same_as_expected(out)
+        return [report.kept for report in reports]
+
+    assert kept() == [True, True]
+    part = out / "part-00000-of-00002"
+    part.write_bytes(part.read_bytes().replace(b"e", b"f", 1))
+    assert kept() == [False, True]
+    part.unlink()
+    assert kept() == [False, True]
+    record = out / ".finished" / "00001.json"
+    whole = record.read_bytes()
+    for damaged in (whole[:-10], b"", b"[1]", b"{}", whole.replace(b"article", b"artikel")):
+        record.write_bytes(damaged)
+        assert kept() == [True, False], damaged[-40:]
+    (out / "eval.txt").write_text("other")
+    assert kept() == [True, True]
+
+
+def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    extract([TEXT], out, PLAIN)
+    for inputs, changed in (
+        ([TEXT], {"seed": 1}),
+        ([TEXT], {"evaluation_articles": 8}),
+        ([TEXT], {"part_bytes": 30_000}),
+        ([TEXT / "AA"], {}),
+    ):
+        options = replace(PLAIN, **changed)
+        with pytest.raises(ValueError, match="begun with other settings"):
+            extract(inputs, out, options)
+    same_as_expected(out)
+    (tmp_path / "killed").mkdir()
+    (tmp_path / "killed" / ".extract.json.17.partial").touch()
+    extract([TEXT], tmp_path / "killed", PLAIN)
+    assert not list((tmp_path / "killed").glob("**/*.partial"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(ValueError, match="full is there already"):
+        extract([TEXT], tmp_path / "full", PLAIN)
+    for wrong in ({"sentences": "other"}, {"evaluation_articles": -1}, {"part_bytes": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))} is "):
+            replace(PLAIN, **wrong)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_after_kill_minus_9_it_goes_on_and_leaves_no_process(tmp_path: Path, jobs: int) -> None:
+    text = tmp_path / "text" / "AA"
+    text.mkdir(parents=True)
+    for index in range(40):
+        (text / f"wiki_{index:02d}").write_bytes((TEXT / "AA" / "wiki_00").read_bytes() * 20)
+    options = "ExtractionOptions('plain', evaluation_articles=77, part_bytes=1)"
+    code = f"""
+from pathlib import Path
+from dataloading.text.wikipedia import ExtractionOptions, extract
+extract([Path({str(text)!r})], Path({str(tmp_path / "out")!r}), {options}, jobs={jobs})
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, start_new_session=True)
+    wait_for(lambda: len(list((tmp_path / "out").glob("part-*"))) > 3)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not processes_of(process.pid))
+    reports: list[Progress] = []
+    settings = ExtractionOptions("plain", evaluation_articles=77, part_bytes=1)
+    assert not (tmp_path / "out" / "manifest.json").exists()
+    extract([text], tmp_path / "out", settings, report=reports.append)
+    assert {report.kept for report in reports} == {True, False}
+    extract([text], tmp_path / "other", settings)
+    assert not list((tmp_path / "out").glob("**/.*.partial"))
+    files = sorted(path.name for path in (tmp_path / "other").iterdir() if path.is_file())
+    assert files == sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file())
+    for name in files:
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), name
+
+
+def test_without_nltk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "nltk", None)
+    monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
+    with pytest.raises(ValueError, match="the package nltk is not installed: pip install nltk"):
+        extract([TEXT], tmp_path / "out", ExtractionOptions())
+    assert not (tmp_path / "out").exists()
+
+
+def same_as_expected(out: Path) -> None:
+    for path in (FIXTURES / "expected_plain").iterdir():
+        assert (out / re.sub("-of-.*", "-of-00002", path.name)).read_bytes() == path.read_bytes(), path.name
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def processes_of(session: int) -> list[int]:
+    """Living processes of a session."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(status[3]) == session and status[0] != "Z":
+            found.append(int(folder.name))
+    return found

@@ -1,0 +1,340 @@
+"""Adapters to libraries that are not installed here: what they would call, and that nothing is imported before.
+
+The libraries are stood in for by functions with their parameters, as read in their sources (flash-attn 2, FlashAttention-3,
+Transformer Engine 2.20, apex), which compute the definition and, as the libraries do, leave rows that no sequence owns as
+they find them: here NaN, in the output and in the gradients.
+"""
+
+import ast
+import importlib
+import importlib.machinery
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kernels import OPS, Dropout
+from kernels.libraries import apex, flash_attention, flash_attention_3, torch_varlen, transformer_engine
+from kernels.reference import ops as reference
+from kernels.registry import Implementation
+from tests.kernels.libraries.library_stand_ins import SoftmaxCrossEntropyLoss, library
+
+LIBRARIES = {
+    "amp_C",
+    "apex",
+    "flash_attn",
+    "flash_attn_interface",
+    "fused_layer_norm_cuda",
+    "transformer_engine",
+    "transformer_engine_torch",
+    "xentropy_cuda",
+}
+BOUNDS = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
+SPARE = 4
+"""Rows after the last sequence."""
+
+
+@pytest.mark.parametrize("path", sorted(Path(reference.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_no_library_is_imported_with_a_module(path: Path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom, ast.If, ast.Try, ast.With))]
+    for node in (inner for outer in top for inner in ast.walk(outer)):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.partition(".")[0] for name in names} & LIBRARIES
+
+
+def test_no_library_is_loaded_by_the_package():
+    for module in (apex, flash_attention, flash_attention_3, transformer_engine, torch_varlen):
+        assert importlib.import_module(module.__name__) is module
+    assert not LIBRARIES & set(sys.modules)
+
+
+def test_every_adapter_is_registered_with_what_it_needs():
+    found = {(op.name, each.name): each.requires for op in OPS.values() for each in op.implementations.values()}
+    for op in ("varlen_attention", "varlen_self_attention"):
+        assert found[op, "flash_attn"] == "flash_attn"
+        assert found[op, "flash_attn_3"] == "flash_attn_interface"
+        assert found[op, "transformer_engine"] == "transformer_engine_torch"
+    for op in ("dropout_add_layer_norm", "embedding_layer_norm"):
+        assert found[op, "apex"] == "fused_layer_norm_cuda"
+    assert found["masked_lm_loss", "apex"] == "xentropy_cuda"
+    for op in OPS.values():
+        for each in op.implementations.values():
+            assert callable(each.function(op.name)) or each.missing()
+
+
+def test_another_package_of_the_name_is_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch):
+    other = ModuleType("apex")
+    other.__spec__ = importlib.machinery.ModuleSpec("apex", None)
+    monkeypatch.setitem(sys.modules, "apex", other)
+    assert OPS["dropout_add_layer_norm"].implementations["apex"].missing() == ["fused_layer_norm_cuda is not installed"]
+    broken = ModuleType("fused_layer_norm_cuda")
+    broken.__spec__ = None
+    monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", broken)
+    assert Implementation("x", "y", requires="fused_layer_norm_cuda").missing()
+
+
+class _Careless(torch.autograd.Function):
+    """The definition, with NaN in every row that no sequence owns."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value, bounds_q, bounds_k)
+        return torch.cat([owned := attention(query, key, value, bounds_q, bounds_k), spare_like(query, owned)])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        *inputs, bounds_q, bounds_k = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_() for x in inputs]
+            query, key, value = leaves
+            output = attention(query, key, value, bounds_q, bounds_k)
+        gradients = torch.autograd.grad(output, leaves, gradient[: len(output)])
+        for x, bounds in zip(gradients, (bounds_q, bounds_k, bounds_k), strict=True):
+            x[int(bounds[-1]) :] = torch.nan
+        return *gradients, None, None
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
+    last = int(bounds_q[-1])
+    return reference.varlen_attention(query, key, value, bounds_q, bounds_k, 100)[:last]
+
+
+def spare_like(rows: Tensor, output: Tensor) -> Tensor:
+    return rows.new_full((len(rows) - len(output), *rows.shape[1:]), torch.nan)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The libraries' attention, and what they were called with beyond the tensors."""
+    seen: dict[str, Any] = {}
+
+    def flash_attn_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: None = None,
+    ) -> Tensor:  # fmt: skip
+        seen.update(dropout_p=dropout_p, longest=(max_seqlen_q, max_seqlen_k), scale=softmax_scale)
+        return _Careless.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)  # pyright: ignore[reportReturnType]
+
+    def flash_attn_varlen_qkvpacked_func(
+        qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: None = None
+    ) -> Tensor:
+        seen.update(dropout_p=dropout_p, longest=(max_seqlen, max_seqlen), scale=softmax_scale)
+        return _Careless.apply(*qkv.unbind(1), cu_seqlens, cu_seqlens)  # pyright: ignore[reportReturnType]
+
+    def flash_attn_3_varlen_func(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+        max_seqlen_q: int, max_seqlen_k: int, seqused_q: None = None, seqused_k: None = None, softmax_scale: None = None,
+    ) -> Any:  # fmt: skip
+        assert seqused_q is None
+        assert seqused_k is None
+        seen.update(longest=(max_seqlen_q, max_seqlen_k), scale=softmax_scale)
+        output = _Careless.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        return (output, None) if seen.get("early") else output
+
+    class DotProductAttention(torch.nn.Module):
+        def __init__(
+            self, num_attention_heads: int, kv_channels: int, num_gqa_groups: None = None, attention_dropout: float = 0.0,
+            qkv_format: str = "sbhd", attn_mask_type: str = "causal", attention_type: str = "self",
+        ) -> None:  # fmt: skip
+            super().__init__()
+            assert num_gqa_groups is None
+            assert (num_attention_heads, kv_channels, qkv_format, attn_mask_type) == (2, 8, "thd", "padding")
+            self.settings = attention_dropout, attention_type
+
+        def forward(
+            self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: None = None,
+            qkv_format: str | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
+            max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
+        ) -> Tensor:  # fmt: skip
+            assert (attention_mask, qkv_format, attn_mask_type) == (None, "thd", "padding")
+            dropout_p, kind = self.settings
+            seen.update(dropout_p=dropout_p, longest=(max_seqlen_q, max_seqlen_kv), scale=None, kind=kind)
+            output: Any = _Careless.apply(query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv)
+            return output.flatten(1)
+
+    def varlen_attn(
+        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int
+    ) -> Tensor:
+        seen.update(longest=(max_q, max_k), scale=None)
+        return _Careless.apply(query, key, value, cu_seq_q, cu_seq_k)  # pyright: ignore[reportReturnType]
+
+    both = {
+        "flash_attn_varlen_func": flash_attn_varlen_func,
+        "flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func,
+    }
+    library(monkeypatch, "flash_attn", **both)
+    library(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=flash_attn_3_varlen_func)
+    library(monkeypatch, "transformer_engine.pytorch", DotProductAttention=DotProductAttention)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    transformer_engine._attention.cache_clear()
+    return seen
+
+
+ATTENTIONS = [flash_attention, flash_attention_3, transformer_engine, torch_varlen]
+
+
+def dropout_of(module: ModuleType) -> Dropout | None:
+    draws = module in (flash_attention, transformer_engine)
+    return Dropout(0.25, torch.zeros(2, dtype=torch.int64), 0) if draws else None
+
+
+@pytest.mark.parametrize("module", ATTENTIONS, ids=lambda module: module.__name__)
+def test_self_attention_of_a_batch_that_is_filled_up(module: ModuleType, calls: dict[str, Any]):
+    torch.manual_seed(0)
+    rows = int(BOUNDS[-1])
+    packed = torch.randn(rows + SPARE, 3, 2, 8, requires_grad=True)
+    output = module.varlen_self_attention(packed, BOUNDS, 5, dropout_of(module))
+    upstream = torch.randn_like(output)
+    (gradient,) = torch.autograd.grad(output, packed, upstream)
+    plain = packed.detach()[:rows].requires_grad_()
+    expected = reference.varlen_self_attention(plain, BOUNDS, 5)
+    assert output[rows:].eq(0).all()
+    assert gradient[rows:].eq(0).all()
+    torch.testing.assert_close(output[:rows], expected)
+    torch.testing.assert_close(gradient[:rows], torch.autograd.grad(expected, plain, upstream[:rows])[0])
+    assert calls["longest"] == (5, 5)
+    assert calls["scale"] is None
+    assert calls.get("dropout_p", 0.25) == 0.25
+    assert calls.get("kind", "self") == "self"
+
+
+@pytest.mark.parametrize("module", ATTENTIONS, ids=lambda module: module.__name__)
+def test_attention_of_some_rows_of_a_batch_that_is_filled_up(module: ModuleType, calls: dict[str, Any]):
+    torch.manual_seed(0)
+    bounds_q = torch.tensor([0, 1, 3, 3], dtype=torch.int32)
+    shapes = ((3 + SPARE, 2, 8), *[(8 + SPARE, 2, 8)] * 2)
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    output = module.varlen_attention(*inputs, bounds_q, BOUNDS, 5, None)
+    gradients = torch.autograd.grad(output.sum(), inputs)
+    plain = [x.detach()[:-SPARE].requires_grad_() for x in inputs]
+    query, key, value = plain
+    expected = reference.varlen_attention(query, key, value, bounds_q, BOUNDS, 5)
+    torch.testing.assert_close(output[:3], expected)
+    assert output[3:].eq(0).all()
+    for got, exact in zip(gradients, torch.autograd.grad(expected.sum(), plain), strict=True):
+        assert got[-SPARE:].eq(0).all()
+        torch.testing.assert_close(got[:-SPARE], exact)
+    assert calls.get("dropout_p", 0.0) == 0
+    assert calls.get("kind", "cross") == "cross"
+
+
+def test_the_first_releases_of_flash_attention_3_return_more(calls: dict[str, Any]):
+    packed = torch.randn(8, 3, 2, 8)
+    expected = flash_attention_3.varlen_self_attention(packed, BOUNDS, 5)
+    calls["early"] = True
+    assert flash_attention_3.varlen_self_attention(packed, BOUNDS, 5).equal(expected)
+
+
+def test_reasons_against_attention(monkeypatch: pytest.MonkeyPatch):
+    fine = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
+    dropout = Dropout(0.1, torch.zeros(2, dtype=torch.int64), 0)
+    for module in ATTENTIONS:
+        assert module.unsupported_reasons(fine)[0] == "the tensors are on cpu, expected a GPU"
+        assert "torch.float32, expected float16 or bfloat16" in module.unsupported_reasons(fine.float())
+        for size in (60, 264):
+            reasons = module.unsupported_reasons(torch.zeros(4, 2, size, dtype=torch.float16))
+            assert f"a head size of {size}, expected a multiple of 8 up to 256" in reasons
+        reasons = module.unsupported_reasons(fine, dropout=dropout)
+        assert ("it has no dropout" in reasons) == (module in (flash_attention_3, torch_varlen))
+    for capability, by_2, by_3 in (((7, 5), 1, 2), ((8, 0), 0, 1), ((9, 0), 0, 0), ((10, 0), 0, 1)):
+        monkeypatch.setattr(flash_attention, "capability_of", lambda _x, capability=capability: capability)
+        monkeypatch.setattr(flash_attention_3, "capability_of", lambda _x, capability=capability: capability)
+        for module, count in ((flash_attention, by_2), (transformer_engine, by_2), (flash_attention_3, by_3)):
+            assert sum("compute capability" in reason for reason in module.unsupported_reasons(fine)) == count
+
+
+@pytest.fixture
+def nvidia_apex(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+
+    def fused_layer_norm_affine(
+        input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: list[int], eps: float = 1e-6,
+        memory_efficient: bool = False,
+    ) -> Tensor:  # fmt: skip
+        assert input.dtype == weight.dtype == bias.dtype
+        assert not memory_efficient
+        assert not torch.is_autocast_enabled("cpu")
+        seen.update(eps=eps)
+        return F.layer_norm(input, normalized_shape, weight, bias, eps)
+
+    library(monkeypatch, "apex.normalization.fused_layer_norm", fused_layer_norm_affine=fused_layer_norm_affine)
+    library(monkeypatch, "apex.contrib.xentropy.softmax_xentropy", SoftmaxCrossEntropyLoss=SoftmaxCrossEntropyLoss)
+    return seen
+
+
+def compared(ours: Any, definition: Any, tensors: list[Tensor], *others: Any) -> None:
+    """Outputs and all gradients of an adapter and of the definition are the same."""
+    leaves = [[x.detach().clone().requires_grad_() for x in tensors] for _ in range(2)]
+    outputs = [function(*inputs, *others) for function, inputs in zip((ours, definition), leaves, strict=True)]
+    firsts = [output[0] if isinstance(output, tuple) else output for output in outputs]
+    torch.testing.assert_close(*firsts)
+    upstream = torch.randn_like(firsts[0])
+    for got, expected in zip(
+        *(torch.autograd.grad(first, inputs, upstream) for first, inputs in zip(firsts, leaves, strict=True)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected)
+    assert [output[1:] for output in outputs if isinstance(output, tuple)][:1] == [
+        output[1:] for output in outputs if isinstance(output, tuple)
+    ][1:]
+
+
+def test_apex_layer_norms(nvidia_apex: dict[str, Any]):
+    torch.manual_seed(0)
+    rows, row = (5, 16), (16,)
+    tensors = [torch.randn(shape) for shape in (rows, row, rows, row, row)]
+    compared(apex.dropout_add_layer_norm, reference.dropout_add_layer_norm, tensors, 1e-12, None)
+    assert nvidia_apex["eps"] == 1e-12
+    ids = [torch.randint(2, (5,)) for _ in range(3)]
+    tables = [torch.randn(shape) for shape in ((9, 16), (7, 16), (2, 16), row, row)]
+    compared(
+        partial(apex.embedding_layer_norm, *ids),
+        partial(reference.embedding_layer_norm, *ids),
+        tables,
+        1e-12,
+        None,
+    )
+
+
+def test_apex_layer_norm_takes_one_type_under_autocast(nvidia_apex: dict[str, Any]):
+    del nvidia_apex
+    x, residual = torch.randn(5, 16).bfloat16(), torch.randn(5, 16).bfloat16()
+    vectors = [torch.randn(16) for _ in range(3)]
+    with torch.autocast("cpu", torch.bfloat16):
+        output = apex.dropout_add_layer_norm(x, vectors[0], residual, vectors[1], vectors[2], 1e-12, None)
+    assert output.dtype == torch.bfloat16
+    dropout = dropout_of(flash_attention)
+    dropped = apex.dropout_add_layer_norm(x, vectors[0], residual, vectors[1], vectors[2], 1e-12, dropout)
+    assert not dropped.equal(output)
+
+
+@pytest.mark.parametrize("labels", [[3, -1, 0, 10, -1], [-1] * 5])
+def test_apex_cross_entropy(nvidia_apex: dict[str, Any], labels: list[int]):
+    del nvidia_apex
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape) for shape in ((5, 8), (11, 8), (11,))]
+    compared(apex.masked_lm_loss, reference.masked_lm_loss, tensors, torch.tensor(labels))
+    compared(apex.masked_lm_loss, reference.masked_lm_loss, tensors, torch.tensor(labels), -1, False)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, _ = apex.masked_lm_loss(tensors[0], tensors[1], tensors[2], torch.tensor(labels))
+    assert loss.dtype == torch.float32
+
+
+def test_reasons_against_apex():
+    rows = torch.zeros(5, 8)
+    assert apex.dropout_add_layer_norm_unsupported_reasons(rows) == ["the tensors are on cpu, expected a GPU"]
+    ids = torch.zeros(5, dtype=torch.int64)
+    assert "torch.float64" in apex.embedding_layer_norm_unsupported_reasons(ids, ids, ids, rows.double())[1]
+    assert "torch.float64" in apex.masked_lm_loss_unsupported_reasons(rows.double(), rows)[1]
+    large = torch.zeros(1, 1).expand(2**17, 8), torch.zeros(1, 1).expand(2**15, 8)
+    assert "131072 x 32768 logits, expected fewer than 2^32" in apex.masked_lm_loss_unsupported_reasons(*large)
+    for op in ("dropout_add_layer_norm", "embedding_layer_norm", "masked_lm_loss"):
+        assert "apex" in OPS[op].implementations

@@ -1,0 +1,315 @@
+"""FP8's definitions against float64 and a table of all FP8 numbers; scaled matrix products; scales; no GPU is asked."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+import kernels
+from kernels.libraries import pytorch_fp8
+from kernels.reference import fp8
+from kernels.reference.fp8 import E4M3, E5M2, LARGEST, new_scales, padded
+
+DTYPES = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
+ROWS = pytest.mark.parametrize("rows", [1, 15, 16, 17, 511, 1000])
+
+
+def scalar(value: float) -> Tensor:
+    return torch.tensor(value)
+
+
+def every_number(dtype: torch.dtype) -> Tensor:
+    """All 65,536 numbers of a 16-bit type."""
+    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+
+
+def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Nearest FP8 number in fp64, found in the table of all of them; of two equally near the one with an even code."""
+    table = torch.arange(128, dtype=torch.uint8).view(dtype).double()
+    table = table[table.isfinite()]
+    magnitude = x.double().abs().clamp(max=LARGEST[dtype])
+    above = torch.searchsorted(table, magnitude).clamp(max=len(table) - 1)
+    below = (above - 1).clamp(min=0)
+    to_above, to_below = table[above] - magnitude, magnitude - table[below]
+    down = (to_below < to_above) | ((to_below == to_above) & (below % 2 == 0))
+    return torch.where(down, table[below], table[above]).copysign(x.double())
+
+
+@DTYPES
+@pytest.mark.parametrize("scale", [1.0, 2.0**-90, 2.0**14])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
+def test_every_number_goes_to_the_nearest(dtype: torch.dtype, scale: float, source: torch.dtype):
+    x = every_number(source)
+    q = fp8.cast_fp8(x, scalar(scale), scalar(0.0), dtype)
+    assert q.dtype == dtype
+    nan = x.isnan()
+    assert torch.equal(q.float().isnan(), nan)
+    assert torch.equal(q.double()[~nan], rounded(x[~nan].double() * scale, dtype))
+
+
+@DTYPES
+def test_midpoints_and_their_neighbours_in_fp32(dtype: torch.dtype):
+    table = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    table = table[table.isfinite()]
+    middle = (table[1:] + table[:-1]) / 2
+    x = torch.stack([middle, middle.nextafter(scalar(0.0)), middle.nextafter(scalar(1e9))])
+    assert torch.equal(fp8.cast_fp8(x, scalar(1.0), scalar(0.0), dtype).double(), rounded(x, dtype))
+
+
+@DTYPES
+def test_what_lies_beyond_becomes_the_largest(dtype: torch.dtype):
+    x = torch.tensor([[LARGEST[dtype], 1e30, -1e30, math.inf, -math.inf, math.nan]])
+    q = fp8.cast_fp8(x, scalar(1.0), scalar(0.0), dtype).float()
+    assert q[0, :5].tolist() == [LARGEST[dtype] * sign for sign in (1, 1, -1, 1, -1)]
+    assert q[0, 5].isnan()
+    assert LARGEST[dtype] == torch.finfo(dtype).max
+
+
+@pytest.mark.parametrize(
+    ("values", "before", "after"),
+    [
+        ([1.0, -3.0], 0.0, 3.0),
+        ([1.0, -3.0], 5.0, 5.0),
+        ([0.0, -0.0], 0.0, 0.0),
+        ([1.0, -math.inf], 5.0, math.inf),
+        ([math.nan, 1.0], 5.0, math.nan),
+        ([1.0, 2.0], math.nan, math.nan),
+    ],
+)
+def test_amax_is_raised_in_place_by_what_is_not_scaled(values: list[float], before: float, after: float):
+    amaxes = torch.tensor([7.0, before, 7.0])
+    fp8.cast_fp8(torch.tensor([values]), scalar(64.0), amaxes[1], E4M3)
+    assert torch.equal(amaxes.nan_to_num(-1), torch.tensor([7.0, after, 7.0]).nan_to_num(-1))
+
+
+@ROWS
+@DTYPES
+def test_the_transpose_is_padded_with_zeros(rows: int, dtype: torch.dtype):
+    x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)) + 1
+    amax = scalar(0.0)
+    q, transposed = fp8.cast_transpose_fp8(x.bfloat16(), scalar(8.0), amax, dtype)
+    assert torch.equal(q.float(), fp8.cast_fp8(x.bfloat16(), scalar(8.0), scalar(0.0), dtype).float())
+    assert transposed.shape == (48, padded(rows))
+    assert padded(rows) % 16 == 0 <= padded(rows) - rows < 16
+    assert transposed.is_contiguous()
+    assert torch.equal(transposed[:, :rows].float(), q.float().t())
+    assert not transposed[:, rows:].float().any()
+    assert amax == x.bfloat16().float().abs().max()
+
+
+def test_columns_are_summed_in_fp32():
+    """1,000 equal terms that bf16 holds exactly, as it does not hold their sums, and FP8 holds neither."""
+    x = torch.full((1000, 16), 1.0078125, dtype=torch.bfloat16)
+    *_, total = fp8.cast_transpose_sum_fp8(x, scalar(1.0), scalar(0.0), E5M2)
+    assert total.dtype == torch.float32
+    assert total.tolist() == [1007.8125] * 16
+
+
+@ROWS
+def test_bias_and_gelu(rows: int):
+    generator = torch.Generator().manual_seed(rows)
+    product, bias = (torch.randn(shape, generator=generator) * 2 for shape in ((rows, 32), (32,)))
+    product = product.bfloat16()
+    amax = scalar(0.0)
+    q, transposed = fp8.bias_gelu_cast_fp8(product, bias, scalar(16.0), amax)
+    exact = F.gelu(product.double() + bias.double(), approximate="tanh")
+    within_half_a_unit(q, exact * 16, E4M3)
+    assert torch.equal(transposed[:, :rows].float(), q.float().t())
+    assert not transposed[:, rows:].float().any()
+    assert amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-6)
+
+
+@ROWS
+def test_bias_and_gelu_backward(rows: int):
+    generator = torch.Generator().manual_seed(rows)
+    product, upstream = (torch.randn(rows, 32, generator=generator).bfloat16() for _ in range(2))
+    bias = torch.randn(32, generator=generator)
+    leaves = [product.double().requires_grad_(), bias.double().requires_grad_()]
+    output = F.gelu(leaves[0] + leaves[1], approximate="tanh")
+    exact, exact_bias = torch.autograd.grad(output, leaves, upstream.double())
+    amax = scalar(0.0)
+    q, transposed, bias_gradient = fp8.bias_gelu_backward_cast_fp8(upstream, product, bias, scalar(1024.0), amax)
+    within_half_a_unit(q, exact * 1024, E5M2)
+    assert torch.equal(transposed[:, :rows].float(), q.float().t())
+    assert bias_gradient.dtype == torch.float32
+    torch.testing.assert_close(bias_gradient.double(), exact_bias, rtol=1e-4, atol=1e-5)
+    assert amax.item() == pytest.approx(exact.abs().max().item(), rel=1e-5)
+
+
+def within_half_a_unit(q: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
+    assert q.dtype == dtype
+    half = torch.finfo(dtype).eps / 2 * exact.abs().clamp(min=torch.finfo(dtype).smallest_normal)
+    fp32 = 1e-6 * exact.abs().max()
+    assert ((q.double() - exact).abs() <= half + fp32).all()
+
+
+def test_no_gradient_is_recorded():
+    x = torch.randn(4, 16, requires_grad=True)
+    amax = scalar(0.0)
+    outputs = fp8.bias_gelu_backward_cast_fp8(x, x, x[0], scalar(1.0), amax)
+    assert not any(tensor.requires_grad for tensor in (*outputs, amax))
+
+
+SIDES = pytest.mark.parametrize("sides", [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)], ids=str)
+
+
+@SIDES
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16, 16), (17, 48, 32), (512, 16, 1024), (33, 112, 4096)], ids=str)
+@pytest.mark.parametrize("implementation", [fp8, pytorch_fp8], ids=["definition", "pytorch"])
+def test_scaled_products(implementation, sides, out_dtype: torch.dtype, shape: tuple[int, int, int]):
+    m, n, k = shape
+    generator = torch.Generator().manual_seed(m)
+    a, b = (torch.randn(size, k, generator=generator).to(side) for size, side in zip((m, n), sides, strict=True))
+    inverses = scalar(0.125), scalar(2.0**-9)
+    found = implementation.scaled_matmul(a, b, *inverses, out_dtype)
+    exact = (a.double() * 0.125) @ (b.double() * 2.0**-9).t()
+    assert found.shape == (m, n)
+    assert found.dtype == out_dtype
+    bound = (a.double().abs() * 0.125) @ (b.double().abs() * 2.0**-9).t()  # what errors of a sum are relative to
+    assert ((found.double() - exact).abs() <= 1e-6 * bound + torch.finfo(out_dtype).eps / 2 * exact.abs()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@SIDES
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_scaled_products_on_a_gpu(sides, out_dtype: torch.dtype):
+    """Tokens in no multiple of anything; the bound is that of sums of which tensor cores keep 14 bits."""
+    if reasons := fp8.capability_reasons(torch.device("cuda")):
+        pytest.skip(reasons[0])
+    a, b = (torch.randn(size, 1024, device="cuda").to(side) for size, side in zip((1237, 4096), sides, strict=True))
+    inverses = torch.tensor([0.0, 0.125, 2.0**-9], device="cuda")  # elements of a vector, as in training
+    assert pytorch_fp8.unsupported_reasons(a, b, inverses[1], inverses[2], out_dtype) == []
+    with torch.autocast("cuda", torch.bfloat16):  # as in training; on a CPU PyTorch's product rounds to bf16 in it
+        found = pytorch_fp8.scaled_matmul(a, b, inverses[1], inverses[2], out_dtype)
+    exact = (a.double() * 0.125) @ (b.double() * 2.0**-9).t()
+    bound = (a.double().abs() * 0.125) @ (b.double().abs() * 2.0**-9).t()
+    assert found.dtype == out_dtype
+    assert ((found.double() - exact).abs() <= 2.0**-11 * bound + torch.finfo(out_dtype).eps / 2 * exact.abs()).all()
+
+
+def test_the_definition_of_a_product_ignores_autocast():
+    a, b = (torch.randn(16, 32).to(E4M3) for _ in range(2))
+    plain = fp8.scaled_matmul(a, b, scalar(1.0), scalar(1.0), torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = fp8.scaled_matmul(a, b, scalar(1.0), scalar(1.0), torch.float32)
+    torch.testing.assert_close(inside, plain)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_who_adds_up_is_the_callers_to_say(monkeypatch: pytest.MonkeyPatch, asked: bool):
+    """And nobody leaves it to the tensor cores unless told to."""
+    seen = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, use_fast_accum, **__: seen.append(use_fast_accum))
+    a, b = torch.zeros(16, 32, dtype=E5M2), torch.zeros(16, 32, dtype=E4M3)
+    pytorch_fp8.scaled_matmul(a, b, scalar(1.0), scalar(1.0), torch.bfloat16, use_fast_accum=asked)
+    pytorch_fp8.scaled_matmul(a, b, scalar(1.0), scalar(1.0), torch.bfloat16)
+    assert seen == [asked, False]
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("implementation", [fp8, pytorch_fp8], ids=["definition", "pytorch"])
+def test_the_bias_of_a_product(implementation, bias_dtype: torch.dtype):
+    a, b = (torch.randn(rows, 32).to(E4M3) for rows in (5, 48))
+    bias = torch.randn(48).to(bias_dtype).requires_grad_()
+    found = implementation.scaled_matmul(a, b, scalar(0.5), scalar(0.25), torch.bfloat16, bias)
+    assert not found.requires_grad
+    exact = (a.double() / 2) @ (b.double() / 4).t() + bias.bfloat16().double()
+    assert ((found.double() - exact).abs() <= torch.finfo(torch.bfloat16).eps * (exact.abs() + bias.abs())).all()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out_dtype", "reason"),
+    [
+        ((3, 16, E4M3), (32, 16, E5M2), torch.bfloat16, None),
+        ((3, 16, E5M2), (32, 16, E5M2), torch.bfloat16, "E5M2"),
+        ((3, 16, torch.bfloat16), (32, 16, E4M3), torch.bfloat16, "bfloat16 and"),
+        ((3, 24, E4M3), (32, 24, E4M3), torch.bfloat16, "multiples of 16"),
+        ((3, 16, E4M3), (17, 16, E4M3), torch.bfloat16, "multiples of 16"),
+        ((3, 16, E4M3), (32, 16, E4M3), torch.float64, "a product in"),
+    ],
+)
+def test_what_cannot_be_multiplied(a, b, out_dtype: torch.dtype, reason: str | None):
+    left, right = (torch.zeros(rows, columns).to(dtype) for rows, columns, dtype in (a, b))
+    reasons = pytorch_fp8.unsupported_reasons(left, right, scalar(1.0), scalar(1.0), out_dtype)
+    assert [reason in found for found in reasons] == [True] if reason else reasons == []
+
+
+def test_a_bias_needs_a_product_in_16_bits():
+    a = torch.zeros(16, 16, dtype=E4M3)
+    (reason,) = pytorch_fp8.unsupported_reasons(a, a, scalar(1.0), scalar(1.0), torch.float32, torch.zeros(16))
+    assert "bias" in reason
+
+
+def test_operands_and_scales_of_another_kind():
+    a = torch.zeros(16, 16, dtype=E4M3)
+    half, one = torch.ones((), dtype=torch.bfloat16), scalar(1.0)
+    (reason,) = pytorch_fp8.unsupported_reasons(a, a, one, half, torch.bfloat16)
+    assert "expected float32" in reason
+    wide = torch.zeros(32, 48, dtype=E4M3)
+    (reason,) = pytorch_fp8.unsupported_reasons(a, wide[:, :16], one, one, torch.bfloat16)
+    assert "contiguous" in reason
+
+
+@pytest.mark.parametrize(("capability", "usable"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_gpus_without_fp8(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], usable: bool):
+    assert fp8.capability_reasons(torch.device("cpu")) == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    reasons = fp8.capability_reasons(torch.device("cuda"))
+    assert usable is (reasons == [])
+    assert usable or "8.9" in reasons[0]
+
+
+@given(st.floats(width=32).map(abs), st.sampled_from(list(LARGEST.values())))
+def test_a_new_scale_is_the_largest_power_of_two_that_fits(amax: float, largest: float):
+    (scale,) = new_scales(torch.tensor([amax]), torch.tensor([3.0]), torch.tensor([largest])).tolist()
+    if amax == 0 or not math.isfinite(amax):
+        assert scale == 3.0
+        return
+    assert math.frexp(scale)[0] == 0.5
+    assert scale * amax <= largest  # in doubles all of this is exact
+    assert largest < 2 * scale * amax or scale == 2.0**126
+    smallest = float(np.finfo(np.float32).tiny)
+    assert min(scale, 1 / scale) >= smallest
+
+
+def test_new_scales_of_a_vector():
+    amax = torch.tensor([448.0, 448.00003, 224.0, 0.0, math.inf, math.nan, 57344.0, 1e-45])
+    largest = torch.tensor([448.0] * 6 + [57344.0] * 2)
+    found = new_scales(amax, torch.full((8,), 32.0), largest)
+    assert found.dtype == torch.float32
+    assert found.tolist() == [1, 0.5, 2, 32, 32, 32, 1, 2.0**126]
+
+
+def test_the_host_reads_nothing():
+    """On tensors without data, said to be on a GPU, any read is an error; each op finds an implementation all the same."""
+    mode = FakeTensorMode()
+
+    def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda"))
+
+    scale, amax, bias = on_gpu(), on_gpu(), on_gpu(48)
+    product = on_gpu(17, 48, dtype=torch.bfloat16)
+    with mode:
+        q, transposed, total = kernels.bias_gelu_backward_cast_fp8(product, product, bias, scale, amax)
+        wide, _ = kernels.bias_gelu_cast_fp8(product, bias, scale, amax)
+        _, other = kernels.cast_transpose_fp8(product, scale, amax, E4M3)
+        *_, other_total = kernels.cast_transpose_sum_fp8(product, scale, amax, E5M2)
+        plain = kernels.cast_fp8(product, scale, amax, E4M3)
+        weight_gradient = kernels.scaled_matmul(transposed, other, scale, scale, torch.float32)
+        defined = fp8.bias_gelu_backward_cast_fp8(product, product, bias, scale, amax)
+        scales = new_scales(bias, bias, bias)
+    found = (q, transposed, total)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in defined]
+    assert [x.dtype for x in (wide, plain, other)] == [E4M3] * 3
+    assert (other_total.shape, weight_gradient.shape) == ((48,), (48, 48))
+    assert all(x.is_cuda for x in (*found, *defined, other_total, weight_gradient, scales))
+    assert kernels.scaled_matmul.chosen(transposed, other, scale, scale, torch.float32).name == "pytorch"

@@ -1,0 +1,174 @@
+"""Which logit counts as the largest in an evaluation: one rule for every implementation, held against float64."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.reference import ops as reference
+from tests.kernels.libraries.library_stand_ins import SoftmaxCrossEntropyLoss, library
+
+Loss = Callable[..., tuple[Tensor, Tensor | None]]
+SIXTEEN_BITS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.fixture(params=["reference.ops", "libraries.apex", "triton.loss"])
+def masked_lm_loss(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Loss:
+    """Every implementation; Triton's in its interpreter."""
+    if request.param == "triton.loss" and importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    library(monkeypatch, "apex.contrib.xentropy.softmax_xentropy", SoftmaxCrossEntropyLoss=SoftmaxCrossEntropyLoss)
+    return importlib.import_module(f"kernels.{request.param}").masked_lm_loss
+
+
+def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor, label: int) -> int:
+    """Whether the one row is right."""
+    _, found = masked_lm_loss(hidden, decoder, bias, torch.tensor([label]))
+    assert found is not None
+    assert found.dtype == torch.int64
+    return int(found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [12, 5000])
+def test_of_equal_logits_the_lowest_index_counts(masked_lm_loss: Loss, vocabulary: int, dtype: torch.dtype):
+    """An early, a middle and the last class share the largest logit, which the products make."""
+    tied = [3, vocabulary // 2, vocabulary - 1]
+    decoder = torch.ones(vocabulary, 4, dtype=dtype)
+    decoder[tied] = 2.0
+    hidden, bias = torch.full((1, 4), 1.5, dtype=dtype), torch.zeros(vocabulary, dtype=dtype)
+    found = [correct(masked_lm_loss, hidden, decoder, bias, label) for label in (*tied, 2, 0)]
+    assert found == [1, 0, 0, 0, 0]
+
+
+@SIXTEEN_BITS
+@pytest.mark.parametrize("autocast", [True, False])
+def test_what_16_bits_would_make_equal_is_not(masked_lm_loss: Loss, dtype: torch.dtype, autocast: bool):
+    """16 + 0.001 and 16 + 0.003, which are both 16 in bf16 and in fp16: the higher one counts, whichever comes first."""
+    operands = torch.float32 if autocast else dtype
+    for places in ((3, 9), (9, 3)):
+        decoder = torch.zeros(40, 2, dtype=operands)
+        decoder[list(places)] = torch.tensor([[16.0, 0.001], [16.0, 0.003]], dtype=operands)
+        hidden, bias = torch.ones(1, 2, dtype=operands), torch.zeros(40, dtype=operands)
+        with torch.autocast("cpu", dtype) if autocast else nullcontext():
+            found = [correct(masked_lm_loss, hidden, decoder, bias, label) for label in places]
+        assert found == [0, 1]
+
+
+@SIXTEEN_BITS
+def test_the_bias_is_not_rounded_to_16_bits(masked_lm_loss: Loss, dtype: torch.dtype):
+    hidden, decoder, bias = torch.ones(1, 1), torch.full((40, 1), 16.0), torch.zeros(40)
+    bias[9] = 0.001
+    with torch.autocast("cpu", dtype):
+        assert [correct(masked_lm_loss, hidden, decoder, bias, label) for label in (0, 9)] == [0, 1]
+
+
+@SIXTEEN_BITS
+def test_counts_and_loss_are_those_of_float64(masked_lm_loss: Loss, dtype: torch.dtype):
+    """The largest lie between 20 and 37, where bf16 has steps of 0.125 and 0.25, and two rows another winner."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, decoder = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (60, 1500))
+    bias = torch.randn(1500, generator=generator)
+    logits = hidden.double() @ decoder.double().t() + bias.double()
+    first, second = logits.topk(2).values.unbind(1)
+    assert first.min() > 20
+    assert (first - second).min() > 1e-4, "fp32 can tell them apart"
+    labels = logits.argmax(-1)
+    loss, found = masked_lm_loss(hidden, decoder, bias, labels)
+    assert found == len(labels)
+    exact = torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+    assert loss.item() == pytest.approx(exact.item(), rel=3e-6)
+    labels[::3] = -1
+    assert masked_lm_loss(hidden, decoder, bias, labels)[1] == 40
+
+
+@pytest.mark.parametrize("place", [0, 7])
+def test_a_row_with_nan_is_never_right(masked_lm_loss: Loss, place: int):
+    """Not even the class whose logit it is."""
+    hidden, decoder, bias = torch.zeros(1, 4), torch.ones(40, 4), torch.zeros(40)
+    bias[place] = float("nan")
+    assert [correct(masked_lm_loss, hidden, decoder, bias, label) for label in (0, 7, 20)] == [0, 0, 0]
+
+
+def test_classes_that_cannot_be_and_one_that_must(masked_lm_loss: Loss):
+    hidden, decoder, bias = torch.zeros(1, 4), torch.ones(40, 4), torch.full((40,), float("-inf"))
+    bias[30] = -1e4
+    assert [correct(masked_lm_loss, hidden, decoder, bias, label) for label in (0, 30)] == [0, 1]
+
+
+@SIXTEEN_BITS
+def test_gradients_where_it_counts(masked_lm_loss: Loss, dtype: torch.dtype):
+    """As near to float64's as those of training, in the types of the operands."""
+    generator = torch.Generator().manual_seed(2)
+    leaves = [torch.randn(shape, generator=generator).to(dtype) for shape in ((9, 16), (50, 16), (50,))]
+    labels = torch.randint(50, (9,), generator=generator)
+
+    def gradients(inputs: list[Tensor], count_correct: bool) -> list[Tensor]:
+        inputs = [x.requires_grad_() for x in inputs]
+        loss, _ = masked_lm_loss(*inputs, labels, count_correct=count_correct)
+        return list(torch.autograd.grad(loss, inputs))
+
+    exact = [x.double().requires_grad_() for x in leaves]
+    loss, _ = reference.masked_lm_loss(exact[0], exact[1], exact[2], labels)
+    expected = torch.autograd.grad(loss, exact)
+    for counted, trained, gradient in zip(gradients(leaves, True), gradients(leaves, False), expected, strict=True):
+        assert counted.dtype == trained.dtype == dtype
+        errors = [(found.double() - gradient).norm() / gradient.norm() for found in (counted, trained)]
+        assert errors[0] <= 1.1 * errors[1] + torch.finfo(dtype).eps
+
+
+class Operators(TorchDispatchMode):
+    """Notes the name of every operator, and the types of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, list[torch.dtype]]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append((str(func), [value.dtype for value in args if isinstance(value, Tensor)]))
+        return func(*args, **kwargs or {})
+
+
+@SIXTEEN_BITS
+def test_on_a_gpu_the_operands_stay_in_16_bits(dtype: torch.dtype):
+    """Tensors that are said to be on a GPU and have no values: tensor cores multiply 16 bits, and write fp32."""
+    mode = FakeTensorMode()
+
+    def on_gpu(*shape: int, dtype: torch.dtype) -> Tensor:
+        return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cuda"))
+
+    with mode, Operators() as operators, torch.no_grad():
+        hidden, decoder = on_gpu(6, 16, dtype=dtype), on_gpu(50, 16, dtype=dtype)
+        logits = reference.masked_lm_logits(hidden, decoder, on_gpu(50, dtype=torch.float32))
+    assert (logits.shape, logits.dtype) == ((6, 50), torch.float32)
+    products = [found for found in operators.seen if "mm" in found[0]]
+    assert products == [("aten.mm.dtype", [dtype, dtype])]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@SIXTEEN_BITS
+def test_the_product_on_a_gpu(dtype: torch.dtype):
+    """Into rows that are further apart than they are long, also when a CUDA graph is replayed."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, decoder = (torch.randn(rows, 64, generator=generator).to(dtype) for rows in (33, 1001))
+    exact = hidden.double() @ decoder.double().t()
+    on_device = hidden.cuda(), decoder.cuda()
+    out = torch.zeros(33, 1024, device="cuda")
+    reference.fp32_product(*on_device, out=out[:, :1001])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reference.fp32_product(*on_device, out=out[:, :1001])
+    out.zero_()
+    graph.replay()
+    assert not out[:, 1001:].any()
+    bound = 1e-6 * (hidden.double().abs() @ decoder.double().abs().t())
+    for found in (out[:, :1001], reference.fp32_product(*on_device)):
+        assert found.dtype == torch.float32
+        assert ((found.double().cpu() - exact).abs() <= bound).all()

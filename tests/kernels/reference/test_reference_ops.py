@@ -1,0 +1,190 @@
+"""The plain-PyTorch definitions against formulas written out in NumPy, float64."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kernels import Dropout, dense_gelu, dropout_add_layer_norm, embedding_layer_norm, masked_lm_loss
+from kernels.libraries import pytorch
+from kernels.reference import ops as reference
+
+Array = NDArray[np.float64]
+
+
+def random_array(*shape: int, seed: int = 0) -> Array:
+    return np.random.default_rng([seed, *shape]).normal(size=shape)
+
+
+def tensor(array: Array) -> torch.Tensor:
+    return torch.from_numpy(array)
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    centred = x - x.sum(-1, keepdims=True) / x.shape[-1]
+    variance = (centred**2).sum(-1, keepdims=True) / x.shape[-1]
+    return centred / np.sqrt(variance + eps) * weight + bias
+
+
+def with_p(p: float) -> Dropout:
+    return Dropout(p, torch.tensor([3, 4]), 5)
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 8), (13, 7)])
+def test_dropout_add_layer_norm_without_dropout(tokens: int, size: int):
+    x, residual = random_array(tokens, size), random_array(tokens, size, seed=1)
+    bias, weight, norm_bias = (random_array(size, seed=seed) for seed in range(3))
+    expected = layer_norm(x + bias + residual, weight, norm_bias, 1e-12)
+    arguments = (tensor(x), tensor(bias), tensor(residual), tensor(weight), tensor(norm_bias), 1e-12)
+    for implementation in (dropout_add_layer_norm, reference.dropout_add_layer_norm):
+        np.testing.assert_allclose(implementation(*arguments).numpy(), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_layer_norm_of_a_constant_row_is_its_bias():
+    row, bias = torch.full((1, 6), 3.0, dtype=torch.float64), tensor(random_array(6))
+    zeros = torch.zeros(6, dtype=torch.float64)
+    got = dropout_add_layer_norm(row, zeros, row, torch.ones(6, dtype=torch.float64), bias, 1e-12)
+    torch.testing.assert_close(got[0], bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
+@pytest.mark.parametrize("shape", [(1_000_003,), (10, 99, 101)])
+def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: float, dtype: torch.dtype):
+    torch.manual_seed(0)
+    x = torch.ones(shape, dtype=dtype, requires_grad=True)
+    dropped = pytorch.drop(x, with_p(dropout_p))
+    assert dropped.dtype == dtype
+    scale = torch.tensor(1 / (1 - dropout_p), dtype=dtype)
+    assert bool(((dropped == 0) | (dropped == scale)).all())
+    share = (dropped == 0).double().mean().item()
+    assert abs(share - dropout_p) < 5 * math.sqrt(dropout_p * (1 - dropout_p) / x.numel())
+    (gradient,) = torch.autograd.grad(dropped.sum(), x)
+    assert torch.equal(gradient, dropped)
+
+
+def test_dropped_elements_are_independent_of_their_neighbours():
+    """Elements that share one random draw, too: the product of neighbours' indicators has the mean of independent ones."""
+    torch.manual_seed(0)
+    dropped = (pytorch.drop(torch.ones(400_000), with_p(0.5)) == 0).double()
+    for distance in range(1, 9):
+        both = (dropped[distance:] * dropped[:-distance]).mean().item()
+        assert abs(both - 0.25) < 5 * math.sqrt(0.25 * 0.75 / len(dropped)), distance
+
+
+def test_dropout_follows_the_seed():
+    torch.manual_seed(1)
+    first, second = (pytorch.drop(torch.ones(1000), with_p(0.5)) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(first, pytorch.drop(torch.ones(1000), with_p(0.5)))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("implementation", [dropout_add_layer_norm, reference.dropout_add_layer_norm])
+def test_dropout_touches_the_new_term_and_not_the_residual(implementation):
+    x, zeros, gain = torch.randn(6, 32), torch.zeros(6, 32), torch.ones(32)
+    plain = implementation(zeros, zeros[0], x, gain, zeros[0], 1e-12)
+    assert torch.equal(implementation(zeros, zeros[0], x, gain, zeros[0], 1e-12, with_p(0.5)), plain)
+    assert not torch.equal(implementation(x, zeros[0], zeros, gain, zeros[0], 1e-12, with_p(0.5)), plain)
+    # the bias belongs to what is dropped
+    assert not torch.equal(implementation(zeros, x[0], zeros, gain, zeros[0], 1e-12, with_p(0.5)), plain)
+
+
+def test_the_definition_drops_what_the_mask_says():
+    x, dropout = torch.rand(50, 40) + 1, with_p(0.3)
+    dropped = reference.dropout_rows(x, dropout)
+    mask = dropout.mask(torch.arange(50), 40)
+    assert torch.equal(dropped, torch.where(mask, x * dropout.scale, 0.0))
+    ids, gain = torch.zeros(50, dtype=torch.int64), torch.ones(40)
+    table = torch.randn(1, 40)
+    embedded = reference.embedding_layer_norm(ids, ids, ids, table, table, table, gain, gain + 9, 1e-12, dropout)
+    assert torch.equal(embedded != 0, mask)
+
+
+def test_dense_gelu_is_the_tanh_form():
+    x, weight, bias = random_array(9, 5), random_array(4, 5), random_array(4)
+    z = x @ weight.T + bias
+    tanh_form = z / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+    erf_form = z / 2 * (1 + np.vectorize(math.erf)(z / math.sqrt(2)))
+    got = dense_gelu(tensor(x), tensor(weight), tensor(bias)).numpy()
+    np.testing.assert_allclose(got, tanh_form, rtol=1e-12, atol=1e-12)
+    assert np.abs(got - erf_form).max() > 1e-5
+
+
+def test_embedding_layer_norm():
+    generator = np.random.default_rng(0)
+    input_ids, position_ids, segment_ids = (generator.integers(0, size, 11) for size in (20, 6, 2))
+    word, position, segment = random_array(20, 8), random_array(6, 8), random_array(2, 8)
+    weight, bias = random_array(8), random_array(8, seed=1)
+    got = embedding_layer_norm(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(position_ids),
+        torch.from_numpy(segment_ids),
+        tensor(word),
+        tensor(position),
+        tensor(segment),
+        tensor(weight),
+        tensor(bias),
+        1e-12,
+    )
+    summed = word[input_ids] + position[position_ids] + segment[segment_ids]
+    np.testing.assert_allclose(got.numpy(), layer_norm(summed, weight, bias, 1e-12), rtol=1e-11, atol=1e-11)
+
+
+def test_embedding_dropout_rate():
+    torch.manual_seed(0)
+    ids = torch.zeros(2000, dtype=torch.int64)
+    table, gain = torch.randn(1, 32), torch.ones(32)
+    dropped = embedding_layer_norm(ids, ids, ids, table, table, table, gain, gain, 1e-12, with_p(0.1))
+    assert abs((dropped == 0).float().mean().item() - 0.1) < 5 * math.sqrt(0.09 / dropped.numel())
+
+
+def logits_and_loss(hidden: Array, decoder: Array, bias: Array, labels: Array) -> tuple[float, int]:
+    logits = hidden @ decoder.T + bias
+    total, correct = 0.0, 0
+    for row, label in zip(logits, labels, strict=True):
+        if label == -1:
+            continue
+        total += math.log(sum(math.exp(value) for value in row)) - row[label]
+        correct += int(np.argmax(row) == label)
+    return total, correct
+
+
+@pytest.mark.parametrize("ignored", [[], [0, 3], list(range(7))])
+def test_masked_lm_loss_sums_and_counts(ignored: list[int]):
+    hidden, decoder, bias = random_array(7, 5), random_array(11, 5), random_array(11)
+    labels = np.argmax(hidden @ decoder.T + bias, axis=-1)
+    labels[::2] = 4
+    labels[ignored] = -1
+    loss, correct = masked_lm_loss(tensor(hidden), tensor(decoder), tensor(bias), torch.from_numpy(labels))
+    expected_loss, expected_correct = logits_and_loss(hidden, decoder, bias, labels)
+    assert loss.item() == pytest.approx(expected_loss, rel=1e-12)
+    assert correct == expected_correct
+
+
+def test_masked_lm_loss_of_no_masked_tokens_is_zero():
+    empty = torch.empty(0, dtype=torch.int64)
+    loss, correct = masked_lm_loss(torch.zeros(0, 5), torch.zeros(11, 5), torch.zeros(11), empty)
+    assert loss.item() == 0
+    assert correct == 0
+
+
+def test_masked_lm_loss_survives_large_logits():
+    hidden = torch.tensor([[1e4, 0.0]])
+    loss, correct = masked_lm_loss(hidden, torch.eye(2), torch.zeros(2), torch.tensor([0]))
+    assert loss.item() == 0
+    assert correct == 1
+
+
+def test_varlen_attention_by_hand():
+    """Softmax written out for one head, two sequences, float64."""
+    query, key, value = (random_array(5, 1, 4, seed=seed) for seed in range(3))
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    got = reference.varlen_attention(tensor(query), tensor(key), tensor(value), bounds, bounds, 3).numpy()
+    for start, stop in ((0, 2), (2, 5)):
+        for row in range(start, stop):
+            scores = np.array([query[row, 0] @ key[other, 0] / 2 for other in range(start, stop)])
+            probabilities = np.exp(scores) / np.exp(scores).sum()
+            np.testing.assert_allclose(got[row, 0], probabilities @ value[start:stop, 0], rtol=1e-12, atol=1e-13)

@@ -1,0 +1,131 @@
+"""The whole training step without a device: on tensors that have no values, so that reading one is an error.
+
+Forward, backward, LAMB and statistics through Triton's operators, whose fake functions stand in for the kernels. Device
+"meta", because a PyTorch that is built without CUDA refuses to pretend gradients on it: such tensors have no values either
+and are not the host's, so that numbers which come from the host are seen as well.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bert.config import Config, ModelConfig, OptimizerConfig
+from bert.model import BertForPreTraining
+from bert.optimizer import Lamb
+from bert.parallel.mesh import Mesh
+from bert.recipes import tiny_cpu
+from bert.reporting.metrics import Stopwatch
+from bert.step import TrainingStep
+from dataloading.batches.capacity import Capacity
+from dataloading.batches.loader import Batch, inert_batch
+from kernels import OPS
+
+pytestmark = pytest.mark.oldest_torch
+
+CAPACITY = Capacity(192, 5, 32, 48)
+OF_THE_STEP = (
+    "varlen_attention",
+    "varlen_self_attention",
+    "dropout_add_layer_norm",
+    "dense_gelu",
+    "embedding_layer_norm",
+    "masked_lm_loss",
+    "lamb_step",
+)
+
+
+class Watch(TorchDispatchMode):
+    """Counts operators, and notes those that take a tensor of the host together with one of the device, or copy between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+        self.crossings: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **kwargs or {})
+        tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor)]
+        self.operators.append(str(func))
+        if len({tensor.device.type for tensor in tensors}) > 1:
+            self.crossings.append(str(func))
+        return result
+
+
+class TracedStep(TrainingStep):
+    """Without autocast, which "meta" does not have."""
+
+    def autocast(self) -> Any:
+        return nullcontext()
+
+
+def config() -> Config:
+    model = ModelConfig(2, 32, 2, 64, 50, 48)
+    return replace(tiny_cpu(), model=model, optimizer=OptimizerConfig(1e-2, 100))
+
+
+@pytest.fixture(autouse=True)
+def no_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch cannot even be asked about it for "meta"."""
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda _device=None: False)
+
+
+@contextmanager
+def triton() -> Iterator[None]:
+    with ExitStack() as stack:
+        for name in OF_THE_STEP:
+            stack.enter_context(OPS[name].using("triton"))
+        yield
+
+
+def meta_step() -> tuple[TrainingStep, Batch]:
+    device = torch.device("meta")
+    model = BertForPreTraining(config().model).to(device).train()
+    step = TracedStep(model, config(), Mesh(0, 1, 0, device), Stopwatch())
+    return step, inert_batch(CAPACITY).to(device)
+
+
+def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:
+    step, batch = meta_step()
+    with triton():
+        step([batch])  # tables that the first call makes
+        with Watch() as watch:
+            step([batch, batch])
+    assert len(watch.operators) > 200
+    assert sum("lamb_directions" in name for name in watch.operators) == 1
+    assert sum("lamb_apply" in name for name in watch.operators) == 1
+    assert sum("attention" in name for name in watch.operators) >= 8  # two layers, forward and backward, twice
+    assert watch.crossings == []
+
+
+@pytest.mark.parametrize("read", [Tensor.item, Tensor.tolist, bool, float])
+def test_reading_a_value_is_an_error(monkeypatch: pytest.MonkeyPatch, read: Any) -> None:
+    step, batch = meta_step()
+    add_step = step.statistics.add_step
+    monkeypatch.setattr(step.statistics, "add_step", lambda norm: (read(norm), add_step(norm)))
+    with triton(), pytest.raises(RuntimeError, match="meta tensor"):
+        step([batch])
+
+
+def test_a_number_from_the_host_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, batch = meta_step()
+    original = Lamb.step
+
+    def with_a_copy(optimizer: Lamb) -> Tensor:
+        optimizer.steps.copy_(torch.tensor(3))
+        return original(optimizer)
+
+    monkeypatch.setattr(Lamb, "step", with_a_copy)
+    with triton():
+        step([batch])
+        with Watch() as watch:
+            step([batch])
+    assert watch.crossings == ["aten.copy_.default"]

@@ -1,0 +1,98 @@
+"""Imports go one way, and nowhere in a circle."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+ALLOWED = {
+    "console": {"console"},
+    "kernels": {"kernels"},
+    "dataloading": {"dataloading", "console"},
+    "compliance": {"compliance", "console"},
+    "bert": {"bert", "kernels", "dataloading", "console", "compliance.log"},
+}
+"""Packages, or rooms of them, that modules of a package may import."""
+TORCH_ALLOWED_IN_DATALOADING = {"dataloading.batches.loader", "dataloading.batches.dali"}
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for package in ALLOWED:
+        for path in (REPOSITORY / package).rglob("*.py"):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(path: Path) -> set[str]:
+    """Full names of what a file imports, modules and what is taken from them."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def own(names: set[str]) -> set[str]:
+    return {name for name in names if name in MODULES}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_imports_only_what_its_package_may(module: str) -> None:
+    package = module.partition(".")[0]
+    for name in own(imported(MODULES[module])):
+        assert any(f"{name}.".startswith(f"{allowed}.") for allowed in ALLOWED[package]), f"{module} imports {name}"
+
+
+def test_torch_stays_out_of_data_preparation_and_compliance() -> None:
+    users = {
+        module
+        for module, path in MODULES.items()
+        if module.startswith(("dataloading", "compliance")) and "torch" in {n.partition(".")[0] for n in imported(path)}
+    }
+    assert users == TORCH_ALLOWED_IN_DATALOADING
+
+
+def test_kernels_import_torch_and_triton_only() -> None:
+    for module, path in MODULES.items():
+        if module.partition(".")[0] == "kernels":
+            outside = {name.partition(".")[0] for name in imported(path)} - {"torch", "triton", "kernels", "flash_attn"}
+            assert outside <= sys.stdlib_module_names, f"{module} imports {outside - sys.stdlib_module_names}"
+
+
+def test_there_are_no_import_cycles() -> None:
+    # A package's __init__ counts as imported by its modules' importers only where something is taken from it.
+    edges = {module: own(imported(path)) - {module} for module, path in MODULES.items()}
+    for module, targets in edges.items():
+        deeper = {target for target in targets if any(other.startswith(target + ".") for other in targets)}
+        edges[module] = targets - deeper
+    finished: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path, module])
+        if module not in finished:
+            for target in edges[module]:
+                visit(target, (*path, module))
+            finished.add(module)
+
+    for module in edges:
+        visit(module, ())
+
+
+def test_the_rules_are_read_by_the_writer_alone() -> None:
+    readers = {
+        module
+        for module, path in MODULES.items()
+        if "compliance.log.rules" in own(imported(path)) and not module.startswith("compliance")
+    }
+    assert readers == {"bert.mllog"}
