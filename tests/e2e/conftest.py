@@ -1,7 +1,5 @@
-"""A stranger's copy of the repository, and the data of the built-in default, which are made once for all tests."""
+"""A stranger's copy of the repository."""
 
-import fcntl
-import os
 import shutil
 import subprocess
 import sys
@@ -23,21 +21,6 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
         if (at_top and (name[0] == "." or name in ("data", "build") or name.endswith(".egg-info")))
         or (in_results and name != COMMITTED_RESULTS)
     }
-
-
-@pytest.fixture(scope="session")
-def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that ``run_and_time.sh`` makes for tiny_cpu; whichever of the workers asks first makes it."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    made = shared / "demo"
-    with (shared / "demo.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            vocabulary = "bert/artifacts/tiny_cpu/vocab.txt"
-            command = [sys.executable, "-m", "dataloading", "demo", "--out", str(made), "--vocab", vocabulary]
-            subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-    return made
 
 
 @pytest.fixture(scope="module")
