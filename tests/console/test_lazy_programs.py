@@ -10,9 +10,32 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-LARGE = {"torch", "triton", "numpy", "numba", "h5py", "scipy", "tokenizers", "safetensors", "google_crc32c", "yaml", "rich"}
+LARGE = {
+    "torch",
+    "triton",
+    "numpy",
+    "numba",
+    "h5py",
+    "scipy",
+    "tokenizers",
+    "safetensors",
+    "google_crc32c",
+    "yaml",
+    "rich",
+}
 """A tenth of a second each, or seconds."""
-DATALOADING = ("extract", "prepare", "demo", "merge", "index", "shuffle", "convert", "pick-evaluation", "verify", "dump")
+DATALOADING = (
+    "extract",
+    "prepare",
+    "demo",
+    "merge",
+    "index",
+    "shuffle",
+    "convert",
+    "pick-evaluation",
+    "verify",
+    "dump",
+)
 COMPLIANCE = ("check", "report", "summary", "system", "convergence", "doctor", "package", "watch")
 COMMANDS = {  # the empty one is the program itself
     "dataloading": ("", *DATALOADING),
