@@ -13,12 +13,13 @@ from typing import Literal
 import tyro
 
 from console.interruption import end_in_order
-from console.program import accept_any_text, bound, complain, parsed, say
+from console.program import accept_any_text, answer_version, bound, complain, parsed, say
 
 
 def main() -> int:
     """Runs the command; a user's error is one line on stderr and exit code 2."""
     accept_any_text()
+    answer_version(sys.argv[1:])
     try:
         parsed(partial(tyro.cli, bound(convert), prog="python -m bert.convert"))()
     except (ValueError, OSError) as error:

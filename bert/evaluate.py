@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from console.interruption import end_in_order
-from console.program import accept_any_text, complain, parsed, say, say_document
+from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
 
 if TYPE_CHECKING:
     from bert.config import Config
@@ -62,6 +62,7 @@ class Expectation:
 def main(arguments: Sequence[str]) -> int:
     """Parse, check, evaluate; returns the exit status."""
     accept_any_text()
+    answer_version(arguments)
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(str(__doc__))
         return 0

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import tyro
 
 from bert.recipes import tiny_model
-from console.program import accept_any_text, complain, parsed, say
+from console.program import accept_any_text, answer_version, complain, parsed, say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -153,6 +153,7 @@ def _add_rotation(weight_ED: Tensor, frequencies: Tensor, offset: int, strength:
 
 if __name__ == "__main__":
     accept_any_text()
+    answer_version(sys.argv[1:])
     try:
         main(parsed(partial(tyro.cli, Phase1, prog="python -m bert.phase1")))
     except (ValueError, OSError) as error:

@@ -20,6 +20,9 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from console.interruption import in_one_line
+from console.version import version_line
+
 if TYPE_CHECKING:
     import torch
 
@@ -40,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a command; 2 with one line on stderr for wrong input."""
     command = _COMMANDS.get(arguments[0]) if arguments else None
     try:
-        if command is None:
+        if arguments[:1] == ["--version"]:
+            print(version_line())
+        elif command is None:
             _table(arguments)
         else:
             command(arguments[1:])
@@ -202,4 +207,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 }
 
 if __name__ == "__main__":
+    sys.excepthook = in_one_line
     sys.exit(main(sys.argv[1:]))
