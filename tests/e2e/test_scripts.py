@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -206,6 +207,18 @@ def test_wrong_counts_are_one_line(bare: Path, arguments: tuple[str, ...], env: 
     assert complaint in one_error(start(bare / "run_and_time.sh", *arguments, cwd=bare, PYTHON="./python", **env))
     assert not (bare / "opened").exists()
     assert not (bare / ".venv").exists()
+
+
+def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(checkout: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        env = TWO_NODES | {"NODE_RANK": "0", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NPROC": "1"}
+        settings = ("--", "--log.results", str(tmp_path / "results"))
+        done = start(checkout / "run_and_time.sh", "h100_8x8", "1", *settings, cwd=tmp_path, **env)
+    error = one_error(done)
+    assert f"MASTER_PORT is {port}, but this node cannot listen there (Address already in use): set it to" in error
+    assert "run 1 of 1" not in done.stdout
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize("version", ["../../..", "2.11.0/../..", "a[$(touch opened)]", "-U"])
