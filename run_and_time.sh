@@ -97,7 +97,9 @@ locked() {
 
 extras=()
 ! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
-supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}"
+asked=()
+[[ " ${settings[*]}" != *" --log.tensorboard"* ]] || asked=(tensorboard)
+supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}" "${asked[@]}"
 python=.venv/bin/python
 train=(-m bert.train "$recipe")
 

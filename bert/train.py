@@ -53,6 +53,7 @@ from bert.reporting.metrics import (
 )
 from bert.reporting.provenance import commit, provenance
 from bert.reporting.result_files import claim, create_log
+from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep, build_model, empty_model
 from compliance.log.forecast import Schedule
 from console.program import accept_any_text, answer_version, complain, parsed, reason, say, say_document
@@ -417,6 +418,7 @@ def _reporter(
             },
         )
     ]
+    sinks += tensorboard_sinks(config, inputs.result)
     if console.is_terminal:
         sinks += [LivePanel(progress, console), PlainLines(progress, log.line)]
     else:

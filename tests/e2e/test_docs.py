@@ -23,6 +23,9 @@ SHORTENED = {
     "./run_tests.sh": "./run_tests.sh --collect-only tests/test_imports.py",  # this is that command
     "./run_and_time.sh tiny_cpu 3": "./run_and_time.sh tiny_cpu 2 --" + EASY,
     "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
+    "python -m bert.train tiny_cpu --training.max-samples 9600 --log.tensorboard data/tensorboard": (
+        "python -m bert.train tiny_cpu --log.tensorboard data/tensorboard" + BRIEF
+    ),
     "torchrun --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 2 -m bert.train tiny_cpu"
     " --training.max-samples 9600": (
         f"torchrun --master-addr 127.0.0.1 --master-port {free_port()} --nproc-per-node 2 -m bert.train tiny_cpu"

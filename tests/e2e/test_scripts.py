@@ -256,6 +256,13 @@ def test_a_verdict_without_a_file_is_one_line(bare: Path, arguments: tuple[str, 
     assert not (bare / ".venv").exists()
 
 
+@pytest.mark.parametrize("setting", [(), ("--log.tensorboard", "here"), ("--log.tensorboard=here",)])
+def test_what_a_setting_needs_is_installed_with_it(bare: Path, setting: tuple[str, ...]) -> None:
+    shutil.copy(ROOT / "run_and_time.sh", bare)
+    start(bare / "run_and_time.sh", "h100_1x1", "1", "--", *setting, cwd=bare, PYTHON="./python", NPROC="1")
+    assert ("tensorboard" in (bare / "calls").read_text().split()) == bool(setting)
+
+
 def test_a_venv_from_which_something_is_gone_is_made_anew(bare: Path) -> None:
     """Not when something is added, such as flash-attn."""
     assert prepare(bare).returncode == 0
