@@ -7,7 +7,8 @@
 # settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the repository's root.
 # --help prints this, --version a line with version and commit.
 # Environment: NPROC, the number of processes (default: one a GPU; for tiny_cpu two, or one on a single core);
-# OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); PYTHON, what .venv is made with.
+# OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); PYTHON, what .venv is made with;
+# CLEAR_CACHES=0 keeps the page cache, which a run otherwise empties where it may, as the benchmark's rules ask.
 # Several nodes, one of these commands on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as of torchrun; they share results/.
 # Started by a launcher (torchrun, srun with MASTER_ADDR, mpirun), this is one process of its run, and RUNS is 1. Launchers call
 # ./run_and_time.sh --prepare RECIPE [-- settings] before and ./run_and_time.sh --verdict RESULT_FILE... after their runs.
@@ -40,6 +41,7 @@ fi
 whole_number RUNS "$runs" 1
 whole_number NPROC "${NPROC:-1}" 1
 whole_number OMP_NUM_THREADS "${OMP_NUM_THREADS:-1}" 1
+whole_number CLEAR_CACHES "${CLEAR_CACHES:=1}" 0 1
 nodes=1 node=0
 if [[ $part == all || $part == prepare ]]; then
   nodes=${NNODES:-1} node=${NODE_RANK:-0}
@@ -159,7 +161,8 @@ for ((run = 1; run <= runs && !stopped; run++)); do
   [[ $ready == *"results would go to "* && " ${settings[*]} " != *" --dry-run "* ]] || { echo "$ready" && exit; } # --help
   say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each"
   cache=()
-  { sync && echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null && cache=(--log.cache-cleared) || true # needs root
+  # needs root
+  ((CLEAR_CACHES)) && { sync && echo 3 >/proc/sys/vm/drop_caches; } 2>/dev/null && cache=(--log.cache-cleared) || true
   launcher=("$python")
   if ((world_size > 1)); then
     ((nodes > 1)) || { MASTER_ADDR=127.0.0.1 && MASTER_PORT=$("$python" -c "$free_port"); }

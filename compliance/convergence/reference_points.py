@@ -5,7 +5,7 @@ the target. A submission whose mean is significantly below the reference's fails
 passes and its score is multiplied by reference mean / own mean; a slower one stands as it is.
 
 The points are those that the installed package mlperf-logging holds for a ruleset; everything else is computed here,
-to the digits of its checker, and `tests/bert/test_convergence.py` holds the two against each other.
+to the digits of its checker, and `tests/compliance/convergence/test_convergence.py` holds the two against each other.
 """
 
 from __future__ import annotations

@@ -13,19 +13,25 @@ COMMITTED_RESULTS = "cpu_2cores"
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
-    """What a clone would not have: environments, caches, data and results."""
+    """What a clone would not have: environments, data and results. What Numba has compiled is not compiled once more."""
     at_top, in_results = Path(folder) == REPOSITORY, Path(folder) == REPOSITORY / "results"
     return {
         name
         for name in names
-        if name == "__pycache__"
-        or (at_top and (name[0] == "." or name in ("data", "build") or name.endswith(".egg-info")))
+        if (at_top and (name[0] == "." or name in ("data", "build") or name.endswith(".egg-info")))
         or (in_results and name != COMMITTED_RESULTS)
     }
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(bare_checkout: Path, demo_data: Path) -> Path:
+    """A copy of the sources that has made the data of tiny_cpu before."""
+    shutil.copytree(demo_data, bare_checkout / "data/tiny_cpu")
+    return bare_checkout
+
+
+@pytest.fixture(scope="module")
+def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources with this interpreter's packages as its .venv, marked as installed."""
     copy = tmp_path_factory.mktemp("checkout") / "with a space"
     shutil.copytree(REPOSITORY, copy, ignore=left_behind)

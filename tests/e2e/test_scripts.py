@@ -42,9 +42,9 @@ def bare(tmp_path: Path) -> Path:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """The environment of a user's shell, outside any launcher."""
+    """The environment of a user's shell, outside any launcher. The page cache stays: other tests read from it."""
     unset = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NPROC", "NNODES", "NODE_RANK", "OMP_NUM_THREADS", "PYTHON")
-    return {name: value for name, value in os.environ.items() if name not in unset} | changes
+    return {name: value for name, value in os.environ.items() if name not in unset} | {"CLEAR_CACHES": "0"} | changes
 
 
 def start(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -73,13 +73,14 @@ def one_error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_run_ends_with_verdict_and_report(checkout: Path, tmp_path: Path) -> None:
-    done = start(checkout / "run_and_time.sh", "--", *SHORT, REACHED_AT_ONCE, cwd=tmp_path, NPROC="2")
+    done = start(checkout / "run_and_time.sh", "--", *SHORT, REACHED_AT_ONCE, cwd=tmp_path, NPROC="2", CLEAR_CACHES="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "installing" not in done.stdout
     assert "PASS results/tiny_cpu/bert/result_0.txt" in done.stdout
     assert "1 of 1 runs valid" in done.stdout
     log = (checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
     assert "# processes: 2 x " in log
+    assert f"# config.log.cache_cleared: {os.access('/proc/sys/vm/drop_caches', os.W_OK)}" in log
     assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
     assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
 
@@ -188,6 +189,8 @@ OPENS = "a[$(touch opened)]"
         ((), {"NPROC": "-1"}, "NPROC is '-1'"),
         ((), {"NPROC": OPENS}, "NPROC is 'a["),
         ((), {"OMP_NUM_THREADS": OPENS}, "OMP_NUM_THREADS is 'a["),
+        ((), {"CLEAR_CACHES": OPENS}, "CLEAR_CACHES is 'a["),
+        ((), {"CLEAR_CACHES": "2"}, "CLEAR_CACHES is '2', expected a whole number of at least 0 and at most 1"),
         ((), {"NNODES": OPENS}, "NNODES is 'a["),
         ((), {"NNODES": "0"}, "NNODES is '0'"),
         ((), {"NNODES": "2\x1b[2J"}, "NNODES is $'2\\E[2J'"),

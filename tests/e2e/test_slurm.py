@@ -43,7 +43,7 @@ def no_results(checkout: Path) -> None:
 def submit(cluster: Cluster, checkout: Path, *arguments: str, options: tuple[str, ...] = ("-N2",), **env: str) -> str:
     """Submit ``launch/slurm.sub`` from the checkout; the job's number."""
     command = ("sbatch", "--parsable", *options, "launch/slurm.sub", *arguments)
-    return cluster.run(*command, cwd=checkout, OMP_NUM_THREADS="1", **env).strip()
+    return cluster.run(*command, cwd=checkout, **({"OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"} | env)).strip()
 
 
 def output(checkout: Path, job: str) -> str:
@@ -69,7 +69,7 @@ def numbers(checkout: Path) -> list[int]:
 
 
 def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, REACHED_AT_ONCE)
+    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, REACHED_AT_ONCE, CLEAR_CACHES="1")
     ended = cluster.finish(job)
     assert ended["ExitCode"] == "0:0", output(checkout, job)
     shown = output(checkout, job)

@@ -1,0 +1,85 @@
+"""Every file and module that code, comments and pages name is there."""
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = ("benchmarks", "bert", "compliance", "console", "dataloading", "kernels", "tests")
+PATH = re.compile(
+    rf"(?<![\w./<>-])(?:{'|'.join(PACKAGES)}|docs|launch)/(?:[\w./-]*\.(?:csv|json|md|py|sh|sub|toml|txt|yaml)\b|[\w/]*(?=/?`))"
+)
+MODULE = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(\))?`")
+ELSEWHERE = re.compile(r"benchmarks/(bert|a)\b|benchmarks/results/|bert/(embeddings|encoder|pooler|result_|untracked)")
+"""Places in a submission or in a checkpoint, and what a command makes."""
+
+
+def texts() -> list[Path]:
+    listed = subprocess.run(
+        [
+            "git",
+            "ls-files",
+            "-z",
+            "*.py",
+            "*.md",
+            "*.sh",
+            "*.sub",
+            "*.toml",
+            "*.yaml",
+            "*.yml",
+            "Dockerfile",
+            ".ci/run",
+        ],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip("needs a clone with git")
+    return [REPOSITORY / name for name in listed.stdout.split("\0") if name]
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    """Names that a module defines or imports, and the attributes of its classes."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name):
+            names.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            names |= names_in(REPOSITORY.joinpath(*(node.module or "").split(".")).with_suffix(".py"))
+        elif isinstance(node, ast.alias):
+            names.add((node.asname or node.name).rpartition(".")[2])
+    return names
+
+
+def is_there(dotted: str) -> bool:
+    """Whether a dotted name is a module, or a name in one."""
+    parts = dotted.split(".")
+    for length in range(len(parts), 0, -1):
+        place, rest = REPOSITORY.joinpath(*parts[:length]), parts[length:]
+        for module in (place.with_suffix(".py"), place / "__init__.py"):
+            if module.is_file():
+                return set(rest) <= names_in(module) or not rest
+    return False
+
+
+@pytest.mark.parametrize("kind", ["paths", "modules"])
+def test_what_is_named_exists(kind: str) -> None:
+    missing: list[str] = []
+    for file in texts():
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            if kind == "paths":
+                found = [name for name in PATH.findall(line) if not ELSEWHERE.match(name)]
+                wrong = [name for name in found if not (REPOSITORY / name).exists()]
+            else:
+                wrong = [name for name in MODULE.findall(line) if not name.endswith(".sif") and not is_there(name)]
+            missing += [f"{file.relative_to(REPOSITORY)}:{number}: {name}" for name in wrong]
+    assert missing == []
