@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bert.config import OptimizerConfig
 from bert.model import BertForPreTraining, EncoderLayer
-from kernels import LambSegments, LambState, lamb_step
+from kernels import LambHyperparameters, LambSegments, LambState, lamb_step
 
 ALIGNMENT = 16
 """Every parameter, and every rank's piece of a bucket, starts at a multiple of this many elements: 64 bytes. Kernels that
@@ -101,6 +101,13 @@ def learning_rate_tensor(config: OptimizerConfig, step: Tensor) -> Tensor:
     return torch.where(since_start < config.num_warmup_steps, warm_up, decay).float()
 
 
+def hyperparameters(config: OptimizerConfig) -> LambHyperparameters:
+    """The numbers of an update that are the same at every step."""
+    return LambHyperparameters(
+        config.beta_1, config.beta_2, config.epsilon, config.weight_decay_rate, config.max_grad_norm
+    )
+
+
 class Lamb:
     """The optimizer: flat parameters, their moments and the step count, all on the device.
 
@@ -128,13 +135,9 @@ class Lamb:
             self.flat.gradients_P,
             self.state,
             self.flat.segments,
+            hyperparameters(self.config),
             step=self.steps + 1,
             learning_rate=rate,
-            beta_1=self.config.beta_1,
-            beta_2=self.config.beta_2,
-            epsilon=self.config.epsilon,
-            weight_decay=self.config.weight_decay_rate,
-            max_grad_norm=self.config.max_grad_norm,
         )
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
         return norm

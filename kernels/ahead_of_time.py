@@ -1,6 +1,6 @@
 """Compiles every Triton kernel for GPUs that need not be there, and says what it costs them.
 
-    python -m kernels.ahead_of_time [--out docs/kernels.md]
+    python -m kernels.ahead_of_time [--out docs/kernel_costs.md]
 
 Each module of ``kernels/triton/`` lists the configurations that it can choose in ``configurations()``. Registers, spilled
 bytes and shared memory come from the compiler and cuobjdump that ship with Triton. Neither a GPU nor its driver is needed,

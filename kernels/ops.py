@@ -7,7 +7,7 @@ from typing import ParamSpec, TypeVar
 from kernels.reference import fp8, lamb
 from kernels.reference import ops as reference
 from kernels.reference.fp8 import new_scales
-from kernels.reference.lamb import LambSegments, LambState
+from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState
 from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits
 from kernels.reference.random import Dropout
 from kernels.registry import Implementation, Op
@@ -47,7 +47,7 @@ varlen_attention = _op(reference.varlen_attention, "kernels.triton.attention", *
 varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton.attention", *_ATTENTIONS, capturable=False)
 dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton.layer_norm", _APEX_NORM, _PYTORCH)
 dense_gelu = _op(reference.dense_gelu, "kernels.triton.dense")
-embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.layer_norm", _APEX_NORM, _PYTORCH)
+embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.embedding_norm", _APEX_NORM, _PYTORCH)
 masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
 lamb_step = _op(lamb.lamb_step, "kernels.triton.lamb")
 lamb_directions = _op(lamb.lamb_directions, "kernels.triton.lamb")
@@ -115,6 +115,7 @@ def captured() -> Iterator[None]:
 __all__ = [
     "OPS",
     "Dropout",
+    "LambHyperparameters",
     "LambSegments",
     "LambState",
     "bias_gelu_backward_cast_fp8",

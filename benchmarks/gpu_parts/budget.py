@@ -40,6 +40,8 @@ _TRITON_ROWS = {
     "attention": "attention",
     "lamb": "LAMB",
     "layer_norm": "dropout, residual, norm, embeddings",
+    "embedding_norm": "dropout, residual, norm, embeddings",
+    "norm_rows": "dropout, residual, norm, embeddings",
     "dense": "GELU",
     "fp8": "FP8 casts, some with GELU",
     "loss": "loss",

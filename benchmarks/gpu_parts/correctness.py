@@ -20,7 +20,7 @@ from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
 from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
 from benchmarks.gpu_parts.report import NotUsableError, Report, Row
 from benchmarks.gpu_parts.scale import Context
-from kernels import OPS, Dropout, LambSegments, LambState, lamb_step
+from kernels import OPS, Dropout, LambHyperparameters, LambSegments, LambState, lamb_step
 
 _PART = Path(__file__).with_name("part.py")
 _TOOLS = ("memcheck", "racecheck")
@@ -171,17 +171,15 @@ def _lamb_steps(
     state = LambState.zeros_like(parameters)
     for index in range(steps):
         gradients = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
-        function(parameters, gradients, state, segments, **_lamb_settings(context, index + 1))
+        function(parameters, gradients, state, segments, _HYPERPARAMETERS, **_lamb_settings(context, index + 1))
     return [parameters, state.momentum_P, state.variance_P]
+
+
+_HYPERPARAMETERS = LambHyperparameters(beta_1=0.9, beta_2=0.999, epsilon=1e-6, weight_decay=0.01, max_grad_norm=1.0)
 
 
 def _lamb_settings(context: Context, step: int) -> dict[str, object]:
     return {
         "step": torch.tensor(step, device=context.device),
         "learning_rate": torch.tensor(3.5e-4, device=context.device),
-        "beta_1": 0.9,
-        "beta_2": 0.999,
-        "epsilon": 1e-6,
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
     }

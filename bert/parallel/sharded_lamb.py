@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bert.config import OptimizerConfig
-from bert.optimizer import FlatParameters, learning_rate_tensor
+from bert.optimizer import FlatParameters, hyperparameters, learning_rate_tensor
 from bert.parallel.reduction import Reduction
 from bert.parallel.single import all_gather_single
 from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of_squares
@@ -63,13 +63,9 @@ class ShardedLamb:
             gradient_W,
             self._state,
             self._pieces,
+            hyperparameters(config),
             norm=norm,
             step=self.steps + 1,
-            beta_1=config.beta_1,
-            beta_2=config.beta_2,
-            epsilon=config.epsilon,
-            weight_decay=config.weight_decay_rate,
-            max_grad_norm=config.max_grad_norm,
         )
         # Every rank takes part in the sums, even one without adapted elements.
         filled_2K = torch.cat([squares_2K, squares_2K.new_zeros(2, 1)], dim=1)

@@ -37,6 +37,18 @@ class LambSegments:
 
 
 @dataclass(frozen=True)
+class LambHyperparameters:
+    """The numbers of a LAMB update that stay the same from step to step."""
+
+    beta_1: float
+    beta_2: float
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float
+    """The global norm that gradients are clipped to."""
+
+
+@dataclass(frozen=True)
 class LambState:
     """The optimizer's flat vectors, all fp32 [P] on the parameters' device, and a count."""
 
@@ -59,22 +71,17 @@ def lamb_step(
     gradients_P: Tensor,
     state: LambState,
     segments: LambSegments,
+    hyperparameters: LambHyperparameters,
     *,
     step: Tensor,
     learning_rate: Tensor,
-    beta_1: float,
-    beta_2: float,
-    epsilon: float,
-    weight_decay: float,
-    max_grad_norm: float,
-    low_precision_P: Tensor | None = None,
 ) -> Tensor:
     """One LAMB update in place; returns the gradient's global norm before clipping, [], and sets the gradient to zero.
 
     ``step``, int64 [], counts from 1; with ``learning_rate``, fp32 [], it lies on the parameters' device, so that a captured
     step can be replayed. As the MLPerf reference defines it: gradients are clipped by their global norm, moments are
     bias-corrected, epsilon stands outside the root, and the step of an adapted segment is scaled by ||w|| / ||u|| (1 where
-    either is zero). ``low_precision_P`` [P], if given, becomes a copy of the new parameters.
+    either is zero).
 
     Where the norm is not finite, the step is skipped: parameters and moments stay, and ``state.skipped`` goes up. The caller
     then gives the same ``step`` again.
@@ -82,28 +89,8 @@ def lamb_step(
     Source: You et al., arXiv 1904.00962, with the reference's weight-decay and adaptation exclusions.
     """
     norm = sum_of_squares(gradients_P).sqrt().to(gradients_P.dtype)
-    squares_2A = lamb_directions(
-        parameters_P,
-        gradients_P,
-        state,
-        segments,
-        norm=norm,
-        step=step,
-        beta_1=beta_1,
-        beta_2=beta_2,
-        epsilon=epsilon,
-        weight_decay=weight_decay,
-        max_grad_norm=max_grad_norm,
-    )
-    lamb_apply(
-        parameters_P,
-        state,
-        segments,
-        squares_2A,
-        norm=norm,
-        learning_rate=learning_rate,
-        low_precision_P=low_precision_P,
-    )
+    squares_2A = lamb_directions(parameters_P, gradients_P, state, segments, hyperparameters, norm=norm, step=step)
+    lamb_apply(parameters_P, state, segments, squares_2A, norm=norm, learning_rate=learning_rate)
     return norm
 
 
@@ -112,14 +99,10 @@ def lamb_directions(
     gradients_P: Tensor,
     state: LambState,
     segments: LambSegments,
+    hyperparameters: LambHyperparameters,
     *,
     norm: Tensor,
     step: Tensor,
-    beta_1: float,
-    beta_2: float,
-    epsilon: float,
-    weight_decay: float,
-    max_grad_norm: float,
 ) -> Tensor:
     """The first half of ``lamb_step``: moments and directions; sets the gradient to zero, leaves the parameters.
 
@@ -128,10 +111,11 @@ def lamb_directions(
     shard, padding among them; their sums are to be added up over pieces and shards before ``lamb_apply``.
     """
     momentum_P, variance_P, update_P = state.momentum_P, state.variance_P, state.update_P
+    beta_1, beta_2 = hyperparameters.beta_1, hyperparameters.beta_2
     root_factor, epsilon_factor = bias_corrections(step, beta_1, beta_2)
     # Factors lie on the device: of a step that is skipped they are those that change nothing.
     taken = norm < torch.inf  # False for NaN
-    clip = torch.where(taken, clip_factor(norm, max_grad_norm), 0.0)
+    clip = torch.where(taken, clip_factor(norm, hyperparameters.max_grad_norm), 0.0)
     torch.nan_to_num(gradients_P, nan=0.0, posinf=0.0, neginf=0.0, out=gradients_P)  # NaN times zero is NaN
     gradients_P.mul_(clip)
     # Interpolated, because beta and 1 - beta, each rounded to fp32, do not add up to 1: the variance would drift by 1.3e-5.
@@ -141,13 +125,13 @@ def lamb_directions(
     gradients_P.zero_()
     state.skipped.add_(~taken)
     torch.sqrt(variance_P, out=update_P)
-    update_P.mul_(root_factor).add_(epsilon * epsilon_factor)
+    update_P.mul_(root_factor).add_(hyperparameters.epsilon * epsilon_factor)
     torch.div(momentum_P, update_P, out=update_P)
     weights, updates = segments.adapted_views(parameters_P), segments.adapted_views(update_P)
     if not updates:  # the batched ops refuse empty lists
         return root_factor.new_zeros(2, 0)
     # torch._foreach_*: the batched ops that torch.optim is built on
-    torch._foreach_add_(updates, weights, alpha=weight_decay)
+    torch._foreach_add_(updates, weights, alpha=hyperparameters.weight_decay)
     return _sums_of_squares([*weights, *updates]).view(2, -1)
 
 
@@ -159,7 +143,6 @@ def lamb_apply(
     *,
     norm: Tensor,
     learning_rate: Tensor,
-    low_precision_P: Tensor | None = None,
 ) -> None:
     """The second half of ``lamb_step``: the step along the directions, by the norms that ``squares_2A`` are the squares of.
 
@@ -169,8 +152,6 @@ def lamb_apply(
     if updates:
         torch._foreach_mul_(updates, list(_trust_ratios(squares_2A.sqrt().to(state.update_P.dtype)).unbind()))
     parameters_P.addcmul_(state.update_P, learning_rate * (norm < torch.inf), value=-1)
-    if low_precision_P is not None:
-        low_precision_P.copy_(parameters_P)
 
 
 def sum_of_squares(vector_P: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.fp8 import E4M3, E5M2
-from kernels.reference.lamb import LambSegments, LambState
+from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState
 from kernels.reference.random import Dropout
 
 
@@ -165,14 +165,14 @@ def _lamb_directions(make: _Maker) -> Arguments:
     size = make.size
     segments = LambSegments((size.hidden * size.intermediate, size.intermediate, size.hidden), (True, False, False))
     weights, gradients = (make.values(sum(segments.sizes)).detach().float() for _ in range(2))
-    numbers = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-6, "weight_decay": 0.01, "max_grad_norm": 1.0}
+    hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
     step = torch.ones((), dtype=torch.int64, device=make.device)
     norm = torch.full((), len(gradients) ** 0.5, device=make.device)
-    return (weights, gradients, LambState.zeros_like(weights), segments), numbers | {"step": step, "norm": norm}
+    return (weights, gradients, LambState.zeros_like(weights), segments, hyperparameters), {"step": step, "norm": norm}
 
 
 def _lamb_apply(make: _Maker) -> Arguments:
-    (weights, _, state, segments), kwargs = _lamb_directions(make)
+    (weights, _, state, segments, _), kwargs = _lamb_directions(make)
     squares = torch.ones(2, sum(segments.adapted), dtype=torch.float64, device=make.device)
     rate = torch.full((), 1e-3, device=make.device)
     return (weights, state, segments, squares), {"norm": kwargs["norm"], "learning_rate": rate}

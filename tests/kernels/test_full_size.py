@@ -56,7 +56,7 @@ def test_the_norms_of_a_step() -> None:
     assert norm.item() == pytest.approx(exact, rel=NEAR)
     state = LambState.zeros_like(weights)
     squares_2A = lamb.lamb_directions(
-        weights, gradients, state, segments, norm=norm, step=torch.tensor(1), **HYPERPARAMETERS
+        weights, gradients, state, segments, HYPERPARAMETERS, norm=norm, step=torch.tensor(1)
     )
     for found, vector in zip(squares_2A[:, 0].tolist(), (weights, state.update_P), strict=True):
         assert found == pytest.approx(squares_in_float64(segments.adapted_views(vector)[0]), rel=NEAR)
@@ -69,7 +69,7 @@ def test_the_norms_of_a_step_in_triton() -> None:
     weights, gradients = normal(size), normal(size).flip(0)
     state = LambState.zeros_like(weights)
     squares_2A = triton_lamb.lamb_directions(
-        weights, gradients, state, segments, norm=torch.tensor(1e3), step=torch.tensor(1), **HYPERPARAMETERS
+        weights, gradients, state, segments, HYPERPARAMETERS, norm=torch.tensor(1e3), step=torch.tensor(1)
     )
     for found, vector in zip(squares_2A[:, 0].tolist(), (weights, state.update_P), strict=True):
         assert found == pytest.approx(squares_in_float64(vector), rel=NEAR)

@@ -1,6 +1,7 @@
 """LAMB against a plain float64 NumPy version, and the roles and the schedule that drive it."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,45 +15,39 @@ from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
 from bert.parallel.reduction import BUCKET_BYTES, bucket_slices
 from bert.recipes import RECIPES
-from kernels import LambSegments, LambState, lamb_apply, lamb_directions, lamb_step
+from kernels import LambHyperparameters, LambSegments, LambState, lamb_apply, lamb_directions, lamb_step
 
 pytestmark = pytest.mark.oldest_torch
 
-HYPERPARAMETERS: dict[str, Any] = {
-    "beta_1": 0.9,
-    "beta_2": 0.999,
-    "epsilon": 1e-6,
-    "weight_decay": 0.01,
-    "max_grad_norm": 1.0,
-}
+HYPERPARAMETERS = LambHyperparameters(beta_1=0.9, beta_2=0.999, epsilon=1e-6, weight_decay=0.01, max_grad_norm=1.0)
 
 
 class NumpyLamb:
     """Tensor by tensor in float64, as the reference's formulas read."""
 
-    def __init__(self, weights: list[np.ndarray], adapted: tuple[bool, ...], **hyperparameters: float) -> None:
+    def __init__(self, weights: list[np.ndarray], adapted: tuple[bool, ...], hyper: LambHyperparameters) -> None:
         self.weights = [weight.astype(np.float64) for weight in weights]
         self.momentum = [np.zeros_like(weight) for weight in self.weights]
         self.variance = [np.zeros_like(weight) for weight in self.weights]
         self.adapted = adapted
-        self.hyper = hyperparameters
+        self.hyper = hyper
         self.steps = 0
 
     def step(self, gradients: list[np.ndarray], rate: float) -> float:
         self.steps += 1
         hyper = self.hyper
         norm = math.sqrt(sum(float((gradient.astype(np.float64) ** 2).sum()) for gradient in gradients))
-        scale = hyper["max_grad_norm"] / max(norm, hyper["max_grad_norm"])
+        scale = hyper.max_grad_norm / max(norm, hyper.max_grad_norm)
         for i, gradient in enumerate(gradients):
             clipped = gradient.astype(np.float64) * scale
-            self.momentum[i] = hyper["beta_1"] * self.momentum[i] + (1 - hyper["beta_1"]) * clipped
-            self.variance[i] = hyper["beta_2"] * self.variance[i] + (1 - hyper["beta_2"]) * clipped**2
-            momentum_hat = self.momentum[i] / (1 - hyper["beta_1"] ** self.steps)
-            variance_hat = self.variance[i] / (1 - hyper["beta_2"] ** self.steps)
-            update = momentum_hat / (np.sqrt(variance_hat) + hyper["epsilon"])
+            self.momentum[i] = hyper.beta_1 * self.momentum[i] + (1 - hyper.beta_1) * clipped
+            self.variance[i] = hyper.beta_2 * self.variance[i] + (1 - hyper.beta_2) * clipped**2
+            momentum_hat = self.momentum[i] / (1 - hyper.beta_1**self.steps)
+            variance_hat = self.variance[i] / (1 - hyper.beta_2**self.steps)
+            update = momentum_hat / (np.sqrt(variance_hat) + hyper.epsilon)
             ratio = 1.0
             if self.adapted[i]:
-                update = update + hyper["weight_decay"] * self.weights[i]
+                update = update + hyper.weight_decay * self.weights[i]
                 weight_norm, update_norm = np.linalg.norm(self.weights[i]), np.linalg.norm(update)
                 ratio = weight_norm / update_norm if weight_norm > 0 and update_norm > 0 else 1.0
             self.weights[i] = self.weights[i] - rate * ratio * update
@@ -68,13 +63,15 @@ def split(flat: torch.Tensor, sizes: tuple[int, ...]) -> list[np.ndarray]:
     return [part.numpy().copy() for part in flat.split(list(sizes))]
 
 
-def compare(flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSegments, hyper: dict[str, Any]) -> None:
+def compare(
+    flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSegments, hyper: LambHyperparameters
+) -> None:
     """Run both over all the gradients; weights must agree to float64 rounding after each step."""
-    plain = NumpyLamb(split(flat, segments.sizes), segments.adapted, **hyper)
+    plain = NumpyLamb(split(flat, segments.sizes), segments.adapted, hyper)
     state = LambState.zeros_like(flat)
     for step, gradient in enumerate(gradients, start=1):
         rate = 0.1 / step
-        norm = lamb_step(flat, gradient.clone(), state, segments, **at(step, rate), **hyper)
+        norm = lamb_step(flat, gradient.clone(), state, segments, hyper, **at(step, rate))
         assert norm.item() == pytest.approx(plain.step(split(gradient, segments.sizes), rate), rel=1e-12)
         np.testing.assert_allclose(flat.numpy(), np.concatenate(plain.weights), rtol=1e-9, atol=1e-12)
 
@@ -96,24 +93,15 @@ def test_matches_numpy(parts, zero_weights, gradient_scale, beta_1, beta_2, weig
     flat = torch.randn(sum(segments.sizes), generator=generator, dtype=torch.float64)
     segments.views(flat)[zero_weights % len(parts)].zero_()
     gradients = [gradient_scale * torch.randn(flat.shape, generator=generator, dtype=torch.float64) for _ in range(4)]
-    hyper = HYPERPARAMETERS | {"beta_1": beta_1, "beta_2": beta_2, "weight_decay": weight_decay}
+    hyper = replace(HYPERPARAMETERS, beta_1=beta_1, beta_2=beta_2, weight_decay=weight_decay)
     compare(flat, gradients, segments, hyper)
-
-
-def test_writes_a_low_precision_copy():
-    segments = LambSegments((5, 3), (True, False))
-    flat = torch.randn(8, generator=torch.Generator().manual_seed(0))
-    copy_P = torch.zeros(8, dtype=torch.bfloat16)
-    state = LambState.zeros_like(flat)
-    lamb_step(flat, torch.ones(8), state, segments, **at(1, 0.1), **HYPERPARAMETERS, low_precision_P=copy_P)
-    assert torch.equal(copy_P, flat.bfloat16())
 
 
 def test_zero_update_and_zero_weight_leave_a_ratio_of_one():
     segments = LambSegments((3, 3), (True, True))
     flat = torch.tensor([0.0, 0, 0, 1, 2, 3], dtype=torch.float64)
     zero_gradient = torch.zeros(6, dtype=torch.float64)
-    compare(flat, [zero_gradient] * 2, segments, HYPERPARAMETERS | {"weight_decay": 0.0})
+    compare(flat, [zero_gradient] * 2, segments, replace(HYPERPARAMETERS, weight_decay=0.0))
     assert flat.tolist() == [0, 0, 0, 1, 2, 3]
     compare(flat, [torch.ones(6, dtype=torch.float64)], segments, HYPERPARAMETERS)
     assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the ratio is 1, so the step is the rate
@@ -124,7 +112,7 @@ def test_clipping_by_the_global_norm(scale: float, clipped: bool):
     gradient = torch.tensor([0.6, 0.8], dtype=torch.float64) * scale
     state, flat = LambState.zeros_like(gradient), torch.ones(2, dtype=torch.float64)
     segments = LambSegments((1, 1), (True, False))
-    norm = lamb_step(flat, gradient.clone(), state, segments, **at(1, 0.1), **HYPERPARAMETERS)
+    norm = lamb_step(flat, gradient.clone(), state, segments, HYPERPARAMETERS, **at(1, 0.1))
     assert norm.item() == pytest.approx(scale)
     expected = torch.tensor([0.06, 0.08], dtype=torch.float64) * (1 if clipped else scale)
     torch.testing.assert_close(state.momentum_P, expected)
@@ -140,7 +128,7 @@ def test_float32_stays_close_to_float64():
         gradient = torch.randn(520, generator=generator, dtype=torch.float64)
         for flat, state in ((exact, exact_state), (single, single_state)):
             used_up = gradient.to(flat.dtype, copy=True)
-            lamb_step(flat, used_up, state, segments, **at(step, 0.01), **HYPERPARAMETERS)
+            lamb_step(flat, used_up, state, segments, HYPERPARAMETERS, **at(step, 0.01))
     torch.testing.assert_close(single, exact.float(), rtol=1e-5, atol=1e-6)
 
 
@@ -150,20 +138,19 @@ def test_a_step_that_is_not_finite_changes_nothing(bad: float):
     segments = LambSegments((5, 3), (True, False))
     generator = torch.Generator().manual_seed(0)
     flat, first, second = torch.randn(3, 8, generator=generator).unbind()
-    state, copy_P = LambState.zeros_like(flat), torch.zeros(8, dtype=torch.bfloat16)
-    lamb_step(flat, first.clone(), state, segments, **at(1, 0.1), **HYPERPARAMETERS)
+    state = LambState.zeros_like(flat)
+    lamb_step(flat, first.clone(), state, segments, HYPERPARAMETERS, **at(1, 0.1))
     before = [tensor.clone() for tensor in (flat, state.momentum_P, state.variance_P)]
     broken = second.clone()
     broken[2:4] = bad
-    norm = lamb_step(flat, broken, state, segments, **at(2, 0.1), **HYPERPARAMETERS, low_precision_P=copy_P)
+    norm = lamb_step(flat, broken, state, segments, HYPERPARAMETERS, **at(2, 0.1))
     assert not norm.isfinite()
     assert all(map(torch.equal, (flat, state.momentum_P, state.variance_P), before))
     assert state.skipped.item() == 1
     assert not broken.any()
-    assert torch.equal(copy_P, flat.bfloat16())
     undisturbed, other = before[0], LambState(before[1], before[2], torch.zeros(8), torch.tensor(0))
-    lamb_step(flat, second.clone(), state, segments, **at(2, 0.1), **HYPERPARAMETERS)
-    lamb_step(undisturbed, second.clone(), other, segments, **at(2, 0.1), **HYPERPARAMETERS)
+    lamb_step(flat, second.clone(), state, segments, HYPERPARAMETERS, **at(2, 0.1))
+    lamb_step(undisturbed, second.clone(), other, segments, HYPERPARAMETERS, **at(2, 0.1))
     assert torch.equal(flat, undisturbed)
     assert state.skipped.item() == 1
 
@@ -173,7 +160,7 @@ def test_a_gradient_whose_squares_overflow_is_clipped():
     segments = LambSegments((2,), (True,))
     flat = torch.ones(2)
     state, gradient = LambState.zeros_like(flat), torch.tensor([3e30, 4e30])
-    norm = lamb_step(flat, gradient, state, segments, **at(1, 0.1), **HYPERPARAMETERS)
+    norm = lamb_step(flat, gradient, state, segments, HYPERPARAMETERS, **at(1, 0.1))
     assert norm.item() == pytest.approx(5e30, rel=1e-6)
     torch.testing.assert_close(state.momentum_P, torch.tensor([0.06, 0.08]))
     assert state.skipped.item() == 0
@@ -187,9 +174,9 @@ def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
     state, gradient = LambState.zeros_like(flat), torch.tensor([0.1, -0.2, 0.3])
     state.momentum_P.copy_(gradient)
     state.variance_P.copy_(gradient.square())
-    hyper: dict[str, Any] = HYPERPARAMETERS | {"beta_2": beta_2}
+    hyper = replace(HYPERPARAMETERS, beta_2=beta_2)
     for step in range(1, 401):
-        lamb_step(flat, gradient.clone(), state, segments, **at(step, 0.0), **hyper)
+        lamb_step(flat, gradient.clone(), state, segments, hyper, **at(step, 0.0))
     exact = gradient.double().square()
     assert (state.variance_P / exact - 1).abs().max().item() < 1e-6
     assert (state.momentum_P / gradient - 1).abs().max().item() < 1e-6
@@ -233,14 +220,12 @@ def test_two_shards_by_halves_are_the_whole(cut: int):
             shards, gradient.split([cut, 10 - cut]), states, pieces, strict=True
         ):
             used_up = own.clone()
-            squares = lamb_directions(
-                shard, used_up, its_state, layout, norm=norm, step=when["step"], **HYPERPARAMETERS
-            )
+            squares = lamb_directions(shard, used_up, its_state, layout, HYPERPARAMETERS, norm=norm, step=when["step"])
             assert not used_up.any()
             squares_2A.index_add_(1, torch.tensor(owners, dtype=torch.int64), squares)
         for shard, its_state, (layout, owners) in zip(shards, states, pieces, strict=True):
             lamb_apply(shard, its_state, layout, squares_2A[:, owners], norm=norm, learning_rate=when["learning_rate"])
-        lamb_step(whole, gradient.clone(), state, segments, **when, **HYPERPARAMETERS)
+        lamb_step(whole, gradient.clone(), state, segments, HYPERPARAMETERS, **when)
         torch.testing.assert_close(torch.cat(shards), whole, rtol=1e-13, atol=1e-15)
 
 

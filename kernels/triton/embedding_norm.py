@@ -1,0 +1,256 @@
+"""The sum of three embeddings, its layer norm and dropout in one pass each way, in Triton.
+
+Shape legend in ``kernels/__init__.py``; the definition is in ``kernels.reference.ops``, the mask in
+``kernels.reference.random``. Forward gathers 3 rows and writes 1; backward gathers 3, reads 1 and adds to 2 in fp32: those
+of the word and position tables by atomics, so that their last bits depend on the order of arrival.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
+# ruff: noqa: ANN001, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.reference.random import Dropout
+from kernels.triton.norm_rows import (
+    PLACES,
+    VARYING,
+    Layout,
+    backward_programs,
+    columns_of,
+    different_dtypes,
+    dropout_scalars,
+    forward_grid,
+    kept_places,
+    load_fp32,
+    load_statistics,
+    norm_configurations,
+    norm_gradient,
+    normalised_rows,
+    store_partial,
+    store_statistics,
+    sums_over_programs,
+    unsupported_rows,
+)
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+WARPS = 16
+"""Warps a multiprocessor of the backward kernel: as many as its registers let be there at once, so that none waits."""
+
+
+@triton.jit
+def _summed_embeddings(word, position, segment, words, positions, segments, columns, mask, D: tl.constexpr):
+    """[ROWS, BLOCK / 8, 8] from ids [ROWS, 1, 1]."""
+    summed = load_fp32(word + words * D + columns, mask) + load_fp32(position + positions * D + columns, mask)
+    return summed + load_fp32(segment + segments * D + columns, mask)
+
+
+@triton.jit
+def _ids(pointer, rows, live):
+    return tl.load(pointer + rows[:, None, None], mask=live, other=0).to(tl.int64)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _embedding_norm_forward(
+    input_ids, position_ids, segment_ids, word, position, segment, weight, bias, y, statistics,
+    state, tokens, eps, threshold, scale, stream,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = (rows < tokens)[:, None, None]
+    columns = columns_of(BLOCK)
+    inside = columns < D
+    words, positions = _ids(input_ids, rows, live), _ids(position_ids, rows, live)
+    segments = _ids(segment_ids, rows, live)
+    summed = _summed_embeddings(word, position, segment, words, positions, segments, columns, live & inside, D)
+    gain, shift = load_fp32(weight + columns, inside), load_fp32(bias + columns, inside)
+    normalised, mean, rstd = normalised_rows(summed, inside, eps, D)
+    output = normalised * gain + shift
+    if DROPOUT:
+        kept = kept_places(rows, state, threshold, stream, ROWS, BLOCK)
+        output = tl.where(kept, output * scale, 0.0)
+    tl.store(y + rows.to(tl.int64)[:, None, None] * D + columns, output, mask=live & inside)
+    store_statistics(statistics, mean, rstd, rows, tokens)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _embedding_norm_backward(
+    dy, input_ids, position_ids, segment_ids, word, position, segment, weight, statistics, dword, dposition, partials,
+    state, tokens, threshold, scale, stream,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """``partials`` [programs, 4, D]: of weight, bias and the two segments; ``dword``, ``dposition`` fp32, added to."""
+    columns = columns_of(BLOCK)
+    inside = columns < D
+    gain = load_fp32(weight + columns, inside)
+    dweight = tl.zeros([ROWS, BLOCK // PLACES, PLACES], tl.float32)
+    dbias = tl.zeros_like(dweight)
+    dsegment_0 = tl.zeros_like(dweight)
+    dsegment_1 = tl.zeros_like(dweight)
+    for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        live = (rows < tokens)[:, None, None]
+        words, positions = _ids(input_ids, rows, live), _ids(position_ids, rows, live)
+        segments = _ids(segment_ids, rows, live)
+        upstream = load_fp32(dy + rows.to(tl.int64)[:, None, None] * D + columns, live & inside)
+        summed = _summed_embeddings(word, position, segment, words, positions, segments, columns, live & inside, D)
+        mean, rstd = load_statistics(statistics, rows, tokens)
+        if DROPOUT:
+            kept = kept_places(rows, state, threshold, stream, ROWS, BLOCK)
+            upstream = tl.where(kept, upstream * scale, 0.0)
+        normalised = (summed - mean) * rstd
+        dweight += upstream * normalised
+        dbias += upstream
+        gradient = norm_gradient(upstream, normalised, gain, rstd, D)
+        tl.atomic_add(dword + words * D + columns, gradient, mask=live & inside, sem="relaxed")
+        tl.atomic_add(dposition + positions * D + columns, gradient, mask=live & inside, sem="relaxed")
+        dsegment_0 += tl.where(segments == 0, gradient, 0.0)
+        dsegment_1 += tl.where(segments == 1, gradient, 0.0)
+    partial = partials + tl.program_id(0) * 4 * D + columns
+    store_partial(partial, dweight, inside)
+    store_partial(partial + D, dbias, inside)
+    store_partial(partial + 2 * D, dsegment_0, inside)
+    store_partial(partial + 3 * D, dsegment_1, inside)
+
+
+@torch.library.custom_op("mlperf_bert::embedding_layer_norm", mutates_args=())
+def _embedding_norm(
+    input_ids: Tensor,
+    position_ids: Tensor,
+    segment_ids: Tensor,
+    word: Tensor,
+    position: Tensor,
+    segment: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    state: Tensor | None,
+    threshold: int,
+    scale: float,
+    stream: int,
+) -> tuple[Tensor, Tensor]:
+    """Output [T, D]; means and reciprocal deviations, fp32 [2, T]."""
+    tokens, columns = len(input_ids), word.shape[1]
+    layout = Layout.of(columns)
+    inputs = (input_ids, position_ids, segment_ids, word, position, segment, weight, bias)
+    outputs = word.new_empty(tokens, columns), word.new_empty(2, tokens, dtype=torch.float32)
+    scalars, options = (tokens, eps, threshold, scale, stream), layout.options(columns, state is not None)
+    _embedding_norm_forward[forward_grid(tokens, layout)](
+        *(tensor.contiguous() for tensor in inputs), *outputs, state, *scalars, **options
+    )
+    return outputs
+
+
+@_embedding_norm.register_fake
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
+    input_ids, _, _, word, *_ = inputs
+    tokens = len(input_ids)
+    return word.new_empty(tokens, word.shape[1]), word.new_empty(2, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("mlperf_bert::embedding_layer_norm_backward", mutates_args=())
+def _embedding_norm_gradients(
+    dy: Tensor,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    segment_ids: Tensor,
+    word: Tensor,
+    position: Tensor,
+    segment: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    state: Tensor | None,
+    threshold: int,
+    scale: float,
+    stream: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of the word table [V, D], the position table [L, D], and of weight, bias and both segments [4, D]."""
+    (tokens, columns), layout = dy.shape, Layout.of(dy.shape[1])
+    programs = backward_programs(dy.device, tokens, layout, WARPS)
+    inputs = (dy, input_ids, position_ids, segment_ids, word, position, segment, weight, statistics)
+    dword, dposition = (table.new_zeros(table.shape, dtype=torch.float32) for table in (word, position))
+    partials = dy.new_empty(programs, 4, columns, dtype=torch.float32)
+    scalars, options = (tokens, threshold, scale, stream), layout.options(columns, state is not None)
+    _embedding_norm_backward[(programs,)](
+        *(tensor.contiguous() for tensor in inputs), dword, dposition, partials, state, *scalars, **options
+    )
+    return dword.to(word.dtype), dposition.to(position.dtype), sums_over_programs(partials, weight.dtype)
+
+
+@_embedding_norm_gradients.register_fake
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, _, _, _, word, position, _, weight, *_ = inputs
+    return word.new_empty(word.shape), position.new_empty(position.shape), weight.new_empty(4, word.shape[1])
+
+
+def _save_embedding_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, _, _, state, threshold, scale, stream = inputs
+    ctx.scalars = threshold, scale, stream
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, output[1], state)
+
+
+def _embedding_norm_autograd(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    dword, dposition, vectors_4D = _embedding_norm_gradients(dy, *ctx.saved_tensors, *ctx.scalars)
+    return None, None, None, dword, dposition, vectors_4D[2:], vectors_4D[0], vectors_4D[1], *(None,) * 5
+
+
+_embedding_norm.register_autograd(_embedding_norm_autograd, setup_context=_save_embedding_norm)
+
+
+def embedding_layer_norm(
+    input_ids_T: Tensor,
+    position_ids_T: Tensor,
+    segment_ids_T: Tensor,
+    word_VD: Tensor,
+    position_LD: Tensor,
+    segment_2D: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None = None,
+) -> Tensor:
+    """Sum of the three embeddings, layer norm, dropout; row t of the mask is token t. Returns [T, D] in the tables' dtype.
+
+    Ids are int32 or int64 and inside their tables, which is not checked. Tables and vectors share a dtype. Kept for the
+    backward pass: the inputs and 8 bytes a token.
+    """
+    tables = (word_VD, position_LD, segment_2D)
+    return _embedding_norm(
+        input_ids_T, position_ids_T, segment_ids_T, *tables, weight_D, bias_D, eps, *dropout_scalars(dropout)
+    )[0]
+
+
+def embedding_layer_norm_unsupported_reasons(
+    input_ids_T: Tensor,
+    position_ids_T: Tensor,
+    segment_ids_T: Tensor,
+    word_VD: Tensor,
+    position_LD: Tensor,
+    segment_2D: Tensor,
+    weight_D: Tensor,
+    bias_D: Tensor,
+    eps: float,  # noqa: ARG001
+    dropout: Dropout | None = None,
+) -> list[str]:
+    """Why these inputs cannot be computed here, or nothing."""
+    reasons = unsupported_rows(word_VD, dropout)
+    reasons += different_dtypes("tables, weight and bias", word_VD, position_LD, segment_2D, weight_D, bias_D)
+    if len(segment_2D) != 2:
+        reasons.append(f"a segment table of {len(segment_2D)} rows; expected 2")
+    ids = {ids.dtype for ids in (input_ids_T, position_ids_T, segment_ids_T)}
+    if not ids <= {torch.int32, torch.int64}:
+        reasons.append("ids that are neither int32 nor int64")
+    return reasons
+
+
+def configurations() -> "list[Configuration]":
+    """Both kernels, in fp32."""
+    return norm_configurations("fp32", _embedding_norm_forward, _embedding_norm_backward)

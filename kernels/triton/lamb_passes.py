@@ -1,0 +1,180 @@
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# ruff: noqa: ANN001, ANN201, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
+"""The kernels of ``kernels.triton.lamb``: what one program does with its chunk."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def direction_kernel(
+    parameters,
+    gradients,
+    momentum,
+    variance,
+    update,
+    skipped,
+    partial_sums,
+    table,
+    places,
+    norm,
+    root_correction,
+    epsilon_correction,
+    weight_1,
+    weight_2,
+    epsilon,
+    weight_decay,
+    max_grad_norm,
+    CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    FAST_1: tl.constexpr,
+    FAST_2: tl.constexpr,
+):
+    """Moments and update direction of a chunk, and its sums of squared parameters and directions."""
+    segment, offsets, first, stop = _chunk(table, CHUNK, ALIGNMENT)
+    size = tl.load(norm)
+    taken = _finite(size)
+    if tl.program_id(0) == 0:
+        tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
+    clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))
+    root_factor = tl.load(root_correction).to(tl.float32)
+    epsilon *= tl.load(epsilon_correction).to(tl.float32)
+    decay = tl.where(tl.load(places + segment) >= 0, weight_decay, 0.0)
+    # Without a mask when the chunk is whole: with one, elements would be read one by one.
+    if stop - first == CHUNK:
+        _directions(
+            parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,
+            weight_1, weight_2, epsilon, decay, offsets, None, FAST_1, FAST_2,
+        )  # fmt: skip
+    else:
+        _directions(
+            parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,
+            weight_1, weight_2, epsilon, decay, offsets, _inside(first, stop, CHUNK), FAST_1, FAST_2,
+        )  # fmt: skip
+
+
+@triton.jit
+def _directions(
+    parameters,
+    gradients,
+    momentum,
+    variance,
+    update,
+    partial_sums,
+    taken,
+    clip,
+    root_factor,
+    weight_1,
+    weight_2,
+    epsilon,
+    decay,
+    offsets,
+    mask,
+    FAST_1: tl.constexpr,
+    FAST_2: tl.constexpr,
+):
+    weight = _load(parameters + offsets, mask)
+    gradient = _load(gradients + offsets, mask) * clip
+    mean, square = _load(momentum + offsets, mask), _load(variance + offsets, mask)
+    # Selected, not multiplied by zero: a gradient that is not finite would go on being so.
+    mean = tl.where(taken, _interpolated(mean, gradient, weight_1, FAST_1), mean)
+    square = tl.where(taken, _interpolated(square, gradient * gradient, weight_2, FAST_2), square)
+    tl.store(momentum + offsets, mean, mask=mask)
+    tl.store(variance + offsets, square, mask=mask)
+    tl.store(gradients + offsets, tl.zeros_like(gradient), mask=mask)
+    direction = tl.div_rn(mean, tl.sqrt_rn(square) * root_factor + epsilon) + decay * weight
+    tl.store(update + offsets, direction, mask=mask)
+    partial_sum = partial_sums + tl.program_id(0)
+    tl.store(partial_sum, tl.sum(weight * weight))
+    tl.store(partial_sum + tl.num_programs(0), tl.sum(direction * direction))
+
+
+@triton.jit
+def _interpolated(old, new, weight, FAST: tl.constexpr):
+    """``beta * old + (1 - beta) * new``, from the nearer end; ``weight`` is beta where FAST, beta below 0.5, else 1 - beta.
+
+    As sums of two products they drift: fp32(0.999) + fp32(0.001) is not 1, and the variance would become 1.3e-5 too large.
+    """
+    if FAST:
+        return new + weight * (old - new)
+    else:  # noqa: RET505  two traces of which one is compiled, not two ways out
+        return old + weight * (new - old)
+
+
+@triton.jit
+def squares_kernel(partial_sums, squares, spans, chunks, REDUCTION: tl.constexpr):
+    """Sums of squared parameters and directions of an adapted segment."""
+    place = tl.program_id(0)
+    begin, end = tl.load(spans + 2 * place), tl.load(spans + 2 * place + 1)
+    weights, directions = tl.zeros((REDUCTION,), tl.float64), tl.zeros((REDUCTION,), tl.float64)
+    for start in range(begin, end, REDUCTION):
+        places = start + tl.arange(0, REDUCTION)
+        weights += tl.load(partial_sums + places, mask=places < end, other=0.0)
+        directions += tl.load(partial_sums + chunks + places, mask=places < end, other=0.0)
+    tl.store(squares + place, tl.sum(weights))
+    tl.store(squares + tl.num_programs(0) + place, tl.sum(directions))
+
+
+@triton.jit
+def apply_kernel(
+    parameters,
+    update,
+    squares,
+    table,
+    places,
+    norm,
+    learning_rate,
+    adapted,
+    CHUNK: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """The step of a chunk. ``squares`` has rows of ``adapted``."""
+    segment, offsets, first, stop = _chunk(table, CHUNK, ALIGNMENT)
+    taken = _finite(tl.load(norm))
+    step_size = tl.load(learning_rate).to(tl.float32)
+    place = tl.load(places + segment)
+    if place >= 0:
+        weight_norm = tl.sqrt_rn(tl.load(squares + place).to(tl.float32))
+        direction_norm = tl.sqrt_rn(tl.load(squares + adapted + place).to(tl.float32))
+        if (weight_norm > 0) & (direction_norm > 0):
+            step_size *= tl.div_rn(weight_norm, direction_norm)
+    if stop - first == CHUNK:
+        _apply(parameters, update, taken, step_size, offsets, None)
+    else:
+        _apply(parameters, update, taken, step_size, offsets, _inside(first, stop, CHUNK))
+
+
+@triton.jit
+def _apply(parameters, update, taken, step_size, offsets, mask):
+    weight = _load(parameters + offsets, mask)
+    weight = tl.where(taken, weight - step_size * _load(update + offsets, mask), weight)
+    tl.store(parameters + offsets, weight, mask=mask)
+
+
+@triton.jit
+def _finite(norm):
+    """Whether a norm is; False for NaN."""
+    return norm < float("inf")
+
+
+@triton.jit
+def _chunk(table, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Segment, offsets [CHUNK], and which of the places are the segment's, of this program's chunk."""
+    row = table + 4 * tl.program_id(0)
+    start = tl.load(row + 1).to(tl.int64) * ALIGNMENT
+    return tl.load(row), start + tl.arange(0, CHUNK), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
+def _inside(first, stop, CHUNK: tl.constexpr):
+    places = tl.arange(0, CHUNK)
+    return (places >= first) & (places < stop)
+
+
+@triton.jit
+def _load(pointers, mask):
+    """0 where the mask is False; no mask: None."""
+    if mask is None:
+        return tl.load(pointers)
+    else:  # noqa: RET505  two traces of which one is compiled, not two ways out
+        return tl.load(pointers, mask=mask, other=0.0)

@@ -1,0 +1,226 @@
+"""What layer norms in Triton share: tiles of rows, their statistics and gradients, sums over programs, and the launch.
+
+A program's tile is [ROWS, BLOCK / 8, 8]: eight neighbouring columns are a thread's 16 bytes of bf16, and one draw of the
+generator. Statistics and gradients are summed in fp32: those of vectors (biases, gains, the two segment rows) in registers
+by a fixed number of programs that walk over the rows, then over the programs by a second small kernel.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
+# ruff: noqa: ANN001, ANN201  (what a kernel is given, and gives, has types of the compiler's own)
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.reference.random import PLACES_A_DRAW, ROUNDS, Dropout
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+MAX_COLUMNS = 4096
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLACES = tl.constexpr(PLACES_A_DRAW)
+_ROUNDS = tl.constexpr(ROUNDS)
+# A captured graph or a new length must not compile anew because a number happens to be 1 or a multiple of 16.
+VARYING = ["tokens", "threshold", "stream"]
+
+
+@triton.jit
+def columns_of(BLOCK: tl.constexpr):
+    """[1, BLOCK / 8, 8] column numbers."""
+    columns = tl.arange(0, BLOCK // PLACES)[:, None] * PLACES + tl.arange(0, PLACES)[None, :]
+    return columns[None, :, :]
+
+
+@triton.jit
+def load_fp32(pointers, mask):
+    """Values in fp32, 0 where the mask is False."""
+    return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def row_means(tile, D: tl.constexpr):
+    """[ROWS, 1, 1] from [ROWS, BLOCK / 8, 8], zero past the last column."""
+    return (tl.sum(tl.sum(tile, axis=2), axis=1) / D)[:, None, None]
+
+
+@triton.jit
+def kept_places(rows, state, threshold, stream, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """[ROWS, BLOCK / 8, 8] what ``Dropout.mask`` keeps, one draw for each eight columns."""
+    zeros = tl.zeros([ROWS, BLOCK // PLACES], tl.int32)
+    draws, calls = zeros + tl.arange(0, BLOCK // PLACES)[None, :], zeros + stream
+    steps = zeros + tl.load(state + 1).to(tl.int32)
+    places = draws, calls, zeros + rows[:, None], steps
+    word_0, word_1, word_2, word_3 = tl.philox(tl.load(state), *places, n_rounds=_ROUNDS)
+    # The last dimension that join adds is the fastest: bits of the word's number, high to low, then the half.
+    words = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))
+    halves = tl.join(words & 0xFFFF, words >> 16).to(tl.int32)
+    return tl.reshape(halves, [ROWS, BLOCK // PLACES, PLACES]) >= threshold
+
+
+@triton.jit
+def normalised_rows(summed, inside, eps, D: tl.constexpr):
+    """The normalised rows and their mean and reciprocal deviation, both [ROWS, 1, 1]."""
+    mean = row_means(summed, D)
+    centred = tl.where(inside, summed - mean, 0.0)
+    rstd = tl.rsqrt(row_means(centred * centred, D) + eps)
+    return centred * rstd, mean, rstd
+
+
+@triton.jit
+def store_statistics(statistics, mean, rstd, rows, tokens):
+    """``statistics`` [2, T]: means, then reciprocal deviations."""
+    rows = rows[:, None, None]
+    tl.store(statistics + rows, mean, mask=rows < tokens)
+    tl.store(statistics + tokens + rows, rstd, mask=rows < tokens)
+
+
+@triton.jit
+def load_statistics(statistics, rows, tokens):
+    """Zeros past the last row, so that its gradients are zero too."""
+    rows = rows[:, None, None]
+    return load_fp32(statistics + rows, rows < tokens), load_fp32(statistics + tokens + rows, rows < tokens)
+
+
+@triton.jit
+def norm_gradient(dy, normalised, weight, rstd, D: tl.constexpr):
+    """Gradient of what was normalised."""
+    gradient = dy * weight
+    along = row_means(gradient * normalised, D)
+    return (gradient - row_means(gradient, D) - normalised * along) * rstd
+
+
+@triton.jit
+def store_partial(pointers, accumulator, inside):
+    """Store the sum of a tile's rows."""
+    tl.store(pointers, tl.sum(accumulator, axis=0)[None, :, :], mask=inside)
+
+
+@triton.jit
+def sum_partials(partials, sums, programs, width, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``sums`` [width] from ``partials`` [programs, width]."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([PROGRAMS, COLUMNS], tl.float32)
+    for start in range(0, programs, PROGRAMS):
+        rows = start + tl.arange(0, PROGRAMS)
+        mask = (rows < programs)[:, None] & (columns < width)[None, :]
+        total += tl.load(partials + rows[:, None] * width + columns[None, :], mask=mask, other=0.0)
+    tl.store(sums + columns, tl.sum(total, axis=0), mask=columns < width)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Tile and warps of a kernel for rows of one width."""
+
+    block: int
+    rows: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, columns: int) -> "Layout":
+        """At least 1024 values a tile, eight of them a thread's."""
+        block = max(64, triton.next_power_of_2(columns))
+        return cls(block, max(1, 1024 // block), max(4, block // 256))
+
+    def options(self, columns: int, dropout: bool) -> dict[str, Any]:
+        """Keyword arguments of the launch."""
+        tile = {"D": columns, "BLOCK": self.block, "ROWS": self.rows, "DROPOUT": dropout}
+        return {**tile, "num_warps": self.num_warps, "num_stages": 1}
+
+
+SUM_TILE = {"PROGRAMS": 64, "COLUMNS": 32}
+SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
+
+
+def backward_programs(device: torch.device, tokens: int, layout: Layout, warps: int) -> int:
+    """How many programs share the rows."""
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, min(multiprocessors * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
+
+
+def forward_grid(tokens: int, layout: Layout) -> tuple[int]:
+    """Programs of a forward kernel."""
+    return (max(1, triton.cdiv(tokens, layout.rows)),)
+
+
+def sums_over_programs(partials_PND: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N, D] over the programs."""
+    programs, vectors, columns = partials_PND.shape
+    sums_ND = partials_PND.new_empty(vectors, columns, dtype=dtype)
+    width = vectors * columns
+    grid = (triton.cdiv(width, SUM_TILE["COLUMNS"]),)
+    sum_partials[grid](partials_PND, sums_ND, programs, width, **SUM_TILE, **SUM_PIPELINE)
+    return sums_ND
+
+
+Scalars = tuple[Tensor | None, int, float, int]
+
+
+def dropout_scalars(dropout: Dropout | None) -> Scalars:
+    """State, threshold, scale and stream; no state where nothing is dropped."""
+    if dropout is None or dropout.p == 0:
+        return None, 0, 1.0, 0
+    return dropout.state, dropout.threshold, dropout.scale, dropout.stream
+
+
+def unsupported_rows(rows: Tensor, dropout: Dropout | None) -> list[str]:
+    """Reasons why rows of this kind cannot be normalised here, or nothing."""
+    reasons = []
+    if not rows.is_cuda and not triton.knobs.runtime.interpret:
+        reasons.append(f"the inputs are on {rows.device.type}, and Triton needs a CUDA device")
+    if rows.shape[1] % PLACES_A_DRAW or not 0 < rows.shape[1] <= MAX_COLUMNS:
+        reasons.append(f"a hidden size of {rows.shape[1]}; expected a multiple of {PLACES_A_DRAW} up to {MAX_COLUMNS}")
+    if dropout is not None and dropout.state.device != rows.device:
+        reasons.append(f"the dropout's state is on {dropout.state.device}, the inputs on {rows.device}")
+    return reasons
+
+
+def different_dtypes(names: str, *tensors: Tensor) -> list[str]:
+    """Why these do not share one dtype that the kernels take, or nothing."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1 and dtypes <= set(_DTYPES):
+        return []
+    found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    return [f"{names} are {found}; expected one of bfloat16, float16, float32 for all"]
+
+
+_TYPES = dict.fromkeys(("input_ids", "position_ids", "segment_ids", "state"), "*i64")
+_TYPES |= dict.fromkeys(("x", "residual", "dresidual", "dx"), "*bf16")
+_TYPES |= dict.fromkeys(("bias", "weight", "norm_bias", "word", "position", "segment"), "*fp32")
+_TYPES |= dict.fromkeys(("statistics", "partials", "dword", "dposition", "sums"), "*fp32")
+_TYPES |= {"tokens": "i32", "eps": "fp32", "threshold": "i32", "scale": "fp32", "stream": "i32"}
+_TYPES |= {"programs": "i32", "width": "i32"}
+
+
+def norm_configurations(stream: str, *kernels: Any) -> "list[Configuration]":
+    """Each of ``kernels`` as training launches it under autocast, for the hidden sizes of BERT-Large and the small default.
+
+    Parameters and embeddings are fp32, and the stream of y and dy is of type ``stream``.
+    """
+    from kernels.ahead_of_time import Configuration
+
+    found = []
+    for columns in (128, 1024):
+        for kernel in kernels:
+            for dropout in (True, False):
+                options = Layout.of(columns).options(columns, dropout)
+                num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
+                constexprs = options if dropout else options | {"state": None}
+                types = _TYPES | {"y": f"*{stream}", "dy": f"*{stream}"} | dict.fromkeys(constexprs, "constexpr")
+                signature = {name: types[name] for name in kernel.arg_names}
+                name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
+                found.append(Configuration(name, kernel, signature, constexprs, num_warps, num_stages))
+    return found
+
+
+def configurations() -> "list[Configuration]":
+    """The sum over programs, which both norms launch."""
+    from kernels.ahead_of_time import Configuration
+
+    types = _TYPES | dict.fromkeys(SUM_TILE, "constexpr")
+    signature = {name: types[name] for name in sum_partials.arg_names}
+    return [Configuration("fp32", sum_partials, signature, dict(SUM_TILE), **SUM_PIPELINE)]
