@@ -5,6 +5,7 @@
 #
 # RECIPE (default: tiny_cpu) is a recipe of bert/recipes.py, RUNS (default: 1) the number of runs, and what follows are
 # settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the repository's root.
+# --help prints this, --version a line with version and commit.
 # Environment: NPROC, the number of processes (default: one a GPU; for tiny_cpu two, or one on a single core);
 # OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); PYTHON, what .venv is made with;
 # CLEAR_CACHES=0 keeps the page cache, which a run otherwise empties where it may, as the benchmark's rules ask.
@@ -98,7 +99,9 @@ locked() {
 
 extras=()
 ! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
-supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}"
+asked=()
+[[ " ${settings[*]}" != *" --log.tensorboard"* ]] || asked=(tensorboard)
+supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}" "${asked[@]}"
 python=.venv/bin/python
 train=(-m bert.train "$recipe")
 
@@ -153,6 +156,7 @@ claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT
 results=() status=0
 for ((run = 1; run <= runs && !stopped; run++)); do
+  ((nodes == 1 || node)) || MASTER_PORT=$MASTER_PORT "$python" -m bert.parallel.master_port || { status=$? && break; }
   ready=$(WORLD_SIZE=$world_size "$python" "${train[@]}" "${settings[@]}" --dry-run) || { status=$? && break; }
   [[ $ready == *"results would go to "* && " ${settings[*]} " != *" --dry-run "* ]] || { echo "$ready" && exit; } # --help
   say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each"

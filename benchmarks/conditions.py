@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from bert.reporting.provenance import commit
+from console.version import commit
 
 
 def conditions(packages: tuple[str, ...] = ("torch", "numpy")) -> dict[str, object]:

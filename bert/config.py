@@ -220,6 +220,9 @@ class LogConfig:
     """Whether the launcher dropped the file caches just before this run; logged as cache_clear."""
     interval_steps: int = 20
     """Steps between two lines of metrics."""
+    tensorboard: Path | None = None
+    """A folder for TensorBoard, which gets the metrics in <system>/result_<n>, by training samples. None: nothing. It needs
+    pip install 'mlperf-bert[tensorboard]'."""
 
     def __post_init__(self) -> None:
         if not self.system or any(character in self.system for character in "/\\ \t\n") or self.system.startswith("."):

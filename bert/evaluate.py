@@ -10,24 +10,25 @@ Exit status: 0 as expected, or nothing was expected; 1 when the accuracy is anot
 wrong. torchrun makes 1 of both.
 """
 
+from __future__ import annotations
+
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
 import tyro
 
-from bert.config import Config
-from bert.evaluator import Accuracy, Evaluator
-from bert.guards.preflight import check_evaluation
-from bert.guards.triton_cache import require_private_cache
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.train import first_model, parse, refused
 from console.interruption import end_in_order
-from console.program import accept_any_text, complain, parsed, say, say_document
-from dataloading.dataset.folder import Dataset
+from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
+
+if TYPE_CHECKING:
+    from bert.config import Config
+    from bert.evaluator import Accuracy
+    from bert.parallel.mesh import Mesh
+    from dataloading.dataset.folder import Dataset
 
 
 @dataclass(frozen=True)
@@ -61,14 +62,21 @@ class Expectation:
 def main(arguments: Sequence[str]) -> int:
     """Parse, check, evaluate; returns the exit status."""
     accept_any_text()
+    answer_version(arguments)
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(str(__doc__))
         return 0
+    from bert.train import parse, refused
+
     try:
         read = partial(tyro.cli, Expectation, args=arguments, return_unknown_args=True, add_help=False)
         expectation, settings = parsed(read)
         expectation.check()
         config = parse(settings, "bert.evaluate")
+        from bert.guards.preflight import check_evaluation
+        from bert.guards.triton_cache import require_private_cache
+        from bert.parallel.mesh import join_mesh, leave_mesh
+
         dataset = check_evaluation(config)
         if config.dry_run:
             say(f"{config.recipe}: ready, {len(dataset):,} samples would be evaluated")
@@ -94,6 +102,11 @@ def evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
 
     FP8 is training's: where a recipe has it, the products are in bf16 here. Raises ``ValueError`` where no token is masked.
     """
+    import torch
+
+    from bert.evaluator import Evaluator
+    from bert.train import first_model
+
     started = time.perf_counter()
     model = first_model(config, mesh, seed=0)
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)

@@ -8,29 +8,26 @@ from positions and first-layer heads that already look one and two tokens to eit
 this artefact only; the timed run knows nothing of it.
 """
 
+from __future__ import annotations
+
 import json
 import platform
 import sys
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 import tyro
-from torch import Tensor
 
-from bert.checkpoints.weights import VOCABULARY, save_weights
-from bert.model import BertForPreTraining, EncoderLayer, initialize_
-from bert.optimizer import FlatParameters
 from bert.recipes import tiny_model
-from console.program import accept_any_text, complain, parsed, say
-from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import Plan
-from dataloading.shards.samples import Samples
-from dataloading.text.demo import TRAIN_OPTIONS, demo_samples, text_digest
-from dataloading.text.documents import demo_documents
-from dataloading.text.tokenization import Tokenizer, Vocabulary
-from dataloading.text.vocabulary import learn_vocabulary
+from console.program import accept_any_text, answer_version, complain, parsed, say
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bert.model import BertForPreTraining
+    from dataloading.shards.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -49,6 +46,15 @@ class Phase1:
 
 def main(settings: Phase1) -> None:
     """Learn the vocabulary, train, write both."""
+    import torch
+
+    from bert.checkpoints.weights import VOCABULARY, save_weights
+    from bert.model import BertForPreTraining
+    from dataloading.text.demo import TRAIN_OPTIONS, demo_samples, text_digest
+    from dataloading.text.documents import demo_documents
+    from dataloading.text.tokenization import Tokenizer, Vocabulary
+    from dataloading.text.vocabulary import learn_vocabulary
+
     torch.manual_seed(settings.seed)
     torch.set_num_threads(1)  # so that the same machine gives the same bits
     documents = [document for document in demo_documents() if not document.held_out]
@@ -76,6 +82,12 @@ def main(settings: Phase1) -> None:
 
 
 def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> None:
+    import torch
+
+    from bert.optimizer import FlatParameters
+    from dataloading.batches.loader import batch_of
+    from dataloading.batches.sampler import Plan
+
     flat = FlatParameters.of(model)
     weights_P = flat.weights_P.requires_grad_()
     weights_P.grad = flat.gradients_P
@@ -97,13 +109,16 @@ def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> Non
             say(f"step {step + 1}/{settings.steps}  masked-LM loss {float(masked_lm_loss.detach()):.3f}")
 
 
-@torch.no_grad()
 def _informed_start(model: BertForPreTraining, seed: int, strength: float = 1.4) -> BertForPreTraining:
     """Random weights, but positions are sinusoids and the first layer's heads attend to the offsets -1, +1, -2, +2.
 
     With position i as (sin fi, cos fi) for frequencies f, rotating the query by an offset o makes query i and key j score
     the sum of cos(f(i + o - j)), which is largest at j = i + o.
     """
+    import torch
+
+    from bert.model import EncoderLayer, initialize_
+
     initialize_(model, torch.Generator().manual_seed(seed))
     config = model.config
     frequencies = torch.logspace(
@@ -111,15 +126,16 @@ def _informed_start(model: BertForPreTraining, seed: int, strength: float = 1.4)
     )
     angles = torch.arange(config.max_position_embeddings)[:, None] * frequencies
     positions = torch.cat([angles.sin(), angles.cos()], dim=1)
-    model.embeddings.position.copy_(positions / positions.std() * config.initializer_range)
-    first = model.layers[0]
-    assert isinstance(first, EncoderLayer)
-    query, key, _ = first.query_key_value.weight.chunk(3)
-    head_size = config.hidden_size // config.num_attention_heads
-    for head, offset in enumerate((-1, 1, -2, 2)):
-        rows = slice(head * head_size, (head + 1) * head_size)
-        _add_rotation(query[rows], frequencies, offset, strength)
-        _add_rotation(key[rows], frequencies, 0, strength)
+    with torch.no_grad():
+        model.embeddings.position.copy_(positions / positions.std() * config.initializer_range)
+        first = model.layers[0]
+        assert isinstance(first, EncoderLayer)
+        query, key, _ = first.query_key_value.weight.chunk(3)
+        head_size = config.hidden_size // config.num_attention_heads
+        for head, offset in enumerate((-1, 1, -2, 2)):
+            rows = slice(head * head_size, (head + 1) * head_size)
+            _add_rotation(query[rows], frequencies, offset, strength)
+            _add_rotation(key[rows], frequencies, 0, strength)
     return model
 
 
@@ -137,6 +153,7 @@ def _add_rotation(weight_ED: Tensor, frequencies: Tensor, offset: int, strength:
 
 if __name__ == "__main__":
     accept_any_text()
+    answer_version(sys.argv[1:])
     try:
         main(parsed(partial(tyro.cli, Phase1, prog="python -m bert.phase1")))
     except (ValueError, OSError) as error:

@@ -53,9 +53,10 @@ from bert.reporting.metrics import (
 )
 from bert.reporting.provenance import commit, provenance
 from bert.reporting.result_files import claim, create_log
+from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep, build_model, empty_model
 from compliance.log.forecast import Schedule
-from console.program import accept_any_text, complain, parsed, reason, say, say_document
+from console.program import accept_any_text, answer_version, complain, parsed, reason, say, say_document
 from dataloading.batches.capacity import Capacity, choose_capacities, draw_sizes
 from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
 from dataloading.batches.sampler import MicroBatch, Plan
@@ -70,6 +71,7 @@ OLDEST_TORCH = (2, 11)
 def main(arguments: Sequence[str]) -> int:
     """Parse, check, run; returns the exit status."""
     accept_any_text()
+    answer_version(arguments)
     try:
         _require_torch()
         config = parse(arguments)
@@ -416,6 +418,7 @@ def _reporter(
             },
         )
     ]
+    sinks += tensorboard_sinks(config, inputs.result)
     if console.is_terminal:
         sinks += [LivePanel(progress, console), PlainLines(progress, log.line)]
     else:

@@ -12,10 +12,11 @@ def show_in_one_line() -> None:
     Python itself then ends the process by the signal, as shells expect; what was begun has been undone on the way.
     """
     if sys.argv[:1] == ["-m"]:  # Python has not yet found the file of `python -m PACKAGE`
-        sys.excepthook = _show
+        sys.excepthook = in_one_line
 
 
-def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def in_one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Show an error that ends the program, Ctrl-C in one line: a `sys.excepthook`."""
     if issubclass(kind, KeyboardInterrupt):
         sys.stderr.write("interrupted\n")
     else:

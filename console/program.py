@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from tyro.extras import SubcommandApp
 
 from console.text import annotation, json_document, visible
+from console.version import version_line
 
 Result = TypeVar("Result")
 
@@ -80,6 +81,13 @@ def _show_warning(
     complain(f"{filename}:{lineno}: {category.__name__}: {message}", "warning")
 
 
+def answer_version(arguments: Sequence[str]) -> None:
+    """End the program with its version where that is what the command line asks for first."""
+    if arguments and arguments[0] == "--version":
+        say(version_line())
+        raise SystemExit(0)
+
+
 def parsed(parse: Callable[[], Result]) -> Result:
     """What `parse`, a call of tyro, makes of the command line.
 
@@ -132,4 +140,5 @@ class Commands(SubcommandApp):
         Raises:
             ValueError: see `parsed`.
         """
+        answer_version(sys.argv[1:] if arguments is None else arguments)
         return parsed(partial(self.cli, prog=program, args=arguments))()

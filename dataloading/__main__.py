@@ -1,43 +1,28 @@
-"""Command line of the data stages: ``python -m dataloading COMMAND``."""
+"""Command line of the data stages: ``python -m dataloading COMMAND``.
+
+A command imports what it needs when it runs, so that --help and a wrong option cost no second.
+"""
+
+from __future__ import annotations
 
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import numpy as np
 import tyro
 
 from console.interruption import end_in_order
 from console.program import Commands, accept_any_text, complain, say
-from dataloading.dataset import known
-from dataloading.dataset.convert import Layout, convert, convert_to_packed
-from dataloading.dataset.folder import (
-    MANIFEST_NAME,
-    Dataset,
-    Part,
-    index_shards,
-    merge,
-    new_folder,
-    open_dataset,
-    parts_in,
-    scan_shards,
-    write_dataset,
-)
-from dataloading.dataset.order import OrderCheck
-from dataloading.dataset.shuffle import Progress as ShuffleProgress
-from dataloading.dataset.shuffle import shuffle
-from dataloading.files import atomic_path
-from dataloading.shards.formats import open_shard
-from dataloading.shards.native import Compression
-from dataloading.shards.samples import Samples, concatenate
-from dataloading.shards.shard import DatasetInfo, ShardRecord
-from dataloading.text.demo import write_demo
-from dataloading.text.prepare import Job, Progress, prepare
-from dataloading.text.pretraining_data import PretrainingOptions
-from dataloading.text.tokenization import Vocabulary
-from dataloading.text.wikipedia import ExtractionOptions, extract
-from dataloading.text.wikipedia import Progress as ExtractionProgress
+from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptions, Layout, PretrainingOptions
+
+if TYPE_CHECKING:
+    from dataloading.dataset.folder import Dataset, Part
+    from dataloading.dataset.shuffle import Progress as ShuffleProgress
+    from dataloading.shards.samples import Samples
+    from dataloading.shards.shard import ShardRecord
+    from dataloading.text.prepare import Progress
+    from dataloading.text.wikipedia import Progress as ExtractionProgress
 
 app = Commands()
 
@@ -57,6 +42,7 @@ def _extract(
         options: The reference scripts' settings.
         jobs: Processes to use.
     """
+    from dataloading.text.wikipedia import extract
 
     def report(progress: ExtractionProgress) -> None:
         _print_progress(progress, f"{progress.articles:,} articles")
@@ -90,6 +76,8 @@ def _prepare(
         part: i/n: make the i-th of n shares of the work only (1/4 to 4/4, say); `merge` joins them.
         compression: gzip makes shards smaller and training from them slow: for archives.
     """
+    from dataloading.text.prepare import Job, prepare
+
     job = Job(text, vocab, options, one_call, compression)
 
     def report(progress: Progress) -> None:
@@ -108,6 +96,9 @@ def demo(out: Path, vocab: Path) -> None:
         out: Folder for the data sets train and evaluation.
         vocab: The vocabulary that ships with the default.
     """
+    from dataloading.dataset.folder import open_dataset
+    from dataloading.text.demo import write_demo
+
     started = time.perf_counter()
     made = write_demo(out, vocab)
     for name in ("train", "evaluation"):
@@ -124,6 +115,8 @@ def _merge(folders: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
         folders: Where the parts are; parts may share a folder.
         out: Folder to make, or the folder that all parts share.
     """
+    from dataloading.dataset.folder import merge
+
     say(f"{out}: {_counts(merge(list(folders), out))}")
 
 
@@ -136,8 +129,11 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
         vocab: The vocabulary that their ids belong to.
         out: Folder to make, with links to the shards, where nothing may be written beside them.
     """
-    names = _shard_names(folder)
-    info = _info_of(folder, names, vocab)
+    from dataloading.dataset.folder import index_shards, new_folder, open_dataset
+    from dataloading.dataset.sources import info_of, shard_names
+
+    names = shard_names(folder)
+    info = info_of(folder, names, vocab)
     if out is None:
         dataset = index_shards(folder, names, info)
     else:
@@ -162,6 +158,9 @@ def _shuffle(
         seed: Seed of the order.
         compression: gzip makes shards smaller and training from them slow: for archives.
     """
+    from dataloading.dataset.folder import open_dataset
+    from dataloading.dataset.shuffle import shuffle
+
     started = time.perf_counter()
     told: dict[str, int] = {}
 
@@ -199,9 +198,12 @@ def _convert(
         compression: gzip makes shards smaller and training from them slow: for archives (layout native).
         jobs: Processes to use (other layouts than packed).
     """
+    from dataloading.dataset.convert import convert, convert_to_packed
+    from dataloading.dataset.sources import open_or_scan
+
     if compression != "none" and to != "native":
         raise ValueError(f"--compression is {compression}, but layout {to} has none: leave it out, or use --to native")
-    source = _open_or_scan(folder, vocab)
+    source = open_or_scan(folder, vocab)
 
     def report(name: str) -> None:
         say(name)
@@ -214,7 +216,7 @@ def _convert(
 
 
 @app.command
-def pick_evaluation(folder: tyro.conf.Positional[Path], out: Path, samples: int = known.EVALUATION_SAMPLES) -> None:
+def pick_evaluation(folder: tyro.conf.Positional[Path], out: Path, samples: int = EVALUATION_SAMPLES) -> None:
     """Pick the evaluation set from the samples of the evaluation text, evenly spaced, as the reference does.
 
     Args:
@@ -222,6 +224,9 @@ def pick_evaluation(folder: tyro.conf.Positional[Path], out: Path, samples: int 
         out: Folder to make.
         samples: How many to pick.
     """
+    from dataloading.dataset import known
+    from dataloading.dataset.folder import open_dataset, write_dataset
+
     source = open_dataset(folder)
     picked = source.take(known.pick_evaluation(source, samples))
     write_dataset(out, picked, shards=1, info=source.info)
@@ -238,7 +243,11 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
         folder: The data set.
         checksums: A published list of the shards' content digests (4320_shards_varlength.chk, say) to compare with.
     """
-    dataset = _open_to_verify(folder)
+    from dataloading.dataset import known
+    from dataloading.dataset.order import OrderCheck
+    from dataloading.dataset.sources import open_to_verify
+
+    dataset = open_to_verify(folder)
     census, order = known.Census(dataset), OrderCheck(len(dataset))
 
     def visit(shard: ShardRecord, samples: Samples) -> None:
@@ -270,9 +279,16 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
         shards: Shards of any layout, or folders of them: data sets in the order of their manifests, others by name.
         out: The .npz file to write.
     """
+    import numpy as np
+
+    from dataloading.dataset.sources import shards_of
+    from dataloading.files import atomic_path
+    from dataloading.shards.formats import open_shard
+    from dataloading.shards.samples import concatenate
+
     if not shards:
         raise ValueError("no shard named; expected one or more files or folders")
-    paths = [path for named in shards for path in (_shards_of(named) if named.is_dir() else [named])]
+    paths = [path for named in shards for path in (shards_of(named) if named.is_dir() else [named])]
     blocks = []
     for path in paths:
         with open_shard(path) as shard:
@@ -313,76 +329,12 @@ def _duration(seconds: float) -> str:
 
 
 def _parse_part(text: str) -> Part:
+    from dataloading.dataset.folder import Part
+
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
     return Part(int(index), int(count))
-
-
-def _shard_names(folder: Path) -> list[str]:
-    """The files of a folder of shards."""
-    if not folder.is_dir():
-        raise ValueError(f"{folder}: no such folder")
-    names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
-    if MANIFEST_NAME in names:
-        raise ValueError(f"{folder} has a {MANIFEST_NAME} already; delete it first to make it anew")
-    if not names:
-        raise ValueError(f"{folder} holds no files; expected shards")
-    return names
-
-
-def _shards_of(folder: Path) -> list[Path]:
-    """The shards of a data set, or of a folder that holds nothing else."""
-    if (folder / MANIFEST_NAME).exists():
-        return [folder / record.name for record in open_dataset(folder).shards]
-    return [folder / name for name in _shard_names(folder)]
-
-
-def _info_of(folder: Path, names: list[str], vocab: Path) -> DatasetInfo:
-    """What is to be said of shards from elsewhere: their vocabulary, and the largest sizes found or promised."""
-    vocabulary = Vocabulary.from_file(vocab)
-    most_tokens = most_masked = 1
-    for name in names:
-        with open_shard(folder / name) as shard:
-            if shard.digest is not None:
-                return shard.info.without_sources()
-            promised = shard.info.max_seq_length, shard.info.max_predictions_per_seq
-            if shard.layout in ("fixed", "tfrecord"):
-                most_tokens, most_masked = promised
-                break
-            most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))
-            most_masked = max(most_masked, int(shard.masked_counts.max(initial=1)))
-    return DatasetInfo(
-        vocab_size=vocabulary.size,
-        max_seq_length=most_tokens,
-        max_predictions_per_seq=most_masked,
-        vocabulary_md5=vocabulary.md5,
-        vocabulary_sha256=vocabulary.sha256,
-        options={},
-        sources={},
-    )
-
-
-def _open_or_scan(folder: Path, vocab: Path | None) -> Dataset:
-    """A data set, or what a folder of shards without a manifest would make."""
-    if (folder / MANIFEST_NAME).exists():
-        dataset = open_dataset(folder)
-        if vocab is not None:
-            dataset.check_vocabulary(Vocabulary.from_file(vocab))
-        return dataset
-    names = _shard_names(folder)
-    if vocab is None:
-        raise ValueError(f"{folder} has no {MANIFEST_NAME}: name the vocabulary that its ids belong to by --vocab FILE")
-    return scan_shards(folder, names, _info_of(folder, names, vocab))
-
-
-def _open_to_verify(folder: Path) -> Dataset:
-    """A data set, or the only part that a folder holds."""
-    parts = parts_in(folder) if folder.is_dir() else []
-    if len(parts) == 1 and not (folder / MANIFEST_NAME).exists():
-        say(f"{folder}: part {parts[0]} of a data set")
-        return open_dataset(folder, parts[0])
-    return open_dataset(folder)
 
 
 def main() -> int:

@@ -13,20 +13,23 @@ measures them at the size of BERT-Large with N sequences, both ways; what was me
     python -m kernels clear [OP]        forgets what was measured and pinned, of one op or of all
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
+from console.interruption import in_one_line
+from console.version import version_line
 
-from kernels import OPS
-from kernels.precision import set_product_precision
-from kernels.tuning import autotune
-from kernels.tuning.cache import Cache
-from kernels.tuning.examples import Size, example_inputs
+if TYPE_CHECKING:
+    import torch
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+    from kernels.tuning.examples import Size
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+"""PyTorch's names, which is imported when a command runs."""
 _MASKED_PER_SEQUENCE = 38
 """Wikipedia's mean."""
 
@@ -40,7 +43,9 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a command; 2 with one line on stderr for wrong input."""
     command = _COMMANDS.get(arguments[0]) if arguments else None
     try:
-        if command is None:
+        if arguments[:1] == ["--version"]:
+            print(version_line())
+        elif command is None:
             _table(arguments)
         else:
             command(arguments[1:])
@@ -53,13 +58,17 @@ def main(arguments: Sequence[str]) -> int:
 def _table(arguments: Sequence[str]) -> None:
     parser = _with_device(_Parser(prog="python -m kernels", description=__doc__, formatter_class=_AS_WRITTEN))
     chosen = parser.parse_args(arguments)
-    device, dtype = _device(chosen), _DTYPES[chosen.dtype]
+    from kernels import OPS
+    from kernels.tuning.cache import Cache
+    from kernels.tuning.examples import example_inputs
+
+    device, dtype = _device_and_dtype(chosen)
     pins = Cache().pins()
-    print(f"{'op':28}{'implementation':20}{'auto':6}on {device}, {chosen.dtype}, with gradients and dropout")
+    print(f"{'op':28}{'implementation':20}{'auto':6}on {device}, {_short(dtype)}, with gradients and dropout")
     for name, op in OPS.items():
-        args, kwargs = example_inputs(name, torch.device(device), dtype)
+        args, kwargs = example_inputs(name, device, dtype)
         taken = pins.get(name) or op.chosen(*args, **kwargs).name
-        for index, implementation in enumerate(op.order(device)):
+        for index, implementation in enumerate(op.order(device.type)):
             reasons = "; ".join(implementation.unsupported_reasons(name, *args, **kwargs)) or "usable"
             mark = ("pin" if name in pins else "<-") if implementation.name == taken else ""
             print(f"{name if index == 0 else '':28}{implementation.name:20}{mark:6}{reasons}")
@@ -72,21 +81,29 @@ def _autotune(arguments: Sequence[str]) -> None:
     parser.add_argument("ops", nargs="*", metavar="OP", help="by default all")
     parser.add_argument("--sequences", type=int, nargs="+", metavar="N", help="by default 96 on a GPU, 1 on a CPU")
     chosen = parser.parse_args(arguments)
-    device = _device(chosen)
+    from kernels import OPS
+    from kernels.precision import set_product_precision
+    from kernels.tuning import autotune
+    from kernels.tuning.examples import Size
+
+    device, dtype = _device_and_dtype(chosen)
     set_product_precision()
     for op in chosen.ops:
         autotune.check_names(op)
-    counts = chosen.sequences or [96 if device == "cuda" else 1]
+    counts = chosen.sequences or [96 if device.type == "cuda" else 1]
     if min(counts) < 1:
         raise ValueError(f"--sequences {min(counts)}, expected at least 1")
     for count in counts:
         size = Size(sequences=count, masked=_MASKED_PER_SEQUENCE * count)
-        print(f"{count} sequences of {size.mean_length} tokens on {device}, {chosen.dtype}")
+        print(f"{count} sequences of {size.mean_length} tokens on {device}, {_short(dtype)}")
         for op in chosen.ops or OPS:
-            _measure(op, torch.device(device), _DTYPES[chosen.dtype], size)
+            _measure(op, device, dtype, size)
 
 
 def _measure(op: str, device: torch.device, dtype: torch.dtype, size: Size) -> None:
+    from kernels.tuning import autotune
+    from kernels.tuning.examples import example_inputs
+
     args, kwargs = example_inputs(op, device, dtype, size)
     request = autotune.Request.of(op, args, kwargs)
     del args, kwargs
@@ -105,6 +122,8 @@ def _measure(op: str, device: torch.device, dtype: torch.dtype, size: Size) -> N
 
 def _show(arguments: Sequence[str]) -> None:
     _Parser(prog="python -m kernels show").parse_args(arguments)
+    from kernels.tuning.cache import Cache
+
     cache = Cache()
     lines = [f"{op}: {name}, pinned" for op, name in cache.pins().items()] + _measured_lines()
     print("\n".join(lines) or f"nothing is measured or pinned in {cache.folder}")
@@ -115,12 +134,18 @@ def _pin(arguments: Sequence[str]) -> None:
     parser.add_argument("op", metavar="OP")
     parser.add_argument("name", metavar="NAME")
     chosen = parser.parse_args(arguments)
+    from kernels import OPS
+    from kernels.tuning import autotune
+    from kernels.tuning.cache import Cache
+    from kernels.tuning.examples import example_inputs
+
     autotune.check_names(chosen.op, chosen.name)
-    args, kwargs = example_inputs(chosen.op, torch.device(_device(chosen)), _DTYPES[chosen.dtype])
+    device, dtype = _device_and_dtype(chosen)
+    args, kwargs = example_inputs(chosen.op, device, dtype)
     implementation = OPS[chosen.op].implementations[chosen.name]
     if reasons := implementation.unsupported_reasons(chosen.op, *args, **kwargs):
         raise ValueError(
-            f"{chosen.op}={chosen.name} is not pinned: on {chosen.device} in {chosen.dtype} it cannot be used: "
+            f"{chosen.op}={chosen.name} is not pinned: on {device} in {_short(dtype)} it cannot be used: "
             f"{'; '.join(reasons)}"
         )
     Cache().pin(chosen.op, chosen.name)
@@ -130,12 +155,18 @@ def _clear(arguments: Sequence[str]) -> None:
     parser = _Parser(prog="python -m kernels clear")
     parser.add_argument("op", metavar="OP", nargs="?")
     chosen = parser.parse_args(arguments)
+    from kernels.tuning import autotune
+    from kernels.tuning.cache import Cache
+
     if chosen.op is not None:
         autotune.check_names(chosen.op)
     print(f"{Cache().clear(chosen.op)} forgotten")
 
 
 def _measured_lines() -> list[str]:
+    from kernels.tuning import autotune
+    from kernels.tuning.cache import Cache
+
     lines: list[str] = []
     for key, value in Cache().entries():
         try:
@@ -146,16 +177,25 @@ def _measured_lines() -> list[str]:
 
 
 def _with_device(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
-    parser.add_argument("--dtype", choices=tuple(_DTYPES), default="bf16" if default == "cuda" else "fp32")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="by default cuda where PyTorch sees a GPU")
+    parser.add_argument("--dtype", choices=tuple(_DTYPES), help="by default bf16 on cuda, fp32 on cpu")
     return parser
 
 
-def _device(chosen: argparse.Namespace) -> str:
-    if chosen.device == "cuda" and not torch.cuda.is_available():
+def _device_and_dtype(chosen: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
+    """What the options, or what is there, say. Raises ``ValueError`` where there is no GPU and one is asked for."""
+    import torch
+
+    device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, and PyTorch sees no GPU")
-    return chosen.device
+    default = "bf16" if device == "cuda" else "fp32"
+    return torch.device(device), getattr(torch, _DTYPES[chosen.dtype or default])
+
+
+def _short(dtype: torch.dtype) -> str:
+    """What `--dtype` calls a type."""
+    return next(short for short, name in _DTYPES.items() if str(dtype) == f"torch.{name}")
 
 
 _AS_WRITTEN = argparse.RawDescriptionHelpFormatter
@@ -167,4 +207,5 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
 }
 
 if __name__ == "__main__":
+    sys.excepthook = in_one_line
     sys.exit(main(sys.argv[1:]))

@@ -218,6 +218,11 @@ def rewrite(page: Path, text: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Compile, print, and write if asked; 1 when a configuration spills or does not fit, 2 for a wrong setting."""
+    if arguments[:1] == ["--version"]:
+        from console.version import version_line  # of the program alone, not of those who import a Configuration
+
+        print(version_line())
+        return 0
     parser = argparse.ArgumentParser("python -m kernels.ahead_of_time", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--out", type=Path, help="a page with the two markers, for the table to be written between them"
@@ -245,5 +250,8 @@ def _section(costs: Sequence[Cost]) -> str:
 
 
 if __name__ == "__main__":
+    from console.interruption import in_one_line
+
+    sys.excepthook = in_one_line
     # The modules import this one by its name: run that one, so that there is a single Configuration.
     sys.exit(importlib.import_module("kernels.ahead_of_time").main(sys.argv[1:]))

@@ -5,8 +5,25 @@
 say() { echo "==> $*"; }
 fail() { echo "error: $*" >&2 && exit 2; }
 
-# usage SCRIPT ARGUMENT...: if the first argument asks for help, print the comment at the head of the script, and end.
+# version: print what console/version.py does for the programs in Python; there may be no Python yet.
+version() {
+  local root number revision
+  root=$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/..
+  number=$(sed -n 's/^version = "\(.*\)"$/\1/p' "$root/pyproject.toml")
+  if revision=$(git -C "$root" rev-parse HEAD 2>/dev/null); then
+    revision=${revision::7}
+    [[ ! $(git -C "$root" status --porcelain --untracked-files=no) ]] || revision+=" with local changes"
+  else
+    revision=${MLPERF_BERT_COMMIT-} && revision=${revision::7}
+  fi
+  [[ ${revision:-unknown} == unknown ]] || revision=" (commit $revision)"
+  echo "mlperf-bert $number${revision#unknown}"
+}
+
+# usage SCRIPT ARGUMENT...: if the first argument asks for help, print the comment at the head of the script, and end; so with
+# --version and one line.
 usage() {
+  [[ ${2-} != --version ]] || { version && exit 0; }
   [[ ${2-} == -h || ${2-} == --help ]] || return 0
   sed -n '2,/^set /{/^set /d; /^#SBATCH/d; s/^# \{0,1\}//p}' "$1"
   exit 0

@@ -53,6 +53,8 @@ def names_in(path: Path) -> set[str]:
             names.add(node.name)
         elif isinstance(node, ast.Name):
             names.add(node.id)
+        elif isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+            names |= names_in(REPOSITORY.joinpath(*(node.module or "").split(".")).with_suffix(".py"))
         elif isinstance(node, ast.alias):
             names.add((node.asname or node.name).rpartition(".")[2])
     return names

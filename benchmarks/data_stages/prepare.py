@@ -26,10 +26,11 @@ import tyro
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import reference_prepare
 from dataloading.dataset.folder import open_dataset, write_dataset
+from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.documents import demo_documents
-from dataloading.text.pretraining_data import PretrainingOptions, create_samples, read_documents, tokenize_documents
+from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,7 @@ SHIPPED_VOCAB = ROOT / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 
 _COMPILE = """
 import pathlib, sys, time
-from dataloading.text.pretraining_data import PretrainingOptions, create_samples, tokenize_documents
+from dataloading.text.pretraining_data import create_samples, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 tokenizer = Tokenizer.from_vocab(pathlib.Path(sys.argv[1]))
 documents = tokenize_documents([["one", "two"], ["three"]], tokenizer)

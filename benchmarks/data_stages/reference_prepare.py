@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
-from dataloading.text.pretraining_data import PretrainingOptions
 
 CJK = (
     (0x4E00, 0x9FFF),

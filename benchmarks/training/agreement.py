@@ -43,10 +43,10 @@ from bert.model import BertForPreTraining, initialize_
 from bert.recipes import ARTIFACTS
 from dataloading.batches.sampler import Plan
 from dataloading.dataset.folder import Dataset, write_dataset
+from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import demo_documents
 from dataloading.text.prepare import Job, prepare
-from dataloading.text.pretraining_data import PretrainingOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, BATCH, LENGTH, SEED = 2, 16, 128, 7

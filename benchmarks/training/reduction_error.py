@@ -36,9 +36,10 @@ from bert.parallel.sums import add_contributions
 from bert.recipes import tiny_cpu, tiny_model
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import MicroBatch
+from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import demo_documents
-from dataloading.text.pretraining_data import PretrainingOptions, create_samples, read_documents, tokenize_documents
+from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 
 LOCAL_SIZE = 8

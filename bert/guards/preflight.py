@@ -18,6 +18,7 @@ from bert.loop import Inputs
 from bert.mllog import evaluation_interval
 from bert.parallel.mesh import Mesh
 from bert.reporting.result_files import choose_files
+from bert.reporting.tensorboard import require_installed
 from dataloading.batches.loader import choose_loader
 from dataloading.batches.sampler import Plan
 from dataloading.dataset.folder import Dataset, open_dataset
@@ -126,6 +127,9 @@ def _interval(config: Config) -> int:
 def _check_places(config: Config) -> None:
     """Raise ``ValueError`` where one of the files that the run writes cannot be written, or has no room."""
     _require_room(result_folder(config), _LOGS_BYTES, "log.results")
+    if config.log.tensorboard is not None:
+        require_installed()
+        _require_room(config.log.tensorboard, _LOGS_BYTES, "log.tensorboard")
     parameters = sum(torch.Size(shape).numel() for shape in weight_shapes(config.model).values())
     if config.save_checkpoint is not None:
         if config.save_checkpoint.is_dir():

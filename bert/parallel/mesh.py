@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from bert.parallel.attempt import agree_on_attempt
+from bert.parallel.master_port import require_free_port
 from bert.parallel.single import all_gather_single
 from kernels.precision import set_product_precision
 
@@ -126,6 +127,8 @@ def join_mesh(device: str) -> Mesh:
                     f"{launch.world_size_variable}={launch.world_size}, but {name} is not set: export rank 0's address as "
                     "MASTER_ADDR and a free port there as MASTER_PORT"
                 )
+        if launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # torchrun listens itself
+            require_free_port()
         _allow_descriptors(launch)
         if os.environ["MASTER_ADDR"] in ("127.0.0.1", "localhost"):
             # All ranks are on this host. Gloo would listen on the address of the host's name, and lets anybody in.

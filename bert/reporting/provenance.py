@@ -1,10 +1,8 @@
 """What produced a result: configuration, commit, versions, machine. The head of every result file."""
 
-import functools
 import importlib.metadata
 import os
 import platform
-import subprocess
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import torch
 
 from bert.config import Config
 from bert.parallel.mesh import Mesh
+from console.version import commit
 
 PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "mlperf-logging", "nvidia-dali-cuda130", "triton")
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,24 +33,6 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
         "seed": seed,
     }
     return head | dict(flattened("config", config))
-
-
-@functools.cache
-def commit() -> str:
-    """The checkout's commit, marked when files differ from it; in an image, the one that it was built from, or "unknown"."""
-    try:
-        revision = _git("rev-parse", "HEAD")
-        changed = _git("status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.SubprocessError):
-        return os.environ.get("MLPERF_BERT_COMMIT", "unknown")
-    return f"{revision} with local changes" if changed else revision
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(REPOSITORY), *arguments], capture_output=True, text=True, check=True, timeout=30
-    )
-    return done.stdout.strip()
 
 
 def _version(package: str) -> str:

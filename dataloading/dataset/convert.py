@@ -2,21 +2,19 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.batches.packing import Packs, stream_packs
 from dataloading.dataset.folder import Dataset, index_shards, new_folder, open_dataset, shard_name
+from dataloading.options import Compression, Layout
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.layouts import write_fixed, write_packed, write_varlength
-from dataloading.shards.native import Compression, write_shard
+from dataloading.shards.native import write_shard
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.jobs import begun, run_tasks
-
-Layout = Literal["native", "fixed", "varlength", "packed"]
 
 JOB_NAME = "convert.json"
 

@@ -14,16 +14,15 @@ from numpy.typing import NDArray
 
 from dataloading.dataset.folder import Dataset
 from dataloading.files import read_bounded
+from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.pretraining_data import PretrainingOptions
 from dataloading.text.tokenization import text_lines
 
 VOCABULARY_MD5 = "64800d5d8528ce344256daf115d4965e"
 TRAINING_SAMPLES = 156_726_829
 TRAINING_SAMPLES_4320 = 156_725_280
 """4,320 shards of 36,279: what the sets in circulation hold after the last few samples were dropped."""
-EVALUATION_SAMPLES = 10_000
 EVALUATION_CONTENT_MD5 = "611d8bae26646145e1c33338a27ba124"
 
 _LONG_ENOUGH = 64

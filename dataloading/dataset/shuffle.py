@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 
 from dataloading.dataset.folder import Dataset, index_shards, shard_name
 from dataloading.files import read_json, write_atomically
+from dataloading.options import Compression
 from dataloading.shards.formats import whole_shard
-from dataloading.shards.native import Compression, write_shard
+from dataloading.shards.native import write_shard
 from dataloading.shards.samples import Samples, concatenate, offsets_of
 from dataloading.shards.shard import REMEDY, DatasetInfo
 from dataloading.text.jobs import begun

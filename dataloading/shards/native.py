@@ -8,20 +8,18 @@ archives and transport.
 import io
 import json
 from pathlib import Path
-from typing import Literal
 
 import h5py
 import numpy as np
 
 from dataloading.files import write_atomically
+from dataloading.options import Compression
 from dataloading.shards.hdf5_file import HDF5Array, HDF5File
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo, FlatShard, ShardRecord, check_content, check_offsets
 
 FORMAT = "mlperf-bert-samples"
 SCHEMA_VERSION = 1
-
-Compression = Literal["none", "gzip"]
 
 _CHUNK_ELEMENTS = 1 << 16
 

@@ -13,10 +13,11 @@ from dataloading.dataset.folder import (
     shard_name,
     write_dataset,
 )
+from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.documents import Document, demo_documents
-from dataloading.text.pretraining_data import PretrainingOptions, create_samples, tokenize_documents
+from dataloading.text.pretraining_data import create_samples, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 
 TRAIN_OPTIONS = PretrainingOptions(max_seq_length=128, max_predictions_per_seq=19, dupe_factor=10)

@@ -19,11 +19,12 @@ from pathlib import Path
 
 from dataloading.dataset.folder import Dataset, Part, index_shards, shard_name
 from dataloading.files import open_regular
+from dataloading.options import Compression, PretrainingOptions
 from dataloading.shards.formats import whole_shard
-from dataloading.shards.native import Compression, write_shard
+from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.jobs import begun, run_tasks
-from dataloading.text.pretraining_data import PretrainingOptions, create_samples, read_documents, tokenize_documents
+from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 JOB_NAME = "prepare.json"

@@ -21,14 +21,9 @@ from numpy.typing import NDArray
 
 from dataloading.compiled import compiled
 from dataloading.files import read_bounded
+from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples, offsets_of
 from dataloading.text.tokenization import Tokenizer, Vocabulary, text_lines
-
-_MIN_SEQ_LENGTH = 5
-"""[CLS] a [SEP] b [SEP]."""
-
-_MAX_SEQ_LENGTH = (1 << 15) - 1
-"""Lengths and positions are stored in 16 bits, and dumped in signed ones."""
 
 _MAX_TEXT_BYTES = 4 << 30
 """The benchmark's texts have 27 MB; 30 times as much memory is needed."""
@@ -38,38 +33,6 @@ _MAX_LINE = 16 << 20
 
 _DRAWS_OF_ANOTHER_DOCUMENT = 10
 """How often the reference draws a document for a random next segment before it accepts the document at hand."""
-
-
-@dataclass(frozen=True)
-class PretrainingOptions:
-    """Flags of the reference script, under its names, with the values that MLPerf uses."""
-
-    max_seq_length: int = 512
-    """Most tokens in a sample, [CLS] and both [SEP] included."""
-    max_predictions_per_seq: int = 76
-    """Most masked tokens in a sample."""
-    dupe_factor: int = 10
-    """Passes over the documents, each with other pairs and masks."""
-    short_seq_prob: float = 0.1
-    """Share of documents that are cut into shorter samples."""
-    masked_lm_prob: float = 0.15
-    """Share of a sample's tokens to mask."""
-    random_seed: int = 12345
-    """Seed of every choice."""
-    do_lower_case: bool = True
-    """Lower the text and strip its accents, as an uncased vocabulary needs."""
-
-    def __post_init__(self) -> None:
-        if not _MIN_SEQ_LENGTH <= self.max_seq_length <= _MAX_SEQ_LENGTH:
-            raise ValueError(
-                f"max_seq_length is {self.max_seq_length}; expected {_MIN_SEQ_LENGTH} to {_MAX_SEQ_LENGTH}"
-            )
-        for name in ("max_predictions_per_seq", "dupe_factor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
-        for name in ("short_seq_prob", "masked_lm_prob"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a probability from 0 to 1")
 
 
 @dataclass(frozen=True)

@@ -23,21 +23,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from dataloading.files import atomic_path, open_regular, read_bounded, read_json, write_atomically
+from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.jobs import begun, run_tasks
-
-Sentences = Literal["punkt", "plain"]
 
 JOB_NAME = "extract.json"
 MANIFEST_NAME = "manifest.json"
 EVALUATION_NAME = "eval.txt"
 EVALUATION_MD5_NAME = "eval.md5"
 _FINISHED = ".finished"
-
-REFERENCE_PART_BYTES = 28_227_665
-"""26.92 MiB, which makes 500 parts of the benchmark's dump."""
 
 _MAX_INPUT_BYTES = 64 << 20
 """Of one file, which is held in memory; WikiExtractor makes 1 MB."""
@@ -85,29 +81,6 @@ _TAGS_AFTER_DIV = (
 _POEM = re.compile(r"<poem [^>]*>")
 
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
-
-
-@dataclass(frozen=True)
-class ExtractionOptions:
-    """Settings; the defaults are the benchmark's."""
-
-    sentences: Sentences = "punkt"
-    """punkt: the reference's sentence tokenizer, of the package nltk. plain: split at [.!?] before a space and a capital,
-    digit, double quote or round bracket; needs nothing, and gives other text than the benchmark's."""
-    evaluation_articles: int = 10_000
-    """Articles to hold out for the evaluation set."""
-    part_bytes: int = REFERENCE_PART_BYTES
-    """Most bytes of WikiExtractor's files in a part."""
-    seed: int = 12345
-    """Of the choice of the evaluation articles."""
-
-    def __post_init__(self) -> None:
-        if self.sentences not in get_args(Sentences):
-            raise ValueError(f"sentences is {self.sentences!r}; expected punkt or plain")
-        if self.evaluation_articles < 0:
-            raise ValueError(f"evaluation_articles is {self.evaluation_articles}; expected 0 or more")
-        if self.part_bytes < 1:
-            raise ValueError(f"part_bytes is {self.part_bytes}; expected at least 1")
 
 
 @dataclass(frozen=True)

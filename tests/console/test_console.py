@@ -148,6 +148,17 @@ def test_what_modules_log_and_warn_of_is_harmless() -> None:
     ]
 
 
+@pytest.mark.parametrize("program", ["kernels", "kernels.ahead_of_time"])
+def test_ctrl_c_while_kernels_work_is_one_line(program: str, tmp_path: Path) -> None:
+    """PyTorch and Triton are imported first by a command that works with them."""
+    for name in ("torch", "triton"):
+        (tmp_path / f"{name}.py").write_text("raise KeyboardInterrupt")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", program]
+    done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
+
+
 @pytest.mark.parametrize("program", ["bert.train", "bert.convert", "bert.phase1", "compliance", "dataloading"])
 def test_ctrl_c_during_the_imports_is_one_line(program: str, tmp_path: Path) -> None:
     """The process ends by the signal, which a shell shows as 130."""

@@ -14,8 +14,8 @@ import pytest
 from benchmarks.data_stages import reference_prepare
 from dataloading.__main__ import main
 from dataloading.dataset.folder import open_dataset
+from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import concatenate
-from dataloading.text.pretraining_data import PretrainingOptions
 
 REPOSITORY = Path(__file__).parents[2]
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(30))]

@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bert.convert import open_source
+from bert.checkpoints.conversion import open_source
 from dataloading.__main__ import main
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.dataset.known import check_published
 from dataloading.files import atomic_path, open_regular, read_json, write_atomically
+from dataloading.options import PretrainingOptions
 from dataloading.shards.formats import open_shard
 from dataloading.text.prepare import Job, prepare
-from dataloading.text.pretraining_data import PretrainingOptions, read_documents
+from dataloading.text.pretraining_data import read_documents
 from dataloading.text.tokenization import Vocabulary
 from tests.dataloading.made_up_samples import INFO, make_samples
 

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from dataloading.dataset.convert import Layout, convert
+from dataloading.dataset.convert import convert
 from dataloading.dataset.folder import index_shards, open_dataset
+from dataloading.options import Layout
 from tests.conftest import SmallRun
 from tests.distributed.test_ranks import records, train
 

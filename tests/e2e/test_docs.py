@@ -24,6 +24,9 @@ SHORTENED = {
     "./run_and_time.sh": "./run_and_time.sh --" + EASY,
     "./run_and_time.sh tiny_cpu 3": "NPROC=1 ./run_and_time.sh tiny_cpu 2 --" + EASY,
     "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
+    "python -m bert.train tiny_cpu --training.max-samples 9600 --log.tensorboard data/tensorboard": (
+        "python -m bert.train tiny_cpu --log.tensorboard data/tensorboard" + BRIEF
+    ),
     "torchrun --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 2 -m bert.train tiny_cpu"
     " --training.max-samples 9600": (
         f"torchrun --master-addr 127.0.0.1 --master-port {free_port()} --nproc-per-node 2 -m bert.train tiny_cpu"

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -211,6 +212,18 @@ def test_wrong_counts_are_one_line(bare: Path, arguments: tuple[str, ...], env: 
     assert not (bare / ".venv").exists()
 
 
+def test_a_master_port_that_is_taken_is_one_line_on_the_node_that_would_listen(checkout: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        env = TWO_NODES | {"NODE_RANK": "0", "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "NPROC": "1"}
+        settings = ("--", "--log.results", str(tmp_path / "results"))
+        done = start(checkout / "run_and_time.sh", "h100_8x8", "1", *settings, cwd=tmp_path, **env)
+    error = one_error(done)
+    assert f"MASTER_PORT is {port}, but this node cannot listen there (Address already in use): set it to" in error
+    assert "run 1 of 1" not in done.stdout
+    assert not (tmp_path / "results").exists()
+
+
 @pytest.mark.parametrize("version", ["../../..", "2.11.0/../..", "a[$(touch opened)]", "-U"])
 def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
     """It becomes part of a path that is removed."""
@@ -244,6 +257,13 @@ def test_a_verdict_without_a_file_is_one_line(bare: Path, arguments: tuple[str, 
     shutil.copy(ROOT / "run_and_time.sh", bare)
     assert "error: --verdict: " in one_error(start(bare / "run_and_time.sh", "--verdict", *arguments, cwd=bare))
     assert not (bare / ".venv").exists()
+
+
+@pytest.mark.parametrize("setting", [(), ("--log.tensorboard", "here"), ("--log.tensorboard=here",)])
+def test_what_a_setting_needs_is_installed_with_it(bare: Path, setting: tuple[str, ...]) -> None:
+    shutil.copy(ROOT / "run_and_time.sh", bare)
+    start(bare / "run_and_time.sh", "h100_1x1", "1", "--", *setting, cwd=bare, PYTHON="./python", NPROC="1")
+    assert ("tensorboard" in (bare / "calls").read_text().split()) == bool(setting)
 
 
 def test_a_venv_from_which_something_is_gone_is_made_anew(bare: Path) -> None:

@@ -14,10 +14,11 @@ import transformers
 from safetensors.torch import load_file, save, save_file
 
 from bert import convert as convert_module
+from bert.checkpoints.conversion import open_source
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.weights import Weight, check_weights, copy_weights, load_weights, save_weights, write_safetensors
 from bert.config import ModelConfig
-from bert.convert import convert, open_source
+from bert.convert import convert
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters
 from dataloading.batches.loader import batch_of

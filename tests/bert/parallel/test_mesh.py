@@ -3,11 +3,13 @@
 import os
 import random
 import resource
+import socket
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from bert.parallel.master_port import require_free_port
 from bert.parallel.mesh import Identity, Launch, Mesh, _allow_descriptors, group_by_host, join_mesh, launched_world_size
 
 pytestmark = pytest.mark.oldest_torch
@@ -78,6 +80,23 @@ def test_a_wrong_environment_is_named(
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=complaint.replace("(", r"\(")):
         join_mesh("cpu")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::", "0.0.0.0"])
+def test_rank_0_refuses_a_port_that_another_program_has(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    if family == socket.AF_INET6 and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with socket.create_server((address, 0), family=family) as other:
+        port = other.getsockname()[1]
+        for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(ValueError, match=rf"MASTER_PORT is {port}, .*\(Address already in use\): set it to a port"):
+            join_mesh("cpu")
+    require_free_port()
+    monkeypatch.setenv("MASTER_PORT", "65536")
+    with pytest.raises(ValueError, match="MASTER_PORT is '65536', expected a whole number"):
+        require_free_port()
 
 
 def hosts(order: str, nodes: int, local_size: int) -> list[Identity]:

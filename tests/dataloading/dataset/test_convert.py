@@ -11,9 +11,10 @@ from dataloading.__main__ import main
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset import convert as convert_module
-from dataloading.dataset.convert import Layout, convert, convert_to_packed
+from dataloading.dataset.convert import convert, convert_to_packed
 from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
 from dataloading.dataset.shuffle import multiset_digest, shuffle
+from dataloading.options import Layout
 from dataloading.shards.formats import open_shard
 from dataloading.shards.layouts import RaggedShard
 from dataloading.shards.shard import DatasetInfo

@@ -11,10 +11,10 @@ import pytest
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset import known
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
+from dataloading.options import PretrainingOptions
 from dataloading.shards.layouts import write_varlength
 from dataloading.shards.samples import concatenate
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.pretraining_data import PretrainingOptions
 
 INFO = DatasetInfo(
     vocab_size=30522,

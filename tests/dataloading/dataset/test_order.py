@@ -12,9 +12,9 @@ from dataloading.dataset import order
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.dataset.order import OrderCheck
 from dataloading.dataset.shuffle import shuffle
+from dataloading.options import PretrainingOptions
 from dataloading.text.documents import demo_documents
 from dataloading.text.prepare import Job, prepare
-from dataloading.text.pretraining_data import PretrainingOptions
 
 OPTIONS = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=10, dupe_factor=4)
 

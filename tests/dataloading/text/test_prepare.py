@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dataloading.dataset.folder import Part, merge, open_dataset, shard_name
+from dataloading.options import PretrainingOptions
 from dataloading.text.prepare import Job, Progress, prepare
-from dataloading.text.pretraining_data import PretrainingOptions
 
 REPOSITORY = Path(__file__).parents[3]
 OPTIONS = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=10, dupe_factor=3)

@@ -10,15 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
+from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.text import pretraining_data
-from dataloading.text.pretraining_data import (
-    PretrainingOptions,
-    TokenizedDocuments,
-    create_samples,
-    read_documents,
-    tokenize_documents,
-)
+from dataloading.text.pretraining_data import TokenizedDocuments, create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 
 SHARED = Path(__file__).parents[4] / "shared/data"

@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.wikipedia import (
-    ExtractionOptions,
     Progress,
-    Sentences,
     articles,
     clean,
     extract,
@@ -235,7 +234,8 @@ def test_after_kill_minus_9_it_goes_on_and_leaves_no_process(tmp_path: Path, job
     options = "ExtractionOptions('plain', evaluation_articles=77, part_bytes=1)"
     code = f"""
 from pathlib import Path
-from dataloading.text.wikipedia import ExtractionOptions, extract
+from dataloading.options import ExtractionOptions
+from dataloading.text.wikipedia import extract
 extract([Path({str(text)!r})], Path({str(tmp_path / "out")!r}), {options}, jobs={jobs})
 """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, start_new_session=True)

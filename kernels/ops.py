@@ -1,0 +1,143 @@
+"""Every public op with its implementations, and what is chosen for all of them; `kernels` has them for its users."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import ParamSpec, TypeVar
+
+from kernels.reference import fp8, lamb
+from kernels.reference import ops as reference
+from kernels.reference.fp8 import new_scales
+from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState
+from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits
+from kernels.reference.random import Dropout
+from kernels.registry import Implementation, Op
+
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
+
+_PYTORCH = Implementation("pytorch", "kernels.libraries.pytorch")
+_PYTORCH_ATTENTION = Implementation("pytorch", "kernels.libraries.pytorch", capturable=False)
+_PYTORCH_FP8 = Implementation("pytorch", "kernels.libraries.pytorch_fp8")
+_FLASH_ATTENTION = Implementation("flash_attn", "kernels.libraries.flash_attention", requires="flash_attn")
+_FLASH_ATTENTION_3 = Implementation(
+    "flash_attn_3", "kernels.libraries.flash_attention_3", requires="flash_attn_interface"
+)
+_TRANSFORMER_ENGINE = Implementation(
+    "transformer_engine", "kernels.libraries.transformer_engine", requires="transformer_engine_torch"
+)
+_APEX_NORM = Implementation("apex", "kernels.libraries.apex", requires="fused_layer_norm_cuda")
+_APEX_LOSS = Implementation("apex", "kernels.libraries.apex", requires="xentropy_cuda")
+_TORCH_VARLEN = Implementation("torch_varlen", "kernels.libraries.torch_varlen", requires="torch.nn.attention.varlen")
+
+
+def _op(
+    definition: Callable[_Parameters, _Returned], triton: str, *others: Implementation, capturable: bool = True
+) -> Op[_Parameters, _Returned]:
+    """An op with its implementations in the order of preference; on a CPU Triton's, in its interpreter, comes last.
+
+    ``capturable``: whether the definition is.
+    """
+    compiled = Implementation("triton", triton, requires="triton")
+    plain = (*others, Implementation("reference", definition.__module__, capturable=capturable))
+    return Op(definition, {"cuda": (compiled, *plain), "cpu": (*plain, compiled)})
+
+
+_ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _TRANSFORMER_ENGINE, _TORCH_VARLEN, _PYTORCH_ATTENTION)
+varlen_attention = _op(reference.varlen_attention, "kernels.triton.attention", *_ATTENTIONS, capturable=False)
+varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton.attention", *_ATTENTIONS, capturable=False)
+dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton.layer_norm", _APEX_NORM, _PYTORCH)
+dense_gelu = _op(reference.dense_gelu, "kernels.triton.dense")
+embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.embedding_norm", _APEX_NORM, _PYTORCH)
+masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
+lamb_step = _op(lamb.lamb_step, "kernels.triton.lamb")
+lamb_directions = _op(lamb.lamb_directions, "kernels.triton.lamb")
+lamb_apply = _op(lamb.lamb_apply, "kernels.triton.lamb")
+sum_of_squares = _op(lamb.sum_of_squares, "kernels.triton.squares")
+cast_fp8 = _op(fp8.cast_fp8, "kernels.triton.fp8")
+cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton.fp8")
+cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
+bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
+bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
+_DEFINITION_FP8 = Implementation("reference", "kernels.reference.fp8")
+# The definition comes first on a CPU, where PyTorch's product is right and several times as slow.
+scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH_FP8, _DEFINITION_FP8), "cpu": (_DEFINITION_FP8, _PYTORCH_FP8)})
+
+OPS = {
+    op.name: op
+    for op in (
+        varlen_attention,
+        varlen_self_attention,
+        dropout_add_layer_norm,
+        dense_gelu,
+        embedding_layer_norm,
+        masked_lm_loss,
+        lamb_step,
+        lamb_directions,
+        lamb_apply,
+        sum_of_squares,
+        cast_fp8,
+        cast_transpose_fp8,
+        cast_transpose_sum_fp8,
+        bias_gelu_cast_fp8,
+        bias_gelu_backward_cast_fp8,
+        scaled_matmul,
+    )
+}
+
+
+def choose(implementations: Mapping[str, str]) -> None:
+    """Asks for implementations by op, such as ``{"varlen_attention": "triton"}``; ``auto`` takes an earlier choice back.
+
+    Raises:
+        ValueError: no such op, or no such implementation of it; then nothing has changed.
+    """
+    for op, name in implementations.items():
+        if op not in OPS:
+            raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")
+        OPS[op].check(name)
+    for op, name in implementations.items():
+        OPS[op].ask_for(name)
+
+
+@contextmanager
+def captured() -> Iterator[None]:
+    """For the length of a block, the choices for a GPU are such as a CUDA graph can capture; they stay.
+
+    Raises:
+        ValueError: inside, from an op that has none for its inputs, with the reasons.
+    """
+    with ExitStack() as stack:
+        for op in OPS.values():
+            stack.enter_context(op.captured())
+        yield
+
+
+__all__ = [
+    "OPS",
+    "Dropout",
+    "LambHyperparameters",
+    "LambSegments",
+    "LambState",
+    "bias_gelu_backward_cast_fp8",
+    "bias_gelu_cast_fp8",
+    "captured",
+    "cast_fp8",
+    "cast_transpose_fp8",
+    "cast_transpose_sum_fp8",
+    "choose",
+    "compute_dtype",
+    "cross_entropy_sum",
+    "dense_gelu",
+    "dropout_add_layer_norm",
+    "embedding_layer_norm",
+    "lamb_apply",
+    "lamb_directions",
+    "lamb_step",
+    "masked_lm_logits",
+    "masked_lm_loss",
+    "new_scales",
+    "scaled_matmul",
+    "sum_of_squares",
+    "varlen_attention",
+    "varlen_self_attention",
+]

@@ -1,0 +1,96 @@
+"""TensorBoard itself reads what a run has written for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from bert.guards.preflight import check
+from bert.reporting import tensorboard
+from bert.reporting.metrics import StepRecord
+from bert.reporting.tensorboard import TensorBoard
+from bert.train import parse
+from tests.bert.reporting.test_metrics import END, EVALUATION, STEP
+from tests.conftest import REPOSITORY, SmallRun
+from tests.distributed.ranks import Ranks
+
+OF_A_STEP = {
+    *("loss/loss", "loss/masked_lm_loss", "loss/next_sentence_loss"),
+    *("optimizer/learning_rate", "optimizer/gradient_norm", "optimizer/skipped_steps"),
+    *("rate/sequences_per_s", "rate/tokens_per_s"),
+    *("step/step_ms", "step/data_wait_ms", "step/forward_backward_ms", "step/reduce_ms", "step/update_ms"),
+}
+OF_AN_EVALUATION = {"evaluation/masked_lm_accuracy", "evaluation/eval_s"}
+
+
+def read(folder: Path) -> EventAccumulator:
+    (file,) = folder.iterdir()
+    events = EventAccumulator(str(file))
+    events.Reload()
+    return events
+
+
+def test_a_run_shows_the_numbers_of_its_metrics_by_samples(small_run: SmallRun, tmp_path: Path) -> None:
+    settings = small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t" / "b")
+    with Ranks(settings, 2) as ranks:
+        assert ranks.ends() == [1, 1], ranks.output  # the target is out of reach
+    events = read(tmp_path / "t" / "b" / "tiny_cpu" / "result_0")  # of the main rank alone
+    assert set(events.Tags()["scalars"]) == OF_A_STEP | OF_AN_EVALUATION
+    lines = (tmp_path / "r/tiny_cpu/bert/metrics_0.jsonl").read_text().splitlines()
+    records = list(map(json.loads, lines))
+    for tags, event in ((OF_A_STEP, "step"), (OF_AN_EVALUATION, "eval")):
+        expected = [record for record in records if record["event"] == event]
+        assert len(expected) == {"step": 10, "eval": 2}[event]
+        for tag in tags:
+            shown = events.Scalars(tag)
+            assert [scalar.step for scalar in shown] == [record["samples"] for record in expected]
+            values = [record[tag.partition("/")[2]] for record in expected]
+            assert [scalar.value for scalar in shown] == pytest.approx(values, rel=1e-6)
+
+
+def test_every_number_of_a_record_is_shown(tmp_path: Path) -> None:
+    sink = TensorBoard(tmp_path)
+    for record in (STEP, EVALUATION, END):
+        sink.write(record)
+    assert set(read(tmp_path).Tags()["scalars"]) == OF_A_STEP | OF_AN_EVALUATION  # while the file is still open
+    sink.close()
+    not_shown = {"step", "samples", "time_s"}  # the axes
+    assert {field for field in StepRecord.__annotations__ if field not in not_shown} == {
+        tag.partition("/")[2] for tag in OF_A_STEP
+    }
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = TensorBoard(tmp_path)
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sink._writer, "_writer", full)
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            sink.write(STEP)
+        assert caught.value.filename == str(next(tmp_path.iterdir()))
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse(small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t"))
+    check(config, 1)
+    monkeypatch.setattr(tensorboard, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"^log.tensorboard is set, .*: pip install 'mlperf-bert\[tensorboard\]', or"):
+        check(config, 1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_refused_beforehand(small_run: SmallRun, tmp_path: Path) -> None:
+    config = parse(small_run.arguments(tmp_path / "r", log__tensorboard="/proc/here"))
+    with pytest.raises(ValueError, match=r"cannot be written .*: set log.tensorboard to another place"):
+        check(config, 1)
+
+
+def test_nothing_of_it_is_imported_unless_a_run_asks_for_it() -> None:
+    code = "import sys, bert.train; assert not {'tensorboard', 'google.protobuf', 'tensorflow'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=300)

@@ -1,0 +1,75 @@
+"""A program says what it can do before it imports what it does it with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+LARGE = {
+    "torch",
+    "triton",
+    "numpy",
+    "numba",
+    "h5py",
+    "scipy",
+    "tokenizers",
+    "safetensors",
+    "google_crc32c",
+    "yaml",
+    "rich",
+}
+"""A tenth of a second each, or seconds."""
+DATALOADING = (
+    "extract",
+    "prepare",
+    "demo",
+    "merge",
+    "index",
+    "shuffle",
+    "convert",
+    "pick-evaluation",
+    "verify",
+    "dump",
+)
+COMPLIANCE = ("check", "report", "summary", "system", "convergence", "doctor", "package", "watch")
+COMMANDS = {  # the empty one is the program itself
+    "dataloading": ("", *DATALOADING),
+    "compliance": ("", *COMPLIANCE),
+    "kernels": ("", "autotune", "show", "pin", "clear"),
+    "kernels.ahead_of_time": ("",),
+    "bert.convert": ("",),
+    "bert.evaluate": ("",),
+    "bert.phase1": ("",),
+}
+RUN = """
+import json, runpy, sys
+module, *commands = sys.argv[1:]
+for command in commands:
+    sys.argv = [module, *command.split(), "--help"]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_help_needs_nothing_large(module: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, module, *COMMANDS[module]],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    *shown, held = done.stdout.splitlines()
+    assert sum(line.startswith("usage: ") for line in shown) == len(COMMANDS[module]) or module == "bert.evaluate"
+    assert not LARGE & set(json.loads(held))

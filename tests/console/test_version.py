@@ -1,0 +1,107 @@
+"""The version that programs print, and the commit that a result names."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from console import version
+from tests.conftest import REPOSITORY
+from tests.console.test_lazy_programs import COMMANDS
+
+
+@pytest.fixture
+def commit_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], str]]:
+    """``commit()`` of a program that lies in the given folder."""
+
+    def commit(folder: Path) -> str:
+        monkeypatch.setattr(version, "REPOSITORY", folder)
+        version.commit.cache_clear()
+        return version.commit()
+
+    yield commit
+    version.commit.cache_clear()
+
+
+def test_outside_a_checkout_the_image_names_the_commit(
+    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLPERF_BERT_COMMIT", raising=False)
+    assert commit_of(tmp_path) == "unknown"
+    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")
+    assert commit_of(tmp_path) == "abc"
+
+
+def test_a_checkout_names_its_own_commit_and_changes(
+    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=test", "-c", "user.email=test@example.org")
+        return subprocess.run(
+            ["git", *identity, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout.strip()
+
+    monkeypatch.setenv("MLPERF_BERT_COMMIT", "abc")
+    (tmp_path / "file").write_text("one")
+    git("init", "--quiet")
+    git("add", "file")
+    git("commit", "--quiet", "--message", "one")
+    revision = git("rev-parse", "HEAD")
+    assert commit_of(tmp_path) == revision
+    (tmp_path / "file").write_text("two")
+    assert commit_of(tmp_path) == f"{revision} with local changes"
+
+
+@pytest.mark.parametrize("program", [*COMMANDS, "bert.train"])
+def test_every_program_prints_its_version(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", program, "--version"], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{version.version_line()}\n"
+
+
+SCRIPTS = ("run_and_time.sh", "run_tests.sh", "launch/docker.sh", "launch/bind.sh", "launch/slurm.sub")
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_prints_the_same(script: str, tmp_path: Path) -> None:
+    command = ["bash", REPOSITORY / script, "--version"]
+    environment = {name: value for name, value in os.environ.items() if name != "SLURM_JOB_ID"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{version.version_line()}\n"
+
+
+@pytest.mark.parametrize(("revision", "known"), [("", ""), ("unknown", ""), ("0123456789abcdef", " (commit 0123456)")])
+def test_where_there_is_no_git_the_image_names_the_commit_for_both(
+    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: str, known: str
+) -> None:
+    (tmp_path / "launch").mkdir()
+    for name in ("pyproject.toml", "launch/environment.sh"):
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    monkeypatch.setenv("MLPERF_BERT_COMMIT", revision or "unknown")
+    if not revision:
+        monkeypatch.delenv("MLPERF_BERT_COMMIT")
+    commit_of(tmp_path)
+    line = version.version_line()
+    assert re.fullmatch(r"mlperf-bert \d+\.\d+\.\d+" + re.escape(known), line)
+    shell = "source launch/environment.sh; usage any --version"
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{line}\n"
+
+
+def test_what_is_installed_knows_its_version_by_its_metadata(
+    commit_of: Callable[[Path], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metadata = tmp_path / "mlperf_bert-7.8.9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mlperf-bert\nVersion: 7.8.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    commit_of(tmp_path)
+    assert version.version_line() == "mlperf-bert 7.8.9"
