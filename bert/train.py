@@ -24,8 +24,9 @@ import torch
 import tyro
 from rich.console import Console
 
+from bert.checkpoints.initial import load_initial_weights
 from bert.checkpoints.training_state import Checkpoints, RunState, checkpoint_folders, find, lock, restore
-from bert.checkpoints.weights import VOCABULARY, load_weights, save_weights
+from bert.checkpoints.weights import VOCABULARY, save_weights
 from bert.config import Config
 from bert.config_file import arguments_of, did_you_mean, setting_names
 from bert.cuda_graphs import CudaRecorder
@@ -287,10 +288,15 @@ def initialise(
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """The model that training starts from: the initial checkpoint's weights if there is one, else random ones."""
-    if config.data.initial_checkpoint is None:
-        return build_model(config, mesh, seed)
-    model = empty_model(config, mesh)
-    load_weights(model, config.data.initial_checkpoint)  # all of them, or it raises
+    start = config.data.initial_checkpoint
+    if start is not None and not start.is_dir():
+        model = empty_model(config, mesh)
+        load_initial_weights(model, start)  # all of them, or it raises
+        return model
+    model = build_model(config, mesh, seed)
+    missing = [] if start is None else load_initial_weights(model, start)
+    if missing and mesh.is_main:
+        say(f"{start} lacks {', '.join(missing)}: random at the start")
     return model
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from bert.checkpoints.initial import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
-from bert.checkpoints.weights import check_weights, weight_shapes
+from bert.checkpoints.weights import weight_shapes
 from bert.config import Config
 from bert.loop import Inputs
 from bert.mllog import evaluation_interval
@@ -32,7 +33,7 @@ def check(config: Config, world_size: int) -> Inputs:
     """Open what the run will read and look for everything that would stop it later. Raises ``ValueError``."""
     (train, evaluation), vocabulary = _open_data(config, [config.data.train, config.data.evaluation])
     if config.data.initial_checkpoint is not None:
-        check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
+        check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
     plan_of(config, train, world_size, seed=0)
     _choose_implementations(config)
     choose_loader(config.data.loader, torch.device(config.training.device))
@@ -52,8 +53,10 @@ def check_evaluation(config: Config) -> Dataset:
     """
     (evaluation,), vocabulary = _open_data(config, [config.data.evaluation])
     if config.data.initial_checkpoint is None:
-        raise ValueError("data.initial_checkpoint is not set: name the file whose weights are to be evaluated")
-    check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
+        raise ValueError(
+            "data.initial_checkpoint is not set: name the file or folder whose weights are to be evaluated"
+        )
+    check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
     _choose_implementations(config)
     return evaluation
 
