@@ -38,6 +38,7 @@ from bert.guards.triton_cache import require_private_cache
 from bert.loop import Inputs, TimedRun
 from bert.mllog import MLLog
 from bert.model import BertForPreTraining
+from bert.own_text import FOLLOWING
 from bert.parallel.collectives import agreed_integer, agreed_text, all_reduce_sum_, barrier, broadcast_
 from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.parallel.stragglers import SlowRanks
@@ -137,9 +138,14 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
     program = f"python -m {module} {recipe}"
-    default = RECIPES[recipe]()
+    read = partial(tyro.cli, Config, prog=program, args=[*settings, *rest])
     try:
-        return parsed(partial(tyro.cli, Config, prog=program, args=[*settings, *rest], default=default))
+        config = parsed(partial(read, default=RECIPES[recipe]()))
+        for follow in FOLLOWING.get(recipe, ()):  # what is given counts more than what would follow
+            default = follow(config)  # without ops: what tyro finds of them there would become settings of their own
+            default = replace(default, training=replace(default.training, implementations={}))
+            config = parsed(partial(read, default=default))
+        return config
     except ValueError as error:
         unknown = re.match(r"Unrecognized options: --([^\s,=]+)", str(error))
         if unknown is None:

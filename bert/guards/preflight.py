@@ -16,7 +16,7 @@ from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_fold
 from bert.checkpoints.weights import weight_shapes
 from bert.config import Config
 from bert.loop import Inputs
-from bert.mllog import evaluation_interval
+from bert.mllog import evaluation_interval, evaluation_samples
 from bert.parallel.mesh import Mesh
 from bert.reporting.result_files import choose_files
 from dataloading.batches.loader import choose_loader
@@ -122,6 +122,13 @@ def _interval(config: Config) -> int:
         raise ValueError(
             f"training.{setting} {getattr(training, setting):,} ends the run before its first evaluation, after "
             f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
+        )
+    batch = training.global_batch_size
+    end = -(-training.sample_limit // batch) * batch
+    if config.evaluation.to_the_end and evaluation_samples(end // interval, interval, batch) != end:
+        raise ValueError(
+            f"evaluation.to_the_end is set, but with evaluation.interval_samples {interval:,} no evaluation comes after the "
+            f"last of {end:,} samples: choose a divisor of that"
         )
     return interval
 
