@@ -124,10 +124,12 @@ verdict() {
 
 cores=$(env -u OMP_NUM_THREADS nproc)
 if [[ $recipe == tiny_cpu ]]; then
-  say "data of tiny_cpu: prose of the standard library"
-  mkdir -p data
-  supervise locked data/tiny_cpu.lock "$python" -m dataloading demo --out data/tiny_cpu \
-    --vocab bert/artifacts/tiny_cpu/vocab.txt
+  if [[ " ${settings[*]} " != *" --data.train"* || " ${settings[*]} " != *" --data.evaluation"* ]]; then
+    say "data of tiny_cpu: prose of the standard library"
+    mkdir -p data
+    supervise locked data/tiny_cpu.lock "$python" -m dataloading demo --out data/tiny_cpu \
+      --vocab bert/artifacts/tiny_cpu/vocab.txt
+  fi
   : "${NPROC:=$((cores > 1 ? 2 : 1))}"
 else
   ((${#extras[@]})) || NPROC=${NPROC:-1} # no GPU

@@ -80,7 +80,7 @@ class DataConfig:
     vocab: Path
     """The vocabulary that the shards were made with; its digest is compared with theirs."""
     initial_checkpoint: Path | None
-    """Weights to start from (safetensors); None starts from random weights."""
+    """Weights to start from, a safetensors file or a Hugging Face folder; None starts from random weights."""
     loader: Literal["auto", "numpy", "dali"] = "auto"
     """auto: DALI where it is installed and there is a GPU, otherwise NumPy. Both give the same batches."""
     prefetch: int = 4
@@ -172,6 +172,8 @@ class EvaluationConfig:
 
     target: float = 0.720
     """Masked-LM accuracy at which the run has succeeded."""
+    to_the_end: bool = False
+    """Train training.max_samples though the target is reached before; the last evaluation decides."""
     interval_samples: int | None = None
     """Training samples between evaluations; by default the MLPerf formula for the global batch size."""
     batch_size: int = 64
@@ -260,6 +262,11 @@ class Config:
             raise ValueError(
                 "evaluation.interval_samples is set in the closed division, where the formula of the rules decides: "
                 "leave it unset, or set log.division to open"
+            )
+        if self.log.division == "closed" and self.evaluation.to_the_end:
+            raise ValueError(
+                "evaluation.to_the_end is set in the closed division, whose runs end when they reach the target: leave it "
+                "unset, or set log.division to open"
             )
         if self.log.division == "closed" and self.evaluation.target != 0.720:
             raise ValueError(

@@ -45,8 +45,9 @@ def convert(
         num_attention_heads: Needed where the source does not say it, and is no TensorFlow checkpoint with heads 64 wide.
         vocab: The vocabulary that the model was trained with; by default vocab.txt beside the source. For hugging-face.
     """
-    from bert.checkpoints.conversion import describe, open_source, vocabulary_of, write_ours
+    from bert.checkpoints.conversion import describe, vocabulary_of, write_ours
     from bert.checkpoints.hugging_face import write_folder
+    from bert.checkpoints.sources import open_source
 
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists already: move it away, or name another --out")

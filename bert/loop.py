@@ -219,5 +219,6 @@ class TimedRun:
             )
         )
         self.evaluation, self.accuracy, self.evaluated_samples = None, accuracy.value, evaluation.samples
-        if accuracy.value >= self.config.evaluation.target:
+        at_end = evaluation.samples >= self.config.training.sample_limit
+        if accuracy.value >= self.config.evaluation.target and (at_end or not self.config.evaluation.to_the_end):
             self.status = "success"

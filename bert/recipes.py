@@ -5,6 +5,7 @@ v3.0; the rules allow borrowing them), and so is the format: on up to 64 H100 th
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from bert.config import (
@@ -40,6 +41,23 @@ def tiny_cpu() -> Config:
         training=TrainingConfig(global_batch_size=32, max_samples=96_000),
         evaluation=EvaluationConfig(target=0.36, interval_samples=4800),
         log=LogConfig(system="tiny_cpu", division="open"),
+    )
+
+
+def own_text_cpu() -> Config:
+    """``tiny_cpu`` on one's own text (docs/own_text.md): what is not given follows from it (``bert/own_text.py``)."""
+    tiny = tiny_cpu()
+    return replace(
+        tiny,
+        recipe="own_text_cpu",
+        data=DataConfig(
+            train=Path("data/own/train"),
+            evaluation=Path("data/own/evaluation"),
+            vocab=Path("data/own/vocab.txt"),
+            initial_checkpoint=None,
+        ),
+        evaluation=EvaluationConfig(target=0.01, to_the_end=True, interval_samples=4800),
+        log=LogConfig(system="own_text_cpu", division="open"),
     )
 
 
@@ -226,6 +244,7 @@ RECIPES: dict[str, Callable[[], Config]] = {
     recipe.__name__: recipe
     for recipe in (
         tiny_cpu,
+        own_text_cpu,
         h100_1x1,
         h100_1x8,
         h100_8x8,

@@ -24,8 +24,9 @@ import torch
 import tyro
 from rich.console import Console
 
+from bert.checkpoints.initial import load_initial_weights
 from bert.checkpoints.training_state import Checkpoints, RunState, checkpoint_folders, find, lock, restore
-from bert.checkpoints.weights import VOCABULARY, load_weights, save_weights
+from bert.checkpoints.weights import VOCABULARY, save_weights
 from bert.config import Config
 from bert.config_file import arguments_of, did_you_mean, setting_names
 from bert.cuda_graphs import CudaRecorder
@@ -37,6 +38,7 @@ from bert.guards.triton_cache import require_private_cache
 from bert.loop import Inputs, TimedRun
 from bert.mllog import MLLog
 from bert.model import BertForPreTraining
+from bert.own_text import FOLLOWING
 from bert.parallel.collectives import agreed_integer, agreed_text, all_reduce_sum_, barrier, broadcast_
 from bert.parallel.mesh import Launch, Mesh, join_mesh, launched_world_size, leave_mesh
 from bert.parallel.stragglers import SlowRanks
@@ -138,9 +140,14 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
     program = f"python -m {module} {recipe}"
-    default = RECIPES[recipe]()
+    read = partial(tyro.cli, Config, prog=program, args=[*settings, *rest])
     try:
-        return parsed(partial(tyro.cli, Config, prog=program, args=[*settings, *rest], default=default))
+        config = parsed(partial(read, default=RECIPES[recipe]()))
+        for follow in FOLLOWING.get(recipe, ()):  # what is given counts more than what would follow
+            default = follow(config)  # without ops: what tyro finds of them there would become settings of their own
+            default = replace(default, training=replace(default.training, implementations={}))
+            config = parsed(partial(read, default=default))
+        return config
     except ValueError as error:
         unknown = re.match(r"Unrecognized options: --([^\s,=]+)", str(error))
         if unknown is None:
@@ -289,10 +296,15 @@ def initialise(
 
 def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """The model that training starts from: the initial checkpoint's weights if there is one, else random ones."""
-    if config.data.initial_checkpoint is None:
-        return build_model(config, mesh, seed)
-    model = empty_model(config, mesh)
-    load_weights(model, config.data.initial_checkpoint)  # all of them, or it raises
+    start = config.data.initial_checkpoint
+    if start is not None and not start.is_dir():
+        model = empty_model(config, mesh)
+        load_initial_weights(model, start)  # all of them, or it raises
+        return model
+    model = build_model(config, mesh, seed)
+    missing = [] if start is None else load_initial_weights(model, start)
+    if missing and mesh.is_main:
+        say(f"{start} lacks {', '.join(missing)}: random at the start")
     return model
 
 

@@ -14,7 +14,7 @@ import tyro
 
 from console.interruption import end_in_order
 from console.program import Commands, accept_any_text, complain, say
-from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptions, Layout, PretrainingOptions
+from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset, Part
@@ -86,6 +86,27 @@ def _prepare(
     share = None if part is None else _parse_part(part)
     dataset = prepare(job, out, jobs=jobs, part=share, report=report)
     say(f"{out}: {_counts(dataset)}{f', part {share}: join the parts by merge' if share else ''}")
+
+
+@app.command
+def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name="")]) -> None:
+    """Make a training set, an evaluation set and a vocabulary of your own text, for the recipe own_text_cpu.
+
+    Args:
+        out: Folder to make, for train, evaluation and vocab.txt.
+        own: The text, and what is made of it.
+    """
+    from dataloading.dataset.folder import open_dataset
+    from dataloading.text.own_text import write_own_text
+    from dataloading.text.tokenization import Vocabulary
+
+    split = write_own_text(own, out)
+    if split.repeated:
+        say(f"{split.repeated:,} documents that repeat others left out")
+    for name, documents in (("train", split.train), ("evaluation", split.evaluation)):
+        dataset = open_dataset(out / name)
+        say(f"{dataset.folder}: {len(documents):,} documents, {_counts(dataset)}")
+    say(f"{out / 'vocab.txt'}: {Vocabulary.from_file(out / 'vocab.txt').size:,} tokens")
 
 
 @app.command

@@ -1,6 +1,7 @@
 """Settings of the data stages: plain data that a command line is understood with, before anything large is imported."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, get_args
 
 Compression = Literal["none", "gzip"]
@@ -75,3 +76,33 @@ class PretrainingOptions:
         for name in ("short_seq_prob", "masked_lm_prob"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a probability from 0 to 1")
+
+
+@dataclass(frozen=True)
+class OwnText:
+    """What is made, and of what."""
+
+    text: tuple[Path, ...]
+    """Files of UTF-8 text, with an empty line between documents."""
+    vocab: Path | None = None
+    """The vocabulary to use, one token a line, or the folder of a Hugging Face model. By default one is learned."""
+    vocab_size: int = 2048
+    """Tokens of a learned vocabulary, or fewer where the text gives no more."""
+    cased: bool = False
+    """Keep capital letters and accents in a learned vocabulary. One that is given says itself which it is."""
+    documents: Literal["blank-lines", "files"] = "blank-lines"
+    """Where a document ends: at an empty line, or with its file, as in text with empty lines between paragraphs."""
+    evaluation_share: float = 0.05
+    """Share of the documents that is held out for evaluation, but at least five documents."""
+    max_seq_length: int = 128
+    """Most tokens in a sample, [CLS] and both [SEP] included."""
+    dupe_factor: int = 10
+    """Passes over the training text, each with other pairs and masks; two over the evaluation text."""
+    seed: int = 12345
+    """Of pairs and masks."""
+
+    def __post_init__(self) -> None:
+        if not self.text:
+            raise ValueError("--text names no file; expected one or more")
+        if not 0 < self.evaluation_share <= 0.5:
+            raise ValueError(f"evaluation_share is {self.evaluation_share}; expected more than 0 and at most 0.5")

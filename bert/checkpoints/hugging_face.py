@@ -1,6 +1,7 @@
 """Hugging Face's form of a BERT: names of weights, and a folder that ``transformers`` loads, with its tokenizer."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.config import ModelConfig
-from dataloading.files import atomic_path, read_json, sync
+from dataloading.files import atomic_path, read_json, shown, sync
 from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, Vocabulary
 
 _MOST_CONFIG_BYTES = 1 << 20
@@ -130,7 +131,7 @@ def _configuration(model: ModelConfig) -> dict[str, object]:
 def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -> None:
     """BERT's tokenizer: of small letters unless tokens have capital ones."""
     special = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
-    cased = any(token != token.lower() for token in vocabulary.tokens if token not in special.values())
+    cased = vocabulary.cased
     pieces = models.WordPiece(vocabulary.ids, unk_token="[UNK]", max_input_chars_per_word=MAX_CHARACTERS_PER_WORD)
     tokenizer = Tokenizer(pieces)
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=not cased)
@@ -153,16 +154,46 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def stated_heads(path: Path) -> int | None:
-    """``num_attention_heads`` of a Hugging Face config.json, if there is one. Raises ``ValueError`` where it is missing."""
+_FORMS = {"model_type": "bert", "position_embedding_type": "absolute", "hidden_act": "gelu.*"}
+"""What a config.json says of a BERT as this program trains it, as patterns."""
+
+_STATED = {
+    "num_attention_heads": "num_attention_heads",
+    "num_hidden_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "layer_norm_eps": "layer_norm_eps",
+    "hidden_dropout_prob": "hidden_dropout",
+    "attention_probs_dropout_prob": "attention_dropout",
+}
+"""Its numbers, by their names in ``ModelConfig``."""
+
+
+def stated_configuration(path: Path) -> dict[str, int | float] | None:
+    """What a Hugging Face config.json states of ``ModelConfig``, by its names; None where there is no such file.
+
+    Raises ``ValueError`` where the number of heads is missing, a value cannot be one, or the model is another kind of BERT.
+    """
     if not path.is_file():
         return None
-    try:
-        config = read_json(path, _MOST_CONFIG_BYTES, "expected a Hugging Face config.json")
-        heads = config["num_attention_heads"]
-        act = config.get("hidden_act", "gelu")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} does not state num_attention_heads: expected a Hugging Face config.json") from None
-    if not isinstance(heads, int) or heads < 1 or not isinstance(act, str) or not act.startswith("gelu"):
-        raise ValueError(f"{path}: {heads!r} heads and the activation {act!r}, expected a number and a form of gelu")
-    return heads
+    config = read_json(path, _MOST_CONFIG_BYTES, "expected a Hugging Face config.json")
+    if not isinstance(config, dict) or config.get("num_attention_heads") is None:
+        raise ValueError(f"{path} does not state num_attention_heads: expected a Hugging Face config.json")
+    for name, form in _FORMS.items():
+        value = config.get(name)
+        if value is not None and not (isinstance(value, str) and re.fullmatch(form, value)):
+            raise ValueError(
+                f"{path} states the {name} {shown(repr(value))}, expected {form.replace('.*', ' in some form')}"
+            )
+    stated = {ours: config[name] for name, ours in _STATED.items() if config.get(name) is not None}
+    for name, value in stated.items():
+        is_count = isinstance(getattr(ModelConfig, name), int)
+        fits = (
+            type(value) is int and 0 < value < 1 << 31 if is_count else type(value) in (int, float) and 0 <= value < 1
+        )
+        if not fits:
+            kind = "a whole number above 0" if is_count else "a number from 0 to 1"
+            raise ValueError(f"{path} states {name} as {shown(repr(value))}, expected {kind}")
+    return stated

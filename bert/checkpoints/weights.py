@@ -6,6 +6,7 @@ digest, with which vocabulary it was trained.
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -89,22 +90,15 @@ def require_weights(path: Path) -> None:
     """Raise ``ValueError``, with the command that helps, unless ``path`` may be a file of ``save_weights``."""
     index = path.with_name(path.name + ".index")
     if index.is_file() or ".data-" in path.name or path.suffix in (".index", ".meta"):
-        raise _unconverted(path, "a TensorFlow checkpoint", path if index.is_file() else _prefix(path))
-    if (path / "model.safetensors").is_file():
-        raise _unconverted(path, "a Hugging Face folder", path)
+        source = path if index.is_file() else path.with_name(re.sub(r"\.data-.*|\.index$|\.meta$", "", path.name))
+        raise ValueError(
+            f"{path} is a TensorFlow checkpoint: convert it with `python -m bert.convert {source} --to safetensors --out "
+            "FILE.safetensors` and set data.initial_checkpoint to that file"
+        )
     if not path.is_file():
-        raise ValueError(f"no checkpoint at {path}: set data.initial_checkpoint to a safetensors file")
-
-
-def _prefix(path: Path) -> Path:
-    return path.with_name(path.name.split(".data-")[0].removesuffix(".index").removesuffix(".meta"))
-
-
-def _unconverted(path: Path, kind: str, source: Path) -> ValueError:
-    return ValueError(
-        f"{path} is {kind}: convert it with `python -m bert.convert {source} --to safetensors --out FILE.safetensors` and "
-        "set data.initial_checkpoint to that file"
-    )
+        raise ValueError(
+            f"no checkpoint at {path}: set data.initial_checkpoint to a safetensors file or a Hugging Face folder"
+        )
 
 
 def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -151,7 +145,7 @@ def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or make it again") from error
     if any(name.startswith("bert.") for name in shapes):
-        raise _unconverted(path, "a file of Hugging Face's", path)
+        raise ValueError(f"{path} is a file of Hugging Face's: set data.initial_checkpoint to the folder that it is in")
     return shapes, metadata
 
 

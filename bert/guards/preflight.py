@@ -11,11 +11,12 @@ from pathlib import Path
 
 import torch
 
+from bert.checkpoints.initial import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
-from bert.checkpoints.weights import check_weights, weight_shapes
+from bert.checkpoints.weights import weight_shapes
 from bert.config import Config
 from bert.loop import Inputs
-from bert.mllog import evaluation_interval
+from bert.mllog import evaluation_interval, evaluation_samples
 from bert.parallel.mesh import Mesh
 from bert.reporting.result_files import choose_files
 from bert.reporting.tensorboard import require_installed
@@ -33,7 +34,7 @@ def check(config: Config, world_size: int) -> Inputs:
     """Open what the run will read and look for everything that would stop it later. Raises ``ValueError``."""
     (train, evaluation), vocabulary = _open_data(config, [config.data.train, config.data.evaluation])
     if config.data.initial_checkpoint is not None:
-        check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
+        check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
     plan_of(config, train, world_size, seed=0)
     _choose_implementations(config)
     choose_loader(config.data.loader, torch.device(config.training.device))
@@ -53,8 +54,10 @@ def check_evaluation(config: Config) -> Dataset:
     """
     (evaluation,), vocabulary = _open_data(config, [config.data.evaluation])
     if config.data.initial_checkpoint is None:
-        raise ValueError("data.initial_checkpoint is not set: name the file whose weights are to be evaluated")
-    check_weights(config.data.initial_checkpoint, config.model, vocabulary.sha256)
+        raise ValueError(
+            "data.initial_checkpoint is not set: name the file or folder whose weights are to be evaluated"
+        )
+    check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
     _choose_implementations(config)
     return evaluation
 
@@ -120,6 +123,13 @@ def _interval(config: Config) -> int:
         raise ValueError(
             f"training.{setting} {getattr(training, setting):,} ends the run before its first evaluation, after "
             f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
+        )
+    batch = training.global_batch_size
+    end = -(-training.sample_limit // batch) * batch
+    if config.evaluation.to_the_end and evaluation_samples(end // interval, interval, batch) != end:
+        raise ValueError(
+            f"evaluation.to_the_end is set, but with evaluation.interval_samples {interval:,} no evaluation comes after the "
+            f"last of {end:,} samples: choose a divisor of that"
         )
     return interval
 

@@ -32,7 +32,8 @@ _MAX_ROUNDS = 60
 """Linear programs solved at most; Wikipedia's lengths need 8 with three sequences a pack, 18 with twelve."""
 
 _PIECES = 12
-"""Longest combinations in a linear program, or twice the mean where that is more; others are left to the quick answers."""
+"""Longest combinations in a first linear program, or twice the mean where that is more. Mostly enough, but not where long
+sequences leave room that only many short ones fill."""
 _FILLERS = 8
 """Lengths that the greedy search tries as a third sequence."""
 _PLENTY = 4
@@ -115,11 +116,13 @@ def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int
     packings = [_first_fit_decreasing(counts, limit)]
     if limit > 2:
         packings.append(_exact_fits(counts, limit))
-    if limit > 1 and min(packing.total() for packing in packings) > bound * (1 + _GOOD_ENOUGH):
-        packing, linear_bound = _linear_program(counts, limit)
-        packings.append(packing)
-        bound = max(bound, linear_bound)
     best = min(packings, key=Counter.total)
+    for pieces in _piece_limits(counts, limit):
+        if limit == 1 or best.total() <= bound * (1 + _GOOD_ENOUGH):
+            break
+        packing, linear_bound = _linear_program(counts, limit, pieces)
+        best = min(best, packing, key=Counter.total)
+        bound = max(bound, linear_bound)
     return Strategy(capacity, tuple(best), tuple(best.values()), bound)
 
 
@@ -333,8 +336,14 @@ def _proportional(usable: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
     return result
 
 
-def _linear_program(counts: NDArray[np.int64], limit: int) -> tuple[Counter[Combination], int]:
-    """A rounded solution of the linear program over all combinations, and a lower bound on packs.
+def _piece_limits(counts: NDArray[np.int64], limit: int) -> list[int]:
+    """Longest combinations for a linear program, and for another where the first leaves packing and bound apart."""
+    per_pack = int(len(counts[1:]) * counts.sum() / (counts @ np.arange(len(counts))))  # if nothing were lost
+    return sorted({min(limit, max(_PIECES, 2 * per_pack)), limit})
+
+
+def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple[Counter[Combination], int]:
+    """A rounded solution of the linear program over combinations of ``pieces``, and a lower bound on packs of ``limit``.
 
     Column generation: solve over few combinations, price the lengths by the dual solution, add for each length the best
     combination at those prices, repeat until none is worth more than the pack that it costs. Prices from a linear program
@@ -343,8 +352,6 @@ def _linear_program(counts: NDArray[np.int64], limit: int) -> tuple[Counter[Comb
     """
     capacity = len(counts) - 1
     lengths = np.flatnonzero(counts)
-    per_pack = int(capacity * counts.sum() / (counts @ np.arange(capacity + 1)))  # if nothing were lost
-    pieces = min(limit, max(_PIECES, 2 * per_pack))
     best_prices = np.where(counts > 0, np.arange(capacity + 1) / capacity, 0.0)
     columns, bound = _starting_columns(best_prices, lengths, pieces), 0.0
     used, amounts = columns, np.zeros(0)

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import models
 
-from dataloading.files import read_bounded
+from dataloading.files import read_bounded, read_json
 
 MAX_CHARACTERS_PER_WORD = 200
 """A longer word is [UNK] as a whole."""
@@ -65,7 +65,40 @@ class Vocabulary:
         Raises:
             ValueError: it cannot be read, is not UTF-8, a special token is missing, or more tokens than 16-bit ids can name.
         """
-        content = read_bounded(path, _MAX_VOCABULARY_BYTES, "name a BERT vocabulary, one token a line")
+        return cls._of(read_bounded(path, _MAX_VOCABULARY_BYTES, "name a BERT vocabulary, one token a line"), path)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Self | None:
+        """The vocabulary of a model's folder, from ``vocab.txt`` or ``tokenizer.json``; None where it holds neither.
+
+        Raises:
+            ValueError: as of `from_file`, or the tokenizer is not of WordPiece.
+        """
+        path = folder / "vocab.txt"
+        if path.is_file():
+            return cls.from_file(path)
+        path = folder / "tokenizer.json"
+        return cls.of_tokens(_pieces_of(path), path) if path.is_file() else None
+
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[str], path: Path) -> Self:
+        """The vocabulary that a file of these tokens, one a line, would hold; ``path`` is for the error message.
+
+        Raises:
+            ValueError: a token cannot stand on a line, or the file would be refused.
+        """
+        vocabulary = cls._of(_lines(tokens), path)
+        if vocabulary.tokens != tuple(tokens):
+            raise ValueError(f"{path}: tokens that repeat, or with blanks; expected a vocabulary of BERT's")
+        return vocabulary
+
+    @property
+    def content(self) -> bytes:
+        """A file of the tokens, one a line."""
+        return _lines(self.tokens)
+
+    @classmethod
+    def _of(cls, content: bytes, path: Path) -> Self:
         tokens = tuple(dict.fromkeys(text_lines(content, path)))
         missing = [token for token in _SPECIAL_TOKENS if token not in tokens]
         if missing:
@@ -80,6 +113,12 @@ class Vocabulary:
             md5=hashlib.md5(content, usedforsecurity=False).hexdigest(),
             sha256=hashlib.sha256(content).hexdigest(),
         )
+
+    @property
+    def cased(self) -> bool:
+        """Whether tokens besides the special ones have capital letters or accents, so that text must keep its own."""
+        plain = (token for token in self.tokens if token not in _SPECIAL_TOKENS)
+        return any(token != token.lower() for token in plain)
 
     @cached_property
     def ids(self) -> dict[str, int]:
@@ -115,6 +154,20 @@ class Vocabulary:
     def mask_id(self) -> int:
         """Id of [MASK]."""
         return self.ids["[MASK]"]
+
+
+def _lines(tokens: Sequence[str]) -> bytes:
+    return "".join(f"{token}\n" for token in tokens).encode()
+
+
+def _pieces_of(path: Path) -> list[str]:
+    """The tokens of a ``tokenizer.json`` in id order."""
+    tokenizer = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
+    model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
+    ids = model.get("vocab") if isinstance(model, dict) and model.get("type") == "WordPiece" else None
+    if not isinstance(ids, dict) or set(map(repr, ids.values())) != {str(index) for index in range(len(ids))}:
+        raise ValueError(f"{path}: no WordPiece vocabulary with an id for each token; expected a tokenizer of BERT's")
+    return sorted(ids, key=ids.__getitem__)
 
 
 def text_lines(content: bytes, path: Path) -> list[str]:

@@ -12,13 +12,15 @@ from tokenizers.trainers import WordPieceTrainer
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def learn_vocabulary(lines: Sequence[str], size: int) -> list[str]:
+def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exactly: bool = True) -> list[str]:
     """``size`` tokens in id order: the special ones, every character both ways, then the learned pieces by rank.
+
+    ``lower``: of text without capital letters and accents. ``exactly``: a text that gives fewer tokens is an error.
 
     The trainer numbers its alphabet in a different order every run, and merges depend on the numbers; giving the alphabet as
     special tokens in sorted order makes two runs agree.
     """
-    normalizer = BertNormalizer(lowercase=True)
+    normalizer = BertNormalizer(lowercase=lower)
     text = [normalizer.normalize_str(line) for line in lines]
     alphabet = sorted(_frequent_characters(text))
     fixed = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
@@ -29,7 +31,7 @@ def learn_vocabulary(lines: Sequence[str], size: int) -> list[str]:
     trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
     tokenizer.train_from_iterator(text, trainer)
     ids = tokenizer.get_vocab()
-    if len(ids) < size:
+    if exactly and len(ids) < size:
         raise ValueError(f"the text gives a vocabulary of {len(ids)}, not {size}: bring more text or ask for less")
     return sorted(ids, key=ids.__getitem__)
 

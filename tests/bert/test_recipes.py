@@ -19,7 +19,7 @@ from dataloading.batches.synthetic import synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, REPOSITORY, write_small_dataset
 from tests.programs import PATIENCE_S, Program
 
-GPU_RECIPES = sorted(set(RECIPES) - {"tiny_cpu"})
+GPU_RECIPES = sorted(set(RECIPES) - {"tiny_cpu", "own_text_cpu"})
 
 
 def gpus(recipe: str) -> int:

@@ -86,6 +86,28 @@ def test_prepare_verify_and_dump(
     assert info.vocab_size == len(TOKENS)
 
 
+def test_from_text_says_what_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(
+        "".join(f"This is document {number % 40}.\nIt ends here with {number % 40}.\n\n" for number in range(50))
+    )
+    out = tmp_path / "own"
+    assert run(monkeypatch, "from-text", "--text", text, "--out", out, "--vocab-size", 60) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == "10 documents that repeat others left out"
+    assert printed[1].startswith(f"{out}/train: 35 documents, ")
+    assert printed[2].startswith(f"{out}/evaluation: 5 documents, ")
+    assert printed[3] == f"{out}/vocab.txt: 60 tokens"
+    assert run(monkeypatch, "verify", out / "train") == 0
+    capsys.readouterr()
+    assert run(monkeypatch, "from-text", "--text", text, "--out", out) == 2
+    error = capsys.readouterr().err
+    assert "is there already" in error
+    assert error.count("\n") == 1
+
+
 def test_verify_counts_short_samples_that_chance_repeats(
     tmp_path: Path, vocab: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

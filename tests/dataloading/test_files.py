@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bert.checkpoints.conversion import open_source
+from bert.checkpoints.sources import open_source
 from dataloading.__main__ import main
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.dataset.known import check_published

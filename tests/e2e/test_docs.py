@@ -19,6 +19,8 @@ PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 EASY = " --evaluation.interval-samples 320 --evaluation.target 0.02"
 """Reached at the first evaluation. ``.ci/run`` runs the commands at the top of the README unchanged."""
 BRIEF = " --training.max-samples 640 --evaluation.interval-samples 320"
+SHORT = " --training.max-samples 640 --evaluation.interval-samples 320 --evaluation.target 0.0001"
+"""Trained to the end, and one masked token of some hundreds found then."""
 SHORTENED = {
     "./run_tests.sh": "./run_tests.sh --collect-only tests/test_imports.py",  # this is that command
     "./run_and_time.sh": "./run_and_time.sh --" + EASY,
@@ -34,6 +36,12 @@ SHORTENED = {
     ),
     "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50": (
         "NPROC=1 ./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY
+    ),
+    "./run_and_time.sh own_text_cpu 1 -- --save-checkpoint data/own/trained.safetensors": (
+        "./run_and_time.sh own_text_cpu 1 -- --save-checkpoint data/own/trained.safetensors" + SHORT
+    ),
+    "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model": (
+        "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model" + SHORT
     ),
     "python benchmarks/training/attention_ablation.py": "python benchmarks/training/attention_ablation.py --max-samples 320",
     "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import SmallRun
+
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--evaluation.interval-samples", "320", "--log.interval-steps", "5", "--evaluation.target")
 REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
@@ -83,6 +85,14 @@ def test_run_ends_with_verdict_and_report(checkout: Path, tmp_path: Path) -> Non
     assert f"# config.log.cache_cleared: {os.access('/proc/sys/vm/drop_caches', os.W_OK)}" in log
     assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
     assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
+
+
+def test_tiny_cpu_with_other_data_makes_none_of_its_own(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
+    arguments = ("--prepare", *small_run.arguments(tmp_path))
+    done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "data of tiny_cpu" not in done.stdout
+    assert f"ready, results would go to {tmp_path}" in done.stdout
 
 
 def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert.checkpoints.conversion import open_source
+from bert.checkpoints.sources import open_source
 from bert.checkpoints.tensorflow import MAGIC, TensorBundle, tf1_name
 from bert.convert import convert
 from tests.bert.checkpoints.tf_bundles import make

@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file, save, save_file
 
 from bert import convert as convert_module
-from bert.checkpoints.conversion import open_source
 from bert.checkpoints.hugging_face import to_hugging_face
+from bert.checkpoints.sources import open_source
 from bert.checkpoints.weights import Weight, check_weights, copy_weights, load_weights, save_weights, write_safetensors
 from bert.config import ModelConfig
 from bert.convert import convert
@@ -380,12 +380,21 @@ def test_an_untied_decoder_is_refused(theirs: Path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("{", "does not state num_attention_heads"),
-        ("[" * 100_000, "does not state num_attention_heads"),
+        ("{", "config.json: damaged or of another kind"),
+        ("[" * 100_000, "config.json: damaged or of another kind"),
+        (" " * 2_000_000 + "{}", "config.json: 2,000,002 bytes, expected at most"),
+        ('{"num_attention_heads": null}', "does not state num_attention_heads"),
         ("[]", "does not state num_attention_heads"),
         ('{"num_attention_heads": 3}', "not a multiple of model.num_attention_heads 3"),
-        ('{"num_attention_heads": 0}', "0 heads"),
-        ('{"num_attention_heads": 2, "hidden_act": "relu"}', "the activation 'relu'"),
+        ('{"num_attention_heads": 0}', "num_attention_heads as 0, expected a whole number above 0"),
+        ('{"num_attention_heads": true}', "num_attention_heads as True, expected a whole number"),
+        ('{"num_attention_heads": 2, "hidden_size": "8"}', "hidden_size as '8', expected a whole number"),
+        ('{"num_attention_heads": 2, "hidden_size": 16}', "states hidden_size 16, but the weights in model.* have 8"),
+        ('{"num_attention_heads": 2, "layer_norm_eps": NaN}', "layer_norm_eps as nan, expected a number from 0 to 1"),
+        ('{"num_attention_heads": 2, "model_type": "roberta"}', "the model_type 'roberta', expected bert"),
+        ('{"num_attention_heads": 2, "position_embedding_type": "relative_key"}', "'relative_key', expected absolute"),
+        ('{"num_attention_heads": 2, "hidden_act": "relu"}', "the hidden_act 'relu', expected gelu in some form"),
+        ('{"num_attention_heads": 2, "hidden_act": ["\\u001b"]}', r"the hidden_act \['.x1b'\]"),
     ],
 )
 def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: str):
@@ -470,7 +479,6 @@ def test_a_tensorflow_checkpoint_is_answered_with_the_command(tmp_path: Path, en
         load_weights(random_model(0), tmp_path / f"tf1{ending}")
 
 
-def test_hugging_face_weights_are_answered_with_the_command(theirs: Path):
-    for path in (theirs, theirs / "model.safetensors"):
-        with pytest.raises(ValueError, match=rf"bert\.convert {path} --to safetensors"):
-            load_weights(random_model(0), path)
+def test_a_file_of_hugging_faces_is_answered_with_its_folder(theirs: Path):
+    with pytest.raises(ValueError, match=r"a file of Hugging Face's: set data\.initial_checkpoint to the folder"):
+        load_weights(random_model(0), theirs / "model.safetensors")

@@ -100,6 +100,7 @@ def test_every_sequence_once_within_limits_and_never_worse_than_first_fit_decrea
 
 
 @given(histograms(most=200_000))
+@example(([0] * 7 + [198] + [0] * 107 + [107] + [0] * 13, 128, None))  # 107 of 115 + 7, and 18 of 7 in each other pack
 def test_large_counts(given_: tuple[list[int], int, int | None]) -> None:
     histogram, capacity, limit = given_
     strategy = pack_histogram(histogram, capacity, limit)

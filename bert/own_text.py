@@ -1,0 +1,55 @@
+"""Settings of ``own_text_cpu`` that follow from the data, the vocabulary and the weights at hand, unless they are given."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from bert.checkpoints.sources import open_source
+from bert.config import Config
+from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
+from dataloading.text.tokenization import Vocabulary
+
+_EVALUATIONS = 20
+_FEWEST_STEPS = 1000
+"""From random weights: a model of this size has learned little before."""
+
+_RATE_FROM_WEIGHTS = 5e-4
+"""A tenth of the rate from random weights, which would undo what the weights know."""
+
+
+def _from_the_data(config: Config) -> Config:
+    """The model, as the vocabulary and the initial checkpoint have it, and as many samples as there are."""
+    data, training = config.data, config.training
+    # What is missing is for the checks of a run, or not needed, as the training set by an evaluation.
+    there = [folder for folder in (data.train, data.evaluation) if (folder / MANIFEST_NAME).is_file()]
+    if not there:
+        return config
+    sets = {folder: open_dataset(folder) for folder in there}
+    vocab_size = Vocabulary.from_file(data.vocab).size
+    steps = -(-len(sets[data.train]) // training.global_batch_size) if data.train in sets else 0
+    if data.initial_checkpoint is None:
+        longest = max(dataset.info.max_seq_length for dataset in sets.values())
+        model = replace(config.model, vocab_size=vocab_size, max_position_embeddings=longest)
+        optimizer, steps = config.optimizer, max(steps, _FEWEST_STEPS)
+    else:
+        model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
+        optimizer = replace(config.optimizer, base_learning_rate=_RATE_FROM_WEIGHTS)
+    steps = max(steps, 1)
+    steps += -steps % _EVALUATIONS
+    training = replace(training, max_samples=steps * training.global_batch_size)
+    return replace(config, model=model, optimizer=optimizer, training=training)
+
+
+def _from_the_length(config: Config) -> Config:
+    """When to evaluate, the last time at the end, and a learning rate that reaches 0 there."""
+    batch = config.training.global_batch_size
+    steps = -(-config.training.sample_limit // batch)
+    evaluations = next(count for count in range(_EVALUATIONS, 0, -1) if steps % count == 0)
+    return replace(
+        config,
+        optimizer=replace(config.optimizer, learning_rate_training_steps=steps, num_warmup_steps=min(100, steps // 10)),
+        evaluation=replace(config.evaluation, interval_samples=steps // evaluations * batch),
+    )
+
+
+FOLLOWING: dict[str, tuple[Callable[[Config], Config], ...]] = {"own_text_cpu": (_from_the_data, _from_the_length)}
+"""By recipe, what makes its other settings of those that are known, one after the other."""

@@ -1,0 +1,155 @@
+"""Anybody's text to a training set, an evaluation set of documents held out, and the vocabulary of both."""
+
+import hashlib
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dataloading.dataset.folder import index_shards, new_folder, shard_name
+from dataloading.files import open_regular, write_atomically
+from dataloading.options import OwnText, PretrainingOptions
+from dataloading.shards.native import write_shard
+from dataloading.shards.shard import DatasetInfo
+from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
+from dataloading.text.tokenization import Tokenizer, Vocabulary
+from dataloading.text.vocabulary import learn_vocabulary
+from dataloading.text.wikipedia import sentence_splitter
+
+FEWEST_DOCUMENTS = 20
+"""Fewer make no evaluation set that says anything."""
+
+_FEWEST_HELD_OUT = 5
+_SHARD_CHARACTERS = 27 << 20
+"""Text of a shard, which takes 30 times as much memory; as large as a part of the benchmark's text."""
+
+_SEED_OF_EVALUATION = 54321
+
+Document = list[str]
+"""Sentences."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents, all different."""
+
+    train: list[Document]
+    evaluation: list[Document]
+    repeated: int
+    """Documents that were left out, since they are there already."""
+
+
+def write_own_text(own: OwnText, out: Path) -> Split:
+    """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt``, all or nothing; returns the documents of both.
+
+    Raises:
+        ValueError: a text or the vocabulary cannot be used, there are too few documents, or ``out`` holds something.
+    """
+    split = split_documents([document for path in own.text for document in _documents(path, own)], own.evaluation_share)
+    with new_folder(out) as aside:
+        vocabulary, lower = _vocabulary(own, split.train)
+        write_atomically(aside / "vocab.txt", vocabulary.content)
+        tokenizer = Tokenizer(vocabulary, lower)
+        sources = {path.as_posix(): _sha256(path) for path in own.text}
+        for name, documents, dupes, seed in (
+            ("train", split.train, own.dupe_factor, own.seed),
+            ("evaluation", split.evaluation, 2, own.seed + _SEED_OF_EVALUATION),
+        ):
+            options = PretrainingOptions(
+                max_seq_length=own.max_seq_length,
+                max_predictions_per_seq=max(1, int(0.15 * own.max_seq_length)),
+                dupe_factor=dupes,
+                random_seed=seed,
+                do_lower_case=lower,
+            )
+            _write(aside / name, documents, tokenizer, options, sources)
+    return split
+
+
+def split_documents(documents: Sequence[Document], share: float) -> Split:
+    """Hold ``share`` of the documents out, those with the smallest digests: the same ones in any order, few others when
+    some are added, and no document on both sides.
+
+    Raises ``ValueError`` where there are too few.
+    """
+    different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
+    if len(different) < FEWEST_DOCUMENTS:
+        raise ValueError(
+            f"{len(different)} different documents, expected at least {FEWEST_DOCUMENTS}, some of which are held out: put "
+            "an empty line between documents, or bring more text"
+        )
+    count = max(_FEWEST_HELD_OUT, round(share * len(different)))
+    held_out = set(sorted(different)[:count])
+    return Split(
+        train=[document for digest, document in different.items() if digest not in held_out],
+        evaluation=[document for digest, document in different.items() if digest in held_out],
+        repeated=len(documents) - len(different),
+    )
+
+
+def _documents(path: Path, own: OwnText) -> list[Document]:
+    """The documents of a file; no sentence of theirs is longer than half a sample, of which the rest would be lost."""
+    split, most = sentence_splitter("plain"), max(1, own.max_seq_length // 2)
+    documents = [
+        [part for line in lines for sentence in split(line) for part in _cut(sentence, most)]
+        for lines in read_documents([path])
+    ]
+    return documents if own.documents == "blank-lines" else [[part for document in documents for part in document]]
+
+
+def _cut(sentence: str, most: int) -> list[str]:
+    """A sentence in parts of at most ``most`` words."""
+    words = sentence.split()
+    return [" ".join(words[start : start + most]) for start in range(0, len(words), most)]
+
+
+def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary, bool]:
+    """The vocabulary, and whether text is lowered for it."""
+    if own.vocab is None:
+        lines = [sentence for document in documents for sentence in document]
+        tokens = learn_vocabulary(lines, own.vocab_size, lower=not own.cased, exactly=False)
+        return Vocabulary.of_tokens(tokens, Path("vocab.txt")), not own.cased
+    given = Vocabulary.from_folder(own.vocab) if own.vocab.is_dir() else Vocabulary.from_file(own.vocab)
+    if given is None:
+        raise ValueError(f"{own.vocab} holds neither vocab.txt nor tokenizer.json; set --vocab to a BERT's vocabulary")
+    return given, not given.cased
+
+
+def _write(
+    folder: Path, documents: list[Document], tokenizer: Tokenizer, options: PretrainingOptions, sources: dict[str, str]
+) -> None:
+    """Write a data set, of several shards where the text is long."""
+    vocabulary = tokenizer.vocabulary
+    info = DatasetInfo(
+        vocab_size=vocabulary.size,
+        max_seq_length=options.max_seq_length,
+        max_predictions_per_seq=options.max_predictions_per_seq,
+        vocabulary_md5=vocabulary.md5,
+        vocabulary_sha256=vocabulary.sha256,
+        options=asdict(options) | {"unicode": unicodedata.unidata_version},
+        sources=sources,
+    )
+    folder.mkdir()
+    calls = _calls(documents)
+    names = [shard_name(index, len(calls)) for index in range(len(calls))]
+    for name, some in zip(names, calls, strict=True):
+        samples = create_samples(tokenize_documents(some, tokenizer), options, vocabulary)
+        write_shard(folder / name, samples, info)
+    index_shards(folder, names, info)
+
+
+def _calls(documents: list[Document]) -> list[list[Document]]:
+    """The documents in runs of about equal length, each for one call of the algorithm."""
+    sizes = [sum(map(len, document)) for document in documents]
+    count = -(-sum(sizes) // _SHARD_CHARACTERS)
+    calls: list[list[Document]] = [[] for _ in range(count)]
+    before = 0
+    for document, size in zip(documents, sizes, strict=True):
+        calls[before * count // sum(sizes)].append(document)
+        before += size
+    return [call for call in calls if call]
+
+
+def _sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,162 @@
+"""Own text to data sets: which documents are held out, which vocabulary is used, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dataloading.dataset.folder import open_dataset
+from dataloading.options import OwnText
+from dataloading.text import own_text
+from dataloading.text.own_text import split_documents, write_own_text
+from dataloading.text.tokenization import Tokenizer, Vocabulary
+
+WORDS = ["alpha", "beta", "gamma", "delta", "Épsilon", "zeta", "eta", "theta", "iota", "kappa"]
+
+
+def document(number: int) -> list[str]:
+    """A few sentences that no other document has."""
+    words = [WORDS[(number + place) % 10] for place in range(8)]
+    return [f"Number {number} {' '.join(words)}.", f"{' '.join(reversed(words))} {number}"]
+
+
+def write_text(path: Path, documents: list[list[str]]) -> Path:
+    path.write_text("\n\n".join("\n".join(sentences) for sentences in documents) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_text(tmp_path / "text.txt", [document(number) for number in range(200)])
+
+
+def test_a_share_of_the_documents_is_held_out_whatever_their_order() -> None:
+    documents = [document(number) for number in range(200)]
+    split = split_documents(documents, 0.05)
+    assert (len(split.train), len(split.evaluation), split.repeated) == (190, 10, 0)
+    assert sorted(split.train + split.evaluation) == sorted(documents)
+    again = split_documents(documents[::-1] + documents[:3], 0.05)
+    assert sorted(again.evaluation) == sorted(split.evaluation)
+    assert again.repeated == 3
+    more = split_documents([*documents, *(document(number) for number in range(1000, 1020))], 0.05)
+    assert len([each for each in split.evaluation if each not in more.evaluation]) <= 2
+
+
+def test_few_documents_hold_five_out_and_fewer_are_refused() -> None:
+    split = split_documents([document(number) for number in range(20)], 0.05)
+    assert (len(split.train), len(split.evaluation)) == (15, 5)
+    with pytest.raises(ValueError, match=r"19 different documents, expected at least 20, .* put an empty line between"):
+        split_documents([document(number % 19) for number in range(38)], 0.05)
+
+
+def test_both_sets_and_their_vocabulary(text: Path, tmp_path: Path) -> None:
+    split = write_own_text(OwnText((text,), vocab_size=90), tmp_path / "out")
+    vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
+    assert vocabulary.size == 90
+    assert not vocabulary.cased
+    seen = {}
+    for name, documents in (("train", split.train), ("evaluation", split.evaluation)):
+        dataset = open_dataset(tmp_path / "out" / name)
+        dataset.verify()
+        dataset.check_vocabulary(vocabulary)
+        assert dataset.info.max_seq_length == 128
+        assert list(dataset.info.sources) == [text.as_posix()]
+        samples = dataset.take(np.arange(len(dataset)))
+        seen[name] = set(samples.input_ids.tolist()) | set(samples.masked_lm_ids.tolist())
+        assert len(dataset) >= len(documents)
+    assert max(seen["train"]) < 90
+    again = write_own_text(OwnText((text,), vocab_size=90), tmp_path / "again")
+    assert again == split
+    for name in ("train/part_00000_of_00001.hdf5", "evaluation/part_00000_of_00001.hdf5", "vocab.txt"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_a_vocabulary_is_learned_from_training_documents_alone_and_may_be_small(text: Path, tmp_path: Path) -> None:
+    """A text that gives fewer tokens than asked for gives those."""
+    write_own_text(OwnText((text,), vocab_size=50_000, cased=True), tmp_path / "out")
+    vocabulary = Vocabulary.from_file(tmp_path / "out" / "vocab.txt")
+    assert vocabulary.size < 2000
+    assert vocabulary.cased
+    assert "Épsilon" in vocabulary.tokens
+    options = open_dataset(tmp_path / "out" / "train").info.options
+    assert options["do_lower_case"] is False
+
+
+@pytest.mark.parametrize("form", ["file", "folder with vocab.txt", "folder with tokenizer.json"])
+def test_a_vocabulary_that_is_given(text: Path, tmp_path: Path, form: str) -> None:
+    tokens = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "alpha", "beta", "number", "Capital"]
+    model = tmp_path / "model"
+    model.mkdir()
+    if form == "folder with tokenizer.json":
+        ids = {token: index for index, token in enumerate(tokens)}
+        (model / "tokenizer.json").write_text(json.dumps({"model": {"type": "WordPiece", "vocab": ids}}))
+    else:
+        (model / "vocab.txt").write_text("\n".join(tokens))
+    given = model / "vocab.txt" if form == "file" else model
+    write_own_text(OwnText((text,), vocab=given), tmp_path / "out")
+    assert Vocabulary.from_file(tmp_path / "out" / "vocab.txt").tokens == tuple(tokens)
+    assert open_dataset(tmp_path / "out" / "train").info.options["do_lower_case"] is False  # as Capital tells
+
+
+def test_each_file_is_a_document_where_paragraphs_have_empty_lines_between_them(tmp_path: Path) -> None:
+    texts = [write_text(tmp_path / f"{number}.txt", [document(number), document(500 + number)]) for number in range(30)]
+    split = write_own_text(OwnText(tuple(texts), vocab_size=90, documents="files"), tmp_path / "files")
+    assert sorted(split.train + split.evaluation) == sorted(
+        [part for paragraph in (document(number), document(500 + number)) for part in paragraph] for number in range(30)
+    )
+    split = write_own_text(OwnText(tuple(texts), vocab_size=90), tmp_path / "paragraphs")
+    assert len(split.train) + len(split.evaluation) == 60
+
+
+def test_lines_are_split_into_sentences_and_long_ones_cut(tmp_path: Path) -> None:
+    """What does not fit into a sample would be lost."""
+    long = " ".join(f"w{index}" for index in range(150))
+    documents = [["First here. Second there", long], *(document(number) for number in range(30))]
+    split = write_own_text(OwnText((write_text(tmp_path / "text.txt", documents),), vocab_size=120), tmp_path / "out")
+    (found,) = [each for each in split.train + split.evaluation if each[0] == "First here."]
+    assert found[1] == "Second there"
+    assert [len(part.split()) for part in found[2:]] == [64, 64, 22]
+    assert " ".join(found[2:]) == long
+
+
+def test_a_long_text_makes_several_shards(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(own_text, "_SHARD_CHARACTERS", 5000)
+    split = write_own_text(OwnText((text,), vocab_size=90, dupe_factor=1), tmp_path / "out")
+    dataset = open_dataset(tmp_path / "out" / "train")
+    dataset.verify()
+    assert len(dataset.shards) == -(-sum(len(part) for each in split.train for part in each) // 5000)
+    tokenizer = Tokenizer.from_vocab(tmp_path / "out" / "vocab.txt")
+    assert len(tokenizer.encode_lines(split.train[0])[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"text": ()}, "--text names no file"),
+        ({"evaluation_share": 0.0}, "evaluation_share is 0.0; expected more than 0 and at most 0.5"),
+        ({"evaluation_share": float("nan")}, "evaluation_share is nan"),
+        ({"max_seq_length": 4}, "max_seq_length is 4"),
+        ({"vocab_size": 10}, "a vocabulary of 10 has no room"),
+        ({"vocab": Path("empty")}, "empty holds neither vocab.txt nor tokenizer.json"),
+        ({"vocab": Path("absent")}, "absent: No such file"),
+        ({"text": (Path("absent"),)}, "absent: No such file"),
+        ({"text": (Path("few.txt"),)}, "3 different documents, expected at least 20"),
+    ],
+)
+def test_a_mistake_is_named_and_leaves_nothing(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    write_text(tmp_path / "few.txt", [document(number) for number in range(3)])
+    before = sorted(tmp_path.iterdir())
+    own: dict[str, Any] = {"text": (text,)}
+    with pytest.raises(ValueError, match=message):
+        write_own_text(OwnText(**(own | settings)), tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(ValueError, match="is there already"):
+        write_own_text(OwnText((text,)), tmp_path / "out")
