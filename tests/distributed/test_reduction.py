@@ -42,8 +42,8 @@ CASES = [
         marks=pytest.mark.skipif(SORTS_RANKS, reason="this PyTorch sorts the ranks of a group"),
     ),
     pytest.param(4, "sharded", "cyclic", 2, marks=pytest.mark.oldest_torch),
-    (8, "hierarchical", "block", 4),
-    (8, "sharded", "block", 8),
+    (4, "hierarchical", "block", 2),
+    (4, "sharded", "block", 4),
     (8, "sharded_world", "block", 4),
 ]
 
