@@ -150,5 +150,5 @@ def test_a_page_without_markers_stays_as_it_is(tmp_path: Path) -> None:
 
 
 def test_the_page_of_the_repository_has_the_markers() -> None:
-    text = (REPOSITORY / "docs" / "kernels.md").read_text(encoding="utf-8")
+    text = (REPOSITORY / "docs" / "kernel_costs.md").read_text(encoding="utf-8")
     assert text.index(BEGIN) < text.index(END)
