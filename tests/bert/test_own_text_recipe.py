@@ -52,6 +52,7 @@ def test_from_random_weights_model_and_length_follow_from_the_data(own: Path) ->
 def test_what_is_given_counts_more_and_the_rest_follows_from_it(own: Path) -> None:
     config = parse(arguments(own, "--training.max-samples=960", "--model.hidden-size=64"))
     assert config.model.hidden_size == 64
+    assert config.optimizer.base_learning_rate == 0.01
     assert schedule(config) == (960, 64, 30, 3)  # of 30 steps, 15 intervals end at the last one
     config = parse(arguments(own, "--training.max-samples=960", "--evaluation.interval-samples=320"))
     assert schedule(config) == (960, 320, 30, 3)
@@ -69,7 +70,7 @@ def test_from_a_checkpoint_the_model_is_taken_and_the_data_are_seen_once(own: Pa
     assert (model.layer_norm_eps, model.hidden_dropout) == (1e-7, 0.1)
     steps = -(-len(open_dataset(own / "train")) // 32)
     assert config.training.max_samples == 32 * (steps + -steps % 20)
-    assert config.optimizer.base_learning_rate == 5e-4
+    assert config.optimizer.base_learning_rate == 0.02
     check(parse(arguments(own, f"--data.initial-checkpoint={folder}", f"--log.results={tmp_path}")), 1)
     save_weights(BertForPreTraining(model), tmp_path / "ours.safetensors")
     assert parse(arguments(own, f"--data.initial-checkpoint={tmp_path / 'ours.safetensors'}")).model == model
