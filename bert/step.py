@@ -7,9 +7,9 @@ own, because the reduction runs beside its backward pass; so has the first one w
 pass.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor
 from bert.config import Config
 from bert.cuda_graphs import BatchGraphs, Recorder
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Reduction, choose
 from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.weight_gather import WeightGather
-from bert.reporting.metrics import Stopwatch, is_recording
+from bert.reporting.stopwatch import Stopwatch, is_recording
 from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, inert_batch
 from kernels import captured
@@ -80,6 +80,19 @@ class Statistics:
         return means, stopping > 0
 
 
+@dataclass(frozen=True)
+class Role:
+    """What a micro-batch does for the ranks besides its forward and backward pass."""
+
+    gathers_weights: bool
+    """The first of a step: weights of a sharded optimizer come while its forward pass runs."""
+    reduces_gradients: bool
+    """The last of a step: buckets of gradients are summed over the ranks as its backward pass fills them."""
+
+
+ROLES = [Role(gathers, reduces) for gathers in (False, True) for reduces in (False, True)]
+
+
 class TrainingStep:
     """Model, optimizer and what one step does with a global batch."""
 
@@ -106,34 +119,34 @@ class TrainingStep:
         self._stopwatch = stopwatch
         self.precision = training.precision
         self._micro_batches = training.gradient_accumulation_steps
-        self._trained = {
-            kind: BatchGraphs(partial(self._train_on, *kind)) for kind in itertools.product((False, True), repeat=2)
-        }
-        """What runs a micro-batch, by whether it gathers weights and whether it reduces gradients."""
+        self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
         self._update: Callable[[], None] = self._update_weights
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on this rank's micro-batches of one global batch."""
         with self._stopwatch.time("forward_backward"):
-            self._accumulate_all(micro_batches)
+            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
+                self._train_on[role](batch)
         self._update()
 
-    def _accumulate_all(self, micro_batches: Sequence[Batch]) -> None:
-        for kind, batch in zip(self._kinds(len(micro_batches)), micro_batches, strict=True):
-            self._trained[kind](batch)
-
-    def _kinds(self, count: int) -> list[tuple[bool, bool]]:
-        """Of a step's micro-batches: the first one gathers weights, the last one reduces gradients."""
+    def _roles(self, count: int) -> list[Role]:
+        """The roles of a step's micro-batches, in their order."""
         gathers, reduces = self._gather is not None and self.fp8 is None, self._mesh.world_size > 1
-        return [(gathers and place == 0, reduces and place == count - 1) for place in range(count)]
+        return [Role(gathers and place == 0, reduces and place == count - 1) for place in range(count)]
 
-    def _train_on(self, gathers: bool, reduces: bool, batch: Batch) -> None:
-        if gathers:
+    def _forward_backward(self, role: Role, batch: Batch) -> None:
+        """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
+        if role.gathers_weights:
             self._begin_gathering()
-        if reduces:
-            self._forward_backward_reduce(batch)
-        else:
-            self._forward_backward(batch)
+        with self._reduction.overlapped() if role.reduces_gradients else nullcontext():
+            with self.autocast():
+                output = self.model(batch)
+            masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
+            (masked_lm_loss + next_sentence_loss).backward()
+            self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
+        if role.reduces_gradients:
+            with self._stopwatch.time("reduce"):
+                self._reduction.finish()
 
     def _begin_gathering(self) -> None:
         """The forward pass can begin with the first weights; how long they take says how late other ranks are."""
@@ -143,21 +156,6 @@ class TrainingStep:
             with self._stopwatch.time("reduce"):
                 self._gather.wait(1)
             self._stopwatch.stage.enter("forward_backward")
-
-    def _forward_backward(self, batch: Batch) -> None:
-        """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
-        with self.autocast():
-            output = self.model(batch)
-        masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
-        (masked_lm_loss + next_sentence_loss).backward()
-        self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
-
-    def _forward_backward_reduce(self, batch: Batch) -> None:
-        """The same for a step's last micro-batch: buckets of gradients are summed over the ranks as they fill."""
-        with self._reduction.overlapped():
-            self._forward_backward(batch)
-        with self._stopwatch.time("reduce"):
-            self._reduction.finish()
 
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
@@ -193,6 +191,11 @@ class TrainingStep:
         is then recorded as well, for each of ``capacities``, and replayed from now on; batches of other capacities run as
         before. FP8 scales are found last, for the weights that training starts from.
         """
+
+        def forward_backward() -> None:
+            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
+                self._train_on[role](batch)
+
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), nullcontext() if recorder is None else captured():
@@ -205,7 +208,7 @@ class TrainingStep:
             with torch.no_grad():
                 self.flat.weights_P.copy_(weights_P)
             if self.fp8 is not None:
-                self.fp8.calibrate_(lambda: self._accumulate_all(micro_batches))
+                self.fp8.calibrate_(forward_backward)
         self.statistics.fetch()
         self.optimizer.reset()
         with torch.no_grad():
@@ -215,8 +218,8 @@ class TrainingStep:
     def _record(self, recorder: Recorder, capacities: Sequence[Capacity]) -> None:
         batches = [inert_batch(capacity).to(self._mesh.device) for capacity in capacities]
         # The last micro-batch first: it takes the most memory.
-        for kind in dict.fromkeys(reversed(self._kinds(self._micro_batches))):
-            self._trained[kind].record(batches, recorder)
+        for role in dict.fromkeys(reversed(self._roles(self._micro_batches))):
+            self._train_on[role].record(batches, recorder)
         replay = recorder.record(self._update_weights)
         recorder.capture()
 
@@ -232,16 +235,3 @@ def _fp8_state(model: BertForPreTraining, config: Config, mesh: Mesh) -> Fp8Stat
         return None
     require_fp8(mesh.device)
     return enable_fp8(model)
-
-
-def build_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """The model on its device, from random weights that are drawn there: a CPU takes half a minute for BERT-Large's."""
-    model = empty_model(config, mesh)
-    initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
-    return model
-
-
-def empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
-    """The model on its device, for weights that are loaded: its matrices hold what was in memory."""
-    with mesh.device:
-        return BertForPreTraining(config.model).train()

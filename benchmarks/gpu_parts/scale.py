@@ -15,10 +15,10 @@ from torch import Tensor
 from benchmarks.gpu_parts.report import Report
 from bert.config import ModelConfig
 from bert.cuda_graphs import CudaRecorder
+from bert.initial_model import build_model
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from bert.recipes import h100_1x1
-from bert.step import build_model
 from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples

@@ -12,7 +12,7 @@ from benchmarks.gpu_parts.scale import Context, micro_batches, training_flop
 from benchmarks.gpu_parts.timing import measured, timed_row
 from bert.config import Config
 from bert.recipes import dgxa100_1x8, h100_1x1, h100_1x8
-from bert.reporting.metrics import DeviceStopwatch, Stopwatch
+from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch
 from kernels.reference.fp8 import capability_reasons

@@ -12,10 +12,11 @@ import torch
 from bert.config import Config, ModelConfig, OptimizerConfig
 from bert.cuda_graphs import BatchGraphs, CudaRecorder, Recorder
 from bert.evaluator import Evaluator
+from bert.initial_model import build_model
 from bert.parallel.mesh import Mesh
 from bert.recipes import tiny_cpu
-from bert.reporting.metrics import Stopwatch
-from bert.step import TrainingStep, build_model
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
 from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch

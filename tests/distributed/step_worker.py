@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 import bert.step
 from bert.config import Config, ModelConfig, OptimizerConfig
+from bert.initial_model import build_model
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Reduction, Strategy
 from bert.recipes import tiny_cpu
-from bert.reporting.metrics import Stopwatch
-from bert.step import TrainingStep, build_model
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
 from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
@@ -118,8 +119,10 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
 
 def gather_after_update(step: TrainingStep) -> None:
     """Instead of beside the next forward pass."""
-    kinds, update = step._kinds, step._update
-    step._kinds = lambda count: [(False, reduces) for _, reduces in kinds(count)]  # type: ignore[method-assign]
+    roles, update = step._roles, step._update
+    step._roles = lambda count: [  # type: ignore[method-assign]
+        replace(role, gathers_weights=False) for role in roles(count)
+    ]
     step._update = lambda: (update(), step.whole_model())[0]
 
 
@@ -191,7 +194,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: Strategy) -> bool:
         step(micro_batches)
     step.whole_model()
     assert step.fp8 is not None
-    equal = not step._kinds(1)[0][0]  # nothing is left to gather in the next forward pass
+    equal = not step._roles(1)[0].gathers_weights  # nothing is left to gather in the next forward pass
     for dense in step.fp8.denses:
         expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
         equal &= torch.equal(dense.weight_NK.float(), expected.float())

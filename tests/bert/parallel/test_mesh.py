@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bert.parallel.mesh import Identity, Launch, Mesh, _allow_descriptors, group_by_host, join_mesh, launched_world_size
+from bert.parallel.launch import Launch, launched_world_size
+from bert.parallel.mesh import Identity, Mesh, _allow_descriptors, group_by_host, join_mesh
 
 pytestmark = pytest.mark.oldest_torch
 

@@ -12,16 +12,11 @@ import torch
 from rich.console import Console
 
 from bert.reporting.displays import LivePanel, PlainLines
-from bert.reporting.metrics import (
-    DeviceStopwatch,
-    EndRecord,
-    EvaluationRecord,
-    JsonLines,
-    Progress,
-    Reporter,
-    StepRecord,
-    Stopwatch,
-)
+from bert.reporting.json_lines import JsonLines
+from bert.reporting.progress import Progress
+from bert.reporting.records import EndRecord, EvaluationRecord, StepRecord
+from bert.reporting.reporter import Reporter
+from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from compliance.log.forecast import Schedule
 from compliance.report.results import numbers
 from tests.conftest import REPOSITORY

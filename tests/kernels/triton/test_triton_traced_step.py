@@ -21,7 +21,7 @@ from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
 from bert.recipes import tiny_cpu
-from bert.reporting.metrics import Stopwatch
+from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, inert_batch
