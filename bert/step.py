@@ -22,7 +22,8 @@ from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Communicators, Reduction, choose
+from bert.parallel.reduction import Communicators, Reduction
+from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.weight_gather import WeightGather
 from bert.reporting.stopwatch import Stopwatch, is_recording
