@@ -10,7 +10,7 @@ from bert.config import Config
 from bert.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.mllog import MLLog, evaluation_samples
-from bert.parallel.stragglers import SlowRanks
+from bert.parallel.stragglers import Stragglers
 from bert.reporting.evaluations import Evaluations
 from bert.reporting.intervals import Intervals
 from bert.reporting.records import EndRecord, Position
@@ -43,7 +43,7 @@ class Run:
     step: TrainingStep
     evaluator: Evaluator
     checkpoints: RunCheckpoints | NoCheckpoints
-    slow_ranks: SlowRanks
+    stragglers: Stragglers
     interruption: Interruption
 
 
@@ -54,7 +54,7 @@ def train(run: Run) -> Status:
     run.reporter.begin()
     run.interruption.defer()
     run.evaluator.read_ahead()
-    intervals = Intervals(run.config, run.step.statistics, run.stopwatch, run.reporter, run.slow_ranks, at, run.skipped)
+    intervals = Intervals(run.config, run.step.statistics, run.stopwatch, run.reporter, run.stragglers, at, run.skipped)
     evaluations = Evaluations(run.evaluator, run.step, log, run.reporter, stage, run.config.evaluation.target)
 
     for due in _evaluation_points(run):

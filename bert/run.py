@@ -84,7 +84,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
             with watchdog.getting_on(timed.stopwatch.stage):
                 status = train(timed)
         timed.loader.close()
-        model = timed.step.whole_model()
+        model = timed.step.gather_weights()
         if config.save_checkpoint and mesh.is_main:
             metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
             save_weights(model, config.save_checkpoint, metadata)

@@ -18,7 +18,7 @@ from bert.loop import Run
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
-from bert.parallel.stragglers import SlowRanks
+from bert.parallel.stragglers import Stragglers
 from bert.reporting.displays import LivePanel, PlainLines
 from bert.reporting.json_lines import JsonLines
 from bert.reporting.progress import Progress
@@ -77,7 +77,7 @@ def build_run(
         step=step,
         evaluator=evaluator,
         checkpoints=RunCheckpoints(checkpoints, stopwatch.stage, reporter) if checkpoints else NoCheckpoints(),
-        slow_ranks=SlowRanks(hosts),
+        stragglers=Stragglers(hosts),
         interruption=interruption,
     )
 

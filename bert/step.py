@@ -162,11 +162,11 @@ class TrainingStep:
         with self._stopwatch.time("update"):
             self.statistics.add_step(self.optimizer.step())
             if self.fp8 is not None:
-                self.whole_model()
+                self.gather_weights()
                 self.fp8.update_()
 
-    def whole_model(self) -> BertForPreTraining:
-        """The model with all weights of the last step, some of which other ranks may have until the next step.
+    def gather_weights(self) -> BertForPreTraining:
+        """Gather all weights of the last step, some of which only other ranks may have, and return the model.
 
         Every rank must call it at the same time.
         """

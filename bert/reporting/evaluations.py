@@ -48,7 +48,7 @@ class Evaluations:
         began = time.perf_counter()
         self._stage.enter("evaluation")
         self._log.eval_start(at.samples)
-        accuracy = self._evaluator.start(self._step.whole_model(), self._step.autocast())
+        accuracy = self._evaluator.start(self._step.gather_weights(), self._step.autocast())
         self._pending = _Pending(accuracy, began, at)
 
     def finish(self) -> bool:

@@ -4,7 +4,7 @@ import time
 
 from bert.config import Config
 from bert.optimizer import learning_rate
-from bert.parallel.stragglers import SlowRanks
+from bert.parallel.stragglers import Stragglers
 from bert.reporting.records import Position, StepRecord
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import Stopwatch
@@ -20,7 +20,7 @@ class Intervals:
         statistics: Statistics,
         stopwatch: Stopwatch,
         reporter: Reporter,
-        slow_ranks: SlowRanks,
+        stragglers: Stragglers,
         start: Position,
         skipped: int,
     ) -> None:
@@ -31,7 +31,7 @@ class Intervals:
         self._statistics = statistics
         self._stopwatch = stopwatch
         self._reporter = reporter
-        self._slow_ranks = slow_ranks
+        self._stragglers = stragglers
         self._skipped = skipped
         self._steps = start.steps
         self._since = time.perf_counter()
@@ -73,7 +73,7 @@ class Intervals:
         )
         self._since, self._steps = now, at.steps
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"]) / 1000
-        for line in self._slow_ranks.add(self._statistics.own_seconds):
+        for line in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, line)
         self.bad = self.bad + 1 if skipped == steps else 0
         if self.bad == self._config.training.bad_intervals:

@@ -103,7 +103,7 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
         means.append(step.statistics.fetch()[0])
     if held:  # no step follows that could let weights go
         del vars(step._gather)["_gather"]
-    step.whole_model()
+    step.gather_weights()
     return {
         "held": sum(isinstance(one, slice) for one in held),
         "phases": sorted({one for one in held if isinstance(one, str)}),
@@ -123,7 +123,7 @@ def gather_after_update(step: TrainingStep) -> None:
     step._roles = lambda count: [  # type: ignore[method-assign]
         replace(role, gathers_weights=False) for role in roles(count)
     ]
-    step._update = lambda: (update(), step.whole_model())[0]
+    step._update = lambda: (update(), step.gather_weights())[0]
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice | str]:
@@ -192,7 +192,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: Strategy) -> bool:
     batches, _ = global_batches(mesh, 1)
     for micro_batches in batches[:2]:
         step(micro_batches)
-    step.whole_model()
+    step.gather_weights()
     assert step.fp8 is not None
     equal = not step._roles(1)[0].gathers_weights  # nothing is left to gather in the next forward pass
     for dense in step.fp8.denses:
