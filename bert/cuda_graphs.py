@@ -1,4 +1,4 @@
-"""Recording a step once for each capacity, and replaying it: on a GPU as CUDA graphs.
+"""Recording a step once for each shape bucket, and replaying it: on a GPU as CUDA graphs.
 
 A replay costs the host one launch where the step itself is some thousands. It reads and writes the memory that the
 recording saw, so batches are copied into buffers that stay, and everything else that a step changes (weights, gradients,
@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch
+from dataloading.batches.shape_buckets import ShapeBucket
 
 Function = Callable[[], None]
 
@@ -71,19 +71,19 @@ class CudaRecorder:
 
 
 class BatchGraphs:
-    """A function of a batch, callable like it: replayed where a recording of the batch's capacity exists, otherwise run.
+    """A function of a batch, callable like it: replayed where a recording of the batch's shape bucket exists, otherwise run.
 
     It returns nothing; what it changes are tensors that keep their place.
     """
 
     def __init__(self, function: Callable[[Batch], None]) -> None:
         self._function = function
-        self._recorded: dict[Capacity, tuple[Batch, Function]] = {}
+        self._recorded: dict[ShapeBucket, tuple[Batch, Function]] = {}
 
     def record(self, batches: Sequence[Batch], recorder: Recorder) -> None:
-        """Record the function for the capacity of each of ``batches``, the largest first, in buffers that all share.
+        """Record the function for the shape bucket of each of ``batches``, the largest first, in buffers that all share.
 
-        Batches of these capacities can be given to it again when ``recorder`` has captured.
+        Batches of these shape buckets can be given to it again when ``recorder`` has captured.
         """
         largest_first = sorted(batches, key=lambda batch: batch.tokens, reverse=True)
         buffers = {
@@ -93,14 +93,14 @@ class BatchGraphs:
         for batch in largest_first:
             static = replace(batch, **{name: buffers[name][: len(value)] for name, value in batch.tensors.items()})
             _copy_(static, batch)  # what lies in the buffers must be a batch: ids are indices
-            self._recorded[batch.capacity] = static, recorder.record(lambda static=static: self._function(static))
+            self._recorded[batch.shape_bucket] = static, recorder.record(lambda static=static: self._function(static))
 
     def __call__(self, batch: Batch) -> None:
         """Run the function, or the recording of it, on ``batch``."""
-        if batch.capacity not in self._recorded:
+        if batch.shape_bucket not in self._recorded:
             self._function(batch)
             return
-        static, replay = self._recorded[batch.capacity]
+        static, replay = self._recorded[batch.shape_bucket]
         _copy_(static, batch)
         replay()
 

@@ -2,7 +2,6 @@
 
 import torch
 
-from bert.checkpoints.weights import load_weights
 from bert.config import Config
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
@@ -12,6 +11,8 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """The model that training starts from: the initial checkpoint's weights if there is one, else random ones."""
     if config.data.initial_checkpoint is None:
         return build_model(config, mesh, seed)
+    from bert.checkpoints.weights import load_weights  # needs safetensors, which benchmarks of a GPU do without
+
     model = empty_model(config, mesh)
     load_weights(model, config.data.initial_checkpoint)  # all of them, or it raises
     return model

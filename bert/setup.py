@@ -29,9 +29,9 @@ from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
 from compliance.log.forecast import Schedule
 from console.program import say
-from dataloading.batches.capacity import Capacity, choose_capacities, draw_sizes
-from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, capacity_of, choose_loader
+from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader, shape_bucket_of
 from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import Dataset
 from kernels.tuning import autotune
@@ -52,15 +52,15 @@ def build_run(
     Every rank must call it at the same time. Who gets it closes its reporter and its loader.
     """
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
-    capacities = _capacities(config, inputs.train, mesh)
+    shape_buckets = _shape_buckets(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
-    step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, capacities, log, evaluator)
+    step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator)
     start, skipped = Position(), 0
     if resumed:
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
     log.weights_initialization(config.model.num_hidden_layers)
-    loader = _loader(config, inputs.train, mesh, seed, capacities, start.steps)
+    loader = _loader(config, inputs.train, mesh, seed, shape_buckets, start.steps)
     checkpoints = None if config.checkpoint.folder is None else Checkpoints(config, inputs.train, mesh, seed, step)
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # last: from here on it wants to be closed
     return Run(
@@ -69,7 +69,7 @@ def build_run(
         start=start,
         skipped=skipped,
         # Weights that are saved must be those that were evaluated; a step that is not recorded takes the host long.
-        overlapping=bool(capacities) and config.save_checkpoint is None,
+        overlapping=bool(shape_buckets) and config.save_checkpoint is None,
         log=log,
         reporter=reporter,
         stopwatch=stopwatch,
@@ -123,13 +123,13 @@ def _warmed_up_step(
     mesh: Mesh,
     seed: int,
     stopwatch: Stopwatch,
-    capacities: Sequence[Capacity],
+    shape_buckets: Sequence[ShapeBucket],
     log: MLLog,
     evaluator: Evaluator,
 ) -> TrainingStep:
     """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
 
-    Where there are ``capacities``, the step is recorded for each, and so is the evaluation for its own.
+    Where there are ``shape_buckets``, the step is recorded for each, and so is the evaluation for its own.
     """
     model = first_model(config, mesh, seed)
     step = TrainingStep(model, config, mesh, stopwatch)
@@ -140,14 +140,14 @@ def _warmed_up_step(
     broadcast_(step.flat.weights_P)
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * mesh.world_size + mesh.rank)
-    batches = _synthetic_batches(config, train, mesh, capacities)
-    recorder = CudaRecorder(mesh.device) if capacities else None
+    batches = _synthetic_batches(config, train, mesh, shape_buckets)
+    recorder = CudaRecorder(mesh.device) if shape_buckets else None
     measured = config.training.autotune and mesh.device.type == "cuda"
     step.warm_up(
         batches,
         config.training.warmup_steps,
         recorder,
-        capacities,
+        shape_buckets,
         lambda run: _choose_implementations(run if measured else None, mesh, log),
     )
     evaluator.warm_up(model, step.autocast(), recorder)
@@ -166,18 +166,18 @@ def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: ML
         log.line(f"# kernels: {line}")
 
 
-def _capacities(config: Config, train: Dataset, mesh: Mesh) -> list[Capacity]:
+def _shape_buckets(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
     """What micro-batches are padded to so that the step can be recorded; none where it is not, as on a CPU."""
     training = config.training
     if mesh.device.type != "cuda" or not training.cuda_graphs:
         return []
-    lanes = mesh.world_size * training.gradient_accumulation_steps
-    tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, lanes)
-    return choose_capacities(tokens, masked, training.global_batch_size // lanes, train.info.max_seq_length)
+    micro_batches = mesh.world_size * training.gradient_accumulation_steps
+    tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
+    return choose_shape_buckets(tokens, masked, training.global_batch_size // micro_batches, train.info.max_seq_length)
 
 
 def _loader(
-    config: Config, train: Dataset, mesh: Mesh, seed: int, capacities: Sequence[Capacity], first_step: int
+    config: Config, train: Dataset, mesh: Mesh, seed: int, shape_buckets: Sequence[ShapeBucket], first_step: int
 ) -> Loader:
     if choose_loader(config.data.loader, mesh.device) == "dali":
         from dataloading.batches.dali import DaliLoader as Chosen  # an optional dependency
@@ -188,16 +188,16 @@ def _loader(
     def rank_batches(step: int) -> list[MicroBatch]:
         return plan.rank_batches(first_step + step, mesh.rank)
 
-    return Chosen(train, rank_batches, mesh.device, config.data.prefetch, capacities)
+    return Chosen(train, rank_batches, mesh.device, config.data.prefetch, shape_buckets)
 
 
-def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, capacities: Sequence[Capacity]) -> list[Batch]:
+def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
     """Random tokens in the lengths of a drawn global batch: sizes are metadata."""
     micro_batches = plan_of(config, train, mesh.world_size, seed=0).rank_batches(0, mesh.rank)
     batches = []
     for micro in micro_batches:
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
-        batches.append(batch_of(samples, micro, capacity_of(samples, capacities)).to(mesh.device))
+        batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets)).to(mesh.device))
     return batches
 
 

@@ -2,9 +2,9 @@
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
 fetches the sums once an interval. So both halves can be recorded (``bert.cuda_graphs``): forward and backward of a
-micro-batch once for each capacity, the update once. On several ranks the last micro-batch of a step has recordings of its
-own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its forward
-pass.
+micro-batch once for each shape bucket, the update once. On several ranks the last micro-batch of a step has recordings of
+its own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its
+forward pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,8 +27,8 @@ from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.weight_gather import WeightGather
 from bert.reporting.stopwatch import Stopwatch, is_recording
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, inert_batch
+from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
 
 
@@ -183,13 +183,13 @@ class TrainingStep:
         micro_batches: Sequence[Batch],
         steps: int,
         recorder: Recorder | None = None,
-        capacities: Sequence[Capacity] = (),
+        shape_buckets: Sequence[ShapeBucket] = (),
         choose: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states.
 
         ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``recorder`` the step
-        is then recorded as well, for each of ``capacities``, and replayed from now on; batches of other capacities run as
+        is then recorded as well, for each of ``shape_buckets``, and replayed from now on; batches of other ones run as
         before. FP8 scales are found last, for the weights that training starts from.
         """
 
@@ -205,7 +205,7 @@ class TrainingStep:
             for _ in range(steps):
                 self(micro_batches)
             if recorder is not None:
-                self._record(recorder, capacities)
+                self._record(recorder, shape_buckets)
             with torch.no_grad():
                 self.flat.weights_P.copy_(weights_P)
             if self.fp8 is not None:
@@ -216,8 +216,8 @@ class TrainingStep:
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
 
-    def _record(self, recorder: Recorder, capacities: Sequence[Capacity]) -> None:
-        batches = [inert_batch(capacity).to(self._mesh.device) for capacity in capacities]
+    def _record(self, recorder: Recorder, shape_buckets: Sequence[ShapeBucket]) -> None:
+        batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
         # The last micro-batch first: it takes the most memory.
         for role in dict.fromkeys(reversed(self._roles(self._micro_batches))):
             self._train_on[role].record(batches, recorder)

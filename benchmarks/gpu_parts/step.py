@@ -119,7 +119,9 @@ def training_step(
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch], *, recorded: bool = True) -> None:
     """Warm a step up for these batches, and record it where there is a GPU, as training does before its clock starts."""
     recorder = context.recorder() if recorded else None
-    trained.warm_up(batches, 1, recorder, sorted({batch.capacity for batch in batches}, key=lambda size: size.tokens))
+    trained.warm_up(
+        batches, 1, recorder, sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
+    )
 
 
 def _rate(

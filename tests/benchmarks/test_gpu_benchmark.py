@@ -349,7 +349,7 @@ def test_memory_is_that_of_recorded_training(context: Context, monkeypatch: pyte
 
     monkeypatch.setattr(Context, "recorder", lambda _: Recorder())
     gpu_memory._train(context, "bf16", 4)
-    assert len(recorded) == len(gpu_memory._capacities(context, 4)) + 1  # and the update
+    assert len(recorded) == len(gpu_memory._shape_buckets(context, 4)) + 1  # and the update
 
 
 @pytest.mark.parametrize("limit", [1, 100, 139, 10_000])

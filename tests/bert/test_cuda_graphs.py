@@ -17,9 +17,9 @@ from bert.parallel.mesh import Mesh
 from bert.recipes import tiny_cpu
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import open_dataset
 from kernels import OPS, cast_fp8
 from kernels.tuning import autotune
@@ -27,8 +27,8 @@ from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
 pytestmark = pytest.mark.oldest_torch
 
-CAPACITIES = [Capacity(192, 8, 48, MAX_SEQ_LENGTH), Capacity(320, 8, 64, MAX_SEQ_LENGTH)]
-LARGER = Capacity(448, 8, 80, MAX_SEQ_LENGTH)
+SHAPE_BUCKETS = [ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 8, 64, MAX_SEQ_LENGTH)]
+LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
 """Which nothing is recorded for."""
 
 
@@ -73,8 +73,8 @@ def training_step(device: str = "cpu", precision: Literal["fp32", "fp8"] = "fp32
 
 
 def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
-    """Each two micro-batches, whose capacities change from one to the next; one in five has none that is recorded."""
-    kinds = [CAPACITIES[0], CAPACITIES[1], CAPACITIES[1], LARGER, CAPACITIES[0]]
+    """Each two micro-batches, whose shape buckets change from one to the next; one in five has none that is recorded."""
+    kinds = [SHAPE_BUCKETS[0], SHAPE_BUCKETS[1], SHAPE_BUCKETS[1], LARGER, SHAPE_BUCKETS[0]]
     short = np.argsort(run.train.lengths)[:48]  # so that eight of them fit the smallest
     batches = []
     for number in range(2 * count):
@@ -88,13 +88,13 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
-    """Losses, moments and weights, over steps with changing capacities and one that is not recorded."""
+    """Losses, moments and weights, over steps with changing shape buckets and one that is not recorded."""
     results = []
     for recorder in (None, Repeating()):
         step = training_step(precision=precision)
         batches = global_batches(small_run, 5)
         torch.manual_seed(9)
-        step.warm_up(batches[0], 1, recorder, CAPACITIES)
+        step.warm_up(batches[0], 1, recorder, SHAPE_BUCKETS)
         if recorder is not None:
             recorder.replays.clear()  # of looking for FP8 scales
         torch.manual_seed(9)
@@ -104,7 +104,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
             means.append(step.statistics.fetch()[0])
         results.append((step.flat.weights_P.clone(), step.optimizer.moments()[0].clone(), means))
         if recorder is not None:
-            # Recorded: the larger capacity, the smaller, the update. Ten micro-batches, of which two have none.
+            # Recorded: the larger shape bucket, the smaller, the update. Ten micro-batches, of which two have none.
             assert recorder.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
     (weights_P, momentum_P, means), (replayed_P, replayed_momentum_P, replayed_means) = results
     assert torch.equal(weights_P, replayed_P)
@@ -120,7 +120,7 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     """Not those of inert batches, nor of weights that were trained while warming up; and it follows every update."""
     step = training_step(precision="fp8")
     model = step.model
-    step.warm_up(global_batches(small_run, 1)[0], 3, recorder, CAPACITIES)
+    step.warm_up(global_batches(small_run, 1)[0], 3, recorder, SHAPE_BUCKETS)
     state = step.fp8
     assert state is not None
     for dense in state.denses:
@@ -148,7 +148,7 @@ def test_what_is_called_is_chosen_before_anything_is_recorded(small_run: SmallRu
             events.append("record")
             return super().record(function)
 
-    step.warm_up(global_batches(small_run, 1)[0], 0, Noting(), CAPACITIES, choose)
+    step.warm_up(global_batches(small_run, 1)[0], 0, Noting(), SHAPE_BUCKETS, choose)
     assert events[: events.index("record")] == [
         "dense_gelu",
         "dropout_add_layer_norm",
@@ -163,7 +163,7 @@ def test_what_is_called_is_chosen_before_anything_is_recorded(small_run: SmallRu
 def test_recording_leaves_no_trace(small_run: SmallRun) -> None:
     step = training_step()
     weights_P, random_state = step.flat.weights_P.clone(), torch.get_rng_state()
-    step.warm_up(global_batches(small_run, 1)[0], 2, Repeating(), CAPACITIES)
+    step.warm_up(global_batches(small_run, 1)[0], 2, Repeating(), SHAPE_BUCKETS)
     assert torch.equal(step.flat.weights_P, weights_P)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert step.optimizer.steps.item() == 0
@@ -177,20 +177,20 @@ def test_recordings_share_buffers_largest_first() -> None:
     """Every batch is found where the recordings read, and what a larger one left behind its end is not looked at."""
     seen: list[Batch] = []
     graphs, recorder = BatchGraphs(seen.append), Repeating()
-    order = [CAPACITIES[0], LARGER, CAPACITIES[1]]
-    graphs.record([inert_batch(capacity) for capacity in order], recorder)
+    order = [SHAPE_BUCKETS[0], LARGER, SHAPE_BUCKETS[1]]
+    graphs.record([inert_batch(shape_bucket) for shape_bucket in order], recorder)
     recorder.capture()
-    assert [batch.capacity for batch in seen] == [LARGER, CAPACITIES[1], CAPACITIES[0]]
+    assert [batch.shape_bucket for batch in seen] == [LARGER, SHAPE_BUCKETS[1], SHAPE_BUCKETS[0]]
     for name, largest in seen[0].tensors.items():
         assert {batch.tensors[name].data_ptr() for batch in seen} == {largest.data_ptr()}
-    batches = [inert_batch(capacity) for capacity in (*order, CAPACITIES[0])]
+    batches = [inert_batch(shape_bucket) for shape_bucket in (*order, SHAPE_BUCKETS[0])]
     for number, batch in enumerate(batches):
         filled = replace(batch, input_ids=batch.input_ids + number + 1)
         graphs(filled)
         assert seen[-1] is not filled
         for name, value in filled.tensors.items():
             assert torch.equal(seen[-1].tensors[name], value), name
-    other = inert_batch(Capacity(192, 8, 48, MAX_SEQ_LENGTH - 1))
+    other = inert_batch(ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH - 1))
     graphs(other)
     assert seen[-1] is other  # another longest sequence is another shape of launches
 
@@ -217,7 +217,7 @@ def test_what_is_chosen_for_a_recorded_step_can_be_captured(small_run: SmallRun,
     seen: list[bool] = []
     recorder = Noting() if recorded else None
     batches = global_batches(small_run, 1)[0]
-    step.warm_up(batches, 1, recorder, CAPACITIES, lambda _: seen.append(permitted()))
+    step.warm_up(batches, 1, recorder, SHAPE_BUCKETS, lambda _: seen.append(permitted()))
     evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), Mesh(0, 1, 0, torch.device("cpu")), 64)
     evaluator.warm_up(step.model, step.autocast(), recorder)
     assert seen == ([False] * len(seen) if recorded else [True])
@@ -238,8 +238,8 @@ def test_everything_runs_before_anything_is_captured(small_run: SmallRun) -> Non
             events.append("capture")
             super().capture()
 
-    step.warm_up(global_batches(small_run, 1)[0], 1, Noting(), [*CAPACITIES, LARGER])
-    assert events == ["run"] * 4 + ["capture"]  # three capacities and the update
+    step.warm_up(global_batches(small_run, 1)[0], 1, Noting(), [*SHAPE_BUCKETS, LARGER])
+    assert events == ["run"] * 4 + ["capture"]  # three shape buckets and the update
 
 
 def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +308,7 @@ def test_captured_steps_on_a_gpu_are_the_steps_and_do_not_wait(small_run: SmallR
         step = training_step("cuda")
         batches = [[batch.to(device) for batch in micro] for micro in global_batches(small_run, 5)]
         step.model.seed_dropout(5)
-        step.warm_up(batches[0], 2, recorder, CAPACITIES)
+        step.warm_up(batches[0], 2, recorder, SHAPE_BUCKETS)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

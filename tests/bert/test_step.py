@@ -20,8 +20,8 @@ from bert.parallel.mesh import Mesh, join_mesh
 from bert.recipes import tiny_cpu
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import batch_of
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import open_dataset
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
@@ -252,8 +252,8 @@ def test_accuracy_is_counted_exactly(step: TrainingStep, small_run: SmallRun, ba
 def test_empty_slots_are_not_counted(step: TrainingStep, small_run: SmallRun) -> None:
     dataset = open_dataset(small_run.folder / "evaluation")
     plain, padded = (Evaluator(dataset, Mesh(0, 1, 0, CPU), 64) for _ in range(2))
-    capacity = Capacity(2048, 64, 512, MAX_SEQ_LENGTH)
-    padded._batches = [batch_of(small_run.evaluation, capacity=capacity)]
+    shape_bucket = ShapeBucket(2048, 64, 512, MAX_SEQ_LENGTH)
+    padded._batches = [batch_of(small_run.evaluation, shape_bucket=shape_bucket)]
     assert padded(step.model, step.autocast()) == plain(step.model, step.autocast())
 
 

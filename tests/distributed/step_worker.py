@@ -25,9 +25,9 @@ from bert.parallel.reduction import Reduction, Strategy
 from bert.recipes import tiny_cpu
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
+from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.test_cuda_graphs import Repeating
 from tests.convergence.golden import predictable_samples
@@ -44,11 +44,11 @@ def config(strategy: Strategy | Literal["auto"], accumulation: int) -> Config:
     return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
 
 
-def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], list[Capacity]]:
+def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], list[ShapeBucket]]:
     """This rank's micro-batches, padded to one of two recorded sizes or, one in seven, to one that is not recorded."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
-    kinds = [Capacity(size, 16, 256, longest) for size in (640, 896, 1024)]
+    kinds = [ShapeBucket(size, 16, 256, longest) for size in (640, 896, 1024)]
     plan = Plan(samples.lengths, samples.masked_counts, 16, mesh.world_size, accumulation, 2)
     batches = []
     for step in range(STEPS):
@@ -91,10 +91,10 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
         reduction.finish = lambda: _in_one_message(step)
     recorder = Repeating() if order == "recorded" else None
-    batches, capacities = global_batches(mesh, accumulation)
+    batches, shape_buckets = global_batches(mesh, accumulation)
     torch.manual_seed(9 + mesh.rank)
     step.model.seed_dropout(9 + mesh.rank)
-    step.warm_up(batches[0], 1, recorder, capacities)
+    step.warm_up(batches[0], 1, recorder, shape_buckets)
     early.clear()
     torch.manual_seed(9 + mesh.rank)
     means = []

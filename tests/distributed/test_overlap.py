@@ -13,7 +13,7 @@ from tests.distributed.test_reduction import run_worker
 
 @pytest.mark.parametrize(("ranks", "local_size"), [(2, 2), (4, 2)])
 def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: int, local_size: int) -> None:
-    """With one and with two micro-batches a step, padded to capacities that differ between ranks."""
+    """With one and with two micro-batches a step, padded to shape buckets that differ between ranks."""
     found = run_worker(tmp_path / "out.json", ranks, local_size, "1,2", *get_args(Strategy), worker="step_worker")
     automatic = found.pop("automatic")
     assert len(set(automatic["ways"])) == 1
