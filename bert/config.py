@@ -118,8 +118,8 @@ class TrainingConfig:
     warmup_steps: int = 2
     """Steps on synthetic batches before the clock starts; every state is restored after them."""
     cuda_graphs: bool = True
-    """On a GPU: pad micro-batches to a few sizes, record the step of each before the clock starts and replay it, so that the
-    host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
+    """On a GPU: pad micro-batches to a few sizes, capture the step of each before the clock starts and replay it, so that
+    the host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
     autotune: bool = True
     """On a GPU: time what can compute each op before the clock starts, and take the fastest. Times are kept between runs."""
     reduction: Literal["auto", "flat", "hierarchical", "sharded", "sharded_world"] = "auto"

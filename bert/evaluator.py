@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.cuda_graphs import BatchGraphs, Recorder
+from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import start_all_reduce_sum_
 from bert.parallel.mesh import Mesh
@@ -78,17 +78,17 @@ class Evaluator:
         self._shape_buckets: list[ShapeBucket] = []
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
         self._counts_stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
-        self._recorded: BatchGraphs | None = None
+        self._captured: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
 
     @torch.inference_mode()
-    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, recorder: Recorder | None) -> None:
+    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, capturer: Capturer | None) -> None:
         """Compile what an evaluation calls, on empty batches and before the clock starts; nothing to do on a CPU.
 
-        With a ``recorder`` it is recorded too, by shape bucket, and replayed from now on: for this ``model`` alone.
+        With a ``capturer`` it is captured too, by shape bucket, and replayed from now on: for this ``model`` alone.
         """
-        if not self._indices or (recorder is None and self._device.type == "cpu"):
+        if not self._indices or (capturer is None and self._device.type == "cpu"):
             return
         tokens_N, masked_N = (
             np.array([counts[indices].sum(dtype=np.int64) for indices in self._indices])
@@ -99,13 +99,13 @@ class Evaluator:
         batches = [inert_batch(shape_bucket).to(self._device) for shape_bucket in shape_buckets]
         count = partial(self._count, model, autocast)
         model.eval()
-        if recorder is None:
+        if capturer is None:
             count(batches[-1])
         else:
-            self._shape_buckets, self._recorded = shape_buckets, BatchGraphs(count)
+            self._shape_buckets, self._captured = shape_buckets, BatchGraphs(count)
             with captured():
-                self._recorded.record(batches, recorder)
-                recorder.capture()
+                self._captured.prepare(batches, capturer)
+                capturer.capture()
         model.train()
 
     def read_ahead(self) -> None:
@@ -129,7 +129,7 @@ class Evaluator:
         if not self._batches:
             batches = self._read.result() if self._read is not None else self._read_all()
             self._batches = [batch.to(self._device) for batch in batches]
-        count = self._recorded or partial(self._count, model, autocast)
+        count = self._captured or partial(self._count, model, autocast)
         self._counts.zero_()
         model.eval()
         for done, batch in enumerate(self._batches, 1):

@@ -9,7 +9,7 @@ from rich.console import Console
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
 from bert.config import Config
-from bert.cuda_graphs import CudaRecorder
+from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs, plan_of
@@ -68,7 +68,7 @@ def build_run(
         evaluation_interval=inputs.interval,
         start=start,
         skipped=skipped,
-        # Weights that are saved must be those that were evaluated; a step that is not recorded takes the host long.
+        # Weights that are saved must be those that were evaluated; a step that is not captured takes the host long.
         overlapping=bool(shape_buckets) and config.save_checkpoint is None,
         log=log,
         reporter=reporter,
@@ -129,7 +129,7 @@ def _warmed_up_step(
 ) -> TrainingStep:
     """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
 
-    Where there are ``shape_buckets``, the step is recorded for each, and so is the evaluation for its own.
+    Where there are ``shape_buckets``, the step is captured for each, and so is the evaluation for its own.
     """
     model = first_model(config, mesh, seed)
     step = TrainingStep(model, config, mesh, stopwatch)
@@ -141,16 +141,16 @@ def _warmed_up_step(
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * mesh.world_size + mesh.rank)
     batches = _synthetic_batches(config, train, mesh, shape_buckets)
-    recorder = CudaRecorder(mesh.device) if shape_buckets else None
+    capturer = CudaCapturer(mesh.device) if shape_buckets else None
     measured = config.training.autotune and mesh.device.type == "cuda"
     step.warm_up(
         batches,
         config.training.warmup_steps,
-        recorder,
+        capturer,
         shape_buckets,
         lambda run: _choose_implementations(run if measured else None, mesh, log),
     )
-    evaluator.warm_up(model, step.autocast(), recorder)
+    evaluator.warm_up(model, step.autocast(), capturer)
     return step
 
 
@@ -167,7 +167,7 @@ def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: ML
 
 
 def _shape_buckets(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
-    """What micro-batches are padded to so that the step can be recorded; none where it is not, as on a CPU."""
+    """What micro-batches are padded to so that the step can be captured; none where it is not, as on a CPU."""
     training = config.training
     if mesh.device.type != "cuda" or not training.cuda_graphs:
         return []

@@ -1,9 +1,9 @@
 """One training step: forward, loss, backward, reduction, update.
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
-fetches the sums once an interval. So both halves can be recorded (``bert.cuda_graphs``): forward and backward of a
-micro-batch once for each shape bucket, the update once. On several ranks the last micro-batch of a step has recordings of
-its own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its
+fetches the sums once an interval. So both halves can be captured (``bert.cuda_graphs``): forward and backward of a
+micro-batch once for each shape bucket, the update once. On several ranks the last micro-batch of a step has graphs of its
+own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its
 forward pass.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from bert.config import Config
-from bert.cuda_graphs import BatchGraphs, Recorder
+from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
@@ -26,7 +26,7 @@ from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.weight_gather import WeightGather
-from bert.reporting.stopwatch import Stopwatch, is_recording
+from bert.reporting.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
@@ -153,7 +153,7 @@ class TrainingStep:
         """The forward pass can begin with the first weights; how long they take says how late other ranks are."""
         assert self._gather is not None
         self._gather.start()
-        if self._mesh.device.type == "cpu" or not is_recording():
+        if self._mesh.device.type == "cpu" or not is_capturing():
             with self._stopwatch.time("reduce"):
                 self._gather.wait(1)
             self._stopwatch.stage.enter("forward_backward")
@@ -182,14 +182,14 @@ class TrainingStep:
         self,
         micro_batches: Sequence[Batch],
         steps: int,
-        recorder: Recorder | None = None,
+        capturer: Capturer | None = None,
         shape_buckets: Sequence[ShapeBucket] = (),
         choose: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states.
 
-        ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``recorder`` the step
-        is then recorded as well, for each of ``shape_buckets``, and replayed from now on; batches of other ones run as
+        ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``capturer`` the step
+        is then captured as well, for each of ``shape_buckets``, and replayed from now on; batches of other ones run as
         before. FP8 scales are found last, for the weights that training starts from.
         """
 
@@ -199,13 +199,13 @@ class TrainingStep:
 
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), nullcontext() if recorder is None else captured():
+        with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured():
             if choose is not None:
                 choose(lambda: self(micro_batches))
             for _ in range(steps):
                 self(micro_batches)
-            if recorder is not None:
-                self._record(recorder, shape_buckets)
+            if capturer is not None:
+                self._capture(capturer, shape_buckets)
             with torch.no_grad():
                 self.flat.weights_P.copy_(weights_P)
             if self.fp8 is not None:
@@ -216,13 +216,13 @@ class TrainingStep:
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
 
-    def _record(self, recorder: Recorder, shape_buckets: Sequence[ShapeBucket]) -> None:
+    def _capture(self, capturer: Capturer, shape_buckets: Sequence[ShapeBucket]) -> None:
         batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
         # The last micro-batch first: it takes the most memory.
         for role in dict.fromkeys(reversed(self._roles(self._micro_batches))):
-            self._train_on[role].record(batches, recorder)
-        replay = recorder.record(self._update_weights)
-        recorder.capture()
+            self._train_on[role].prepare(batches, capturer)
+        replay = capturer.prepare(self._update_weights)
+        capturer.capture()
 
         def timed() -> None:
             with self._stopwatch.time("update"):

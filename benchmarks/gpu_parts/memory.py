@@ -1,4 +1,4 @@
-"""Memory of recorded training against the sequences of a micro-batch, and the most that fit."""
+"""Memory of captured training against the sequences of a micro-batch, and the most that fit."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets,
 
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
 _SHAPE_BUCKETS = 4
-"""Fewer than in training, where 16 share the memory of the largest: recording takes time."""
+"""Fewer than in training, where 16 share the memory of the largest: capturing takes time."""
 
 
 def memory(context: Context) -> None:
@@ -40,7 +40,7 @@ def _search(context: Context, precision: Precision) -> None:
 
 
 def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Row:
-    """The most memory that start-up, recordings and a replay of one size take."""
+    """The most memory that start-up, captured graphs and a replay of one size take."""
     on_gpu = context.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -66,7 +66,7 @@ def _train(context: Context, precision: Precision, sequences: int) -> None:
     samples = samples_of(context.scale, sequences)
     batch = batch_of(samples, shape_bucket=shape_bucket_of(samples, shape_buckets)).to(context.device)
     trained = training_step(context, precision=precision)
-    trained.warm_up([batch], 1, context.recorder(), shape_buckets)
+    trained.warm_up([batch], 1, context.capturer(), shape_buckets)
     trained([batch])
     if context.device.type == "cuda":
         torch.cuda.synchronize()

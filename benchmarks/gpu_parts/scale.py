@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.report import Report
 from bert.config import ModelConfig
-from bert.cuda_graphs import CudaRecorder
+from bert.cuda_graphs import CudaCapturer
 from bert.initial_model import build_model
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
@@ -79,9 +79,9 @@ class Context:
         model = build_model(config, self.mesh, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
-    def recorder(self) -> CudaRecorder | None:
-        """What records a step as training does, where there is a GPU."""
-        return CudaRecorder(self.device) if self.device.type == "cuda" else None
+    def capturer(self) -> CudaCapturer | None:
+        """What captures a step as training does, where there is a GPU."""
+        return CudaCapturer(self.device) if self.device.type == "cuda" else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
         """A model on the device, to train; all of them start from the same weights."""

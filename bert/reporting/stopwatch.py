@@ -10,12 +10,12 @@ import torch
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
 
 
-def cuda_event(recorded: bool) -> torch.cuda.Event:
-    """A point on the current stream; ``recorded``: one that a CUDA graph passes at each replay."""
-    return torch.cuda.Event(enable_timing=True, external=recorded)
+def cuda_event(captured: bool) -> torch.cuda.Event:
+    """A point on the current stream; ``captured``: one that a CUDA graph passes at each replay."""
+    return torch.cuda.Event(enable_timing=True, external=captured)
 
 
-def is_recording() -> bool:
+def is_capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
@@ -101,19 +101,19 @@ class DeviceStopwatch(Stopwatch):
     """Seconds spent in each phase on a GPU's own timeline, at no wait: events are left there and read at ``take``.
 
     So waiting for data or for other ranks counts where the device stands still for it, and not where it still has work. A
-    phase inside a recorded step leaves its events in the recording, which every replay passes again: of those, ``take``
+    phase inside a captured step leaves its events in its CUDA graph, which every replay passes again: of those, ``take``
     knows the last replay. It stands for the phase's part of every step, taken out of the phase around it.
     """
 
-    def __init__(self, mark: Callable[[bool], Mark] = cuda_event, recording: Callable[[], bool] = is_recording) -> None:
+    def __init__(self, mark: Callable[[bool], Mark] = cuda_event, capturing: Callable[[], bool] = is_capturing) -> None:
         super().__init__()
-        self._mark, self._recording = mark, recording
+        self._mark, self._capturing = mark, capturing
         self._spans: dict[str, list[Span]] = {phase: [] for phase in PHASES}
         self._inside_of: list[tuple[str, Span]] = []
         """Spans that lie inside another phase, and its name."""
         self._open: list[str] = []
-        self._recorded: dict[str, Span] = {phase: (mark(True), mark(True)) for phase in PHASES}
-        for begin, end in self._recorded.values():
+        self._captured: dict[str, Span] = {phase: (mark(True), mark(True)) for phase in PHASES}
+        for begin, end in self._captured.values():
             begin.record()
             end.record()
 
@@ -121,8 +121,8 @@ class DeviceStopwatch(Stopwatch):
     def time(self, phase: str) -> Iterator[None]:
         """Count the device's time for the body towards ``phase``, without what it counts towards other phases."""
         self.stage.enter(phase)
-        recording = self._recording()
-        begin, end = self._recorded[phase] if recording else (self._mark(False), self._mark(False))
+        capturing = self._capturing()
+        begin, end = self._captured[phase] if capturing else (self._mark(False), self._mark(False))
         begin.record()
         self._open.append(phase)
         try:
@@ -130,7 +130,7 @@ class DeviceStopwatch(Stopwatch):
         finally:
             self._open.pop()
             end.record()
-            if not recording:
+            if not capturing:
                 self._spans[phase].append((begin, end))
                 if self._open:
                     self._inside_of.append((self._open[-1], (begin, end)))
@@ -144,8 +144,8 @@ class DeviceStopwatch(Stopwatch):
             self._seconds[phase] += sum(map(_seconds, spans))
         for around, span in self._inside_of:
             self._seconds[around] -= _seconds(span)
-        for phase, recorded in self._recorded.items():
-            self._take_out(phase, recorded)
+        for phase, captured in self._captured.items():
+            self._take_out(phase, captured)
         return super().take()
 
     def reset(self) -> None:
@@ -154,11 +154,11 @@ class DeviceStopwatch(Stopwatch):
         self._spans = {phase: [] for phase in PHASES}
         self._inside_of = []
 
-    def _take_out(self, phase: str, recorded: Span) -> None:
-        """Move a recorded phase's seconds out of the phase whose last span it lies in, if there is one."""
+    def _take_out(self, phase: str, captured: Span) -> None:
+        """Move a captured phase's seconds out of the phase whose last span it lies in, if there is one."""
         for around, spans in self._spans.items():
-            if around != phase and spans and _lies_in(recorded, spans[-1]):
-                seconds = len(spans) * _seconds(recorded)
+            if around != phase and spans and _lies_in(captured, spans[-1]):
+                seconds = len(spans) * _seconds(captured)
                 self._seconds[phase] += seconds
                 self._seconds[around] -= seconds
 

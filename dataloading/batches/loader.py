@@ -62,7 +62,7 @@ class Batch:
 
     @property
     def shape_bucket(self) -> ShapeBucket:
-        """The shape of this batch: equal for batches that one recording serves."""
+        """The shape of this batch: equal for batches that one CUDA graph serves."""
         return ShapeBucket(self.tokens, self.sequences, self.masked_lm_ids.numel(), self.max_seqlen)
 
     @property
@@ -94,7 +94,7 @@ class SampleSource(Protocol):
 def shape_bucket_of(samples: Samples, shape_buckets: Sequence[ShapeBucket]) -> ShapeBucket | None:
     """What a batch of ``samples`` is padded to: the first shape bucket that holds it, or None where none are given.
 
-    A batch that fits none gets one of its own, which nothing was recorded for.
+    A batch that fits none gets one of its own, which nothing was captured for.
     """
     if not shape_buckets:
         return None
@@ -170,7 +170,7 @@ _NOTHING = Samples(
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
-    """Of the batch of ``samples``: the shape bucket's, as it is part of what is recorded, or that of the longest."""
+    """Of the batch of ``samples``: the shape bucket's, as it is part of what is captured, or that of the longest."""
     return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 

@@ -1,4 +1,4 @@
-"""Shape buckets: the few sizes that micro-batches are padded to, so that a step of each size can be recorded and replayed.
+"""Shape buckets: the few sizes that micro-batches are padded to, so that a step of each size can be captured and replayed.
 
 They follow from the length index alone, which may be read before the clock starts: global batches are drawn and dealt as
 the plan does it, and the boundaries are those that waste the fewest token slots on what was drawn.

@@ -1,4 +1,4 @@
-"""``python -m bert.train`` with evaluations that are read a step later, as where steps are recorded: on a CPU, for tests."""
+"""``python -m bert.train`` with evaluations that are read a step later, as where steps are captured: on a CPU, for tests."""
 
 import sys
 from dataclasses import replace

@@ -45,7 +45,7 @@ def config(strategy: Strategy | Literal["auto"], accumulation: int) -> Config:
 
 
 def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], list[ShapeBucket]]:
-    """This rank's micro-batches, padded to one of two recorded sizes or, one in seven, to one that is not recorded."""
+    """This rank's micro-batches, padded to one of two captured sizes or, one in seven, to one that is not captured."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 16, 256, longest) for size in (640, 896, 1024)]
@@ -90,11 +90,11 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
     elif order == "one message":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
         reduction.finish = lambda: _in_one_message(step)
-    recorder = Repeating() if order == "recorded" else None
+    capturer = Repeating() if order == "captured" else None
     batches, shape_buckets = global_batches(mesh, accumulation)
     torch.manual_seed(9 + mesh.rank)
     step.model.seed_dropout(9 + mesh.rank)
-    step.warm_up(batches[0], 1, recorder, shape_buckets)
+    step.warm_up(batches[0], 1, capturer, shape_buckets)
     early.clear()
     torch.manual_seed(9 + mesh.rank)
     means = []
@@ -112,8 +112,8 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
         "moments": [moment_P.clone() for moment_P in step.optimizer.moments()],
         "early": early,
         "buckets": len(reduction.buckets),
-        "recordings": len(recorder.recorded) if recorder else 0,
-        "replays": len(recorder.replays) if recorder else 0,
+        "graphs": len(capturer.prepared) if capturer else 0,
+        "replays": len(capturer.replays) if capturer else 0,
     }
 
 
@@ -222,24 +222,24 @@ def main(out: str, local_size: str, accumulations: str, *strategies: Strategy) -
     for accumulation in map(int, accumulations.split(",")):
         reference = {accumulation: train(mesh, "flat", "one message", accumulation)}
         for strategy in strategies:
-            orders = ["after", "overlapped", "recorded"] + ["held"] * strategy.startswith("sharded")
+            orders = ["after", "overlapped", "captured"] + ["held"] * strategy.startswith("sharded")
             runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
             whole = reference[accumulation]
             result[f"{strategy} {accumulation}"] = {
                 "overlap_is_same": same(runs["after"], runs["overlapped"]),
                 **{name: runs["held"][name] for name in ("held", "phases") if "held" in runs},
                 "held_is_same": "held" not in runs or same(runs["after"], runs["held"]),
-                "recording_is_same": same(runs["overlapped"], runs["recorded"]),
+                "capturing_is_same": same(runs["overlapped"], runs["captured"]),
                 "one_message_is_same": same(whole, runs["after"]),
                 "difference": float((whole["weights"] - runs["after"]["weights"]).norm() / whole["weights"].norm()),
                 "moment_differences": [
                     float((one - other).norm() / one.norm())
                     for one, other in zip(whole["moments"], runs["after"]["moments"], strict=True)
                 ],
-                "losses": [means["masked_lm_loss"] for means in runs["recorded"]["means"]],
+                "losses": [means["masked_lm_loss"] for means in runs["captured"]["means"]],
                 "whole_losses": [means["masked_lm_loss"] for means in whole["means"]],
                 **{f"early_{order}": run["early"] for order, run in runs.items()},
-                **{name: runs["recorded"][name] for name in ("buckets", "recordings", "replays")},
+                **{name: runs["captured"][name] for name in ("buckets", "graphs", "replays")},
             }
             if strategy.startswith("sharded"):
                 result[f"{strategy} {accumulation}"]["fp8_follows"] = fp8_weights_follow(mesh, strategy)

@@ -20,34 +20,34 @@ def test_the_stopwatch_counts_each_phase_until_taken() -> None:
 
 
 class Device:
-    """A device's timeline, in milliseconds; its marks are passed when they are recorded, or replayed."""
+    """A device's timeline, in milliseconds; its marks are passed when they are captured, or replayed."""
 
     def __init__(self) -> None:
         self.now = self.known = 0.0
-        self.recording = False
-        self.recorded: list[tuple[Mark, float]] = []
+        self.capturing = False
+        self.captured: list[tuple[Mark, float]] = []
 
     def work(self, milliseconds: float) -> None:
         self.now += milliseconds
 
     def stopwatch(self) -> DeviceStopwatch:
-        return DeviceStopwatch(lambda recorded: Mark(self, recorded), lambda: self.recording)
+        return DeviceStopwatch(lambda captured: Mark(self, captured), lambda: self.capturing)
 
     def replay(self) -> None:
         start = self.now
-        for mark, after in self.recorded:
+        for mark, after in self.captured:
             mark.passed = self.now = start + after
 
 
 class Mark:
-    def __init__(self, device: Device, recorded: bool) -> None:
-        self.device, self.recorded = device, recorded
+    def __init__(self, device: Device, captured: bool) -> None:
+        self.device, self.captured = device, captured
         self.passed: float | None = None
 
     def record(self) -> None:
-        if self.device.recording:
-            assert self.recorded, "an event of another kind cannot be read"
-            self.device.recorded.append((self, self.device.now))
+        if self.device.capturing:
+            assert self.captured, "an event of another kind cannot be read"
+            self.device.captured.append((self, self.device.now))
         else:
             self.passed = self.device.now
 
@@ -88,15 +88,15 @@ def test_a_phase_inside_another_counts_once() -> None:
     assert not any(stopwatch.take().values())
 
 
-def test_the_reduction_inside_a_recording_is_taken_out_of_the_phase_around_it() -> None:
+def test_the_reduction_inside_a_captured_step_is_taken_out_of_the_phase_around_it() -> None:
     device = Device()
     stopwatch = device.stopwatch()
-    device.recording = True
+    device.capturing = True
     with stopwatch.time("reduce"):
         device.work(6)
     with stopwatch.time("update"):
         device.work(4)
-    device.recording, device.now = False, 100
+    device.capturing, device.now = False, 100
     for _ in range(2):
         with stopwatch.time("forward_backward"):
             device.work(20)
