@@ -4,9 +4,11 @@ The docstring under each field is its ``--help`` text. Recipes (``bert/recipes.p
 """
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
+
+REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,8 @@ class TrainingConfig:
     warmup_steps: int = 2
     """Steps on synthetic batches before the clock starts; every state is restored after them."""
     cuda_graphs: bool = True
-    """On a GPU: pad micro-batches to a few sizes, record the step of each before the clock starts and replay it, so that the
-    host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
+    """On a GPU: pad micro-batches to a few sizes, capture the step of each before the clock starts and replay it, so that
+    the host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
     autotune: bool = True
     """On a GPU: time what can compute each op before the clock starts, and take the fastest. Times are kept between runs."""
     reduction: Literal["auto", "flat", "hierarchical", "sharded", "sharded_world"] = "auto"
@@ -306,6 +308,19 @@ class Config:
             raise ValueError(
                 "model.num_hidden_layers is 1, but training.precision fp8 leaves the last layer in bf16: expected at least 2"
             )
+
+
+def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
+    """Names and values of a section and of those in it; paths in the repository start at its root."""
+    assert is_dataclass(section)
+    rows: list[tuple[str, object]] = []
+    for each in fields(section):
+        value = getattr(section, each.name)
+        name = f"{prefix}.{each.name}"
+        if isinstance(value, Path) and value.is_relative_to(REPOSITORY):
+            value = value.relative_to(REPOSITORY)
+        rows += flattened(name, value) if is_dataclass(value) else [(name, value)]
+    return rows
 
 
 def _finite(section: ModelConfig | OptimizerConfig | TrainingConfig | EvaluationConfig) -> None:

@@ -6,8 +6,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from bert.config import flattened
 from bert.recipes import RECIPES
-from bert.reporting.provenance import flattened
 from dataloading.files import open_regular, read_bounded
 
 _MOST_BYTES = 1 << 20

@@ -1,9 +1,9 @@
-"""Recording a step once for each capacity, and replaying it: on a GPU as CUDA graphs.
+"""Steps that are captured once for each shape bucket, and replayed: on a GPU as CUDA graphs.
 
 A replay costs the host one launch where the step itself is some thousands. It reads and writes the memory that the
-recording saw, so batches are copied into buffers that stay, and everything else that a step changes (weights, gradients,
-moments, counters, sums) keeps its place anyway. What the device does with a recording is behind ``Recorder``; the rest of
-this file runs on any device.
+captured run saw, so batches are copied into buffers that stay, and everything else that a step changes (weights,
+gradients, moments, counters, sums) keeps its place anyway. How a device captures is behind ``Capturer``; the rest of this
+file runs on any device.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,28 +12,28 @@ from typing import Protocol
 
 import torch
 
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch
+from dataloading.batches.shape_buckets import ShapeBucket
 
 Function = Callable[[], None]
 
 
-class Recorder(Protocol):
+class Capturer(Protocol):
     """How functions that take and return nothing are made repeatable."""
 
-    def record(self, function: Function) -> Function:
+    def prepare(self, function: Function) -> Function:
         """Run ``function``, and return what will repeat it, once ``capture`` was called, on the tensors that it uses now."""
         ...
 
     def capture(self) -> None:
-        """Capture all that was handed to ``record`` since the last call; functions may run again, so state changes."""
+        """Capture all that was handed to ``prepare`` since the last call; functions may run again, so state changes."""
         ...
 
 
-class CudaRecorder:
+class CudaCapturer:
     """CUDA graphs that share one pool of memory, since nothing that one leaves there is read after its replay.
 
-    They must be replayed one after another on one stream. Record what takes the most memory first: what follows fits into
+    They must be replayed one after another on one stream. Prepare what takes the most memory first: what follows fits into
     the blocks that it has made. All functions run before any is captured: what a run takes from the ordinary memory is
     given back when the first capture begins, so that there is never need for both at a time.
     (``torch.cuda.use_mem_pool`` would not let a run take the graphs' memory: it does not reach the thread of autograd.)
@@ -44,7 +44,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
         self._waiting: list[tuple[torch.cuda.CUDAGraph, Function]] = []
 
-    def record(self, function: Function) -> Function:
+    def prepare(self, function: Function) -> Function:
         """Run it on a side stream, and return the replay of its capture there, which is to come.
 
         The run makes what cannot be made while capturing: compiled kernels, handles and workspaces of cuBLAS for this
@@ -71,19 +71,19 @@ class CudaRecorder:
 
 
 class BatchGraphs:
-    """A function of a batch, callable like it: replayed where a recording of the batch's capacity exists, otherwise run.
+    """A function of a batch, callable like it: replayed where its shape bucket was captured, otherwise run.
 
     It returns nothing; what it changes are tensors that keep their place.
     """
 
     def __init__(self, function: Callable[[Batch], None]) -> None:
         self._function = function
-        self._recorded: dict[Capacity, tuple[Batch, Function]] = {}
+        self._captured: dict[ShapeBucket, tuple[Batch, Function]] = {}
 
-    def record(self, batches: Sequence[Batch], recorder: Recorder) -> None:
-        """Record the function for the capacity of each of ``batches``, the largest first, in buffers that all share.
+    def prepare(self, batches: Sequence[Batch], capturer: Capturer) -> None:
+        """Prepare to capture the function for each batch's shape bucket, the largest first, in buffers that all share.
 
-        Batches of these capacities can be given to it again when ``recorder`` has captured.
+        Batches of these shape buckets can be given to it again when ``capturer`` has captured.
         """
         largest_first = sorted(batches, key=lambda batch: batch.tokens, reverse=True)
         buffers = {
@@ -93,14 +93,14 @@ class BatchGraphs:
         for batch in largest_first:
             static = replace(batch, **{name: buffers[name][: len(value)] for name, value in batch.tensors.items()})
             _copy_(static, batch)  # what lies in the buffers must be a batch: ids are indices
-            self._recorded[batch.capacity] = static, recorder.record(lambda static=static: self._function(static))
+            self._captured[batch.shape_bucket] = static, capturer.prepare(lambda static=static: self._function(static))
 
     def __call__(self, batch: Batch) -> None:
-        """Run the function, or the recording of it, on ``batch``."""
-        if batch.capacity not in self._recorded:
+        """Run the function, or its replay, on ``batch``."""
+        if batch.shape_bucket not in self._captured:
             self._function(batch)
             return
-        static, replay = self._recorded[batch.capacity]
+        static, replay = self._captured[batch.shape_bucket]
         _copy_(static, batch)
         replay()
 

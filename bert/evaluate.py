@@ -10,25 +10,17 @@ Exit status: 0 as expected, or nothing was expected; 1 when the accuracy is anot
 wrong. torchrun makes 1 of both.
 """
 
-from __future__ import annotations
-
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import tyro
 
+from bert.parallel.launch import Launch
+from bert.train import parse, refused, require_torch
 from console.interruption import end_in_order
-from console.program import accept_any_text, answer_version, complain, parsed, say, say_document
-
-if TYPE_CHECKING:
-    from bert.config import Config
-    from bert.evaluator import Accuracy
-    from bert.parallel.mesh import Mesh
-    from dataloading.dataset.folder import Dataset
+from console.program import accept_any_text, answer_version, parsed, say, say_document
 
 
 @dataclass(frozen=True)
@@ -66,73 +58,27 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(str(__doc__))
         return 0
-    from bert.train import parse, refused
-
     try:
         read = partial(tyro.cli, Expectation, args=arguments, return_unknown_args=True, add_help=False)
         expectation, settings = parsed(read)
         expectation.check()
         config = parse(settings, "bert.evaluate")
-        from bert.guards.preflight import check_evaluation
-        from bert.guards.triton_cache import require_private_cache
-        from bert.parallel.mesh import join_mesh, leave_mesh
-
-        dataset = check_evaluation(config)
-        if config.dry_run:
-            say(f"{config.recipe}: ready, {len(dataset):,} samples would be evaluated")
-            return 0
-        mesh = join_mesh(config.training.device)
-        if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
-            complain(warning, "warning")
+        require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
+    from bert.checkpoint_accuracy import checkpoint_accuracy, leave_mesh  # PyTorch and kernels, as in bert.train
+
     try:
-        accuracy = evaluate(config, dataset, mesh)
+        accuracy = checkpoint_accuracy(config)
     except (ValueError, OSError) as error:
         return refused(error)
     finally:
         leave_mesh()
-    if expectation.expect is not None and mesh.is_main:
+    if accuracy is None:
+        return 0
+    if expectation.expect is not None and Launch.from_environment().rank == 0:
         say(expectation.verdict(accuracy.value))
     return 0 if expectation.met_by(accuracy.value) else 1
-
-
-def evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
-    """Evaluate the initial checkpoint, and say on rank 0 how far that is and what comes of it.
-
-    FP8 is training's: where a recipe has it, the products are in bf16 here. Raises ``ValueError`` where no token is masked.
-    """
-    import torch
-
-    from bert.evaluator import Evaluator
-    from bert.train import first_model
-
-    started = time.perf_counter()
-    model = first_model(config, mesh, seed=0)
-    evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
-    autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
-    report = _progress(started, len(dataset), mesh.is_main)
-    accuracy = evaluator.start(model, autocast, report).result()
-    if accuracy.count == 0:
-        raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare it again")
-    if mesh.is_main:
-        seconds = time.perf_counter() - started
-        counts = f"{accuracy.correct:,} of {accuracy.count:,} masked tokens of {len(dataset):,} samples"
-        say(f"masked-LM accuracy {accuracy.value:.5f}: {counts}, in {seconds:.1f} s")
-    return accuracy
-
-
-def _progress(started: float, samples: int, aloud: bool) -> Callable[[float], None]:
-    """Return what says, if ``aloud``, a line for each tenth of the work."""
-    said = 0
-
-    def report(share: float) -> None:
-        nonlocal said
-        if aloud and int(10 * share) > said:
-            said = int(10 * share)
-            say(f"{time.perf_counter() - started:7.1f} s  {10 * said} % of {samples:,} samples")
-
-    return report
 
 
 if __name__ == "__main__":

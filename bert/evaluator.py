@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.cuda_graphs import BatchGraphs, Recorder
+from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.model import BertForPreTraining
 from bert.parallel.collectives import start_all_reduce_sum_
 from bert.parallel.mesh import Mesh
-from dataloading.batches.capacity import Capacity, choose_capacities
-from dataloading.batches.loader import Batch, batch_of, capacity_of, inert_batch
+from dataloading.batches.loader import Batch, batch_of, inert_batch, shape_bucket_of
+from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets
 from dataloading.dataset.folder import Dataset
 from kernels import captured
 
@@ -75,37 +75,37 @@ class Evaluator:
         self._dataset = dataset
         self._device = mesh.device
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
-        self._capacities: list[Capacity] = []
+        self._shape_buckets: list[ShapeBucket] = []
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
         self._counts_stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
-        self._recorded: BatchGraphs | None = None
+        self._captured: BatchGraphs | None = None
         self._read: Future[list[Batch]] | None = None
         self._batches: list[Batch] = []
 
     @torch.inference_mode()
-    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, recorder: Recorder | None) -> None:
+    def warm_up(self, model: BertForPreTraining, autocast: torch.autocast, capturer: Capturer | None) -> None:
         """Compile what an evaluation calls, on empty batches and before the clock starts; nothing to do on a CPU.
 
-        With a ``recorder`` it is recorded too, by capacity, and replayed from now on: for this ``model`` alone.
+        With a ``capturer`` it is captured too, by shape bucket, and replayed from now on: for this ``model`` alone.
         """
-        if not self._indices or (recorder is None and self._device.type == "cpu"):
+        if not self._indices or (capturer is None and self._device.type == "cpu"):
             return
         tokens_N, masked_N = (
             np.array([counts[indices].sum(dtype=np.int64) for indices in self._indices])
             for counts in (self._dataset.lengths, self._dataset.masked_counts)
         )
         sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
-        capacities = choose_capacities(tokens_N, masked_N, sequences, longest)
-        batches = [inert_batch(capacity).to(self._device) for capacity in capacities]
+        shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences, longest)
+        batches = [inert_batch(shape_bucket).to(self._device) for shape_bucket in shape_buckets]
         count = partial(self._count, model, autocast)
         model.eval()
-        if recorder is None:
+        if capturer is None:
             count(batches[-1])
         else:
-            self._capacities, self._recorded = capacities, BatchGraphs(count)
+            self._shape_buckets, self._captured = shape_buckets, BatchGraphs(count)
             with captured():
-                self._recorded.record(batches, recorder)
-                recorder.capture()
+                self._captured.prepare(batches, capturer)
+                capturer.capture()
         model.train()
 
     def read_ahead(self) -> None:
@@ -129,7 +129,7 @@ class Evaluator:
         if not self._batches:
             batches = self._read.result() if self._read is not None else self._read_all()
             self._batches = [batch.to(self._device) for batch in batches]
-        count = self._recorded or partial(self._count, model, autocast)
+        count = self._captured or partial(self._count, model, autocast)
         self._counts.zero_()
         model.eval()
         for done, batch in enumerate(self._batches, 1):
@@ -152,5 +152,5 @@ class Evaluator:
         batches = []
         for indices in self._indices:
             samples = self._dataset.take(indices)
-            batches.append(batch_of(samples, capacity=capacity_of(samples, self._capacities)))
+            batches.append(batch_of(samples, shape_bucket=shape_bucket_of(samples, self._shape_buckets)))
         return [batch.pin() for batch in batches] if self._device.type == "cuda" else batches

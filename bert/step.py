@@ -1,33 +1,34 @@
 """One training step: forward, loss, backward, reduction, update.
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
-fetches the sums once an interval. So both halves can be recorded (``bert.cuda_graphs``): forward and backward of a
-micro-batch once for each capacity, the update once. On several ranks the last micro-batch of a step has recordings of its
-own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its forward
-pass.
+fetches the sums once an interval. So both halves can be captured (``bert.cuda_graphs``): forward and backward of a
+micro-batch once for each shape bucket, the update once. On several ranks the last micro-batch of a step has graphs of its
+own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its
+forward pass.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from bert.config import Config
-from bert.cuda_graphs import BatchGraphs, Recorder
+from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Communicators, Reduction, choose
+from bert.parallel.reduction import Communicators, Reduction
+from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.weight_gather import WeightGather
-from bert.reporting.metrics import Stopwatch, is_recording
-from dataloading.batches.capacity import Capacity
+from bert.reporting.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
+from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
 
 
@@ -80,6 +81,19 @@ class Statistics:
         return means, stopping > 0
 
 
+@dataclass(frozen=True)
+class Role:
+    """What a micro-batch does for the ranks besides its forward and backward pass."""
+
+    gathers_weights: bool
+    """The first of a step: weights of a sharded optimizer come while its forward pass runs."""
+    reduces_gradients: bool
+    """The last of a step: buckets of gradients are summed over the ranks as its backward pass fills them."""
+
+
+ROLES = [Role(gathers, reduces) for gathers in (False, True) for reduces in (False, True)]
+
+
 class TrainingStep:
     """Model, optimizer and what one step does with a global batch."""
 
@@ -106,68 +120,53 @@ class TrainingStep:
         self._stopwatch = stopwatch
         self.precision = training.precision
         self._micro_batches = training.gradient_accumulation_steps
-        self._trained = {
-            kind: BatchGraphs(partial(self._train_on, *kind)) for kind in itertools.product((False, True), repeat=2)
-        }
-        """What runs a micro-batch, by whether it gathers weights and whether it reduces gradients."""
+        self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
         self._update: Callable[[], None] = self._update_weights
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on this rank's micro-batches of one global batch."""
         with self._stopwatch.time("forward_backward"):
-            self._accumulate_all(micro_batches)
+            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
+                self._train_on[role](batch)
         self._update()
 
-    def _accumulate_all(self, micro_batches: Sequence[Batch]) -> None:
-        for kind, batch in zip(self._kinds(len(micro_batches)), micro_batches, strict=True):
-            self._trained[kind](batch)
-
-    def _kinds(self, count: int) -> list[tuple[bool, bool]]:
-        """Of a step's micro-batches: the first one gathers weights, the last one reduces gradients."""
+    def _roles(self, count: int) -> list[Role]:
+        """The roles of a step's micro-batches, in their order."""
         gathers, reduces = self._gather is not None and self.fp8 is None, self._mesh.world_size > 1
-        return [(gathers and place == 0, reduces and place == count - 1) for place in range(count)]
+        return [Role(gathers and place == 0, reduces and place == count - 1) for place in range(count)]
 
-    def _train_on(self, gathers: bool, reduces: bool, batch: Batch) -> None:
-        if gathers:
+    def _forward_backward(self, role: Role, batch: Batch) -> None:
+        """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
+        if role.gathers_weights:
             self._begin_gathering()
-        if reduces:
-            self._forward_backward_reduce(batch)
-        else:
-            self._forward_backward(batch)
+        with self._reduction.overlapped() if role.reduces_gradients else nullcontext():
+            with self.autocast():
+                output = self.model(batch)
+            masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
+            (masked_lm_loss + next_sentence_loss).backward()
+            self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
+        if role.reduces_gradients:
+            with self._stopwatch.time("reduce"):
+                self._reduction.finish()
 
     def _begin_gathering(self) -> None:
         """The forward pass can begin with the first weights; how long they take says how late other ranks are."""
         assert self._gather is not None
         self._gather.start()
-        if self._mesh.device.type == "cpu" or not is_recording():
+        if self._mesh.device.type == "cpu" or not is_capturing():
             with self._stopwatch.time("reduce"):
                 self._gather.wait(1)
             self._stopwatch.stage.enter("forward_backward")
-
-    def _forward_backward(self, batch: Batch) -> None:
-        """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
-        with self.autocast():
-            output = self.model(batch)
-        masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
-        (masked_lm_loss + next_sentence_loss).backward()
-        self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
-
-    def _forward_backward_reduce(self, batch: Batch) -> None:
-        """The same for a step's last micro-batch: buckets of gradients are summed over the ranks as they fill."""
-        with self._reduction.overlapped():
-            self._forward_backward(batch)
-        with self._stopwatch.time("reduce"):
-            self._reduction.finish()
 
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
             self.statistics.add_step(self.optimizer.step())
             if self.fp8 is not None:
-                self.whole_model()
+                self.gather_weights()
                 self.fp8.update_()
 
-    def whole_model(self) -> BertForPreTraining:
-        """The model with all weights of the last step, some of which other ranks may have until the next step.
+    def gather_weights(self) -> BertForPreTraining:
+        """Gather all weights of the last step, some of which only other ranks may have, and return the model.
 
         Every rank must call it at the same time.
         """
@@ -183,42 +182,47 @@ class TrainingStep:
         self,
         micro_batches: Sequence[Batch],
         steps: int,
-        recorder: Recorder | None = None,
-        capacities: Sequence[Capacity] = (),
+        capturer: Capturer | None = None,
+        shape_buckets: Sequence[ShapeBucket] = (),
         choose: Callable[[Callable[[], None]], None] | None = None,
     ) -> None:
         """Run steps on synthetic batches, then restore weights, optimizer, statistics and random states.
 
-        ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``recorder`` the step
-        is then recorded as well, for each of ``capacities``, and replayed from now on; batches of other capacities run as
+        ``choose`` gets a step to run first, to see what it calls and choose what computes it. With a ``capturer`` the step
+        is then captured as well, for each of ``shape_buckets``, and replayed from now on; batches of other ones run as
         before. FP8 scales are found last, for the weights that training starts from.
         """
+
+        def forward_backward() -> None:
+            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
+                self._train_on[role](batch)
+
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), nullcontext() if recorder is None else captured():
+        with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured():
             if choose is not None:
                 choose(lambda: self(micro_batches))
             for _ in range(steps):
                 self(micro_batches)
-            if recorder is not None:
-                self._record(recorder, capacities)
+            if capturer is not None:
+                self._capture(capturer, shape_buckets)
             with torch.no_grad():
                 self.flat.weights_P.copy_(weights_P)
             if self.fp8 is not None:
-                self.fp8.calibrate_(lambda: self._accumulate_all(micro_batches))
+                self.fp8.calibrate_(forward_backward)
         self.statistics.fetch()
         self.optimizer.reset()
         with torch.no_grad():
             self.model.dropout_state.copy_(dropout_state)
         self._stopwatch.reset()
 
-    def _record(self, recorder: Recorder, capacities: Sequence[Capacity]) -> None:
-        batches = [inert_batch(capacity).to(self._mesh.device) for capacity in capacities]
+    def _capture(self, capturer: Capturer, shape_buckets: Sequence[ShapeBucket]) -> None:
+        batches = [inert_batch(shape_bucket).to(self._mesh.device) for shape_bucket in shape_buckets]
         # The last micro-batch first: it takes the most memory.
-        for kind in dict.fromkeys(reversed(self._kinds(self._micro_batches))):
-            self._trained[kind].record(batches, recorder)
-        replay = recorder.record(self._update_weights)
-        recorder.capture()
+        for role in dict.fromkeys(reversed(self._roles(self._micro_batches))):
+            self._train_on[role].prepare(batches, capturer)
+        replay = capturer.prepare(self._update_weights)
+        capturer.capture()
 
         def timed() -> None:
             with self._stopwatch.time("update"):
@@ -232,16 +236,3 @@ def _fp8_state(model: BertForPreTraining, config: Config, mesh: Mesh) -> Fp8Stat
         return None
     require_fp8(mesh.device)
     return enable_fp8(model)
-
-
-def build_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
-    """The model on its device, from random weights that are drawn there: a CPU takes half a minute for BERT-Large's."""
-    model = empty_model(config, mesh)
-    initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
-    return model
-
-
-def empty_model(config: Config, mesh: Mesh) -> BertForPreTraining:
-    """The model on its device, for weights that are loaded: its matrices hold what was in memory."""
-    with mesh.device:
-        return BertForPreTraining(config.model).train()

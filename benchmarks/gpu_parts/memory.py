@@ -1,4 +1,4 @@
-"""Memory of recorded training against the sequences of a micro-batch, and the most that fit."""
+"""Memory of captured training against the sequences of a micro-batch, and the most that fit."""
 
 from functools import partial
 
@@ -9,12 +9,12 @@ from benchmarks.gpu_parts.report import Row
 from benchmarks.gpu_parts.scale import Context, drawn_lengths, samples_of
 from benchmarks.gpu_parts.step import Precision, training_step
 from bert.recipes import h100_1x1
-from dataloading.batches.capacity import Capacity, choose_capacities, draw_sizes
-from dataloading.batches.loader import batch_of, capacity_of
+from dataloading.batches.loader import batch_of, shape_bucket_of
+from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
 
 _FITS, _DOES_NOT_FIT = "fits", "does not fit"
-_CAPACITIES = 4
-"""Fewer than in training, where 16 share the memory of the largest: recording takes time."""
+_SHAPE_BUCKETS = 4
+"""Fewer than in training, where 16 share the memory of the largest: capturing takes time."""
 
 
 def memory(context: Context) -> None:
@@ -40,7 +40,7 @@ def _search(context: Context, precision: Precision) -> None:
 
 
 def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Row:
-    """The most memory that start-up, recordings and a replay of one size take."""
+    """The most memory that start-up, captured graphs and a replay of one size take."""
     on_gpu = context.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -62,24 +62,24 @@ def _peak(context: Context, name: str, precision: Precision, sequences: int) -> 
 
 def _train(context: Context, precision: Precision, sequences: int) -> None:
     """Start up as a run does, and take a step."""
-    capacities = _capacities(context, sequences)
+    shape_buckets = _shape_buckets(context, sequences)
     samples = samples_of(context.scale, sequences)
-    batch = batch_of(samples, capacity=capacity_of(samples, capacities)).to(context.device)
+    batch = batch_of(samples, shape_bucket=shape_bucket_of(samples, shape_buckets)).to(context.device)
     trained = training_step(context, precision=precision)
-    trained.warm_up([batch], 1, context.recorder(), capacities)
+    trained.warm_up([batch], 1, context.capturer(), shape_buckets)
     trained([batch])
     if context.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def _capacities(context: Context, sequences: int) -> list[Capacity]:
+def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
     """What the recipe of one GPU would pad micro-batches of this size to."""
     longest = context.scale.model.max_position_embeddings
-    lanes = h100_1x1().training.gradient_accumulation_steps
+    count = h100_1x1().training.gradient_accumulation_steps
     lengths = drawn_lengths(20_000, longest, seed=0)
     masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
-    tokens, masked_tokens = draw_sizes(lengths, masked, lanes * sequences, lanes)
-    return choose_capacities(tokens, masked_tokens, sequences, longest, _CAPACITIES)
+    tokens, masked_tokens = draw_sizes(lengths, masked, count * sequences, count)
+    return choose_shape_buckets(tokens, masked_tokens, sequences, longest, _SHAPE_BUCKETS)
 
 
 def _is_lack_of_memory(error: BaseException | None) -> bool:

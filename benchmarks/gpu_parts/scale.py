@@ -14,13 +14,13 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.report import Report
 from bert.config import ModelConfig
-from bert.cuda_graphs import CudaRecorder
+from bert.cuda_graphs import CudaCapturer
+from bert.initial_model import build_model
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from bert.recipes import h100_1x1
-from bert.step import build_model
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
 
@@ -79,9 +79,9 @@ class Context:
         model = build_model(config, self.mesh, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
-    def recorder(self) -> CudaRecorder | None:
-        """What records a step as training does, where there is a GPU."""
-        return CudaRecorder(self.device) if self.device.type == "cuda" else None
+    def capturer(self) -> CudaCapturer | None:
+        """What captures a step as training does, where there is a GPU."""
+        return CudaCapturer(self.device) if self.device.type == "cuda" else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:
         """A model on the device, to train; all of them start from the same weights."""
@@ -113,13 +113,13 @@ def samples_of(scale: Scale, sequences: int, seed: int = 0) -> Samples:
 
 
 def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *, padded: bool = False) -> list[Batch]:
-    """A global batch as ``count`` micro-batches of ``sequences``, on the device; ``padded`` to capacities, each its own."""
+    """A global batch as ``count`` micro-batches of ``sequences``, on the device; ``padded``: each to its shape bucket."""
     batches = []
     for index in range(count):
         samples = samples_of(context.scale, sequences, seed + index)
         longest = context.scale.model.max_position_embeddings
         sizes = len(samples.input_ids), sequences, len(samples.masked_lm_ids), longest
-        batches.append(batch_of(samples, capacity=Capacity.around(*sizes) if padded else None))
+        batches.append(batch_of(samples, shape_bucket=ShapeBucket.around(*sizes) if padded else None))
     counts = torch.stack([batch.global_counts for batch in batches]).sum(dim=0)
     return [replace(batch, global_counts=counts).to(context.device) for batch in batches]
 

@@ -12,7 +12,7 @@ from benchmarks.gpu_parts.scale import Context, micro_batches, training_flop
 from benchmarks.gpu_parts.timing import measured, timed_row
 from bert.config import Config
 from bert.recipes import dgxa100_1x8, h100_1x1, h100_1x8
-from bert.reporting.metrics import DeviceStopwatch, Stopwatch
+from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch
 from kernels.reference.fp8 import capability_reasons
@@ -21,7 +21,7 @@ Precision = Literal["fp32", "bf16", "fp8"]
 
 
 def step(context: Context) -> None:
-    """Global batches of the recipe of one GPU and of two of eight, and one micro-batch; recorded, as in training."""
+    """Global batches of the recipe of one GPU and of two of eight, and one micro-batch; captured, as in training."""
     ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
     for index, (config, micro, count) in enumerate(_sizes(context)):
         name = f"{micro * count} sequences as {count} x {micro}, {config.recipe}, {config.training.precision}"
@@ -30,7 +30,7 @@ def step(context: Context) -> None:
         name = f"host synchronisations in a step, {precision}"
         report.attempt(name, partial(_look_into, context, name, precision))
     name = f"{sequences} sequences, operator by operator"
-    report.attempt(name, partial(_rate, context, name, h100_1x1(), sequences, 1, ceilings, recorded=False))
+    report.attempt(name, partial(_rate, context, name, h100_1x1(), sequences, 1, ceilings, captured=False))
 
 
 def _sizes(context: Context) -> list[tuple[Config, int, int]]:
@@ -48,7 +48,7 @@ def _sizes(context: Context) -> list[tuple[Config, int, int]]:
 
 
 def _look_into(context: Context, name: str, precision: Precision) -> Row:
-    """Where the time of a recorded step goes, and whether the host waits in one."""
+    """Where the time of a captured step goes, and whether the host waits in one."""
     batches = micro_batches(context, context.scale.sequences, 1, padded=True)
     trained = training_step(context, precision=precision)
     prepare(context, trained, batches)
@@ -60,8 +60,8 @@ def fp8(context: Context) -> None:
     """The step in FP8, and the losses of many steps in low precision: same weights, same samples, no dropout."""
     ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
     config = with_precision(h100_1x1(), "fp8")
-    for name, recorded in (("step in FP8", True), ("step in FP8, operator by operator", False)):
-        report.attempt(name, partial(_rate, context, name, config, sequences, 1, ceilings, recorded=recorded))
+    for name, captured in (("step in FP8", True), ("step in FP8, operator by operator", False)):
+        report.attempt(name, partial(_rate, context, name, config, sequences, 1, ceilings, captured=captured))
     for precision in ("bf16", "fp8", "fp32"):
         name = _name_of_losses(precision)
         report.attempt(name, partial(_loss_row, context, name, precision))
@@ -116,10 +116,12 @@ def training_step(
     return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch())
 
 
-def prepare(context: Context, trained: TrainingStep, batches: list[Batch], *, recorded: bool = True) -> None:
-    """Warm a step up for these batches, and record it where there is a GPU, as training does before its clock starts."""
-    recorder = context.recorder() if recorded else None
-    trained.warm_up(batches, 1, recorder, sorted({batch.capacity for batch in batches}, key=lambda size: size.tokens))
+def prepare(context: Context, trained: TrainingStep, batches: list[Batch], *, captured: bool = True) -> None:
+    """Warm a step up for these batches, and capture it where there is a GPU, as training does before its clock starts."""
+    capturer = context.capturer() if captured else None
+    trained.warm_up(
+        batches, 1, capturer, sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
+    )
 
 
 def _rate(
@@ -130,7 +132,7 @@ def _rate(
     count: int,
     ceilings: Ceilings,
     *,
-    recorded: bool = True,
+    captured: bool = True,
     phases: bool = False,
 ) -> Row:
     # That of training only where its phases are looked at: should it fail, the other rows do not.
@@ -138,8 +140,8 @@ def _rate(
     trained = training_step(context, config, stopwatch=stopwatch)
     real = micro_batches(context, micro, count)
     flop = sum(training_flop(context.scale.model, batch) for batch in real)
-    batches = micro_batches(context, micro, count, padded=True) if recorded else real
-    prepare(context, trained, batches, recorded=recorded)
+    batches = micro_batches(context, micro, count, padded=True) if captured else real
+    prepare(context, trained, batches, captured=captured)
     repeats = context.scale.repeats if count == 1 else max(1, context.scale.repeats // 3)
     seconds = measured(lambda: trained(batches), context.device, repeats, cold=False)
     median = statistics.median(seconds)

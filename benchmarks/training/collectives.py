@@ -32,7 +32,8 @@ from torch import Tensor, nn
 from benchmarks.conditions import write_figures
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.reduction import Communicators, Reduction, Strategy, measured_choice
+from bert.parallel.reduction import Communicators, Reduction, Strategy
+from bert.parallel.reduction_choice import measured_choice
 from bert.parallel.sums import ReduceDtype
 from kernels import LambSegments
 

@@ -132,7 +132,7 @@ class Checkpoints:
         if step.fp8 is not None:  # each rank has its own: with the smallest, nothing overflows on any
             step.fp8.set_scales_(all_reduce_min_(step.fp8.scale_S))
             step.fp8.refresh_weights_()
-        step.whole_model()
+        step.gather_weights()
         momentum_P, variance_P = step.optimizer.moments()
         if not self._mesh.is_main:
             return

@@ -1,5 +1,6 @@
-"""SIGTERM and Ctrl-C, turned into an orderly end."""
+"""SIGTERM and Ctrl-C, turned into an orderly end, and what an orderly end is to whoever started the process."""
 
+import os
 import signal
 from types import FrameType
 
@@ -11,21 +12,36 @@ class Interrupted(Exception):  # noqa: N818 an event, not an error
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.number = number
 
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return orderly(128 + self.number)
+
 
 class Interruption:
     """Notes the first signal for the training loop, where all ranks stop after the same step.
 
-    Before ``deferred`` is set, and from the second signal on, it raises ``Interrupted`` at once.
+    Before ``defer``, and from the second signal on, it raises ``Interrupted`` at once.
     """
 
     def __init__(self) -> None:
         self.number: int | None = None
-        self.deferred = False
+        """Of the first signal."""
+        self._deferred = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
+
+    def defer(self) -> None:
+        """From here on note the first signal, and leave it to the training loop."""
+        self._deferred = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         again = self.number is not None
         self.number = number
-        if again or not self.deferred:
+        if again or not self._deferred:
             raise Interrupted(number)
+
+
+def orderly(status: int) -> int:
+    """The exit status of an end in order: under torchrun 0, because it takes anything else for a crash."""
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else status

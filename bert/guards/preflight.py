@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,7 +16,6 @@ from bert.checkpoints.initial import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
 from bert.checkpoints.weights import weight_shapes
 from bert.config import Config
-from bert.loop import Inputs
 from bert.mllog import evaluation_interval, evaluation_samples
 from bert.parallel.mesh import Mesh
 from bert.reporting.result_files import choose_files
@@ -28,6 +28,19 @@ from kernels import choose
 
 _LOGS_BYTES = 16 << 20
 """What log, metrics and report of a run may take."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads, opened as far as metadata go, and where it writes."""
+
+    train: Dataset
+    evaluation: Dataset
+    vocabulary_sha256: str
+    result: Path
+    metrics: Path
+    interval: int
+    """Training samples between evaluations."""
 
 
 def check(config: Config, world_size: int) -> Inputs:

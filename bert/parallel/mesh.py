@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from bert.parallel.attempt import agree_on_attempt
+from bert.parallel.launch import Launch
 from bert.parallel.master_port import require_free_port
 from bert.parallel.single import all_gather_single
 from kernels.precision import set_product_precision
@@ -53,52 +54,6 @@ class Mesh:
         """The ranks with this one's place on their hosts, one a host, ascending: they share a network path, a rail."""
         place = self.node_ranks.index(self.rank)
         return tuple(sorted(ranks[place] for ranks in self.nodes)) or (self.rank,)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What the launcher says in the environment. ``local_size`` is 0 where it says nothing."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_size: int = 0
-    rank_variable: str = "RANK"
-    world_size_variable: str = "WORLD_SIZE"
-
-    @classmethod
-    def from_environment(cls) -> "Launch":
-        """Read torchrun's variables, else mpirun's (Open MPI), else those of an srun step, else be alone.
-
-        torchrun comes first because mpirun and srun may have started it, and mpirun before srun for the same reason. Raises
-        ``ValueError`` when a variable is no whole number or the rank lies outside the world.
-        """
-        launch = cls._read()
-        if not 0 <= launch.rank < launch.world_size:
-            raise ValueError(
-                f"{launch.rank_variable}={launch.rank} with {launch.world_size_variable}={launch.world_size}: "
-                "start the run with torchrun, srun or mpirun, or unset both"
-            )
-        return launch
-
-    @classmethod
-    def _read(cls) -> "Launch":
-        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        elif "OMPI_COMM_WORLD_RANK" in os.environ:
-            names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
-        elif "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
-            # A batch script has a SLURM_PROCID too, but is no step.
-            tasks, nodes = _environment("SLURM_NTASKS", 1), _environment("SLURM_NNODES", 1)
-            rank, local_rank = _environment("SLURM_PROCID", 0), _environment("SLURM_LOCALID", 0)
-            local_size = tasks // nodes if nodes > 0 and tasks % nodes == 0 else 0
-            return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", "SLURM_NTASKS")
-        else:
-            return cls()
-        rank, world_size, local_rank, local_size = (
-            _environment(name, default) for name, default in zip(names, (0, 1, 0, 0), strict=True)
-        )
-        return cls(rank, world_size, local_rank, local_size, names[0], names[1])
 
 
 def join_mesh(device: str) -> Mesh:
@@ -163,11 +118,6 @@ def _allow_descriptors(launch: Launch) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))
 
 
-def launched_world_size() -> int:
-    """The number of processes that the launcher announces, known before joining them. Raises as ``join_mesh``."""
-    return Launch.from_environment().world_size
-
-
 def leave_mesh() -> None:
     """Say good-bye to the other processes, if there are any."""
     if dist.is_initialized():
@@ -230,10 +180,3 @@ def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
     rows = received.view(launch.world_size, _IDENTITY_BYTES).cpu().numpy()
     fields = [row.tobytes().decode().strip(" ").split("\n") for row in rows]
     return [Identity(host, boot, int(local), int(size)) for host, boot, local, size in fields]
-
-
-def _environment(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not text.lstrip("-").isdigit():
-        raise ValueError(f"{name}={text!r} in the environment: expected a whole number")
-    return int(text)

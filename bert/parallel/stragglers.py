@@ -9,8 +9,8 @@ INTERVALS = 3
 """Before a rank is named, it is slow in so many intervals in a row."""
 
 
-class SlowRanks:
-    """What was seen of each rank; ``hosts`` are their names by rank."""
+class Stragglers:
+    """Finds stragglers among the ranks; ``hosts`` are their names by rank."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from bert.parallel.collectives import agreed_integer, agreed_text
 from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog_hub import FAULT_STATUS, LINE, Hub, Verdict, encoded, parsed
-from bert.reporting.metrics import Stage
+from bert.reporting.stopwatch import Stage
 from console.program import complain
 
 __all__ = ["FAULT_STATUS", "Watchdog"]
@@ -42,8 +42,8 @@ class Watchdog:
     the main one may be stuck for good. Raises ``OSError`` where the hub cannot be reached.
     """
 
-    def __init__(self, mesh: Mesh, seconds: float) -> None:
-        self.on_fault: Callable[[str], None] | None = None
+    def __init__(self, mesh: Mesh, seconds: float, on_fault: Callable[[str], None] = lambda _: None) -> None:
+        self._on_fault = on_fault
         self._stage: Stage | None = None
         self._mesh = mesh
         self._seconds = seconds
@@ -72,8 +72,8 @@ class Watchdog:
 
     @property
     def hosts(self) -> list[str]:
-        """On rank 0: the host of every rank."""
-        return self._hub.hosts if self._hub else [socket.gethostname()]
+        """The host of every rank on rank 0, which alone knows them; on others as many names of their own."""
+        return self._hub.hosts if self._hub else [socket.gethostname()] * self._mesh.world_size
 
     @contextlib.contextmanager
     def getting_on(self, stage: Stage) -> Iterator[None]:
@@ -177,8 +177,7 @@ class Watchdog:
             if self._error is not None and verdict.rank == self._mesh.rank:
                 traceback.print_exception(self._error)
             sys.stderr.flush()
-            if self.on_fault is not None:
-                self.on_fault(verdict.text)
+            self._on_fault(verdict.text)
             sys.stdout.flush()
 
         words = threading.Thread(target=last_words, name="last-words", daemon=True)

@@ -8,7 +8,8 @@ from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from bert.reporting.metrics import EndRecord, EvaluationRecord, Progress, Record, StepRecord, WarningRecord, clock_text
+from bert.reporting.progress import Progress, clock_text
+from bert.reporting.records import EndRecord, EvaluationRecord, Record, StepRecord, WarningRecord
 from console.text import visible
 
 

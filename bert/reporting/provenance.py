@@ -3,17 +3,15 @@
 import importlib.metadata
 import os
 import platform
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import torch
 
-from bert.config import Config
+from bert.config import Config, flattened
 from bert.parallel.mesh import Mesh
 from console.version import commit
 
 PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "mlperf-logging", "nvidia-dali-cuda130", "triton")
-REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
@@ -49,16 +47,3 @@ def _cpu_model() -> str:
         return platform.processor() or "unknown"
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
-    """Names and values of a section and of those in it; paths in the repository start at its root."""
-    assert is_dataclass(section)
-    rows: list[tuple[str, object]] = []
-    for field in fields(section):
-        value = getattr(section, field.name)
-        name = f"{prefix}.{field.name}"
-        if isinstance(value, Path) and value.is_relative_to(REPOSITORY):
-            value = value.relative_to(REPOSITORY)
-        rows += flattened(name, value) if is_dataclass(value) else [(name, value)]
-    return rows

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bert.config import Config
-from bert.reporting.metrics import EvaluationRecord, Record, Sink, StepRecord
+from bert.reporting.records import EvaluationRecord, Record, Sink, StepRecord
 
 _GROUPS = {
     "loss": ("loss", "masked_lm_loss", "next_sentence_loss"),

@@ -17,9 +17,9 @@ from nvidia.dali.pipeline import pipeline_def
 from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray
 from torch import Tensor
 
-from dataloading.batches.capacity import Capacity
-from dataloading.batches.loader import Batch, Prefetcher, SampleSource, capacity_of, flat_arrays, max_seqlen
+from dataloading.batches.loader import Batch, Prefetcher, SampleSource, flat_arrays, max_seqlen, shape_bucket_of
 from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.shards.samples import Samples
 
 FIELDS = {
@@ -44,9 +44,9 @@ class DaliLoader:
         rank_batches: Callable[[int], list[MicroBatch]],
         device: torch.device,
         prefetch: int = 4,
-        capacities: Sequence[Capacity] = (),
+        shape_buckets: Sequence[ShapeBucket] = (),
     ) -> None:
-        self.capacities = capacities
+        self.shape_buckets = shape_buckets
         self._device = device
         self._rank_batches = rank_batches
         self._source = source
@@ -83,9 +83,9 @@ class DaliLoader:
 
     def _feed(self) -> tuple[NDArray[np.generic], ...]:
         samples, micro_batch = next(self._micro_batches)
-        capacity = capacity_of(samples, self.capacities)
-        self._in_flight.append(max_seqlen(samples, capacity))
-        arrays = flat_arrays(samples, micro_batch, capacity)
+        shape_bucket = shape_bucket_of(samples, self.shape_buckets)
+        self._in_flight.append(max_seqlen(samples, shape_bucket))
+        arrays = flat_arrays(samples, micro_batch, shape_bucket)
         return tuple(arrays[name] for name in FIELDS)
 
     def _next_batch(self) -> Batch:

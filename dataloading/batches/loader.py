@@ -1,6 +1,6 @@
 """Plan to ``Batch``: the flat token stream of one rank's micro-batch, assembled ahead of time.
 
-Shape legend: slots for T tokens, S sequences, M masked tokens of the micro-batch; without a capacity, as many as there are.
+Shape legend: slots for T tokens, S sequences, M masked tokens of the micro-batch; unless padded, as many as there are.
 """
 
 import importlib.util
@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dataloading.batches.capacity import Capacity, fitting
 from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket, fitting
 from dataloading.shards.samples import Samples
 
 Item = TypeVar("Item")
@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 class Batch:
     """Sequences one after another in one flat stream; no padding rows between them.
 
-    A batch of some ``Capacity`` has inert slots at the ends, which nothing in the model asks about: ids are 0, labels -1,
+    A batch of some ``ShapeBucket`` has inert slots at the ends, which nothing in the model asks about: ids are 0, labels -1,
     ``cu_seqlens`` repeats its last value, and ``masked_lm_positions`` points at the first row that no sequence owns.
     """
 
@@ -61,9 +61,9 @@ class Batch:
         return self.next_sentence_labels.numel()
 
     @property
-    def capacity(self) -> Capacity:
-        """The shape of this batch: equal for batches that one recording serves."""
-        return Capacity(self.tokens, self.sequences, self.masked_lm_ids.numel(), self.max_seqlen)
+    def shape_bucket(self) -> ShapeBucket:
+        """The shape of this batch: equal for batches that one CUDA graph serves."""
+        return ShapeBucket(self.tokens, self.sequences, self.masked_lm_ids.numel(), self.max_seqlen)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -91,23 +91,23 @@ class SampleSource(Protocol):
         ...
 
 
-def capacity_of(samples: Samples, capacities: Sequence[Capacity]) -> Capacity | None:
-    """What a batch of ``samples`` is padded to: the first capacity that holds it, or None where none are given.
+def shape_bucket_of(samples: Samples, shape_buckets: Sequence[ShapeBucket]) -> ShapeBucket | None:
+    """What a batch of ``samples`` is padded to: the first shape bucket that holds it, or None where none are given.
 
-    A batch that fits none gets one of its own, which nothing was recorded for.
+    A batch that fits none gets one of its own, which nothing was captured for.
     """
-    if not capacities:
+    if not shape_buckets:
         return None
-    longest = max(int(samples.lengths.max()), capacities[-1].max_seqlen)
+    longest = max(int(samples.lengths.max()), shape_buckets[-1].max_seqlen)
     return fitting(
-        Capacity.around(len(samples.input_ids), len(samples), len(samples.masked_lm_ids), longest), capacities
+        ShapeBucket.around(len(samples.input_ids), len(samples), len(samples.masked_lm_ids), longest), shape_buckets
     )
 
 
 def flat_arrays(
-    samples: Samples, micro_batch: MicroBatch, capacity: Capacity | None = None
+    samples: Samples, micro_batch: MicroBatch, shape_bucket: ShapeBucket | None = None
 ) -> dict[str, NDArray[np.generic]]:
-    """The tensors of a ``Batch`` as NumPy arrays in the narrow types in which they are moved, padded to ``capacity``."""
+    """The tensors of a ``Batch`` as NumPy arrays in the narrow types in which they are moved, padded to ``shape_bucket``."""
     starts = samples.sequence_offsets[:-1]
     lengths = samples.lengths
     arrays = {
@@ -122,40 +122,40 @@ def flat_arrays(
         "next_sentence_labels": samples.next_sentence_labels.astype(np.int8),
         "global_counts": np.array([micro_batch.global_sequences, micro_batch.global_masked]),
     }
-    return arrays if capacity is None else arrays | _padded(arrays, capacity)
+    return arrays if shape_bucket is None else arrays | _padded(arrays, shape_bucket)
 
 
-def _padded(arrays: dict[str, NDArray[Any]], capacity: Capacity) -> dict[str, NDArray[Any]]:
+def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[str, NDArray[Any]]:
     tokens = len(arrays["input_ids"])
     slots = {
-        "input_ids": (capacity.tokens, 0),
-        "segment_ids": (capacity.tokens, 0),
-        "position_ids": (capacity.tokens, 0),
-        "cu_seqlens": (capacity.sequences + 1, tokens),
-        "masked_lm_positions": (capacity.masked, tokens),
-        "masked_lm_ids": (capacity.masked, -1),
-        "next_sentence_labels": (capacity.sequences, -1),
+        "input_ids": (shape_bucket.tokens, 0),
+        "segment_ids": (shape_bucket.tokens, 0),
+        "position_ids": (shape_bucket.tokens, 0),
+        "cu_seqlens": (shape_bucket.sequences + 1, tokens),
+        "masked_lm_positions": (shape_bucket.masked, tokens),
+        "masked_lm_ids": (shape_bucket.masked, -1),
+        "next_sentence_labels": (shape_bucket.sequences, -1),
     }
-    assert tokens < capacity.tokens
+    assert tokens < shape_bucket.tokens
     return {
         name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
         for name, (size, empty) in slots.items()
     }
 
 
-def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, capacity: Capacity | None = None) -> Batch:
-    """The ``Batch`` of some samples, padded to ``capacity``; without a plan they are a global batch of their own."""
+def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_bucket: ShapeBucket | None = None) -> Batch:
+    """The ``Batch`` of some samples, padded to ``shape_bucket``; without a plan they are a global batch of their own."""
     whole = micro_batch or MicroBatch(np.arange(len(samples)), len(samples), len(samples.masked_lm_ids))
     tensors = {
         name: torch.from_numpy(array.astype(np.int32 if name == "cu_seqlens" else np.int64))
-        for name, array in flat_arrays(samples, whole, capacity).items()
+        for name, array in flat_arrays(samples, whole, shape_bucket).items()
     }
-    return Batch(**tensors, max_seqlen=max_seqlen(samples, capacity))
+    return Batch(**tensors, max_seqlen=max_seqlen(samples, shape_bucket))
 
 
-def inert_batch(capacity: Capacity) -> Batch:
+def inert_batch(shape_bucket: ShapeBucket) -> Batch:
     """A batch of empty slots alone: no losses, no gradients. Its counts are 1, which nothing is divided by in earnest."""
-    return batch_of(_NOTHING, MicroBatch(np.empty(0, np.int64), 1, 1), capacity)
+    return batch_of(_NOTHING, MicroBatch(np.empty(0, np.int64), 1, 1), shape_bucket)
 
 
 _NOTHING = Samples(
@@ -169,9 +169,9 @@ _NOTHING = Samples(
 )
 
 
-def max_seqlen(samples: Samples, capacity: Capacity | None) -> int:
-    """Of the batch of ``samples``: the capacity's, as it is part of what is recorded, or that of the longest."""
-    return int(samples.lengths.max()) if capacity is None else capacity.max_seqlen
+def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
+    """Of the batch of ``samples``: the shape bucket's, as it is part of what is captured, or that of the longest."""
+    return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 
 class Loader(Protocol):
@@ -262,7 +262,7 @@ class NumpyLoader:
     """Batches assembled by NumPy in a background thread, ``prefetch`` steps ahead.
 
     ``rank_batches(step)`` gives the micro-batches of a step: ``Plan.rank_batches`` with the rank filled in. They are padded
-    to ``capacities``, ascending, where some are given.
+    to ``shape_buckets``, ascending, where some are given.
     """
 
     def __init__(
@@ -271,9 +271,9 @@ class NumpyLoader:
         rank_batches: Callable[[int], list[MicroBatch]],
         device: torch.device,
         prefetch: int = 4,
-        capacities: Sequence[Capacity] = (),
+        shape_buckets: Sequence[ShapeBucket] = (),
     ) -> None:
-        self.capacities = capacities
+        self.shape_buckets = shape_buckets
         self._source = source
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
@@ -292,7 +292,7 @@ class NumpyLoader:
         batches = []
         for micro in self._rank_batches(step):
             samples = self._source.take(micro.indices)
-            batches.append(batch_of(samples, micro, capacity_of(samples, self.capacities)))
+            batches.append(batch_of(samples, micro, shape_bucket_of(samples, self.shape_buckets)))
         return (batches, None) if self._uploads is None else self._uploads.start(batches)
 
 

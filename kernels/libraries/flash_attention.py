@@ -52,7 +52,7 @@ def varlen_self_attention(
 def owned_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """``x`` with zeros in the rows after the last sequence, and so in its gradient.
 
-    A batch that is filled up to a capacity has rows that no sequence owns. Libraries leave them as they find them in new
+    A batch that is filled up to a shape bucket has rows that no sequence owns. Libraries leave them as they find them in new
     memory, in the output and in the gradients, where the products before and after would take them for numbers.
     """
     owned = torch.arange(len(x), device=x.device) < cu_seqlens[-1]

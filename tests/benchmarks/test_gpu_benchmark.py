@@ -335,21 +335,21 @@ def test_memory_ends_with_what_fits(all_parts: tuple[Path, object]) -> None:
     assert found["fp8, most sequences that fit"]["figure"] == TINY.sequences
 
 
-def test_memory_is_that_of_recorded_training(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    recorded: list[object] = []
+def test_memory_is_that_of_captured_training(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[object] = []
 
-    class Recorder:
-        def record(self, function: Any) -> Any:
+    class Capturer:
+        def prepare(self, function: Any) -> Any:
             function()
-            recorded.append(function)
+            captured.append(function)
             return function
 
         def capture(self) -> None:
             pass
 
-    monkeypatch.setattr(Context, "recorder", lambda _: Recorder())
+    monkeypatch.setattr(Context, "capturer", lambda _: Capturer())
     gpu_memory._train(context, "bf16", 4)
-    assert len(recorded) == len(gpu_memory._capacities(context, 4)) + 1  # and the update
+    assert len(captured) == len(gpu_memory._shape_buckets(context, 4)) + 1  # and the update
 
 
 @pytest.mark.parametrize("limit", [1, 100, 139, 10_000])
@@ -422,7 +422,7 @@ def test_names_of_pytorchs_gpu_interface_exist() -> None:
     for path in [
         *sorted(GPU_PY.parent.glob("gpu*.py")),
         REPOSITORY / "bert/cuda_graphs.py",
-        REPOSITORY / "bert/reporting/metrics.py",
+        REPOSITORY / "bert/reporting/stopwatch.py",
     ]:
         for node in ast.walk(ast.parse(path.read_text())):
             name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import bert.evaluate
+import bert.train
 from bert.config import Config, OptimizerConfig
 from bert.recipes import RECIPES, tiny_cpu
-from bert.train import OLDEST_TORCH, main, parse
+from bert.train import OLDEST_TORCH, parse, require_torch
 from tests.conftest import REPOSITORY, SmallRun
 from tests.programs import PATIENCE_S, Program
 
@@ -142,21 +144,20 @@ def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_pat
     assert result.read_text() == "precious"
 
 
-@pytest.mark.parametrize(
-    ("version", "refusal"),
-    [
-        ("2.10.0a0+b558c986e8.nv25.12", "PyTorch is 2.10.0a0+b558c986e8.nv25.12 here, expected 2.11 or newer"),
-        ("1.13.1", "PyTorch is 1.13.1 here, expected 2.11 or newer"),
-        ("2.11.0a0+a6c236b9fd.nv26.03", "no recipe given"),
-        ("3.0.0", "no recipe given"),
-    ],
-)
-def test_an_older_pytorch_is_refused_first_of_all(
-    version: str, refusal: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("version", ["2.10.0a0+b558c986e8.nv25.12", "1.13.1"])
+def test_an_older_pytorch_is_refused_before_any_check(
+    version: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    assert main([]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {refusal}: ")
+    for program in (bert.train, bert.evaluate):
+        assert program.main(["tiny_cpu", "--data.vocab", "nowhere", "--data.evaluation", "nowhere"]) == 2
+        assert capsys.readouterr().err.startswith(f"error: PyTorch is {version} here, expected 2.11 or newer: ")
+
+
+@pytest.mark.parametrize("version", ["2.11.0a0+a6c236b9fd.nv26.03", "3.0.0"])
+def test_a_newer_pytorch_is_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    require_torch()
 
 
 def test_the_oldest_pytorch_is_the_same_everywhere() -> None:

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bert.config import Config
+from bert.config import Config, flattened
 from bert.mllog import MLLog
 from bert.recipes import RECIPES
-from bert.reporting.provenance import flattened
 from bert.train import parse
 
 

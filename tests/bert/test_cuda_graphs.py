@@ -1,4 +1,4 @@
-"""Recorded steps: the same weights, bit for bit, as steps that are run; and what a recording may not contain."""
+"""Captured steps: the same weights, bit for bit, as steps that are run; and what may not be captured."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -10,15 +10,16 @@ import pytest
 import torch
 
 from bert.config import Config, ModelConfig, OptimizerConfig
-from bert.cuda_graphs import BatchGraphs, CudaRecorder, Recorder
+from bert.cuda_graphs import BatchGraphs, Capturer, CudaCapturer
 from bert.evaluator import Evaluator
+from bert.initial_model import build_model
 from bert.parallel.mesh import Mesh
 from bert.recipes import tiny_cpu
-from bert.reporting.metrics import Stopwatch
-from bert.step import TrainingStep, build_model
-from dataloading.batches.capacity import Capacity
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import open_dataset
 from kernels import OPS, cast_fp8
 from kernels.tuning import autotune
@@ -26,24 +27,24 @@ from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
 pytestmark = pytest.mark.oldest_torch
 
-CAPACITIES = [Capacity(192, 8, 48, MAX_SEQ_LENGTH), Capacity(320, 8, 64, MAX_SEQ_LENGTH)]
-LARGER = Capacity(448, 8, 80, MAX_SEQ_LENGTH)
-"""Which nothing is recorded for."""
+SHAPE_BUCKETS = [ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 8, 64, MAX_SEQ_LENGTH)]
+LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
+"""Which nothing is captured for."""
 
 
 class Repeating:
-    """Records by running, replays by running again: on what the recording saw, as a device would."""
+    """Captures by running, replays by running again: on what the first run saw, as a device would."""
 
     def __init__(self) -> None:
-        self.recorded: list[Callable[[], None]] = []
+        self.prepared: list[Callable[[], None]] = []
         self.captured = 0
         """How many of them."""
         self.replays: list[int] = []
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
         function()
-        number = len(self.recorded)
-        self.recorded.append(function)
+        number = len(self.prepared)
+        self.prepared.append(function)
 
         def replay() -> None:
             assert number < self.captured
@@ -53,13 +54,13 @@ class Repeating:
         return replay
 
     def capture(self) -> None:
-        self.captured = len(self.recorded)
+        self.captured = len(self.prepared)
 
 
 def config(precision: Literal["fp32", "fp8"]) -> Config:
     dropout = (
         0.1 if precision == "fp32" else 0.0
-    )  # recording draws numbers too, and FP8 scales follow from what is drawn
+    )  # capturing draws numbers too, and FP8 scales follow from what is drawn
     model = ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH, hidden_dropout=dropout, attention_dropout=dropout)
     recipe = tiny_cpu()
     training = replace(recipe.training, precision=precision)
@@ -72,14 +73,14 @@ def training_step(device: str = "cpu", precision: Literal["fp32", "fp8"] = "fp32
 
 
 def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
-    """Each two micro-batches, whose capacities change from one to the next; one in five has none that is recorded."""
-    kinds = [CAPACITIES[0], CAPACITIES[1], CAPACITIES[1], LARGER, CAPACITIES[0]]
+    """Each two micro-batches, whose shape buckets change from one to the next; one in five has none that is captured."""
+    kinds = [SHAPE_BUCKETS[0], SHAPE_BUCKETS[1], SHAPE_BUCKETS[1], LARGER, SHAPE_BUCKETS[0]]
     short = np.argsort(run.train.lengths)[:48]  # so that eight of them fit the smallest
     batches = []
     for number in range(2 * count):
         chosen = short[np.arange(number, number + 8) % len(short)]
         samples = run.train.take(chosen)
-        # Counts that change, as those of epochs' ends do: they must not be part of a recording.
+        # Counts that change, as those of epochs' ends do: they must not be captured.
         micro = MicroBatch(chosen, 16, 2 * len(samples.masked_lm_ids) + number)
         batches.append(batch_of(samples, micro, kinds[number % len(kinds)]))
     return [batches[start : start + 2] for start in range(0, 2 * count, 2)]
@@ -87,24 +88,24 @@ def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp8"])
 def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["fp32", "fp8"]) -> None:
-    """Losses, moments and weights, over steps with changing capacities and one that is not recorded."""
+    """Losses, moments and weights, over steps with changing shape buckets and one that is not captured."""
     results = []
-    for recorder in (None, Repeating()):
+    for capturer in (None, Repeating()):
         step = training_step(precision=precision)
         batches = global_batches(small_run, 5)
         torch.manual_seed(9)
-        step.warm_up(batches[0], 1, recorder, CAPACITIES)
-        if recorder is not None:
-            recorder.replays.clear()  # of looking for FP8 scales
+        step.warm_up(batches[0], 1, capturer, SHAPE_BUCKETS)
+        if capturer is not None:
+            capturer.replays.clear()  # of looking for FP8 scales
         torch.manual_seed(9)
         means = []
         for micro_batches in batches:
             step(micro_batches)
             means.append(step.statistics.fetch()[0])
         results.append((step.flat.weights_P.clone(), step.optimizer.moments()[0].clone(), means))
-        if recorder is not None:
-            # Recorded: the larger capacity, the smaller, the update. Ten micro-batches, of which two have none.
-            assert recorder.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
+        if capturer is not None:
+            # Captured: the larger shape bucket, the smaller, the update. Ten micro-batches, of which two have none.
+            assert capturer.replays == [1, 0, 2, 0, 2, 1, 1, 2, 0, 0, 2, 1, 2]
     (weights_P, momentum_P, means), (replayed_P, replayed_momentum_P, replayed_means) = results
     assert torch.equal(weights_P, replayed_P)
     assert torch.equal(momentum_P, replayed_momentum_P)
@@ -112,14 +113,14 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
     assert 4 < means[0]["masked_lm_loss"] < 7
 
 
-@pytest.mark.parametrize("recorder", [None, Repeating()], ids=["run", "recorded"])
+@pytest.mark.parametrize("capturer", [None, Repeating()], ids=["run", "captured"])
 def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
-    small_run: SmallRun, recorder: Recorder | None
+    small_run: SmallRun, capturer: Capturer | None
 ) -> None:
     """Not those of inert batches, nor of weights that were trained while warming up; and it follows every update."""
     step = training_step(precision="fp8")
     model = step.model
-    step.warm_up(global_batches(small_run, 1)[0], 3, recorder, CAPACITIES)
+    step.warm_up(global_batches(small_run, 1)[0], 3, capturer, SHAPE_BUCKETS)
     state = step.fp8
     assert state is not None
     for dense in state.denses:
@@ -134,7 +135,7 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_what_is_called_is_chosen_before_anything_is_recorded(small_run: SmallRun) -> None:
+def test_what_is_called_is_chosen_before_anything_is_captured(small_run: SmallRun) -> None:
     step, events = training_step(), []
 
     def choose(run: Callable[[], None]) -> None:
@@ -143,12 +144,12 @@ def test_what_is_called_is_chosen_before_anything_is_recorded(small_run: SmallRu
         events.extend(sorted({request.op for request in requests}))
 
     class Noting(Repeating):
-        def record(self, function: Callable[[], None]) -> Callable[[], None]:
-            events.append("record")
-            return super().record(function)
+        def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
+            events.append("prepare")
+            return super().prepare(function)
 
-    step.warm_up(global_batches(small_run, 1)[0], 0, Noting(), CAPACITIES, choose)
-    assert events[: events.index("record")] == [
+    step.warm_up(global_batches(small_run, 1)[0], 0, Noting(), SHAPE_BUCKETS, choose)
+    assert events[: events.index("prepare")] == [
         "dense_gelu",
         "dropout_add_layer_norm",
         "embedding_layer_norm",
@@ -159,10 +160,10 @@ def test_what_is_called_is_chosen_before_anything_is_recorded(small_run: SmallRu
     ]
 
 
-def test_recording_leaves_no_trace(small_run: SmallRun) -> None:
+def test_capturing_leaves_no_trace(small_run: SmallRun) -> None:
     step = training_step()
     weights_P, random_state = step.flat.weights_P.clone(), torch.get_rng_state()
-    step.warm_up(global_batches(small_run, 1)[0], 2, Repeating(), CAPACITIES)
+    step.warm_up(global_batches(small_run, 1)[0], 2, Repeating(), SHAPE_BUCKETS)
     assert torch.equal(step.flat.weights_P, weights_P)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert step.optimizer.steps.item() == 0
@@ -172,36 +173,36 @@ def test_recording_leaves_no_trace(small_run: SmallRun) -> None:
     assert step.statistics.fetch() == (dict.fromkeys(step.statistics.NAMES, 0.0), False)
 
 
-def test_recordings_share_buffers_largest_first() -> None:
-    """Every batch is found where the recordings read, and what a larger one left behind its end is not looked at."""
+def test_captured_graphs_share_buffers_largest_first() -> None:
+    """Every batch is found where the captured graphs read, and what a larger one left behind its end is not looked at."""
     seen: list[Batch] = []
-    graphs, recorder = BatchGraphs(seen.append), Repeating()
-    order = [CAPACITIES[0], LARGER, CAPACITIES[1]]
-    graphs.record([inert_batch(capacity) for capacity in order], recorder)
-    recorder.capture()
-    assert [batch.capacity for batch in seen] == [LARGER, CAPACITIES[1], CAPACITIES[0]]
+    graphs, capturer = BatchGraphs(seen.append), Repeating()
+    order = [SHAPE_BUCKETS[0], LARGER, SHAPE_BUCKETS[1]]
+    graphs.prepare([inert_batch(shape_bucket) for shape_bucket in order], capturer)
+    capturer.capture()
+    assert [batch.shape_bucket for batch in seen] == [LARGER, SHAPE_BUCKETS[1], SHAPE_BUCKETS[0]]
     for name, largest in seen[0].tensors.items():
         assert {batch.tensors[name].data_ptr() for batch in seen} == {largest.data_ptr()}
-    batches = [inert_batch(capacity) for capacity in (*order, CAPACITIES[0])]
+    batches = [inert_batch(shape_bucket) for shape_bucket in (*order, SHAPE_BUCKETS[0])]
     for number, batch in enumerate(batches):
         filled = replace(batch, input_ids=batch.input_ids + number + 1)
         graphs(filled)
         assert seen[-1] is not filled
         for name, value in filled.tensors.items():
             assert torch.equal(seen[-1].tensors[name], value), name
-    other = inert_batch(Capacity(192, 8, 48, MAX_SEQ_LENGTH - 1))
+    other = inert_batch(ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH - 1))
     graphs(other)
     assert seen[-1] is other  # another longest sequence is another shape of launches
 
 
-def test_a_recording_without_the_copy_is_noticed(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_without_the_copy_is_noticed(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bert.cuda_graphs._copy_", lambda *_: None)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         test_replayed_steps_are_the_steps(small_run, "fp32")
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_what_is_chosen_for_a_recorded_step_can_be_captured(small_run: SmallRun, recorded: bool) -> None:
+@pytest.mark.parametrize("captured", [True, False])
+def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun, captured: bool) -> None:
     """While implementations are measured and while steps and evaluations run first; afterwards anything again."""
     plain, step = OPS["varlen_attention"].implementations["pytorch"], training_step()
 
@@ -209,18 +210,18 @@ def test_what_is_chosen_for_a_recorded_step_can_be_captured(small_run: SmallRun,
         return OPS["varlen_attention"].permits(plain, "cuda")
 
     class Noting(Repeating):
-        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
             seen.append(permitted())
-            return super().record(function)
+            return super().prepare(function)
 
     seen: list[bool] = []
-    recorder = Noting() if recorded else None
+    capturer = Noting() if captured else None
     batches = global_batches(small_run, 1)[0]
-    step.warm_up(batches, 1, recorder, CAPACITIES, lambda _: seen.append(permitted()))
+    step.warm_up(batches, 1, capturer, SHAPE_BUCKETS, lambda _: seen.append(permitted()))
     evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), Mesh(0, 1, 0, torch.device("cpu")), 64)
-    evaluator.warm_up(step.model, step.autocast(), recorder)
-    assert seen == ([False] * len(seen) if recorded else [True])
-    assert len(seen) > 3 or not recorded
+    evaluator.warm_up(step.model, step.autocast(), capturer)
+    assert seen == ([False] * len(seen) if captured else [True])
+    assert len(seen) > 3 or not captured
     assert permitted()
 
 
@@ -229,16 +230,16 @@ def test_everything_runs_before_anything_is_captured(small_run: SmallRun) -> Non
     step, events = training_step(), []
 
     class Noting(Repeating):
-        def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
             events.append("run")
-            return super().record(function)
+            return super().prepare(function)
 
         def capture(self) -> None:
             events.append("capture")
             super().capture()
 
-    step.warm_up(global_batches(small_run, 1)[0], 1, Noting(), [*CAPACITIES, LARGER])
-    assert events == ["run"] * 4 + ["capture"]  # three capacities and the update
+    step.warm_up(global_batches(small_run, 1)[0], 1, Noting(), [*SHAPE_BUCKETS, LARGER])
+    assert events == ["run"] * 4 + ["capture"]  # three shape buckets and the update
 
 
 def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,19 +280,19 @@ def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypa
         "graph": capturing,
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
-    recorder = CudaRecorder(torch.device("cuda"))
-    replays = [recorder.record(lambda name=name: events.append(name)) for name in ("large", "small")]
+    capturer = CudaCapturer(torch.device("cuda"))
+    replays = [capturer.prepare(lambda name=name: events.append(name)) for name in ("large", "small")]
     assert graphs == []
     ran = [
         ["side waits for main", "begin side", name, "end side", "main waits for side"] for name in ("large", "small")
     ]
     assert events == ran[0] + ran[1]
     events.clear()
-    recorder.capture()
+    capturer.capture()
     kinds = [f"capture {number} in pool on side, thread_local" for number in (1, 2)]
     assert events == [f"begin {kinds[0]}", "large", f"end {kinds[0]}", f"begin {kinds[1]}", "small", f"end {kinds[1]}"]
     events.clear()
-    recorder.capture()
+    capturer.capture()
     for replay in replays:
         replay()
     assert events == graphs, "what was captured is not captured again"
@@ -303,11 +304,11 @@ def test_captured_steps_on_a_gpu_are_the_steps_and_do_not_wait(small_run: SmallR
     """As on a CPU, with real graphs; no synchronisation in the loop. Sums of other order: close, not equal."""
     device = torch.device("cuda")
     results = []
-    for recorder in (None, CudaRecorder(device)):
+    for capturer in (None, CudaCapturer(device)):
         step = training_step("cuda")
         batches = [[batch.to(device) for batch in micro] for micro in global_batches(small_run, 5)]
         step.model.seed_dropout(5)
-        step.warm_up(batches[0], 2, recorder, CAPACITIES)
+        step.warm_up(batches[0], 2, capturer, SHAPE_BUCKETS)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -1,4 +1,4 @@
-"""Evaluations that are recorded, read ahead, and whose result is asked for later."""
+"""Evaluations that are captured, read ahead, and whose result is asked for later."""
 
 import threading
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bert.config import ModelConfig
-from bert.cuda_graphs import CudaRecorder
+from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
@@ -24,24 +24,24 @@ PLAIN = torch.autocast("cpu", enabled=False)
 
 
 class Repeating:
-    """Replays by running again on what the recording saw, as a device would; counts."""
+    """Replays by running again on what the first run saw, as a device would; counts."""
 
     def __init__(self) -> None:
-        self.recorded = self.captured = self.replayed = 0
+        self.prepared = self.captured = self.replayed = 0
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
         function()
-        self.recorded += 1
+        self.prepared += 1
 
         def replay() -> None:
-            assert self.captured == self.recorded
+            assert self.captured == self.prepared
             self.replayed += 1
             function()
 
         return replay
 
     def capture(self) -> None:
-        self.captured = self.recorded
+        self.captured = self.prepared
 
 
 @pytest.fixture
@@ -62,20 +62,20 @@ def evaluator(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int 
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 16), (3, 16), (64, 2)])
-def test_a_recorded_evaluation_counts_the_same(
+def test_a_captured_evaluation_counts_the_same(
     dataset: Dataset, model: BertForPreTraining, batch_size: int, most: int
 ) -> None:
     expected = evaluator(dataset, batch_size)(model, PLAIN)
-    recorded, recorder = evaluator(dataset, batch_size), Repeating()
-    recorded.warm_up(model, PLAIN, recorder)
-    assert 1 <= recorder.recorded <= most
+    captured, capturer = evaluator(dataset, batch_size), Repeating()
+    captured.warm_up(model, PLAIN, capturer)
+    assert 1 <= capturer.prepared <= most
     for _ in range(2):
-        recorder.replayed = 0
-        assert recorded(model, PLAIN) == expected
-        assert recorder.replayed == -(-len(dataset) // batch_size), "every batch has a recording"
+        capturer.replayed = 0
+        assert captured(model, PLAIN) == expected
+        assert capturer.replayed == -(-len(dataset) // batch_size), "every batch has been captured"
 
 
-def test_recording_reads_no_data_and_leaves_the_model_as_it_was(
+def test_capturing_reads_no_data_and_leaves_the_model_as_it_was(
     dataset: Dataset, model: BertForPreTraining, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dataset, "take", None)
@@ -173,7 +173,7 @@ def test_a_gpu_evaluates_while_the_host_goes_on(dataset: Dataset, model: BertFor
     model.to(device)
     autocast = torch.autocast("cuda", torch.bfloat16, enabled=False)
     evaluate = Evaluator(dataset, Mesh(0, 1, 0, device), 16)
-    evaluate.warm_up(model, autocast, CudaRecorder(device) if record else None)
+    evaluate.warm_up(model, autocast, CudaCapturer(device) if record else None)
     assert evaluate(model, autocast).count == expected.count
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -234,7 +234,7 @@ def test_only_sums_over_a_layers_width_are_left_to_the_tensor_cores(monkeypatch:
 
 
 def test_rows_without_a_gradient_add_nothing() -> None:
-    """Capacity slots: their input is some number, their upstream gradient 0."""
+    """Shape bucket slots: their input is some number, their upstream gradient 0."""
     wide, narrow = Dense(64, 160), Dense(160, 64)
     results = []
     for slots in (0, 21):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from bert.config import ModelConfig
 from bert.model import BertForPreTraining
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, batch_of, inert_batch
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS
 
@@ -19,12 +19,12 @@ CONFIG = ModelConfig(3, 24, 3, 40, 97, 32, hidden_dropout=0.0, attention_dropout
 LENGTHS = np.array([20, 17, 17, 9, 3, 32])
 SAMPLES = synthetic_samples(LENGTHS, CONFIG.vocab_size, seed=3, masked_lm_prob=0.2)
 TOKENS, MASKED = len(SAMPLES.input_ids), len(SAMPLES.masked_lm_ids)
-CAPACITIES = [
-    Capacity(TOKENS + 1, len(SAMPLES), MASKED, 32),
-    Capacity(TOKENS + 1, len(SAMPLES), MASKED + 1, 32),
-    Capacity(TOKENS + 1, len(SAMPLES) + 1, MASKED, 32),
-    Capacity(128, len(SAMPLES) + 5, 48, 32),
-    Capacity(512, len(SAMPLES), 64, 32),
+SHAPE_BUCKETS = [
+    ShapeBucket(TOKENS + 1, len(SAMPLES), MASKED, 32),
+    ShapeBucket(TOKENS + 1, len(SAMPLES), MASKED + 1, 32),
+    ShapeBucket(TOKENS + 1, len(SAMPLES) + 1, MASKED, 32),
+    ShapeBucket(128, len(SAMPLES) + 5, 48, 32),
+    ShapeBucket(512, len(SAMPLES), 64, 32),
 ]
 Training = tuple[list[Tensor], dict[str, Tensor]]
 
@@ -61,16 +61,16 @@ def assert_equal(got: Training, expected: Training) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
-@pytest.mark.parametrize("capacity", CAPACITIES)
-def test_a_padded_batch_trains_as_the_batch_that_it_holds(capacity: Capacity, implementation: str) -> None:
-    padded = batch_of(SAMPLES, capacity=capacity)
-    assert padded.capacity == capacity
+@pytest.mark.parametrize("shape_bucket", SHAPE_BUCKETS)
+def test_a_padded_batch_trains_as_the_batch_that_it_holds(shape_bucket: ShapeBucket, implementation: str) -> None:
+    padded = batch_of(SAMPLES, shape_bucket=shape_bucket)
+    assert padded.shape_bucket == shape_bucket
     assert_equal(trained(padded, implementation), trained(batch_of(SAMPLES), implementation))
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-def test_counts_and_heads_are_those_of_the_real_slots(capacity: Capacity) -> None:
-    model, plain, padded = random_model().eval(), batch_of(SAMPLES), batch_of(SAMPLES, capacity=capacity)
+@pytest.mark.parametrize("shape_bucket", SHAPE_BUCKETS)
+def test_counts_and_heads_are_those_of_the_real_slots(shape_bucket: ShapeBucket) -> None:
+    model, plain, padded = random_model().eval(), batch_of(SAMPLES), batch_of(SAMPLES, shape_bucket=shape_bucket)
     with torch.no_grad():
         for ours, theirs in zip(model.head_inputs(padded), model.head_inputs(plain), strict=True):
             torch.testing.assert_close(ours[: len(theirs)], theirs, rtol=1e-12, atol=1e-13)
@@ -82,15 +82,15 @@ def test_counts_and_heads_are_those_of_the_real_slots(capacity: Capacity) -> Non
 
 
 def test_what_stands_in_empty_token_slots_does_not_matter() -> None:
-    capacity = CAPACITIES[3]
-    padded = batch_of(SAMPLES, capacity=capacity)
+    shape_bucket = SHAPE_BUCKETS[3]
+    padded = batch_of(SAMPLES, shape_bucket=shape_bucket)
     filled = padded.input_ids.clone()
     filled[TOKENS:] = 11
     assert_equal(trained(replace(padded, input_ids=filled)), trained(padded))
 
 
 def test_a_batch_of_empty_slots_has_neither_losses_nor_gradients() -> None:
-    losses, gradients = trained(inert_batch(CAPACITIES[3]))
+    losses, gradients = trained(inert_batch(SHAPE_BUCKETS[3]))
     assert [loss.item() for loss in losses] == [0, 0]
     assert not any(gradient.any() for gradient in gradients.values())
 
@@ -98,7 +98,7 @@ def test_a_batch_of_empty_slots_has_neither_losses_nor_gradients() -> None:
 @pytest.mark.parametrize("field", ["masked_lm_ids", "next_sentence_labels", "cu_seqlens"])
 def test_the_comparison_notices_slots_that_are_not_inert(field: str) -> None:
     """Labels of 0 in empty slots, or a last sequence that owns an empty row."""
-    padded = batch_of(SAMPLES, capacity=CAPACITIES[3])
+    padded = batch_of(SAMPLES, shape_bucket=SHAPE_BUCKETS[3])
     value = getattr(padded, field)
     wrong = torch.where(value == TOKENS, TOKENS + 1, value) if field == "cu_seqlens" else value.clamp(min=0)
     with pytest.raises(AssertionError):

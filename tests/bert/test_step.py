@@ -14,14 +14,14 @@ from torch.utils._pytree import tree_flatten
 
 from bert.config import Config, ModelConfig, OptimizerConfig
 from bert.evaluator import Accuracy, Evaluator
+from bert.initial_model import build_model, first_model
 from bert.optimizer import Lamb, learning_rate
 from bert.parallel.mesh import Mesh, join_mesh
 from bert.recipes import tiny_cpu
-from bert.reporting.metrics import Stopwatch
-from bert.step import TrainingStep, build_model
-from bert.train import first_model
-from dataloading.batches.capacity import Capacity
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
 from dataloading.batches.loader import batch_of
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import open_dataset
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
@@ -252,8 +252,8 @@ def test_accuracy_is_counted_exactly(step: TrainingStep, small_run: SmallRun, ba
 def test_empty_slots_are_not_counted(step: TrainingStep, small_run: SmallRun) -> None:
     dataset = open_dataset(small_run.folder / "evaluation")
     plain, padded = (Evaluator(dataset, Mesh(0, 1, 0, CPU), 64) for _ in range(2))
-    capacity = Capacity(2048, 64, 512, MAX_SEQ_LENGTH)
-    padded._batches = [batch_of(small_run.evaluation, capacity=capacity)]
+    shape_bucket = ShapeBucket(2048, 64, 512, MAX_SEQ_LENGTH)
+    padded._batches = [batch_of(small_run.evaluation, shape_bucket=shape_bucket)]
     assert padded(step.model, step.autocast()) == plain(step.model, step.autocast())
 
 
@@ -312,7 +312,7 @@ def test_random_weights_are_drawn_where_the_model_is(monkeypatch: pytest.MonkeyP
         seen.extend({(tensor.device, generator.device) for tensor in (*model.parameters(), *model.buffers())})
 
     monkeypatch.setattr(torch, "Generator", Generator)
-    monkeypatch.setattr("bert.step.initialize_", draw)
+    monkeypatch.setattr("bert.initial_model.initialize_", draw)
     model = build_model(small_config(), Mesh(0, 1, 0, device), seed=3)
     assert seen == [(device, 3), (device, device)]
     assert model.training
@@ -326,7 +326,7 @@ def test_weights_that_a_checkpoint_brings_are_not_drawn_first(monkeypatch: pytes
     drawn = first_model(replace(config, data=replace(config.data, initial_checkpoint=None)), mesh, seed=3)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(map(torch.equal, drawn.parameters(), build_model(config, mesh, seed=3).parameters()))
-    monkeypatch.setattr("bert.step.initialize_", None)
+    monkeypatch.setattr("bert.initial_model.initialize_", None)
     loaded = first_model(config, mesh, seed=3)
     assert torch.equal(torch.get_rng_state(), random_state)
     state = loaded.state_dict()

@@ -24,7 +24,7 @@ OTHER_WAYS = {"print", "Console", "input", "basicConfig", "print_exception"}
 ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceback is for developers
     "bert/reporting/displays.py": set(),
     "bert/parallel/watchdog.py": {"print_exception"},
-    "bert/train.py": {"Console"},
+    "bert/setup.py": {"Console"},
     "compliance/doctor/examination.py": {"Console", "print"},
     "compliance/official/checker_worker.py": {"print"},  # JSON to the program that asked
     "compliance/official/package_worker.py": {"print"},
@@ -160,12 +160,22 @@ def test_ctrl_c_while_kernels_work_is_one_line(program: str, tmp_path: Path) -> 
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("program", ["bert.train", "bert.convert", "bert.phase1", "compliance", "dataloading"])
-def test_ctrl_c_during_the_imports_is_one_line(program: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("program", "argument", "imported"),
+    [
+        *(
+            (program, "--help", "tyro")
+            for program in ("bert.train", "bert.convert", "bert.phase1", "compliance", "dataloading")
+        ),
+        ("bert.train", "tiny_cpu", "torch"),  # after the command line was understood
+        ("bert.evaluate", "tiny_cpu", "torch"),
+    ],
+)
+def test_ctrl_c_during_the_imports_is_one_line(program: str, argument: str, imported: str, tmp_path: Path) -> None:
     """The process ends by the signal, which a shell shows as 130."""
-    (tmp_path / "tyro.py").write_text("raise KeyboardInterrupt")
+    (tmp_path / f"{imported}.py").write_text("raise KeyboardInterrupt")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", program, "--help"]
+    command = [sys.executable, "-m", program, argument]
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "interrupted\n")
 

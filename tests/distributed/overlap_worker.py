@@ -1,17 +1,12 @@
-"""``python -m bert.train`` with evaluations that are read a step later, as where steps are recorded: on a CPU, for tests."""
+"""``python -m bert.train`` with evaluations that are read a step later, as where steps are captured: on a CPU, for tests."""
 
 import sys
+from dataclasses import replace
 
-from bert import train
-
-_train = train.TimedRun.train
-
-
-def _overlapping(self: train.TimedRun) -> str:
-    self.overlapping = True
-    return _train(self)
-
+import bert.run
+from bert.loop import train
+from bert.train import main
 
 if __name__ == "__main__":
-    train.TimedRun.train = _overlapping
-    sys.exit(train.main(sys.argv[1:]))
+    bert.run.train = lambda run: train(replace(run, overlapping=True))
+    sys.exit(main(sys.argv[1:]))

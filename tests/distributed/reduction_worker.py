@@ -15,7 +15,8 @@ from bert.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.reduction import Communicators, Reduction, Strategy, measured_choice
+from bert.parallel.reduction import Communicators, Reduction, Strategy
+from bert.parallel.reduction_choice import measured_choice
 from bert.parallel.sharded_lamb import ShardedLamb
 from bert.parallel.sums import ReduceDtype
 from bert.parallel.weight_gather import WeightGather

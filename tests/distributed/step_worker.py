@@ -19,14 +19,15 @@ import torch.distributed as dist
 
 import bert.step
 from bert.config import Config, ModelConfig, OptimizerConfig
+from bert.initial_model import build_model
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Reduction, Strategy
 from bert.recipes import tiny_cpu
-from bert.reporting.metrics import Stopwatch
-from bert.step import TrainingStep, build_model
-from dataloading.batches.capacity import Capacity
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
+from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.test_cuda_graphs import Repeating
 from tests.convergence.golden import predictable_samples
@@ -43,11 +44,11 @@ def config(strategy: Strategy | Literal["auto"], accumulation: int) -> Config:
     return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
 
 
-def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], list[Capacity]]:
-    """This rank's micro-batches, padded to one of two recorded sizes or, one in seven, to one that is not recorded."""
+def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], list[ShapeBucket]]:
+    """This rank's micro-batches, padded to one of two captured sizes or, one in seven, to one that is not captured."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
-    kinds = [Capacity(size, 16, 256, longest) for size in (640, 896, 1024)]
+    kinds = [ShapeBucket(size, 16, 256, longest) for size in (640, 896, 1024)]
     plan = Plan(samples.lengths, samples.masked_counts, 16, mesh.world_size, accumulation, 2)
     batches = []
     for step in range(STEPS):
@@ -89,11 +90,11 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
     elif order == "one message":
         reduction.overlapped = contextlib.nullcontext  # type: ignore[method-assign]
         reduction.finish = lambda: _in_one_message(step)
-    recorder = Repeating() if order == "recorded" else None
-    batches, capacities = global_batches(mesh, accumulation)
+    capturer = Repeating() if order == "captured" else None
+    batches, shape_buckets = global_batches(mesh, accumulation)
     torch.manual_seed(9 + mesh.rank)
     step.model.seed_dropout(9 + mesh.rank)
-    step.warm_up(batches[0], 1, recorder, capacities)
+    step.warm_up(batches[0], 1, capturer, shape_buckets)
     early.clear()
     torch.manual_seed(9 + mesh.rank)
     means = []
@@ -102,7 +103,7 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
         means.append(step.statistics.fetch()[0])
     if held:  # no step follows that could let weights go
         del vars(step._gather)["_gather"]
-    step.whole_model()
+    step.gather_weights()
     return {
         "held": sum(isinstance(one, slice) for one in held),
         "phases": sorted({one for one in held if isinstance(one, str)}),
@@ -111,16 +112,18 @@ def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict
         "moments": [moment_P.clone() for moment_P in step.optimizer.moments()],
         "early": early,
         "buckets": len(reduction.buckets),
-        "recordings": len(recorder.recorded) if recorder else 0,
-        "replays": len(recorder.replays) if recorder else 0,
+        "graphs": len(capturer.prepared) if capturer else 0,
+        "replays": len(capturer.replays) if capturer else 0,
     }
 
 
 def gather_after_update(step: TrainingStep) -> None:
     """Instead of beside the next forward pass."""
-    kinds, update = step._kinds, step._update
-    step._kinds = lambda count: [(False, reduces) for _, reduces in kinds(count)]  # type: ignore[method-assign]
-    step._update = lambda: (update(), step.whole_model())[0]
+    roles, update = step._roles, step._update
+    step._roles = lambda count: [  # type: ignore[method-assign]
+        replace(role, gathers_weights=False) for role in roles(count)
+    ]
+    step._update = lambda: (update(), step.gather_weights())[0]
 
 
 def hold_weights_back(step: TrainingStep) -> list[slice | str]:
@@ -189,9 +192,9 @@ def fp8_weights_follow(mesh: Mesh, strategy: Strategy) -> bool:
     batches, _ = global_batches(mesh, 1)
     for micro_batches in batches[:2]:
         step(micro_batches)
-    step.whole_model()
+    step.gather_weights()
     assert step.fp8 is not None
-    equal = not step._kinds(1)[0][0]  # nothing is left to gather in the next forward pass
+    equal = not step._roles(1)[0].gathers_weights  # nothing is left to gather in the next forward pass
     for dense in step.fp8.denses:
         expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
         equal &= torch.equal(dense.weight_NK.float(), expected.float())
@@ -219,24 +222,24 @@ def main(out: str, local_size: str, accumulations: str, *strategies: Strategy) -
     for accumulation in map(int, accumulations.split(",")):
         reference = {accumulation: train(mesh, "flat", "one message", accumulation)}
         for strategy in strategies:
-            orders = ["after", "overlapped", "recorded"] + ["held"] * strategy.startswith("sharded")
+            orders = ["after", "overlapped", "captured"] + ["held"] * strategy.startswith("sharded")
             runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
             whole = reference[accumulation]
             result[f"{strategy} {accumulation}"] = {
                 "overlap_is_same": same(runs["after"], runs["overlapped"]),
                 **{name: runs["held"][name] for name in ("held", "phases") if "held" in runs},
                 "held_is_same": "held" not in runs or same(runs["after"], runs["held"]),
-                "recording_is_same": same(runs["overlapped"], runs["recorded"]),
+                "capturing_is_same": same(runs["overlapped"], runs["captured"]),
                 "one_message_is_same": same(whole, runs["after"]),
                 "difference": float((whole["weights"] - runs["after"]["weights"]).norm() / whole["weights"].norm()),
                 "moment_differences": [
                     float((one - other).norm() / one.norm())
                     for one, other in zip(whole["moments"], runs["after"]["moments"], strict=True)
                 ],
-                "losses": [means["masked_lm_loss"] for means in runs["recorded"]["means"]],
+                "losses": [means["masked_lm_loss"] for means in runs["captured"]["means"]],
                 "whole_losses": [means["masked_lm_loss"] for means in whole["means"]],
                 **{f"early_{order}": run["early"] for order, run in runs.items()},
-                **{name: runs["recorded"][name] for name in ("buckets", "recordings", "replays")},
+                **{name: runs["captured"][name] for name in ("buckets", "graphs", "replays")},
             }
             if strategy.startswith("sharded"):
                 result[f"{strategy} {accumulation}"]["fp8_follows"] = fp8_weights_follow(mesh, strategy)

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from bert.guards.faults import ended_together
 from bert.mllog import MLLog
 from bert.parallel.mesh import Mesh
-from bert.reporting.metrics import EndRecord, JsonLines, Progress, Reporter, WarningRecord
-from bert.train import _together, parse
+from bert.reporting.json_lines import JsonLines
+from bert.reporting.progress import Progress
+from bert.reporting.records import EndRecord, WarningRecord
+from bert.reporting.reporter import Reporter
+from bert.train import parse
 from compliance.log.forecast import Schedule
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
@@ -138,9 +142,8 @@ def test_a_fault_that_the_log_cannot_take_is_the_only_one(small_run: SmallRun, t
     with pytest.raises(OSError, match=FULL):
         fill(log)
     config = parse(small_run.arguments(tmp_path))
-    with _together(config, Mesh(0, 1, 0, torch.device("cpu")), log) as watch:
-        assert watch.on_fault is not None
-        watch.on_fault("a fault")
+    with ended_together(config, Mesh(0, 1, 0, torch.device("cpu")), log) as watchdog:
+        watchdog._on_fault("a fault")
     assert path not in open_files()
 
 

@@ -1,4 +1,4 @@
-"""The step on several ranks over gloo: reduction beside backward, recorded or not, is the reduction after it, and weights
+"""The step on several ranks over gloo: reduction beside backward, captured or not, is the reduction after it, and weights
 that are gathered beside forward are those that were gathered before it.
 """
 
@@ -15,7 +15,7 @@ from tests.distributed.test_reduction import run_worker
 def test_every_order_of_the_step_gives_the_same_weights(
     tmp_path: Path, ranks: int, local_size: int, accumulations: str
 ) -> None:
-    """With one and with two micro-batches a step, padded to capacities that differ between ranks."""
+    """With one and with two micro-batches a step, padded to shape buckets that differ between ranks."""
     found = run_worker(
         tmp_path / "out.json", ranks, local_size, accumulations, *get_args(Strategy), worker="step_worker"
     )
@@ -31,15 +31,15 @@ def test_every_order_of_the_step_gives_the_same_weights(
     for name, run in found.items():
         accumulation = int(name[-1])
         assert run["overlap_is_same"], name
-        assert run["recording_is_same"], name
+        assert run["capturing_is_same"], name
         assert_weights_came_beside_forward(name, run)
         # Backward fills the last bucket at its very end, so overlapped all have started by then; otherwise none has.
         assert run["buckets"] > 5
         assert run["early_after"] == [0] * 5
-        assert run["early_overlapped"] == run["early_recorded"] == [run["buckets"]] * 5
+        assert run["early_overlapped"] == run["early_captured"] == [run["buckets"]] * 5
         # Two sizes, of the last micro-batch and of the others if there are others, and the update. Of ten micro-batches
-        # one has a size that is not recorded.
-        assert run["recordings"] == 2 * accumulation + 1
+        # one has a size that is not captured.
+        assert run["graphs"] == 2 * accumulation + 1
         assert run["replays"] == (5 if accumulation == 1 else 9) + 5
         # Against one message after backward, as sums of two numbers are the same in any order.
         if ranks == 2 and name.startswith("flat"):
@@ -54,7 +54,7 @@ def test_weights_come_beside_forward_on_eight_ranks(tmp_path: Path) -> None:
     found = run_worker(tmp_path / "out.json", 8, 4, 1, "sharded", worker="step_worker")
     for name in ("sharded 1",):
         assert found[name]["overlap_is_same"], name
-        assert found[name]["recording_is_same"], name
+        assert found[name]["capturing_is_same"], name
         assert_weights_came_beside_forward(name, found[name])
 
 

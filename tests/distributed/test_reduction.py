@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Communicators, Lane, Reduction, bucket_slices, choose
+from bert.parallel.reduction import Communicators, Lane, Reduction, bucket_slices
+from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import shard_pieces
 from bert.recipes import tiny_cpu
 from kernels import LambSegments

@@ -19,14 +19,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bert.checkpoints import training_state as resume
+from bert.checkpoints.during_run import RunCheckpoints
 from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.config import Config
-from bert.loop import TimedRun
+from bert.initial_model import build_model
 from bert.parallel.mesh import Mesh
-from bert.reporting.metrics import Stopwatch
-from bert.step import TrainingStep, build_model
+from bert.reporting.progress import Progress
+from bert.reporting.records import Position, Record, WarningRecord
+from bert.reporting.reporter import Reporter
+from bert.reporting.stopwatch import Stage, Stopwatch
+from bert.step import TrainingStep
 from bert.train import parse
+from compliance.log.forecast import Schedule
 from dataloading import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
@@ -298,22 +303,39 @@ def test_one_of_the_same_step_is_replaced_when_the_new_one_is_there(make: Make) 
     assert not (run.folder / "step_00000001" / "other").exists()
 
 
+class Told:
+    """A sink of warnings: the steps and the texts."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, str]] = []
+
+    def write(self, record: Record) -> None:
+        assert isinstance(record, WarningRecord)
+        self.told.append((record.step, record.text))
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 def test_waiting_for_one_may_take_as_long_as_writing_others_did(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a first wait that happened to be short would make a fault of the next."""
-    run, warnings = make(), []
-    timed = cast(TimedRun, SimpleNamespace(stopwatch=Stopwatch(), _warn=warnings.append))
-    TimedRun._look_at_checkpoint(timed, run.checkpoints)
-    assert "checkpoint_write" not in timed.stopwatch.stage.longest
+    run, stage, sink = make(), Stage(), Told()
+    seen, at = (
+        RunCheckpoints(run.checkpoints, stage, Reporter(Progress(0.4, 100, Schedule(10, 10)), [sink])),
+        Position(3),
+    )
+    seen.look(at)
+    assert "checkpoint_write" not in stage.longest
     run.checkpoints.save(1, 8)
     run.checkpoints.wait()
-    TimedRun._look_at_checkpoint(timed, run.checkpoints)
-    assert timed.stopwatch.stage.longest["checkpoint_write"] == run.checkpoints.longest_s
-    assert warnings == []
+    seen.look(at)
+    assert stage.longest["checkpoint_write"] == run.checkpoints.longest_s
+    assert sink.told == []
     monkeypatch.setattr(resume, "_digest", lambda path: (path / "not a folder").stat())
     run.checkpoints.save(2, 16)
     run.checkpoints.wait()
-    TimedRun._look_at_checkpoint(timed, run.checkpoints)
-    assert warnings == [f"no checkpoint was written: {run.folder}/step_00000002: Not a directory"]
+    seen.look(at)
+    assert sink.told == [(3, f"no checkpoint was written: {run.folder}/step_00000002: Not a directory")]
 
 
 def test_they_are_due_by_steps(make: Make) -> None:

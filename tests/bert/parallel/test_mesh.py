@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bert.parallel.launch import Launch, launched_world_size
 from bert.parallel.master_port import require_free_port
-from bert.parallel.mesh import Identity, Launch, Mesh, _allow_descriptors, group_by_host, join_mesh, launched_world_size
+from bert.parallel.mesh import Identity, Mesh, _allow_descriptors, group_by_host, join_mesh
 
 pytestmark = pytest.mark.oldest_torch
 

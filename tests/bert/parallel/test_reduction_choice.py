@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Choice, Communicators, Way, _in_network_options, candidates, choose
+from bert.parallel.reduction import Communicators, Way, _in_network_options
+from bert.parallel.reduction_choice import Choice, candidates, choose
 from bert.recipes import tiny_cpu
 
 pytestmark = pytest.mark.oldest_torch

@@ -1,6 +1,6 @@
 """Who is named as slow, when, and when no longer."""
 
-from bert.parallel.stragglers import SlowRanks
+from bert.parallel.stragglers import Stragglers
 
 INTERVALS, RATIO = 3, 1.2
 HOSTS = ["n0", "n0", "n1", "n1"]
@@ -12,7 +12,7 @@ def interval(slow: float = 1.0, rank: int = 3) -> list[float]:
 
 
 def test_a_rank_is_named_after_some_intervals_in_a_row_and_once() -> None:
-    ranks = SlowRanks(HOSTS)
+    ranks = Stragglers(HOSTS)
     said = [ranks.add(interval(1.5)) for _ in range(INTERVALS + 5)]
     assert (
         said
@@ -23,7 +23,7 @@ def test_a_rank_is_named_after_some_intervals_in_a_row_and_once() -> None:
 
 
 def test_one_good_interval_begins_the_count_anew() -> None:
-    ranks = SlowRanks(HOSTS)
+    ranks = Stragglers(HOSTS)
     for _ in range(3):
         for _ in range(INTERVALS - 1):
             assert ranks.add(interval(1.5)) == []
@@ -31,7 +31,7 @@ def test_one_good_interval_begins_the_count_anew() -> None:
 
 
 def test_a_named_rank_that_is_fast_again_is_said_to_be_so_and_may_be_named_again() -> None:
-    ranks = SlowRanks(HOSTS)
+    ranks = Stragglers(HOSTS)
     said = [ranks.add(interval(slow)) for slow in (1.5, 1.0, 1.5) for _ in range(INTERVALS)]
     assert [[line.partition(":")[0] for line in lines] for lines in said[INTERVALS - 1 :: INTERVALS]] == [
         ["rank 3 on host n1 is slow"],
@@ -43,17 +43,17 @@ def test_a_named_rank_that_is_fast_again_is_said_to_be_so_and_may_be_named_again
 
 def test_the_measure_is_the_median_of_all() -> None:
     """A single rank far off does not move it, as it would move the mean, and who is below the ratio is not slow."""
-    ranks = SlowRanks(HOSTS)
+    ranks = Stragglers(HOSTS)
     said = [line for _ in range(INTERVALS) for line in ranks.add([0.1, 0.1, 0.1 * (RATIO - 0.01), 10.0])]
     assert len(said) == 1
     assert "rank 3 on host n1" in said[0]
-    ranks = SlowRanks(HOSTS)
+    ranks = Stragglers(HOSTS)
     said = [line for _ in range(INTERVALS) for line in ranks.add([0.1, 0.1, 0.1 * (RATIO + 0.01), 0.1])]
     assert [line.partition(" is")[0] for line in said] == ["rank 2 on host n1"]
 
 
 def test_several_are_named_each_with_its_own_time() -> None:
-    ranks = SlowRanks(["a", "b", "c", "d", "e"])
+    ranks = Stragglers(["a", "b", "c", "d", "e"])
     said = [line for _ in range(INTERVALS) for line in ranks.add([0.2, 0.1, 0.1, 0.1, 0.4])]
     assert [line[:18] for line in said] == ["rank 0 on host a i", "rank 4 on host e i"]
     assert "200.0 ms a step of its own, 2.00 times" in said[0]
@@ -61,7 +61,7 @@ def test_several_are_named_each_with_its_own_time() -> None:
 
 
 def test_times_of_zero_name_nobody_and_a_median_of_zero_divides_nothing() -> None:
-    ranks = SlowRanks(HOSTS)
+    ranks = Stragglers(HOSTS)
     assert [ranks.add([0.0] * 4) for _ in range(INTERVALS)] == [[]] * INTERVALS
     said = [line for _ in range(INTERVALS) for line in ranks.add([0.0, 0.0, 0.0, 0.5])]
     assert said == ["rank 3 on host n1 is slow: 500.0 ms a step of its own, inf times the median"]

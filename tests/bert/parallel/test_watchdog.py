@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from bert.parallel import watchdog as module
 from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog import FAULT_STATUS, Watchdog
 from bert.parallel.watchdog_hub import LINE, encoded
-from bert.reporting.metrics import Stage
+from bert.reporting.stopwatch import Stage
 from tests.programs import PATIENCE_S
 
 SECONDS = 60.0
@@ -85,11 +85,17 @@ class Watched:
         monkeypatch.setattr(os, "_exit", self._end)
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
 
-    def make(self, rank: int = 1, nodes: tuple[tuple[int, ...], ...] = (), seconds: float = SECONDS) -> Watchdog:
+    def make(
+        self,
+        rank: int = 1,
+        nodes: tuple[tuple[int, ...], ...] = (),
+        seconds: float = SECONDS,
+        on_fault: Callable[[str], None] = lambda _: None,
+    ) -> Watchdog:
         greetings: list[str] = []
         answering = threading.Thread(target=lambda: greetings.append(self.hub.answer()))
         answering.start()
-        watchdog = Watchdog(Mesh(rank, 4, rank, torch.device("cpu"), nodes), seconds)
+        watchdog = Watchdog(Mesh(rank, 4, rank, torch.device("cpu"), nodes), seconds, on_fault)
         self._watchdogs.append(watchdog)
         answering.join(PATIENCE_S)
         assert greetings == [f"{TOKEN} {rank} {socket.gethostname()}"]
@@ -150,8 +156,8 @@ def test_a_rank_goes_on_saying_where_it_is(watched: Watched) -> None:
 def test_a_verdict_ends_the_rank_with_its_status_and_no_word_of_its_own(
     watched: Watched, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    watchdog, told = watched.make(), []
-    watchdog.on_fault = told.append
+    told: list[str] = []
+    watched.make(on_fault=told.append)
     watched.hub.say(verdict="rank 3 on host h1: broken", status=2, rank=3)
     assert watched.ends() == 2
     assert told == ["rank 3 on host h1: broken"]
@@ -247,12 +253,12 @@ def test_the_end_of_the_watch_is_no_fault(watched: Watched) -> None:
 
 def test_last_words_that_do_not_end_hold_nobody_up(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_GRACE_S", 0.1)
-    watchdog, forever = watched.make(), threading.Event()
+    forever = threading.Event()
 
     def linger(_: str) -> None:
         forever.wait()
 
-    watchdog.on_fault = linger
+    watched.make(on_fault=linger)
     watched.hub.say(verdict="v", status=3, rank=None)
     assert watched.ends() == 3
     forever.set()

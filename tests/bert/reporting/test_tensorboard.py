@@ -12,10 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from bert.guards.preflight import check
 from bert.reporting import tensorboard
-from bert.reporting.metrics import StepRecord
+from bert.reporting.records import StepRecord
 from bert.reporting.tensorboard import TensorBoard
 from bert.train import parse
-from tests.bert.reporting.test_metrics import END, EVALUATION, STEP
+from tests.bert.reporting.test_records import END, EVALUATION, STEP
 from tests.conftest import REPOSITORY, SmallRun
 from tests.distributed.ranks import Ranks
 

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from bert.config import Config
+from bert.config import Config, flattened
 from bert.recipes import RECIPES
-from bert.reporting.provenance import flattened
 from bert.train import parse
 from compliance.doctor import system, system_file
 from compliance.log.rules import SYSTEM_FIELDS

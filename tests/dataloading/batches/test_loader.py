@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from dataloading.batches.capacity import Capacity, fitting
 from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader, inert_batch
 from dataloading.batches.sampler import MicroBatch, Plan
+from dataloading.batches.shape_buckets import ShapeBucket, fitting
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import open_dataset
 from dataloading.shards.samples import Samples
@@ -58,9 +58,9 @@ def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int],
     return lambda step: plan.rank_batches(step, rank)
 
 
-CAPACITIES = {
-    1: [Capacity(256, 12, 48, MAX_SEQ_LENGTH), Capacity(320, 12, 64, MAX_SEQ_LENGTH)],
-    3: [Capacity(128, 4, 16, MAX_SEQ_LENGTH)],
+SHAPE_BUCKETS = {
+    1: [ShapeBucket(256, 12, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 12, 64, MAX_SEQ_LENGTH)],
+    3: [ShapeBucket(128, 4, 16, MAX_SEQ_LENGTH)],
 }
 """By accumulation steps: some batches fit each, and some none."""
 
@@ -74,7 +74,7 @@ def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: 
     dataset = open_dataset(small_run.folder / "train")
     for rank in range(2):
         chosen = rank_batches(small_run, accumulation, rank)
-        given = CAPACITIES[accumulation] if padded else []
+        given = SHAPE_BUCKETS[accumulation] if padded else []
         loaders: list[Loader] = [loader(dataset, chosen, CPU, 2, given) for loader in (NumpyLoader, DaliLoader)]
         for _ in range(25):  # 600 samples of 250: over two epochs
             ours, theirs = (next(loader) for loader in loaders)
@@ -86,15 +86,17 @@ def test_dali_gives_the_same_stream_as_numpy(small_run: SmallRun, accumulation: 
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_a_loader_pads_to_the_smallest_capacity_that_holds_the_batch(small_run: SmallRun, accumulation: int) -> None:
-    given, chosen = CAPACITIES[accumulation], rank_batches(small_run, accumulation, 0)
+def test_a_loader_pads_to_the_smallest_shape_bucket_that_holds_the_batch(
+    small_run: SmallRun, accumulation: int
+) -> None:
+    given, chosen = SHAPE_BUCKETS[accumulation], rank_batches(small_run, accumulation, 0)
     loaders = [NumpyLoader(small_run.train, chosen, CPU, 4, some) for some in ([], given)]
     seen = set()
     for _ in range(40):
         for plain, padded in zip(*(next(loader) for loader in loaders), strict=True):
-            needed = Capacity.around(plain.tokens, plain.sequences, plain.masked_lm_ids.numel(), MAX_SEQ_LENGTH)
-            assert padded.capacity == fitting(needed, given)
-            seen.add(padded.capacity)
+            needed = ShapeBucket.around(plain.tokens, plain.sequences, plain.masked_lm_ids.numel(), MAX_SEQ_LENGTH)
+            assert padded.shape_bucket == fitting(needed, given)
+            seen.add(padded.shape_bucket)
             assert_padded(padded, plain)
     assert seen - set(given)
     assert seen >= set(given)
@@ -120,10 +122,10 @@ def assert_padded(padded: Batch, plain: Batch) -> None:
     assert padded.tokens % 64 == padded.masked_lm_ids.numel() % 16 == 0
 
 
-def test_an_inert_batch_has_the_shape_of_its_capacity() -> None:
-    capacity = Capacity(128, 3, 32, 40)
-    batch = inert_batch(capacity)
-    assert batch.capacity == capacity
+def test_an_inert_batch_has_the_shape_of_its_shape_bucket() -> None:
+    shape_bucket = ShapeBucket(128, 3, 32, 40)
+    batch = inert_batch(shape_bucket)
+    assert batch.shape_bucket == shape_bucket
     assert not batch.cu_seqlens.any()
     assert (batch.masked_lm_ids == -1).all()
 

@@ -149,9 +149,9 @@ def test_seed_step_and_stream_are_read_at_each_call():
 @pytest.mark.parametrize("dropout", [None, DROPOUT], ids=["whole", "dropout"])
 @pytest.mark.parametrize("name", MAKE)
 def test_rows_without_upstream_gradient_are_inert(name: str, dropout: Dropout | None):
-    """Capacity slots: whatever is there, of constant rows too, nothing reaches parameters and the other rows."""
-    real, capacity, size = 5, 9, 64
-    full = MAKE[name](capacity, size, HIGH)
+    """Shape bucket slots: whatever is there, of constant rows too, nothing reaches parameters and the other rows."""
+    real, shape_bucket, size = 5, 9, 64
+    full = MAKE[name](shape_bucket, size, HIGH)
     if name.startswith("dropout"):
         full[0][real:], full[2][real:] = 1e4, 0.0
         short = [x[:real].clone() if x.ndim == 2 else x for x in full]

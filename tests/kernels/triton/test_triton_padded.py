@@ -11,8 +11,8 @@ from torch import Tensor
 
 from bert.config import ModelConfig
 from bert.model import BertForPreTraining, initialize_
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS
 
@@ -43,7 +43,7 @@ def trained(batch: Batch) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 def test_a_padded_batch_trains_as_the_batch_that_it_holds() -> None:
     expected_losses, expected = trained(batch_of(SAMPLES))
-    losses, gradients = trained(batch_of(SAMPLES, capacity=Capacity(192, len(SAMPLES) + 2, 32, 48)))
+    losses, gradients = trained(batch_of(SAMPLES, shape_bucket=ShapeBucket(192, len(SAMPLES) + 2, 32, 48)))
     for loss, right in zip(losses, expected_losses, strict=True):
         torch.testing.assert_close(loss, right, rtol=1e-6, atol=0)
     for name, gradient in gradients.items():

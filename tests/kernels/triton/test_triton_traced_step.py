@@ -21,15 +21,15 @@ from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
 from bert.recipes import tiny_cpu
-from bert.reporting.metrics import Stopwatch
+from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
-from dataloading.batches.capacity import Capacity
 from dataloading.batches.loader import Batch, inert_batch
+from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import OPS
 
 pytestmark = pytest.mark.oldest_torch
 
-CAPACITY = Capacity(192, 5, 32, 48)
+SHAPE_BUCKET = ShapeBucket(192, 5, 32, 48)
 OF_THE_STEP = (
     "varlen_attention",
     "varlen_self_attention",
@@ -90,7 +90,7 @@ def meta_step() -> tuple[TrainingStep, Batch]:
     device = torch.device("meta")
     model = BertForPreTraining(config().model).to(device).train()
     step = TracedStep(model, config(), Mesh(0, 1, 0, device), Stopwatch())
-    return step, inert_batch(CAPACITY).to(device)
+    return step, inert_batch(SHAPE_BUCKET).to(device)
 
 
 def test_a_step_needs_no_value_on_the_host_and_none_from_it() -> None:

@@ -1,4 +1,4 @@
-"""Capacities: every micro-batch that was drawn fits, boundaries waste the least, and the rest gets one of its own."""
+"""Shape buckets: every micro-batch that was drawn fits, boundaries waste the least, and the rest gets one of its own."""
 
 import itertools
 import time
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataloading.batches.capacity import (
+from dataloading.batches.sampler import Plan
+from dataloading.batches.shape_buckets import (
     MASKED_MULTIPLE,
     TOKENS_MULTIPLE,
-    Capacity,
-    choose_capacities,
+    ShapeBucket,
+    choose_shape_buckets,
     draw_sizes,
     expected_waste,
     fitting,
 )
-from dataloading.batches.sampler import Plan
 from tests.conftest import REPOSITORY
 
 SIZES = st.lists(st.tuples(st.integers(8, 4000), st.integers(0, 8)), min_size=1, max_size=40)
@@ -31,43 +31,49 @@ def arrays(sizes: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
 @given(SIZES, st.integers(1, 6))
 def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, int]], most: int) -> None:
     tokens_N, masked_N = arrays(sizes)
-    capacities = choose_capacities(tokens_N, masked_N, sequences=8, max_seqlen=512, most=most)
-    assert 1 <= len(capacities) <= most
-    assert capacities == sorted(capacities, key=lambda capacity: capacity.tokens)
-    assert len({capacity.tokens for capacity in capacities}) == len(capacities)
-    for capacity in capacities:
-        assert capacity.tokens % TOKENS_MULTIPLE == capacity.masked % MASKED_MULTIPLE == 0
-        assert (capacity.sequences, capacity.max_seqlen) == (8, 512)
+    shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences=8, max_seqlen=512, most=most)
+    assert 1 <= len(shape_buckets) <= most
+    assert shape_buckets == sorted(shape_buckets, key=lambda shape_bucket: shape_bucket.tokens)
+    assert len({shape_bucket.tokens for shape_bucket in shape_buckets}) == len(shape_buckets)
+    for shape_bucket in shape_buckets:
+        assert shape_bucket.tokens % TOKENS_MULTIPLE == shape_bucket.masked % MASKED_MULTIPLE == 0
+        assert (shape_bucket.sequences, shape_bucket.max_seqlen) == (8, 512)
     for tokens, masked in sizes:
-        chosen = fitting(Capacity.around(tokens, 8, masked, 512), capacities)
-        assert chosen in capacities
+        chosen = fitting(ShapeBucket.around(tokens, 8, masked, 512), shape_buckets)
+        assert chosen in shape_buckets
         assert chosen.tokens > tokens
         assert chosen.masked >= masked
-        assert not any(tokens < capacity.tokens < chosen.tokens for capacity in capacities)
-    assert 0 < expected_waste(capacities, tokens_N) < 1
+        assert not any(tokens < shape_bucket.tokens < chosen.tokens for shape_bucket in shape_buckets)
+    assert 0 < expected_waste(shape_buckets, tokens_N) < 1
 
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=12), st.integers(1, 4))
 def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
     """Against every choice of boundaries, the top fixed."""
     tokens_N = np.array(tokens)
-    chosen = choose_capacities(tokens_N, np.ones_like(tokens_N), sequences=1200, max_seqlen=512, most=most)
+    chosen = choose_shape_buckets(tokens_N, np.ones_like(tokens_N), sequences=1200, max_seqlen=512, most=most)
     candidates = sorted({-(-(count + 1) // 64) * 64 for count in tokens} - {chosen[-1].tokens})
     wastes = [
-        expected_waste([Capacity(size, 1200, 16, 512) for size in (*sizes, chosen[-1].tokens)], tokens_N)
+        expected_waste([ShapeBucket(size, 1200, 16, 512) for size in (*sizes, chosen[-1].tokens)], tokens_N)
         for count in range(min(most - 1, len(candidates)) + 1)
         for sizes in itertools.combinations(candidates, count)
     ]
     assert expected_waste(chosen, tokens_N) == pytest.approx(min(wastes))
 
 
-def test_a_batch_that_fits_nothing_gets_a_capacity_of_its_own() -> None:
-    capacities = [Capacity(128, 4, 16, 64), Capacity(256, 4, 32, 64)]
-    for needed in (Capacity(320, 4, 16, 64), Capacity(64, 5, 16, 64), Capacity(64, 4, 48, 64), Capacity(64, 4, 16, 65)):
-        assert fitting(needed, capacities) == needed
-    assert fitting(Capacity.around(127, 4, 3, 64), capacities) == capacities[0]
-    assert fitting(Capacity.around(128, 4, 3, 64), capacities) == capacities[1]  # a row must be left that nobody owns
-    assert fitting(Capacity.around(100, 4, 17, 60), capacities) == capacities[1]
+def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
+    shape_buckets = [ShapeBucket(128, 4, 16, 64), ShapeBucket(256, 4, 32, 64)]
+    for needed in (
+        ShapeBucket(320, 4, 16, 64),
+        ShapeBucket(64, 5, 16, 64),
+        ShapeBucket(64, 4, 48, 64),
+        ShapeBucket(64, 4, 16, 65),
+    ):
+        assert fitting(needed, shape_buckets) == needed
+    assert fitting(ShapeBucket.around(127, 4, 3, 64), shape_buckets) == shape_buckets[0]
+    # A row must be left that nobody owns.
+    assert fitting(ShapeBucket.around(128, 4, 3, 64), shape_buckets) == shape_buckets[1]
+    assert fitting(ShapeBucket.around(100, 4, 17, 60), shape_buckets) == shape_buckets[1]
 
 
 def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
@@ -81,20 +87,23 @@ def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     masked_counts = np.minimum(76, np.maximum(1, np.rint(0.15 * lengths))).astype(np.uint16)
     begin = time.process_time()
     tokens_N, masked_N = draw_sizes(lengths, masked_counts, 256, 4)
-    capacities = choose_capacities(tokens_N, masked_N, 64, 512)
+    shape_buckets = choose_shape_buckets(tokens_N, masked_N, 64, 512)
     assert time.process_time() - begin < 1
     assert len(tokens_N) >= 2048
     plan = Plan(lengths, masked_counts, 256, 1, 4, seed=1)
     needed = [
-        Capacity.around(int(lengths[micro.indices].sum()), 64, int(masked_counts[micro.indices].sum()), 512)
+        ShapeBucket.around(int(lengths[micro.indices].sum()), 64, int(masked_counts[micro.indices].sum()), 512)
         for step in range(500)
         for micro in plan.rank_batches(step, 0)
     ]
-    chosen = [fitting(capacity, capacities) for capacity in needed]
-    assert sum(capacity in capacities for capacity in chosen) >= 0.999 * len(chosen)
-    slots, used = sum(capacity.tokens for capacity in chosen), sum(capacity.tokens for capacity in needed)
+    chosen = [fitting(shape_bucket, shape_buckets) for shape_bucket in needed]
+    assert sum(shape_bucket in shape_buckets for shape_bucket in chosen) >= 0.999 * len(chosen)
+    slots, used = (
+        sum(shape_bucket.tokens for shape_bucket in chosen),
+        sum(shape_bucket.tokens for shape_bucket in needed),
+    )
     assert 1 - used / slots < 0.01
-    assert expected_waste(capacities, tokens_N) < 0.01
+    assert expected_waste(shape_buckets, tokens_N) < 0.01
 
 
 def test_the_draw_is_the_same_on_every_rank_and_its_batches_are_dealt() -> None:

@@ -1,4 +1,4 @@
-"""Capacities: the few sizes that micro-batches are padded to, so that a step of each size can be recorded and replayed.
+"""Shape buckets: the few sizes that micro-batches are padded to, so that a step of each size can be captured and replayed.
 
 They follow from the length index alone, which may be read before the clock starts: global batches are drawn and dealt as
 the plan does it, and the boundaries are those that waste the fewest token slots on what was drawn.
@@ -23,7 +23,7 @@ _GLOBAL_BATCHES = 64
 
 
 @dataclass(frozen=True)
-class Capacity:
+class ShapeBucket:
     """How many slots the tensors of a padded ``Batch`` have; those past the real ones are inert."""
 
     tokens: int
@@ -32,11 +32,11 @@ class Capacity:
     masked: int
     """A multiple of 16."""
     max_seqlen: int
-    """Longest sequence that a batch of this capacity may hold."""
+    """Longest sequence that a batch of this shape bucket may hold."""
 
     @classmethod
-    def around(cls, tokens: int, sequences: int, masked: int, max_seqlen: int) -> "Capacity":
-        """The smallest capacity that holds so much."""
+    def around(cls, tokens: int, sequences: int, masked: int, max_seqlen: int) -> "ShapeBucket":
+        """The smallest shape bucket that holds so much."""
         return cls(
             _rounded_up(tokens + 1, TOKENS_MULTIPLE),
             sequences,
@@ -44,7 +44,7 @@ class Capacity:
             max_seqlen,
         )
 
-    def holds(self, other: "Capacity") -> bool:
+    def holds(self, other: "ShapeBucket") -> bool:
         """Whether a batch of ``other`` fits."""
         return (
             self.tokens >= other.tokens
@@ -54,19 +54,19 @@ class Capacity:
         )
 
 
-def fitting(needed: Capacity, capacities: Sequence[Capacity]) -> Capacity:
-    """The first of ``capacities``, which ascend, that holds ``needed``; without one, ``needed`` itself."""
-    return next((capacity for capacity in capacities if capacity.holds(needed)), needed)
+def fitting(needed: ShapeBucket, shape_buckets: Sequence[ShapeBucket]) -> ShapeBucket:
+    """The first of ``shape_buckets``, which ascend, that holds ``needed``; without one, ``needed`` itself."""
+    return next((shape_bucket for shape_bucket in shape_buckets if shape_bucket.holds(needed)), needed)
 
 
-def choose_capacities(
+def choose_shape_buckets(
     tokens_N: NDArray[np.integer], masked_N: NDArray[np.integer], sequences: int, max_seqlen: int, most: int = 16
-) -> list[Capacity]:
-    """At most ``most`` capacities, ascending, for micro-batches like the N that were drawn.
+) -> list[ShapeBucket]:
+    """At most ``most`` shape buckets, ascending, for micro-batches like the N that were drawn.
 
     Every one of those fits. Boundaries waste the fewest token slots in all, found by dynamic programming over the rounded
-    sizes. The last capacity lies above the largest by a quarter of its distance from the mean, which from some thousands of
-    micro-batches leaves out about one in 10^5. Masked slots are in the largest ratio to tokens that was drawn.
+    sizes. The last shape bucket lies above the largest by a quarter of its distance from the mean, which from some thousands
+    of micro-batches leaves out about one in 10^5. Masked slots are in the largest ratio to tokens that was drawn.
     """
     largest, mean = int(tokens_N.max()), float(tokens_N.mean())
     top = min(largest + int((largest - mean) / 4), sequences * max_seqlen)
@@ -75,31 +75,33 @@ def choose_capacities(
     counts_U[-1] -= 1  # nothing that was drawn
     ratio = float((masked_N / tokens_N).max())
     return [
-        Capacity.around(tokens - 1, sequences, int(np.ceil(ratio * tokens)), max_seqlen)
+        ShapeBucket.around(tokens - 1, sequences, int(np.ceil(ratio * tokens)), max_seqlen)
         for tokens in _boundaries(sizes_U, counts_U, most).tolist()
     ]
 
 
-def expected_waste(capacities: Sequence[Capacity], tokens_N: NDArray[np.integer]) -> float:
+def expected_waste(shape_buckets: Sequence[ShapeBucket], tokens_N: NDArray[np.integer]) -> float:
     """The share of token slots that stay empty, over the N micro-batches that were drawn."""
-    sizes = np.array([capacity.tokens for capacity in capacities])
+    sizes = np.array([shape_bucket.tokens for shape_bucket in shape_buckets])
     slots = int(sizes[np.searchsorted(sizes, tokens_N, side="right")].sum())
     return 1 - int(tokens_N.sum()) / slots
 
 
 def draw_sizes(
-    lengths: NDArray[np.integer], masked_counts: NDArray[np.integer], global_batch_size: int, lanes: int
+    lengths: NDArray[np.integer], masked_counts: NDArray[np.integer], global_batch_size: int, micro_batches: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Tokens and masked tokens [N] of the micro-batches of random global batches, dealt as the plan deals them.
+
+    ``micro_batches``: in a global batch, over all ranks.
 
     Equal for equal arguments, so that every rank has the same. At least 2,048 micro-batches of at least 64 global batches,
     whatever the size of the data set: 0.1 s.
     """
     generator = np.random.default_rng(0)
     tokens, masked = [], []
-    for _ in range(max(_GLOBAL_BATCHES, -(-_MICRO_BATCHES // lanes))):
+    for _ in range(max(_GLOBAL_BATCHES, -(-_MICRO_BATCHES // micro_batches))):
         batch = generator.integers(0, len(lengths), global_batch_size)
-        dealt = batch[deal(lengths[batch], lanes)]
+        dealt = batch[deal(lengths[batch], micro_batches)]
         tokens.append(lengths[dealt].sum(axis=1, dtype=np.int64))
         masked.append(masked_counts[dealt].sum(axis=1, dtype=np.int64))
     return np.concatenate(tokens), np.concatenate(masked)

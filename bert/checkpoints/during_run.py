@@ -1,0 +1,57 @@
+"""Checkpoints as the training loop sees them: one that cannot be written costs a warning, not the run."""
+
+from bert.checkpoints.training_state import Checkpoints
+from bert.reporting.records import Position
+from bert.reporting.reporter import Reporter
+from bert.reporting.stopwatch import Stage
+
+
+class NoCheckpoints:
+    """Those of a run that has no folder for them: none is due, and saving does nothing."""
+
+    def due(self, _steps: int) -> bool:
+        """Never."""
+        return False
+
+    def save(self, at: Position) -> None:
+        """Do nothing."""
+
+    def wait(self, at: Position) -> None:
+        """Do nothing."""
+
+    def look(self, at: Position) -> None:
+        """Do nothing."""
+
+
+class RunCheckpoints:
+    """Writes ``checkpoints``, tells ``stage`` what is waited for, and ``reporter`` what went wrong."""
+
+    def __init__(self, checkpoints: Checkpoints, stage: Stage, reporter: Reporter) -> None:
+        self._checkpoints = checkpoints
+        self._stage = stage
+        self._reporter = reporter
+
+    def due(self, steps: int) -> bool:
+        """Whether one is to be written after so many steps."""
+        return self._checkpoints.due(steps)
+
+    def save(self, at: Position) -> None:
+        """Begin one, when the one before is there; every rank must call it after the same step."""
+        self.wait(at)
+        self._stage.enter("checkpoint")
+        self._checkpoints.save(at.steps, at.samples)
+
+    def wait(self, at: Position) -> None:
+        """Wait until the one that is being written is there."""
+        if self._checkpoints.writing:
+            self._stage.enter("checkpoint_write")
+            self._checkpoints.wait()
+        self.look(at)
+
+    def look(self, at: Position) -> None:
+        """Warn if the last one could not be written, and note how long writing takes."""
+        error = self._checkpoints.failure()
+        if error is not None:
+            self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")
+        if self._checkpoints.longest_s is not None:
+            self._stage.longest["checkpoint_write"] = self._checkpoints.longest_s

@@ -1,0 +1,40 @@
+"""A run ends on all its ranks, or on none: what ends one before its time."""
+
+import contextlib
+from collections.abc import Iterator
+
+from bert.config import Config
+from bert.guards.interruption import Interrupted
+from bert.mllog import MLLog
+from bert.parallel.mesh import Mesh
+from bert.parallel.watchdog import Watchdog
+from console.program import reason
+
+
+@contextlib.contextmanager
+def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
+    """Whatever ends this rank in the body ends the run on all of them, and the log says why.
+
+    Every rank must enter it at the same time.
+    """
+
+    def close_log(reason: str) -> None:
+        line = f"# ended by a fault: {' '.join(reason.split())}"
+        for act in (lambda: log.line(line), log.abort, log.close):
+            with contextlib.suppress(OSError):  # the fault may be a full disk
+                act()
+
+    watchdog = Watchdog(mesh, config.training.fault_seconds, close_log)
+    try:
+        yield watchdog
+    except Interrupted as interrupted:
+        watchdog.failed(str(interrupted), interrupted.status)
+        raise
+    except (ValueError, OSError) as error:
+        watchdog.failed(reason(error), 2)
+        raise
+    except Exception as error:
+        watchdog.failed(f"{type(error).__name__}: {error}", error=error)
+        raise
+    finally:
+        watchdog.close()

@@ -1,0 +1,65 @@
+"""What the launcher says in the environment: this process's rank among the others, before it has joined them.
+
+Needs no PyTorch, so that a command line is understood, or an error told with its rank, before that is imported.
+"""
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the launcher says in the environment. ``local_size`` is 0 where it says nothing."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 0
+    rank_variable: str = "RANK"
+    world_size_variable: str = "WORLD_SIZE"
+
+    @classmethod
+    def from_environment(cls) -> "Launch":
+        """Read torchrun's variables, else mpirun's (Open MPI), else those of an srun step, else be alone.
+
+        torchrun comes first because mpirun and srun may have started it, and mpirun before srun for the same reason. Raises
+        ``ValueError`` when a variable is no whole number or the rank lies outside the world.
+        """
+        launch = cls._read()
+        if not 0 <= launch.rank < launch.world_size:
+            raise ValueError(
+                f"{launch.rank_variable}={launch.rank} with {launch.world_size_variable}={launch.world_size}: "
+                "start the run with torchrun, srun or mpirun, or unset both"
+            )
+        return launch
+
+    @classmethod
+    def _read(cls) -> "Launch":
+        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        elif "OMPI_COMM_WORLD_RANK" in os.environ:
+            names = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+        elif "SLURM_STEP_ID" in os.environ and "SLURM_PROCID" in os.environ:
+            # A batch script has a SLURM_PROCID too, but is no step.
+            tasks, nodes = _environment("SLURM_NTASKS", 1), _environment("SLURM_NNODES", 1)
+            rank, local_rank = _environment("SLURM_PROCID", 0), _environment("SLURM_LOCALID", 0)
+            local_size = tasks // nodes if nodes > 0 and tasks % nodes == 0 else 0
+            return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", "SLURM_NTASKS")
+        else:
+            return cls()
+        rank, world_size, local_rank, local_size = (
+            _environment(name, default) for name, default in zip(names, (0, 1, 0, 0), strict=True)
+        )
+        return cls(rank, world_size, local_rank, local_size, names[0], names[1])
+
+
+def launched_world_size() -> int:
+    """The number of processes that the launcher announces, known before joining them. Raises as ``Launch``."""
+    return Launch.from_environment().world_size
+
+
+def _environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.lstrip("-").isdigit():
+        raise ValueError(f"{name}={text!r} in the environment: expected a whole number")
+    return int(text)

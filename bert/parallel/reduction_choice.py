@@ -1,0 +1,112 @@
+"""The way in which this run sums its gradients: as it is set, or the one that is fastest here."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from bert.config import TrainingConfig
+from bert.optimizer import FlatParameters
+from bert.parallel.reduction import Communicators, Reduction, Strategy, Way
+from bert.parallel.sums import ReduceDtype
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to reduce, and why."""
+
+    way: Way
+    reason: str
+
+    def __str__(self) -> str:
+        """One line to show."""
+        return f"reduction: {self.way} ({self.reason})"
+
+
+def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way]:
+    """The ways among which measuring decides, or the only one.
+
+    What ``training.reduction`` says; for auto flat and hierarchical, where they differ. It does not choose sharded ways,
+    which save memory: measuring sums alone says too little of them. Along rails, each way also in-network where that is
+    possible.
+    """
+    if communicators.everyone is None:
+        return [Way("flat")]
+    strategies: tuple[Strategy, ...] = ("flat",)
+    if config.reduction != "auto":
+        strategies = (config.reduction,)
+    elif communicators.rail is not None and (
+        communicators.node is not None or communicators.in_network_rail is not None
+    ):
+        strategies = ("flat", "hierarchical")
+    ways = []
+    for strategy in strategies:
+        possible = strategy in ("hierarchical", "sharded") and communicators.in_network_rail is not None
+        if not possible or config.in_network != "on":
+            ways.append(Way(strategy))
+        if possible:
+            ways.append(Way(strategy, in_network=True))
+    return ways
+
+
+def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
+    """How this run reduces, the same on all ranks. For start-up: it may zero gradients."""
+    ways = candidates(config, communicators)
+    if len(ways) > 1:
+        choice = measured_choice(flat, communicators, ways, reduce_dtype=config.reduce_dtype)
+    else:
+        choice = Choice(ways[0], _only_because(config, communicators))
+    along_rails = communicators.rail is not None and any(way.strategy in ("hierarchical", "sharded") for way in ways)
+    if along_rails and communicators.in_network_rail is None:
+        choice = replace(choice, reason=f"{choice.reason}; in-network: {communicators.why_not_in_network}")
+    return choice
+
+
+def _only_because(config: TrainingConfig, communicators: Communicators) -> str:
+    if communicators.everyone is None:
+        return "one rank"
+    if config.reduction != "auto":
+        return "as set"
+    return "one host" if communicators.rail is None else "one rank a host"
+
+
+def measured_choice(
+    flat: FlatParameters,
+    communicators: Communicators,
+    ways: Sequence[Way] = (Way("flat"), Way("hierarchical")),
+    rounds: int = 4,
+    reduce_dtype: ReduceDtype = "fp32",
+    enough_seconds: float = 3.0,
+) -> Choice:
+    """The fastest way to reduce a gradient of this size here, the same on all ranks. For start-up: it zeroes gradients.
+
+    Rounds alternate; a round takes as long as on the slowest rank, and a way as its best round, since the first one
+    connects. No round begins after ``enough_seconds``.
+    """
+    reductions = [Reduction(flat, communicators.along(way), way.strategy, reduce_dtype) for way in ways]
+    flat.gradients_N.zero_()
+    device = flat.gradients_N.device
+    best, spent = [math.inf] * len(ways), 0.0
+    for _ in range(rounds):
+        times = torch.zeros(len(ways), dtype=torch.float64, device=device)
+        for place, reduction in enumerate(reductions):
+            if communicators.everyone:
+                dist.barrier(group=communicators.everyone)
+            begin = time.perf_counter()
+            reduction.finish()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times[place] = time.perf_counter() - begin
+        if communicators.everyone:
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=communicators.everyone)
+        best = list(map(min, best, times.tolist()))
+        spent += times.sum().item()
+        if spent > enough_seconds:  # the same sum, and so the same answer, everywhere
+            break
+    for reduction in reductions:
+        reduction.close()
+    shown = ", ".join(f"{way} {1000 * seconds:.1f} ms" for way, seconds in zip(ways, best, strict=True))
+    return Choice(ways[best.index(min(best))], shown)

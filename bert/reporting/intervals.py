@@ -1,0 +1,84 @@
+"""The steps of an interval, reported: the one place of the loop where the host waits for the device."""
+
+import time
+
+from bert.config import Config
+from bert.optimizer import learning_rate
+from bert.parallel.stragglers import Stragglers
+from bert.reporting.records import Position, StepRecord
+from bert.reporting.reporter import Reporter
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import Statistics
+
+
+class Intervals:
+    """Reports the steps since the last report: means, rates, phases, and what a person should look at."""
+
+    def __init__(
+        self,
+        config: Config,
+        statistics: Statistics,
+        stopwatch: Stopwatch,
+        reporter: Reporter,
+        stragglers: Stragglers,
+        start: Position,
+        skipped: int,
+    ) -> None:
+        """The first interval begins now, after ``start``, before which so many steps were ``skipped``."""
+        self.bad = 0
+        """Intervals in a row of which every step was skipped."""
+        self._config = config
+        self._statistics = statistics
+        self._stopwatch = stopwatch
+        self._reporter = reporter
+        self._stragglers = stragglers
+        self._skipped = skipped
+        self._steps = start.steps
+        self._since = time.perf_counter()
+        self._own_seconds = 0.0
+        """A step, of this rank's own work in the interval before."""
+
+    def resume(self) -> None:
+        """Count what came since the last report towards no step."""
+        self._since = time.perf_counter()
+
+    def report(self, at: Position, stop: bool) -> bool:
+        """Fetch the statistics and report them; every rank must call it after the same step.
+
+        Returns whether the run is to end: some rank was told to ``stop``, or gradients do not become finite again.
+        """
+        self._stopwatch.stage.enter("statistics")
+        means, stopping = self._statistics.fetch(stop, self._own_seconds)
+        now = time.perf_counter()
+        steps, seconds = at.steps - self._steps, now - self._since
+        phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
+        skipped = round(means["skipped_steps"])
+        self._skipped += skipped
+        self._reporter.write(
+            StepRecord(
+                step=at.steps,
+                samples=at.samples,
+                time_s=self._reporter.seconds,
+                step_ms=1000 * seconds / steps,
+                **phases,
+                loss=means["masked_lm_loss"] + means["next_sentence_loss"],
+                masked_lm_loss=means["masked_lm_loss"],
+                next_sentence_loss=means["next_sentence_loss"],
+                learning_rate=learning_rate(self._config.optimizer, max(0, at.steps - self._skipped - 1)),
+                gradient_norm=means["gradient_norm"],
+                tokens_per_s=means["tokens"] * steps / seconds,
+                sequences_per_s=self._config.training.global_batch_size * steps / seconds,
+                skipped_steps=skipped,
+            )
+        )
+        self._since, self._steps = now, at.steps
+        self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"]) / 1000
+        for line in self._stragglers.add(self._statistics.own_seconds):
+            self._reporter.warn(at.steps, line)
+        self.bad = self.bad + 1 if skipped == steps else 0
+        if self.bad == self._config.training.bad_intervals:
+            self._reporter.warn(
+                at.steps, f"ending the run: no step of the last {self.bad} intervals had finite gradients"
+            )
+            return True
+        return stopping

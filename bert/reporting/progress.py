@@ -1,0 +1,59 @@
+"""What is known of a run so far, and the time that it may still take."""
+
+from dataclasses import dataclass, field
+
+from bert.reporting.records import EvaluationRecord, Record, StepRecord, WarningRecord
+from compliance.log.forecast import Schedule, forecast
+
+
+@dataclass
+class Progress:
+    """What the displays know about the run so far."""
+
+    target: float
+    max_samples: int
+    schedule: Schedule
+    """Of the evaluations."""
+    resumed_samples: int = 0
+    """Trained before the run went on from a checkpoint, in none of its time."""
+    latest: StepRecord | None = None
+    warning: WarningRecord | None = None
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
+
+    def add(self, record: Record) -> None:
+        """Note a record."""
+        if isinstance(record, StepRecord):
+            self.latest = record
+        elif isinstance(record, EvaluationRecord):
+            self.evaluations.append(record)
+        elif isinstance(record, WarningRecord):
+            self.warning = record
+
+    @property
+    def accuracy(self) -> str:
+        """The last accuracy against the target."""
+        last = f"{self.evaluations[-1].masked_lm_accuracy:.4f}" if self.evaluations else "-"
+        return f"{last} / {self.target:.4f}"
+
+    @property
+    def eta(self) -> str:
+        """Time to the evaluation that reaches the target: a range where its curve tells one, else at most."""
+        if self.latest is None or self.latest.samples == self.resumed_samples:
+            return "-"
+        rate = (self.latest.samples - self.resumed_samples) / self.latest.time_s
+        limit = (self.max_samples - self.latest.samples) / rate
+        curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.evaluations]
+        expected = forecast(curve, self.target, self.schedule, None)
+        if expected.earliest is None:
+            return f"at most {clock_text(limit)}"
+        samples = [self.schedule.samples(index) for index in (expected.earliest, expected.latest) if index is not None]
+        early, late = ((one - self.latest.samples) / rate for one in (samples[0], samples[-1]))
+        late = limit if expected.latest is None else min(late, limit)
+        return f"{clock_text(max(0.0, min(early, late)))} to {clock_text(max(0.0, late))}"
+
+
+def clock_text(seconds: float) -> str:
+    """Seconds as ``minutes:seconds``, or with hours before them."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,54 @@
+"""From a run to all that show or keep its records.
+
+The sinks that a person reads are in ``bert.reporting.displays``.
+"""
+
+import time
+from contextlib import ExitStack, suppress
+from types import TracebackType
+
+from bert.reporting.progress import Progress
+from bert.reporting.records import Record, Sink, WarningRecord
+
+
+class Reporter:
+    """Hands each record to every sink, and keeps the time that they state.
+
+    Without sinks (all ranks but the first) nothing is reported.
+    """
+
+    def __init__(self, progress: Progress, sinks: list[Sink]) -> None:
+        self._progress = progress
+        self._sinks = sinks
+        self._began = time.perf_counter()
+
+    def begin(self) -> None:
+        """Count time from here on: the clock of the run has started."""
+        self._began = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since ``begin``."""
+        return time.perf_counter() - self._began
+
+    def __enter__(self) -> "Reporter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with ExitStack() as closing:
+            if error is not None:  # which may be why a sink cannot be closed
+                closing.enter_context(suppress(OSError))
+            for sink in self._sinks:
+                closing.callback(sink.close)
+
+    def write(self, record: Record) -> None:
+        """Report ``record``."""
+        self._progress.add(record)
+        for sink in self._sinks:
+            sink.write(record)
+
+    def warn(self, steps: int, text: str) -> None:
+        """Report something to look at, after so many steps."""
+        self.write(WarningRecord(steps, self.seconds, text))

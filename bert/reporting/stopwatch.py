@@ -1,0 +1,171 @@
+"""Where the time of a step goes: seconds by phase, on the host's clock or on a GPU's own timeline."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
+
+
+def cuda_event(captured: bool) -> torch.cuda.Event:
+    """A point on the current stream; ``captured``: one that a CUDA graph passes at each replay."""
+    return torch.cuda.Event(enable_timing=True, external=captured)
+
+
+def is_capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+class Stage:
+    """Where a rank is: written here for a microsecond a phase, and read by ``bert.parallel.watchdog`` from its thread."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        """The optimizer step that is being taken, from 1."""
+        self.phase = "start"
+        self.entered = 0
+        """Phases entered so far: it changes as long as the rank gets on."""
+        self.longest: dict[str, float] = {}
+        """Seconds that each phase has taken at most."""
+        self._since = time.perf_counter()
+
+    def enter(self, phase: str) -> None:
+        """Leave the phase before for this one."""
+        now = time.perf_counter()
+        self.longest[self.phase] = max(self.longest.get(self.phase, 0.0), now - self._since)
+        self.phase, self._since = phase, now
+        self.entered += 1
+
+    def forget(self) -> None:
+        """Forget how long phases took: start-up says nothing about what follows."""
+        self.longest = {}
+        self._since = time.perf_counter()
+
+
+class Stopwatch:
+    """Seconds spent in each phase of the steps since the last ``take``, by the host's clock, as is right on a CPU."""
+
+    def __init__(self) -> None:
+        self.stage = Stage()
+        self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        self._inside = 0.0
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Count the body towards ``phase``, without what it counts towards other phases."""
+        self.stage.enter(phase)
+        begin, inside = time.perf_counter(), self._inside
+        self._inside = 0.0
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - begin
+            self._seconds[phase] += seconds - self._inside
+            self._inside = inside + seconds
+
+    def take(self) -> dict[str, float]:
+        """The seconds by phase, which start again from zero."""
+        taken = self._seconds
+        self.reset()
+        return taken
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self._seconds = dict.fromkeys(PHASES, 0.0)
+
+
+class Mark(Protocol):
+    """A point on the device's timeline: an event of CUDA."""
+
+    def record(self) -> None:
+        """Put it behind what the device has been given so far."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has passed it."""
+        ...
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Milliseconds from here to there."""
+        ...
+
+
+Span = tuple[Mark, Mark]
+
+
+class DeviceStopwatch(Stopwatch):
+    """Seconds spent in each phase on a GPU's own timeline, at no wait: events are left there and read at ``take``.
+
+    So waiting for data or for other ranks counts where the device stands still for it, and not where it still has work. A
+    phase inside a captured step leaves its events in its CUDA graph, which every replay passes again: of those, ``take``
+    knows the last replay. It stands for the phase's part of every step, taken out of the phase around it.
+    """
+
+    def __init__(self, mark: Callable[[bool], Mark] = cuda_event, capturing: Callable[[], bool] = is_capturing) -> None:
+        super().__init__()
+        self._mark, self._capturing = mark, capturing
+        self._spans: dict[str, list[Span]] = {phase: [] for phase in PHASES}
+        self._inside_of: list[tuple[str, Span]] = []
+        """Spans that lie inside another phase, and its name."""
+        self._open: list[str] = []
+        self._captured: dict[str, Span] = {phase: (mark(True), mark(True)) for phase in PHASES}
+        for begin, end in self._captured.values():
+            begin.record()
+            end.record()
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Count the device's time for the body towards ``phase``, without what it counts towards other phases."""
+        self.stage.enter(phase)
+        capturing = self._capturing()
+        begin, end = self._captured[phase] if capturing else (self._mark(False), self._mark(False))
+        begin.record()
+        self._open.append(phase)
+        try:
+            yield
+        finally:
+            self._open.pop()
+            end.record()
+            if not capturing:
+                self._spans[phase].append((begin, end))
+                if self._open:
+                    self._inside_of.append((self._open[-1], (begin, end)))
+
+    def take(self) -> dict[str, float]:
+        """The seconds by phase, which start again from zero. Waits for the device to end the phases."""
+        for spans in self._spans.values():
+            if spans:
+                spans[-1][1].synchronize()
+        for phase, spans in self._spans.items():
+            self._seconds[phase] += sum(map(_seconds, spans))
+        for around, span in self._inside_of:
+            self._seconds[around] -= _seconds(span)
+        for phase, captured in self._captured.items():
+            self._take_out(phase, captured)
+        return super().take()
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        super().reset()
+        self._spans = {phase: [] for phase in PHASES}
+        self._inside_of = []
+
+    def _take_out(self, phase: str, captured: Span) -> None:
+        """Move a captured phase's seconds out of the phase whose last span it lies in, if there is one."""
+        for around, spans in self._spans.items():
+            if around != phase and spans and _lies_in(captured, spans[-1]):
+                seconds = len(spans) * _seconds(captured)
+                self._seconds[phase] += seconds
+                self._seconds[around] -= seconds
+
+
+def _seconds(span: Span) -> float:
+    return span[0].elapsed_time(span[1]) / 1000
+
+
+def _lies_in(inner: Span, outer: Span) -> bool:
+    return outer[0].elapsed_time(inner[0]) >= 0 and inner[1].elapsed_time(outer[1]) >= 0

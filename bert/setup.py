@@ -1,0 +1,233 @@
+"""What a run works with, built before its clock starts: without a look at the data but for their metadata."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+import torch
+from rich.console import Console
+
+from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
+from bert.checkpoints.training_state import Checkpoints, RunState, restore
+from bert.config import Config
+from bert.cuda_graphs import CudaCapturer
+from bert.evaluator import Evaluator
+from bert.guards.interruption import Interruption
+from bert.guards.preflight import Inputs, plan_of
+from bert.initial_model import first_model
+from bert.loop import Run
+from bert.mllog import MLLog
+from bert.parallel.collectives import agreed_text, broadcast_
+from bert.parallel.mesh import Mesh
+from bert.parallel.stragglers import Stragglers
+from bert.reporting.displays import LivePanel, PlainLines
+from bert.reporting.json_lines import JsonLines
+from bert.reporting.progress import Progress
+from bert.reporting.records import Position, Sink
+from bert.reporting.reporter import Reporter
+from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
+from bert.reporting.tensorboard import tensorboard_sinks
+from bert.step import TrainingStep
+from compliance.log.forecast import Schedule
+from console.program import say
+from console.version import commit
+from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader, shape_bucket_of
+from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset.folder import Dataset
+from kernels.tuning import autotune
+
+
+def build_run(
+    config: Config,
+    inputs: Inputs,
+    mesh: Mesh,
+    log: MLLog,
+    interruption: Interruption,
+    hosts: Sequence[str],
+    seed: int,
+    resumed: RunState | None,
+) -> Run:
+    """Everything that the training loop needs, warmed up and as ``resumed`` says; ``hosts`` are names by rank.
+
+    Every rank must call it at the same time. Who gets it closes its reporter and its loader.
+    """
+    stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
+    shape_buckets = _shape_buckets(config, inputs.train, mesh)
+    evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
+    step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator)
+    start, skipped = Position(), 0
+    if resumed:
+        restore(step, resumed, mesh)
+        start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
+    log.weights_initialization(config.model.num_hidden_layers)
+    loader = _loader(config, inputs.train, mesh, seed, shape_buckets, start.steps)
+    checkpoints = None if config.checkpoint.folder is None else Checkpoints(config, inputs.train, mesh, seed, step)
+    reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # last: from here on it wants to be closed
+    return Run(
+        config=config,
+        evaluation_interval=inputs.interval,
+        start=start,
+        skipped=skipped,
+        # Weights that are saved must be those that were evaluated; a step that is not captured takes the host long.
+        overlapping=bool(shape_buckets) and config.save_checkpoint is None,
+        log=log,
+        reporter=reporter,
+        stopwatch=stopwatch,
+        loader=loader,
+        step=step,
+        evaluator=evaluator,
+        checkpoints=RunCheckpoints(checkpoints, stopwatch.stage, reporter) if checkpoints else NoCheckpoints(),
+        stragglers=Stragglers(hosts),
+        interruption=interruption,
+    )
+
+
+def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: int) -> None:
+    """Log what is submitted, the seed and the hyperparameters, by their MLPerf keys."""
+    optimizer, training = config.optimizer, config.training
+    log.submission(
+        division=config.log.division,
+        org=config.log.organization,
+        platform=config.log.platform or config.log.system,
+        status=config.log.status,
+    )
+    log.seed(seed)
+    log.hyperparameters(
+        {
+            "global_batch_size": training.global_batch_size,
+            "d_batch_size": training.global_batch_size // (mesh.world_size * training.gradient_accumulation_steps),
+            "gradient_accumulation_steps": training.gradient_accumulation_steps,
+            "max_sequence_length": inputs.train.info.max_seq_length,
+            "max_predictions_per_seq": inputs.train.info.max_predictions_per_seq,
+            "opt_name": "lamb",
+            "opt_base_learning_rate": optimizer.base_learning_rate,
+            "opt_lamb_epsilon": optimizer.epsilon,
+            "opt_lamb_beta_1": optimizer.beta_1,
+            "opt_lamb_beta_2": optimizer.beta_2,
+            "opt_lamb_weight_decay_rate": optimizer.weight_decay_rate,
+            "opt_lamb_learning_rate_decay_poly_power": 1.0,
+            "opt_gradient_clip_norm": optimizer.max_grad_norm,
+            "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
+            "opt_learning_rate_warmup_steps": optimizer.num_warmup_steps,
+            "num_warmup_steps": optimizer.num_warmup_steps,
+            "start_warmup_step": optimizer.start_warmup_step,
+            "quality_target": config.evaluation.target,
+            "eval_interval_samples": inputs.interval,
+        }
+    )
+
+
+def _warmed_up_step(
+    config: Config,
+    train: Dataset,
+    mesh: Mesh,
+    seed: int,
+    stopwatch: Stopwatch,
+    shape_buckets: Sequence[ShapeBucket],
+    log: MLLog,
+    evaluator: Evaluator,
+) -> TrainingStep:
+    """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
+
+    Where there are ``shape_buckets``, the step is captured for each, and so is the evaluation for its own.
+    """
+    model = first_model(config, mesh, seed)
+    step = TrainingStep(model, config, mesh, stopwatch)
+    if mesh.world_size > 1:
+        log.line(f"# {step.choice}")
+        if mesh.is_main:
+            say(step.choice)
+    broadcast_(step.flat.weights_P)
+    torch.manual_seed(seed * mesh.world_size + mesh.rank)
+    model.seed_dropout(seed * mesh.world_size + mesh.rank)
+    batches = _synthetic_batches(config, train, mesh, shape_buckets)
+    capturer = CudaCapturer(mesh.device) if shape_buckets else None
+    measured = config.training.autotune and mesh.device.type == "cuda"
+    step.warm_up(
+        batches,
+        config.training.warmup_steps,
+        capturer,
+        shape_buckets,
+        lambda run: _choose_implementations(run if measured else None, mesh, log),
+    )
+    evaluator.warm_up(model, step.autocast(), capturer)
+    return step
+
+
+def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: MLLog) -> None:
+    """The same on every rank: what is pinned on rank 0's machine, else what is fastest there for what ``step`` calls."""
+    with autotune.observed() as requests:
+        if step is not None:
+            step()
+    choices = autotune.tune(requests).to_json() if mesh.is_main else ""
+    choices = autotune.Choices.from_json(agreed_text(choices, mesh))
+    autotune.apply(choices)
+    for line in choices.text().splitlines():
+        log.line(f"# kernels: {line}")
+
+
+def _shape_buckets(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
+    """What micro-batches are padded to so that the step can be captured; none where it is not, as on a CPU."""
+    training = config.training
+    if mesh.device.type != "cuda" or not training.cuda_graphs:
+        return []
+    micro_batches = mesh.world_size * training.gradient_accumulation_steps
+    tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
+    return choose_shape_buckets(tokens, masked, training.global_batch_size // micro_batches, train.info.max_seq_length)
+
+
+def _loader(
+    config: Config, train: Dataset, mesh: Mesh, seed: int, shape_buckets: Sequence[ShapeBucket], first_step: int
+) -> Loader:
+    if choose_loader(config.data.loader, mesh.device) == "dali":
+        from dataloading.batches.dali import DaliLoader as Chosen  # an optional dependency
+    else:
+        Chosen = NumpyLoader
+    plan = plan_of(config, train, mesh.world_size, seed)
+
+    def rank_batches(step: int) -> list[MicroBatch]:
+        return plan.rank_batches(first_step + step, mesh.rank)
+
+    return Chosen(train, rank_batches, mesh.device, config.data.prefetch, shape_buckets)
+
+
+def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
+    """Random tokens in the lengths of a drawn global batch: sizes are metadata."""
+    micro_batches = plan_of(config, train, mesh.world_size, seed=0).rank_batches(0, mesh.rank)
+    batches = []
+    for micro in micro_batches:
+        samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
+        batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets)).to(mesh.device))
+    return batches
+
+
+def _reporter(
+    config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
+) -> Reporter:
+    schedule = Schedule(inputs.interval, config.training.global_batch_size)
+    progress = Progress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
+    if not mesh.is_main:
+        return Reporter(progress, [])
+    console = Console()
+    sinks: list[Sink] = [
+        JsonLines(
+            inputs.metrics,
+            {
+                "recipe": config.recipe,
+                "system": config.log.system,
+                "target": config.evaluation.target,
+                "global_batch_size": config.training.global_batch_size,
+                "world_size": mesh.world_size,
+                "parameters": sum(parameter.numel() for parameter in step.model.parameters()),
+                "commit": commit(),
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            },
+        )
+    ]
+    sinks += tensorboard_sinks(config, inputs.result)
+    if console.is_terminal:
+        sinks += [LivePanel(progress, console), PlainLines(progress, log.line)]
+    else:
+        sinks += [PlainLines(progress, log.line, say)]
+    return Reporter(progress, sinks)

@@ -1,0 +1,136 @@
+"""Seconds by phase: on the host's clock, and on a device's own timeline."""
+
+import time
+
+import pytest
+import torch
+
+from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
+
+
+def test_the_stopwatch_counts_each_phase_until_taken() -> None:
+    stopwatch = Stopwatch()
+    for _ in range(2):
+        with stopwatch.time("reduce"):
+            time.sleep(0.01)
+    taken = stopwatch.take()
+    assert 0.02 <= taken["reduce"] < 1
+    assert taken["update"] == 0
+    assert stopwatch.take()["reduce"] == 0
+
+
+class Device:
+    """A device's timeline, in milliseconds; its marks are passed when they are captured, or replayed."""
+
+    def __init__(self) -> None:
+        self.now = self.known = 0.0
+        self.capturing = False
+        self.captured: list[tuple[Mark, float]] = []
+
+    def work(self, milliseconds: float) -> None:
+        self.now += milliseconds
+
+    def stopwatch(self) -> DeviceStopwatch:
+        return DeviceStopwatch(lambda captured: Mark(self, captured), lambda: self.capturing)
+
+    def replay(self) -> None:
+        start = self.now
+        for mark, after in self.captured:
+            mark.passed = self.now = start + after
+
+
+class Mark:
+    def __init__(self, device: Device, captured: bool) -> None:
+        self.device, self.captured = device, captured
+        self.passed: float | None = None
+
+    def record(self) -> None:
+        if self.device.capturing:
+            assert self.captured, "an event of another kind cannot be read"
+            self.device.captured.append((self, self.device.now))
+        else:
+            self.passed = self.device.now
+
+    def synchronize(self) -> None:
+        assert self.passed is not None
+        self.device.known = self.passed
+
+    def elapsed_time(self, end_event: "Mark") -> float:
+        assert self.passed is not None
+        assert end_event.passed is not None
+        assert end_event.passed <= self.device.known, "the host has not waited for it"
+        return end_event.passed - self.passed
+
+
+def test_a_gpus_phases_are_measured_on_its_own_timeline() -> None:
+    device = Device()
+    stopwatch = device.stopwatch()
+    for _ in range(3):
+        for phase, milliseconds in (("data_wait", 1), ("forward_backward", 20), ("reduce", 5), ("update", 4)):
+            with stopwatch.time(phase):
+                device.work(milliseconds)
+    taken = stopwatch.take()
+    assert taken == pytest.approx({"data_wait": 0.003, "forward_backward": 0.06, "reduce": 0.015, "update": 0.012})
+    assert not any(stopwatch.take().values())
+
+
+def test_a_phase_inside_another_counts_once() -> None:
+    device = Device()
+    stopwatch = device.stopwatch()
+    for _ in range(2):
+        with stopwatch.time("forward_backward"):
+            device.work(20)
+            with stopwatch.time("reduce"):
+                device.work(6)
+    taken = stopwatch.take()
+    assert taken["forward_backward"] == pytest.approx(0.04)
+    assert taken["reduce"] == pytest.approx(0.012)
+    assert not any(stopwatch.take().values())
+
+
+def test_the_reduction_inside_a_captured_step_is_taken_out_of_the_phase_around_it() -> None:
+    device = Device()
+    stopwatch = device.stopwatch()
+    device.capturing = True
+    with stopwatch.time("reduce"):
+        device.work(6)
+    with stopwatch.time("update"):
+        device.work(4)
+    device.capturing, device.now = False, 100
+    for _ in range(2):
+        with stopwatch.time("forward_backward"):
+            device.work(20)
+        with stopwatch.time("update"):
+            device.replay()
+    expected = {"data_wait": 0, "forward_backward": 0.04, "reduce": 0.012, "update": 0.008}
+    assert stopwatch.take() == pytest.approx(expected)
+    with stopwatch.time("update"):
+        device.work(9)  # not replayed: what the last replay left says nothing of this step
+    assert stopwatch.take() == pytest.approx(dict.fromkeys(expected, 0) | {"update": 0.009})
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch sees no GPU here")
+def test_phases_of_a_cuda_graph_are_told_apart() -> None:
+    stopwatch = DeviceStopwatch()
+    matrix = torch.randn(4096, 4096, device="cuda")
+
+    def step() -> None:
+        with stopwatch.time("reduce"):
+            for _ in range(8):
+                torch.matmul(matrix, matrix)
+        with stopwatch.time("update"):
+            torch.matmul(matrix, matrix)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    stopwatch.reset()
+    for _ in range(5):
+        with stopwatch.time("update"):
+            graph.replay()
+    taken = stopwatch.take()
+    assert 4 < taken["reduce"] / taken["update"] < 16
+    assert taken["data_wait"] == taken["forward_backward"] == 0
