@@ -48,7 +48,7 @@ class Communicators:
     rail, and pieces of different places would be added. For a node that is the world it also takes the default group.
     """
 
-    everyone: dist.ProcessGroup | None
+    world: dist.ProcessGroup | None
     node: dist.ProcessGroup | None
     rail: dist.ProcessGroup | None
     world_size: int
@@ -130,7 +130,7 @@ def _group(ranks: tuple[int, ...], options: Any = None) -> dist.ProcessGroup | N
     return group
 
 
-class Lane:
+class CommunicationStream:
     """Where collectives run in order beside the computation: a stream on a GPU, a thread otherwise.
 
     On a GPU neither ``run`` nor ``join`` makes the host wait, so that both can be captured in a CUDA graph.
@@ -200,16 +200,16 @@ class Reduction:
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
         self.buckets = bucket_slices(len(flat.gradients_N), communicators.world_size, bucket_bytes)
-        self.lane = Lane(flat.gradients_N.device)
+        self.stream = CommunicationStream(flat.gradients_N.device)
         self._sums: Sums = Fp32Sums()
-        if reduce_dtype == "bf16" and communicators.everyone is not None:
+        if reduce_dtype == "bf16" and communicators.world is not None:
             longest = max(bucket.stop - bucket.start for bucket in self.buckets)
             self._sums = Bf16Sums(longest, flat.gradients_N.device)
         self._armed = False
         self._started = 0
         self._waiting: list[int] = []
         self._parameters_of: list[int] = [0] * len(self.buckets)
-        self._hooks = list(self._hook(flat)) if communicators.everyone else []
+        self._hooks = list(self._hook(flat)) if communicators.world else []
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
@@ -225,7 +225,7 @@ class Reduction:
         """Reduce what has not been started; afterwards the gradients, or with sharded this rank's pieces, are the sums."""
         self._start(len(self.buckets))
         self._started = 0
-        self.lane.join()
+        self.stream.join()
 
     def piece(self, flat_N: Tensor, bucket: slice) -> Tensor:
         """This rank's part of a bucket of a flat vector, as a view."""
@@ -240,7 +240,7 @@ class Reduction:
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that each have a piece of a bucket; None where this one has all of it."""
-        return self.communicators.everyone if self.strategy == "sharded_world" else self.communicators.node
+        return self.communicators.world if self.strategy == "sharded_world" else self.communicators.node
 
     def close(self) -> None:
         """Take the hooks off the model again."""
@@ -268,16 +268,16 @@ class Reduction:
 
     def _start(self, stop: int) -> None:
         """In order, so that all ranks start the same bucket next."""
-        if self.communicators.everyone:
+        if self.communicators.world:
             for bucket in self.buckets[self._started : stop]:
-                self.lane.run(lambda bucket=bucket: self._reduce(bucket))
+                self.stream.run(lambda bucket=bucket: self._reduce(bucket))
         self._started = stop
 
     @torch.no_grad()
     def _reduce(self, bucket: slice) -> None:
         gradients, groups, sums = self._gradients_N[bucket], self.communicators, self._sums
         if self.strategy == "flat":
-            sums.all_reduce_(gradients, groups.everyone)
+            sums.all_reduce_(gradients, groups.world)
             return
         sums.reduce_scatter_(gradients, self.shard_group)
         if self.strategy != "sharded_world":

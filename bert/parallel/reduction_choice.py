@@ -33,7 +33,7 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
     which save memory: measuring sums alone says too little of them. Along rails, each way also in-network where that is
     possible.
     """
-    if communicators.everyone is None:
+    if communicators.world is None:
         return [Way("flat")]
     strategies: tuple[Strategy, ...] = ("flat",)
     if config.reduction != "auto":
@@ -66,7 +66,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
 
 
 def _only_because(config: TrainingConfig, communicators: Communicators) -> str:
-    if communicators.everyone is None:
+    if communicators.world is None:
         return "one rank"
     if config.reduction != "auto":
         return "as set"
@@ -93,15 +93,15 @@ def measured_choice(
     for _ in range(rounds):
         times = torch.zeros(len(ways), dtype=torch.float64, device=device)
         for place, reduction in enumerate(reductions):
-            if communicators.everyone:
-                dist.barrier(group=communicators.everyone)
+            if communicators.world:
+                dist.barrier(group=communicators.world)
             begin = time.perf_counter()
             reduction.finish()
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[place] = time.perf_counter() - begin
-        if communicators.everyone:
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=communicators.everyone)
+        if communicators.world:
+            dist.all_reduce(times, dist.ReduceOp.MAX, group=communicators.world)
         best = list(map(min, best, times.tolist()))
         spent += times.sum().item()
         if spent > enough_seconds:  # the same sum, and so the same answer, everywhere

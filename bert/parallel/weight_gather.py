@@ -38,8 +38,8 @@ class WeightGather:
 
     def start(self) -> None:
         """Begin; the next forward pass waits for what it needs. Every rank must call it at the same time."""
-        lane = self._reduction.lane
-        self._arrivals = [lane.run(lambda bucket=bucket: self._gather(bucket)) for bucket in self.buckets]
+        stream = self._reduction.stream
+        self._arrivals = [stream.run(lambda bucket=bucket: self._gather(bucket)) for bucket in self.buckets]
 
     def wait(self, count: int) -> None:
         """Compute from now on with the first ``count`` buckets, if they are on their way."""
@@ -50,7 +50,7 @@ class WeightGather:
         """Compute from now on with all of them."""
         if self._arrivals:
             self._arrivals = []
-            self._reduction.lane.join()
+            self._reduction.stream.join()
 
     def _gather(self, bucket: slice) -> None:
         self._reduction.gather(self._weights_N, bucket)

@@ -39,8 +39,8 @@ def main(out: str) -> None:
     model = fresh_model()
     flat = FlatParameters.of(model, found.world_size)
     result: dict[str, Any] = {}
-    for fast in ("everyone", "rail", "in_network_rail"):
-        slow = {found.everyone, found.rail, found.in_network_rail} - {getattr(found, fast)}
+    for fast in ("world", "rail", "in_network_rail"):
+        slow = {found.world, found.rail, found.in_network_rail} - {getattr(found, fast)}
         choice = choose(training, flat, found)
         result[fast] = [""] * mesh.world_size
         dist.all_gather_object(result[fast], str(choice))

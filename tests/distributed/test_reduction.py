@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Communicators, Lane, Reduction, bucket_slices
+from bert.parallel.reduction import CommunicationStream, Communicators, Reduction, bucket_slices
 from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import shard_pieces
 from bert.recipes import tiny_cpu
@@ -119,7 +119,7 @@ def test_buckets_in_bf16_share_two_buffers() -> None:
 
 def test_the_fastest_way_is_taken_and_the_other_rail_given_back(tmp_path: Path) -> None:
     found = run_worker(tmp_path / "out.json", 4, worker="choice_worker")
-    ways = {"everyone": "flat", "rail": "hierarchical", "in_network_rail": "hierarchical in-network"}
+    ways = {"world": "flat", "rail": "hierarchical", "in_network_rail": "hierarchical in-network"}
     for fast, way in ways.items():
         assert len(set(found[fast])) == 1, "ranks agree"
         chosen, _, times = found[fast][0].rstrip(")").partition(" (")
@@ -165,8 +165,8 @@ def test_pieces_cover_the_shard_and_know_their_segment() -> None:
     assert shard_pieces((5,), [(6, 8)]) == []  # padding
 
 
-def test_a_lane_keeps_order_and_hands_on_what_went_wrong() -> None:
-    lane, order = Lane(torch.device("cpu")), []
+def test_a_stream_keeps_order_and_hands_on_what_went_wrong() -> None:
+    stream, order = CommunicationStream(torch.device("cpu")), []
     held = threading.Event()
 
     def first() -> None:
@@ -176,17 +176,17 @@ def test_a_lane_keeps_order_and_hands_on_what_went_wrong() -> None:
     def wrong() -> None:
         raise RuntimeError("a link is gone")
 
-    lane.run(first)
-    done = lane.run(lambda: order.append(2))
+    stream.run(first)
+    done = stream.run(lambda: order.append(2))
     assert order == [], "beside what is computed"
     held.set()
     done()
     assert order == [1, 2]
-    failed = lane.run(wrong)
+    failed = stream.run(wrong)
     with pytest.raises(RuntimeError, match="a link is gone"):
         failed()
     with pytest.raises(RuntimeError, match="a link is gone"):
-        lane.join()
-    lane.run(lambda: order.append(3))
-    lane.join()
+        stream.join()
+    stream.run(lambda: order.append(3))
+    stream.join()
     assert order == [1, 2, 3]

@@ -24,10 +24,8 @@ FLAT, HIERARCHICAL, SWITCHES = Way("flat"), Way("hierarchical"), Way("hierarchic
 
 
 def groups(node: bool = True, rail: bool = True, switches: bool = False) -> Communicators:
-    everyone = GROUP if node or rail else None
-    return Communicators(
-        everyone, GROUP if node else None, GROUP if rail else None, 4, GROUP if switches else None, "why"
-    )
+    world = GROUP if node or rail else None
+    return Communicators(world, GROUP if node else None, GROUP if rail else None, 4, GROUP if switches else None, "why")
 
 
 @pytest.mark.parametrize(
