@@ -121,6 +121,6 @@ def _collapse(findings: list[Finding]) -> list[Finding]:
     """One finding for all records with the same fault: the first, with the number of the others."""
     kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        kind = (finding.key, finding.mend, finding.rule, finding.severity)
+        kind = (finding.key, finding.remedy, finding.rule, finding.severity)
         kinds.setdefault(kind, []).append(finding)
     return [replace(same[0], more=len(same) - 1) for same in kinds.values()]

@@ -53,12 +53,12 @@ class Context:
 
 
 def _at(
-    record: Record, found: str, expected: str, mend: str, rule: str | None = None, severity: Severity = "error"
+    record: Record, found: str, expected: str, remedy: str, rule: str | None = None, severity: Severity = "error"
 ) -> Finding:
     known = rules.KEYS.get(record.key)
     where = rule or (known.source if known else "")
     key = record.key if known else _show(record.key)[1:-1]
-    return Finding(record.line, key, where, f"{found}; expected {expected}", mend, record.logged_at, severity)
+    return Finding(record.line, key, where, f"{found}; expected {expected}", remedy, record.logged_at, severity)
 
 
 def _show(value: Any) -> str:
@@ -82,9 +82,9 @@ PACKED = Finding(
 
 def _check_lines(context: Context) -> Iterator[Finding]:
     for problem in context.log.problems:
-        mend = "write every record from one process, whole, on a line of its own"
+        remedy = "write every record from one process, whole, on a line of its own"
         found = f"{problem.found}; expected {problem.expected}"
-        yield Finding(problem.line, "", "log format", found, mend, severity=problem.severity)
+        yield Finding(problem.line, "", "log format", found, remedy, severity=problem.severity)
     if context.log.given_up:
         found = f"{context.log.given_up}: the rest was not read"
         yield Finding(None, "", "SR Submission form", found, context.log.remedy)
@@ -103,29 +103,29 @@ def _check_chain(context: Context) -> Iterator[Finding]:
     chain = context.log.chain
     if not chain.opened and not chain.digests:
         return
-    rule, mend = "docs/compliance.md", "submit the log as the run wrote it"
+    rule, remedy = "docs/compliance.md", "submit the log as the run wrote it"
     if chain.broken:
         first, last = chain.broken
         found = f"the digest on line {last} is not that of the lines above; expected lines {first} to {last} as written"
-        yield Finding(first, "", rule, found, mend)
+        yield Finding(first, "", rule, found, remedy)
     elif not chain.digests:
         found = "no digest in a log that opens with saying that it carries them; expected one at the end at least"
-        yield Finding(1, "", rule, found, mend)
+        yield Finding(1, "", rule, found, remedy)
     elif chain.after_end:
         found = "a line below the digest at the end; expected none"
-        yield Finding(chain.after_end, "", rule, found, mend)
+        yield Finding(chain.after_end, "", rule, found, remedy)
     elif not chain.ended and not context.aborted:
         found = f"no digest at the end; expected one below line {chain.covered}: the log was cut off, or the run was"
         stop = context.log.last("run_stop")
         severity: Severity = "warning" if stop and stop.line < chain.covered else "error"
-        yield Finding(chain.covered, "", rule, found, mend, severity=severity)
+        yield Finding(chain.covered, "", rule, found, remedy, severity=severity)
 
 
 def _check_whole_run(context: Context) -> Iterator[Finding]:
     if resumed := context.log.header.get("resumed from"):
-        mend = "submit a run that was timed from its start to its end"
+        remedy = "submit a run that was timed from its start to its end"
         found = f"the run went on from a checkpoint, {_show(resumed)}; expected a run trained from run_start on"
-        yield Finding(None, "", "TR 11", found, mend)
+        yield Finding(None, "", "TR 11", found, remedy)
 
 
 def _check_presence(context: Context) -> Iterator[Finding]:
@@ -143,12 +143,12 @@ def _check_presence(context: Context) -> Iterator[Finding]:
             due = due and rule.key.replace("block", "epoch") not in present  # blocks and epochs are alternatives
         if due:
             times = "one record" if rule.once else "at least one record"
-            mend = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
+            remedy = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
             severity: Severity = "error"
             if rule.key == "seed" and not context.is_at_least_4_1:
                 severity = "warning"
             found = f"no record; expected {times}"
-            yield Finding(None, rule.key, rule.source, found, mend, severity=severity)
+            yield Finding(None, rule.key, rule.source, found, remedy, severity=severity)
 
 
 def _check_repeats(context: Context) -> Iterator[Finding]:
@@ -175,11 +175,11 @@ def _check_values(context: Context) -> Iterator[Finding]:
         alternative = rules.alternative_metadata(key, context.ruleset) or ""
         for record in records:
             if rule.value is not None and not rule.value.accepts(record.value):
-                mend, severity = "correct the value that is logged", _severity_of_value(record)
-                yield _at(record, f"value {_show(record.value)}", rule.value.wording, mend, severity=severity)
+                remedy, severity = "correct the value that is logged", _severity_of_value(record)
+                yield _at(record, f"value {_show(record.value)}", rule.value.wording, remedy, severity=severity)
             if rule.event_type != "POINT_IN_TIME" and record.event_type not in (rule.event_type, ""):
-                mend = "use the logger's start and end"
-                yield _at(record, f"event_type {record.event_type}", rule.event_type, mend, severity="warning")
+                remedy = "use the logger's start and end"
+                yield _at(record, f"event_type {record.event_type}", rule.event_type, remedy, severity="warning")
             if rules.COUNT.accepts(record.metadata.get(alternative)):
                 continue
             for name, expected in rule.metadata:
@@ -204,7 +204,7 @@ def _severity_of_value(record: Record) -> Severity:
 
 def _check_time(context: Context) -> Iterator[Finding]:
     """Times never decrease. Before run_start, only the phases themselves are held to that: several processes log there."""
-    log, mend = context.log, "log from one process with a clock that is not set back, and leave the file as written"
+    log, remedy = context.log, "log from one process with a clock that is not set back, and leave the file as written"
     start = log.first("run_start")
     run_line = start.line if start else 0
     offline = _is_evaluated_offline(log)
@@ -221,7 +221,7 @@ def _check_time(context: Context) -> Iterator[Finding]:
             else:
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
-            yield _at(record, found, expected, mend, "TR 11", "error" if is_error else "warning")
+            yield _at(record, found, expected, remedy, "TR 11", "error" if is_error else "warning")
         if latest is None or record.time_ms >= latest.time_ms or record.line == run_line:
             latest = record
         if record.key in TIMELINE:
@@ -282,7 +282,7 @@ def _has_place(key: str) -> bool:
 
 
 def _check_pairs(context: Context) -> Iterator[Finding]:
-    mend = "log the start and the stop of every interval"
+    remedy = "log the start and the stop of every interval"
     lost = _lost_keys(context.log)
     for start, stop in rules.INTERVALS.items():
         if start in TIMELINE or start not in context.log.by_key or {start, stop} & lost:
@@ -296,14 +296,14 @@ def _check_pairs(context: Context) -> Iterator[Finding]:
             if record.key == start:
                 if opened:
                     found = f"the one of line {opened.line} is still open"
-                    yield _at(record, found, f"{stop} first", mend, "TR 11", severity)
+                    yield _at(record, found, f"{stop} first", remedy, "TR 11", severity)
                 opened = record
             else:
                 if opened is None:
-                    yield _at(record, "nothing is open", f"{start} first", mend, "TR 11", severity)
+                    yield _at(record, "nothing is open", f"{start} first", remedy, "TR 11", severity)
                 opened = None
         if opened:
-            yield _at(opened, "never closed", f"{stop} after it", mend, "TR 11", severity)
+            yield _at(opened, "never closed", f"{stop} after it", remedy, "TR 11", severity)
 
 
 def _lost_keys(log: Log) -> frozenset[str]:
@@ -318,11 +318,11 @@ def _check_init_time(context: Context) -> Iterator[Finding]:
     limit = rules.init_limit_minutes(context.ruleset, context.division)
     minutes = (stop.time_ms - min(start.time_ms for start in starts)) / 60_000
     if minutes < 0:
-        mend = "log from one process with a clock that is not set back, and leave the file as written"
-        yield _at(stop, f"{-minutes:.1f} min before every init_start", "a later time", mend)
+        remedy = "log from one process with a clock that is not set back, and leave the file as written"
+        yield _at(stop, f"{-minutes:.1f} min before every init_start", "a later time", remedy)
     if minutes >= limit:
-        mend = "shorten compilation and warm-up, or start the clock sooner"
-        yield _at(stop, f"initialisation took {minutes:.1f} min", f"less than {limit} min", mend)
+        remedy = "shorten compilation and warm-up, or start the clock sooner"
+        yield _at(stop, f"initialisation took {minutes:.1f} min", f"less than {limit} min", remedy)
 
 
 def _check_evaluations(context: Context) -> Iterator[Finding]:
@@ -344,8 +344,8 @@ def _check_evaluations(context: Context) -> Iterator[Finding]:
         trained = context.integer("train_samples")
         if trained and interval and (due := round(trained / interval)) != len(samples):
             found += f", and train_samples {trained} would be after evaluation {due}"
-        mend = "log the true count; the RCP checker reads it, unless it is told to take train_samples"
-        yield _at(records[0], found, "the sequences trained so far", mend, "TR 24.6", "warning")
+        remedy = "log the true count; the RCP checker reads it, unless it is told to take train_samples"
+        yield _at(records[0], found, "the sequences trained so far", remedy, "TR 24.6", "warning")
         return
     if samples[0] == 0:
         records, samples = records[1:], samples[1:]  # the untrained model: no evaluation of the schedule
@@ -358,9 +358,9 @@ def _check_evaluations(context: Context) -> Iterator[Finding]:
         elif batch and interval and not rules.is_on_schedule(index, samples[index - 1], previous, interval, batch):
             due = rules.evaluation_samples(index, interval, batch)
             expected = f"evaluation {index} at {due}: every {interval} samples, rounded up to a whole batch"
-            mend = "evaluate on the schedule, and skip no evaluation"
+            remedy = "evaluate on the schedule, and skip no evaluation"
             severity: Severity = "warning" if regular else "error"
-            yield _at(record, f"evaluation at {samples[index - 1]} samples", expected, mend, "TR 24.4", severity)
+            yield _at(record, f"evaluation at {samples[index - 1]} samples", expected, remedy, "TR 24.4", severity)
 
 
 def _evaluations(log: Log) -> list[Record]:
@@ -408,21 +408,21 @@ def _check_fixed_settings(context: Context) -> Iterator[Finding]:
         "eval_interval_samples": rules.evaluation_interval(batch) if batch else None,
         "eval_samples": rules.EVAL_SAMPLES,
     } | rules.FIXED_SETTINGS
-    mend = "keep to the benchmark's setting, or say division open"
+    remedy = "keep to the benchmark's setting, or say division open"
     for key, expected in fixed.items():
         record = context.log.first(key)
         if not record or expected is None or record.value == expected or not rules.is_number(record.value):
             continue  # what is no number is reported with the values
-        yield _at(record, f"value {_show(record.value)} in a closed log", f"{expected}", mend)
+        yield _at(record, f"value {_show(record.value)} in a closed log", f"{expected}", remedy)
     steps = context.integer("gradient_accumulation_steps")
     if batch and steps and batch % steps:
         record = context.log.by_key["gradient_accumulation_steps"][0]
-        found, mend = f"value {steps} with a global_batch_size of {batch}", "log the steps in which a batch is taken"
-        yield _at(record, found, "a divisor of the batch size", mend, "closed_common.yaml", "warning")
+        found, remedy = f"value {steps} with a global_batch_size of {batch}", "log the steps in which a batch is taken"
+        yield _at(record, found, "a divisor of the batch size", remedy, "closed_common.yaml", "warning")
     cleared = context.log.all("cache_clear")
     if cleared and all(record.value is False for record in cleared):
-        mend = "drop the caches before each run (needs root), and log what was done"
-        yield _at(cleared[0], f"value {_show(cleared[0].value)}: caches kept", "caches dropped before the run", mend)
+        remedy = "drop the caches before each run (needs root), and log what was done"
+        yield _at(cleared[0], f"value {_show(cleared[0].value)}: caches kept", "caches dropped before the run", remedy)
 
 
 def _check_weights(context: Context) -> Iterator[Finding]:
@@ -431,7 +431,7 @@ def _check_weights(context: Context) -> Iterator[Finding]:
     if not records or context.aborted or not required:
         return
     names = rules.weight_tensors(rules.BERT_LARGE_LAYERS)
-    expected, wording, mend = set(names), f"the {len(names)} tensors, once each", "log the reference's names"
+    expected, wording, remedy = set(names), f"the {len(names)} tensors, once each", "log the reference's names"
     seen: set[str] = set()
     for record in records:
         tensor = record.metadata.get("tensor")
@@ -439,19 +439,19 @@ def _check_weights(context: Context) -> Iterator[Finding]:
             continue  # reported with the values
         if tensor not in expected or tensor in seen:
             fault = "logged again" if tensor in seen else "not a tensor of BERT-Large"
-            yield _at(record, f"{_show(tensor)}: {fault}", wording, mend)
+            yield _at(record, f"{_show(tensor)}: {fault}", wording, remedy)
         seen.add(tensor)
     missing = sorted(expected - seen)
     if missing:
-        yield _at(records[-1], f"{len(missing)} tensors missing, among them {missing[0]}", wording, mend)
+        yield _at(records[-1], f"{len(missing)} tensors missing, among them {missing[0]}", wording, remedy)
 
 
 def _check_result(context: Context) -> Iterator[Finding]:
     log = context.log
     stop, evaluations = log.last("run_stop"), _evaluations(log)
     if stop and context.aborted:
-        mend = "run again; a run that misses its target is no result"
-        yield _at(stop, "status aborted: not a valid result (aborted)", "status success", mend, "TR 11, 12")
+        remedy = "run again; a run that misses its target is no result"
+        yield _at(stop, "status aborted: not a valid result (aborted)", "status success", remedy, "TR 11, 12")
         return
     if not evaluations or not rules.FRACTION.accepts(evaluations[-1].value):
         return
@@ -459,19 +459,19 @@ def _check_result(context: Context) -> Iterator[Finding]:
     logged = log.first("quality_target")
     target = rules.QUALITY_TARGET if context.division == "closed" else logged.value if logged else None
     if rules.is_number(target) and last.value < target:
-        mend = "train to the target, or log the run as aborted"
-        yield _at(last, f"last accuracy {last.value:.5f}", f"at least the target {target:g}", mend, "TR 24.2")
+        remedy = "train to the target, or log the run as aborted"
+        yield _at(last, f"last accuracy {last.value:.5f}", f"at least the target {target:g}", remedy, "TR 24.2")
     trained, samples = log.first("train_samples"), _epoch_nums(evaluations)
     if not trained or not samples or not rules.is_number(trained.value):
         return
-    mend, batch = "log the samples at convergence", context.integer("global_batch_size")
+    remedy, batch = "log the samples at convergence", context.integer("global_batch_size")
     if trained.value < (batch or 0):
-        yield _at(trained, f"value {_show(trained.value)}", f"at least one batch of {batch}", mend, "TR 24.6")
+        yield _at(trained, f"value {_show(trained.value)}", f"at least one batch of {batch}", remedy, "TR 24.6")
     elif not _counts_no_sequences(samples, batch) and trained.value != samples[-1]:
         # Others log what they planned, or the size of the data set. Fewer than at the last evaluation cannot be.
         severity: Severity = "error" if trained.value < samples[-1] else "warning"
         expected = f"{samples[-1]}, the samples at the last evaluation (line {last.line})"
-        yield _at(trained, f"value {_show(trained.value)}", expected, mend, "TR 24.6", severity)
+        yield _at(trained, f"value {_show(trained.value)}", expected, remedy, "TR 24.6", severity)
 
 
 READABLE: tuple[Callable[[Context], Iterator[Finding]], ...] = (_check_lines,)

@@ -19,17 +19,17 @@ class Diagnosis:
         state: "fail" when the run would not start, would fail or would be no valid result; "warn" when it may be slower
             or when something could not be looked at.
         found: one sentence.
-        mend: what to do about it; "" when it is well.
+        remedy: what to do about it; "" when it is well.
     """
 
     subject: str
     state: State
     found: str
-    mend: str = ""
+    remedy: str = ""
 
     def as_dict(self) -> dict[str, str]:
         """For JSON."""
-        return {"subject": self.subject, "state": self.state, "found": self.found, "mend": self.mend}
+        return {"subject": self.subject, "state": self.state, "found": self.found, "remedy": self.remedy}
 
 
 def ok(subject: str, found: str) -> Diagnosis:
@@ -37,19 +37,19 @@ def ok(subject: str, found: str) -> Diagnosis:
     return Diagnosis(subject, "ok", found)
 
 
-def warn(subject: str, found: str, mend: str) -> Diagnosis:
+def warn(subject: str, found: str, remedy: str) -> Diagnosis:
     """The run would work, perhaps worse."""
-    return Diagnosis(subject, "warn", found, mend)
+    return Diagnosis(subject, "warn", found, remedy)
 
 
-def fail(subject: str, found: str, mend: str) -> Diagnosis:
+def fail(subject: str, found: str, remedy: str) -> Diagnosis:
     """The run would fail, or be no valid result."""
-    return Diagnosis(subject, "fail", found, mend)
+    return Diagnosis(subject, "fail", found, remedy)
 
 
-def complain(subject: str, is_fatal: bool, found: str, mend: str) -> Diagnosis:
+def complain(subject: str, is_fatal: bool, found: str, remedy: str) -> Diagnosis:
     """A `fail` where that is fatal, elsewhere a `warn`."""
-    return Diagnosis(subject, "fail" if is_fatal else "warn", found, mend)
+    return Diagnosis(subject, "fail" if is_fatal else "warn", found, remedy)
 
 
 @dataclass(frozen=True)

@@ -164,8 +164,8 @@ def _check_batch(case: _Case) -> Iterator[Diagnosis]:
     batch, steps = (plan.setting("training", name) for name in ("global_batch_size", "gradient_accumulation_steps"))
     layout = f"{plan.nodes} node(s) x {plan.ranks} rank(s) x {steps} micro-batch(es)"
     if batch % (plan.world_size * steps):
-        mend = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
-        yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", mend)
+        remedy = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
+        yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", remedy)
     else:
         each = batch // (plan.world_size * steps)
         yield ok("recipe", f"{plan.recipe}: a batch of {batch} over {layout} of {each} sequence(s)")
@@ -190,15 +190,15 @@ def _check_packages(_: _Case) -> Iterator[Diagnosis]:
     constraints = REPOSITORY / "constraints.txt"  # which an installed package is without
     pins = constraints.read_text(encoding="utf-8").split() if constraints.exists() else [f"mlperf-logging=={installed}"]
     pinned = {name: number for name, _, number in (pin.partition("==") for pin in pins)}
-    mend = "install the pinned packages: rm -r .venv, and run run_and_time.sh again"
+    remedy = "install the pinned packages: rm -r .venv, and run run_and_time.sh again"
     if not installed:
-        yield fail("mlperf-logging", "not installed, so no log can be written or checked", mend)
+        yield fail("mlperf-logging", "not installed, so no log can be written or checked", remedy)
     elif not _has_bert_rules():
         found = f"{installed} has no rules of BERT for {rules.NEWEST_RULESET}"
-        yield fail("mlperf-logging", found, mend)
+        yield fail("mlperf-logging", found, remedy)
     elif installed != pinned.get("mlperf-logging"):
         found = f"{installed}, but this repository was tested with {pinned.get('mlperf-logging')}"
-        yield warn("mlperf-logging", found, mend)
+        yield warn("mlperf-logging", found, remedy)
     else:
         yield ok("mlperf-logging", f"{installed}, with the rules of {rules.NEWEST_RULESET}")
 
@@ -211,7 +211,7 @@ def _has_bert_rules() -> bool:
 def _check_caches(case: _Case) -> Iterator[Diagnosis]:
     """Opening the switch for writing drops nothing, and is what root in a container with a read-only /proc/sys may not."""
     switch = case.host.path("/proc/sys/vm/drop_caches")
-    mend = "run as root, in a container with --privileged, or allow sudo sysctl for it (Slurm: see launch/slurm.sub)"
+    remedy = "run as root, in a container with --privileged, or allow sudo sysctl for it (Slurm: see launch/slurm.sub)"
     try:
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
@@ -220,7 +220,7 @@ def _check_caches(case: _Case) -> Iterator[Diagnosis]:
             yield ok("caches", "may be dropped by way of sudo, as launch/slurm.sub does")
             return
         found = f"may not be dropped before the run: {switch}: {error.strerror}"
-        yield complain("caches", case.plan.is_closed, found, f"{mend} (TR 6.1)")
+        yield complain("caches", case.plan.is_closed, found, f"{remedy} (TR 6.1)")
     else:
         yield ok("caches", "may be dropped before the run")
 
@@ -231,13 +231,13 @@ def _check_storage(case: _Case) -> Iterator[Diagnosis]:
         for place in (folder, *linked_elsewhere(folder)):
             storage = storage_of(place, case.host)
             if storage.durability == "memory":
-                mend = "put the data on a disk: the rules want them on durable storage, not in memory (TR 6.1)"
-                yield complain("data", case.plan.is_closed, f"{place} lies in {storage.description}", mend)
+                remedy = "put the data on a disk: the rules want them on durable storage, not in memory (TR 6.1)"
+                yield complain("data", case.plan.is_closed, f"{place} lies in {storage.description}", remedy)
             elif storage.durability == "durable":
                 yield ok("data", f"{place} lies on {storage.description}")
             else:
-                mend = "mount the data into the container from a disk of the host"
-                yield warn("data", f"{place} lies on {storage.description}", mend)
+                remedy = "mount the data into the container from a disk of the host"
+                yield warn("data", f"{place} lies on {storage.description}", remedy)
 
 
 def _check_results(case: _Case) -> Iterator[Diagnosis]:
@@ -271,8 +271,8 @@ def _check_earlier(case: _Case, results: Path) -> Iterator[Diagnosis]:
     if wanted is not None and wanted in there:
         yield fail("results", f"{folder}/result_{wanted}.txt is there already", "move it away, or set another log.run")
     elif len(there) >= target:
-        mend = "move them away (with metrics_*), or set log.system to another name"
-        yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {target}", mend)
+        remedy = "move them away (with metrics_*), or set log.system to another name"
+        yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {target}", remedy)
     elif there:
         missing = len(there) < there[-1] + 1
         gaps = "; their numbers have gaps, and the next run fills the first" if missing else ""
@@ -301,8 +301,8 @@ def _check_source(case: _Case) -> Iterator[Diagnosis]:
     elif commit := case.host.environment.get("MLPERF_BERT_COMMIT", "unknown").replace("unknown", ""):
         yield ok("source", f"an image made from commit {commit[:12]}")
     else:
-        mend = "run from a git checkout, or build the image with --build-arg REVISION"
-        yield warn("source", "which commit this is cannot be told", mend)
+        remedy = "run from a git checkout, or build the image with --build-arg REVISION"
+        yield warn("source", "which commit this is cannot be told", remedy)
 
 
 def _check_system_file(case: _Case) -> Iterator[Diagnosis]:
@@ -315,17 +315,17 @@ def _check_checkpoint(case: _Case) -> Iterator[Diagnosis]:
     path = case.checkpoint
     if path is None:
         return
-    mend = "make it again: docs/checkpoints.md"
+    remedy = "make it again: docs/checkpoints.md"
     try:
         tensors, parameters = read_safetensors_header(path)
     except ValueError as error:
-        yield fail("checkpoint", str(error), mend)
+        yield fail("checkpoint", str(error), remedy)
         return
     vocabulary, hidden = (case.plan.setting("model", name) for name in ("vocab_size", "hidden_size"))
     matrices = [tuple(shape) for shape in tensors.values() if len(shape) == 2]
     if hidden and not any(rows >= vocabulary and columns == hidden for rows, columns in matrices):
         found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {case.plan.recipe} trains"
-        yield fail("checkpoint", found, mend)
+        yield fail("checkpoint", found, remedy)
     else:
         yield ok("checkpoint", f"{path}: whole, {len(tensors)} tensors, {parameters / 1e6:.1f} million parameters")
 
@@ -378,8 +378,8 @@ def _check_dry_run(case: _Case) -> Iterator[Diagnosis]:
     output = case.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
     said = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
     if output.trouble:
-        mend = "do what it says; python -m bert.train RECIPE --dry-run asks again"
-        yield fail("dry run", (said[-1] if said else output.trouble).removeprefix("error: ")[:400], mend)
+        remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"
+        yield fail("dry run", (said[-1] if said else output.trouble).removeprefix("error: ")[:400], remedy)
     else:
         yield ok("dry run", output.text.strip().splitlines()[-1][:400])
 
@@ -450,6 +450,6 @@ def _lines(diagnosis: Diagnosis) -> Text:
     shown = Text(no_wrap=True)
     shown.append(f"{diagnosis.state:<5}", style=_COLOURS[diagnosis.state])
     shown.append(f"{diagnosis.subject:<15} ", style="bold").append(visible(diagnosis.found))
-    if diagnosis.mend:
-        shown.append(f"\n{'':20} -> {visible(diagnosis.mend)}")
+    if diagnosis.remedy:
+        shown.append(f"\n{'':20} -> {visible(diagnosis.remedy)}")
     return shown

@@ -42,7 +42,7 @@ def _faults(description: Description, plan: Plan) -> Iterator[Diagnosis]:
     fields = description.fields
     for finding in description_findings(description, NEWEST_RULESET):
         found = f"{finding.key}: {finding.sentence}" if finding.key else finding.sentence
-        yield complain("system file", finding.severity == "error", found, finding.mend)
+        yield complain("system file", finding.severity == "error", found, finding.remedy)
     division = plan.setting("log", "division")
     if division and fields.get("division") in DIVISIONS and fields["division"] != division:
         found = f"division is {fields['division']!r}, but the run's is {division!r}"

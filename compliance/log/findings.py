@@ -19,7 +19,7 @@ class Finding:
         key: key of the record, or field of the system description; "" when the fault belongs to none.
         rule: where the rule stands: "TR 24.4", "closed_bert.yaml", "SR Directory structure".
         found: one sentence: what stands there, and what was expected.
-        mend: what to do about it.
+        remedy: what to do about it.
         source: source position "file:lineno" that logged the record, where the log names it.
         severity: "error" when the log is no valid result under the rules; "warning" when it departs from their text or
             from good practice in a way that accepted submissions also do.
@@ -30,7 +30,7 @@ class Finding:
     key: str
     rule: str
     found: str
-    mend: str
+    remedy: str
     source: str | None = None
     severity: Severity = "error"
     more: int = 0
@@ -44,7 +44,7 @@ class Finding:
         where = f"line {self.line}: " if self.line else ""
         key = f"{self.key}: " if self.key else ""
         logged_at = f"; logged at {self.source}" if self.source else ""
-        return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.mend}"
+        return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -53,7 +53,7 @@ class Finding:
             "key": self.key,
             "rule": self.rule,
             "found": self.sentence,
-            "mend": self.mend,
+            "remedy": self.remedy,
             "source": self.source,
             "severity": self.severity,
         }

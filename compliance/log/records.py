@@ -281,11 +281,11 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         }
     is_plain = type(time_ms) is int and 0 <= time_ms < 2**63 and type(metadata) is dict
     if not is_plain or event_type not in EVENT_TYPES:
-        time_ms, event_type, metadata = _mend_fields(time_ms, event_type, metadata, number, problems)
+        time_ms, event_type, metadata = _corrected_fields(time_ms, event_type, metadata, number, problems)
     return Record(number, time_ms, intern(event_type), intern(key), value, metadata)
 
 
-def _mend_fields(
+def _corrected_fields(
     time_ms: Any, event_type: Any, metadata: Any, number: int, problems: list[Problem]
 ) -> tuple[int, str, dict[str, Any]]:
     """The fields as they are meant, where others' loggers write them differently; adds what is wrong with them."""

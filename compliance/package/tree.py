@@ -165,7 +165,7 @@ def _description(request: Request, division: rules.Division) -> dict[str, Any]:
     if faults:
         more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
         field = f"{faults[0].key}: " if faults[0].key else ""
-        raise ValueError(f"{path}: {field}{faults[0].found}; {faults[0].mend}{more}")
+        raise ValueError(f"{path}: {field}{faults[0].found}; {faults[0].remedy}{more}")
     for name in INDISPENSABLE_FIELDS:
         if description.text(name) is None:
             raise ValueError(f"{path}: {name} is empty: `python -m compliance system --out {path} --set {name}=...`")
@@ -240,25 +240,25 @@ def _findings(description: Mapping[str, Any], logs: list[Log], source: Source) -
     for log in logs:
         if log.last("run_stop") is None:
             found = f"{log.path.name} has no run_stop and was counted as a failed run"
-            mend = "if it is still running, wait for it and package again"
-            yield Finding(None, "run_stop", "TR 12", found, mend, severity="warning")
+            remedy = "if it is still running, wait for it and package again"
+            yield Finding(None, "run_stop", "TR 12", found, remedy, severity="warning")
     empty = [name for name in rules.MEANINGFUL_SYSTEM_FIELDS if not description[name]]
     if not description["host_processor_core_count"] and not description["host_processor_vcpu_count"]:
         empty.append("host_processor_core_count")
     if empty:
         found = f"the system description leaves {', '.join(empty)} empty, expected a meaningful answer"
-        mend = "fill them in; N/A where the system has no such thing"
-        yield Finding(None, empty[0], "SR <system_desc_id>.json metadata", found, mend, severity="warning")
+        remedy = "fill them in; N/A where the system has no such thing"
+        yield Finding(None, empty[0], "SR <system_desc_id>.json metadata", found, remedy, severity="warning")
     commits = {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}
     if source.commit and commits:
         found = f"a log was made at commit {min(commits)!a}, but the source is packaged at {source.commit!r}"
-        mend = "check out the commit of the runs and package from there"
-        yield Finding(None, "", "SR Source code requirements for replication", found, mend, severity="warning")
+        remedy = "check out the commit of the runs and package from there"
+        yield Finding(None, "", "SR Source code requirements for replication", found, remedy, severity="warning")
     if source.modified:
         found = f"{source.modified[0]} differs from its commit"
-        mend = "commit it, or package from a clean checkout: what is packaged must be what ran"
+        remedy = "commit it, or package from a clean checkout: what is packaged must be what ran"
         yield Finding(
-            None, "", "SR Source code requirements for replication", found, mend, severity="warning",
+            None, "", "SR Source code requirements for replication", found, remedy, severity="warning",
             more=len(source.modified) - 1,
         )  # fmt: skip
 

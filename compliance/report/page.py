@@ -318,7 +318,7 @@ def _findings(results: Results) -> str:
         items.append(
             f'<li class="{finding.severity}"><div class="where"><b>{finding.severity}</b> {_text(where)} '
             f"<code>{_text(finding.key)}</code></div><p>{_text(finding.sentence)}</p>"
-            f'<p class="mend">{_text(finding.mend)} <span>{_text(finding.rule + source)}</span></p></li>'
+            f'<p class="remedy">{_text(finding.remedy)} <span>{_text(finding.rule + source)}</span></p></li>'
         )
     more = f'<p class="aside">and {len(found) - MAX_FINDINGS} more</p>' if len(found) > MAX_FINDINGS else ""
     return f'<ul class="findings">{"".join(items)}</ul>{more}'

@@ -202,12 +202,12 @@ def _compare_settings(runs: Sequence[Run], division: rules.Division) -> None:
             found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
             run.object(_at(record, "TR 12", found, "keep the logs of one system and entry in a folder", severity))
     severity = "error" if division == "closed" else "warning"
-    mend = "submit runs of one configuration: run this one again"
+    remedy = "submit runs of one configuration: run this one again"
     apart = set()
     for run, record, usual in _odd_ones(runs, "global_batch_size"):
         apart.add(run.name)
         found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
-        run.object(_at(record, "TR 12; RCP checker", found, mend, severity))
+        run.object(_at(record, "TR 12; RCP checker", found, remedy, severity))
     alike = [run for run in runs if run.name not in apart]
     departures: dict[str, list[tuple[Record, Record]]] = {}
     for key in HYPERPARAMETERS:
@@ -219,7 +219,7 @@ def _compare_settings(runs: Sequence[Run], division: rules.Division) -> None:
             found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
             others = ", ".join(other.key for other, _ in found_here[1:])
             found += f"; {others} likewise" if others else ""
-            run.object(_at(record, "TR 9.1; TR 12", found, mend, severity))
+            run.object(_at(record, "TR 9.1; TR 12", found, remedy, severity))
 
 
 def _odd_ones(runs: Sequence[Run], key: str) -> Iterator[tuple[Run, Record, Record]]:
@@ -271,8 +271,8 @@ def _compare_seeds(runs: Sequence[Run], division: rules.Division, submission: Se
         record, seed, other, first = shared[0]
         where = "" if other is run else f"{other.name} "
         found = f"value {seed} was logged before, in {where}line {first.line}, expected another seed in every run"
-        mend = "run again with a seed from the clock or /dev/urandom, logged once by one process"
-        run.object(_at(record, "TR 5.1; seed checker", found, mend, severity, more=len(shared) - 1))
+        remedy = "run again with a seed from the clock or /dev/urandom, logged once by one process"
+        run.object(_at(record, "TR 5.1; seed checker", found, remedy, severity, more=len(shared) - 1))
 
 
 def _seed(record: Record) -> int | None:
@@ -292,8 +292,8 @@ def _overlaps(runs: Sequence[Run]) -> Iterator[Finding]:
     if overlaps:
         name, other = overlaps[0]
         found = f"{name} ran while {other} was running, expected one run at a time on one system"
-        mend = "say in the README that the runs shared the system, or had several"
-        yield Finding(None, "run_start", "TR 12", found, mend, severity="warning", more=len(overlaps) - 1)
+        remedy = "say in the README that the runs shared the system, or had several"
+        yield Finding(None, "run_start", "TR 12", found, remedy, severity="warning", more=len(overlaps) - 1)
 
 
 def _failed_runs(runs: Sequence[Run], answer: Answer) -> Finding:
@@ -314,18 +314,18 @@ def _failed_runs(runs: Sequence[Run], answer: Answer) -> Finding:
     else:
         found = f"{names} is no valid result: it counts as the slowest run, which is dropped, expected at most this one"
         return Finding(None, "", "TR 12", found, "keep all other runs valid", severity="warning")
-    return Finding(None, "", "TR 12", found, "mend what was found in it, or repeat the run")
+    return Finding(None, "", "TR 12", found, "correct what was found in it, or repeat the run")
 
 
 def _convergence(runs: Sequence[Run], submission: Severity, ruleset: str) -> Iterator[Finding]:
     batch = runs[0].records["global_batch_size"].value
     prospect = outlook([run.samples for run in runs], batch, ruleset)
-    mend = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
+    remedy = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
     if prospect.verdict == "fail":
-        yield Finding(None, "eval_accuracy", "TR 13; RCP checker", prospect.sentence, mend)
+        yield Finding(None, "eval_accuracy", "TR 13; RCP checker", prospect.sentence, remedy)
     elif prospect.verdict == "no reference":
-        mend = "submit reference runs at this batch size, or choose a smaller one"
-        yield Finding(None, "global_batch_size", "TR 13; RCP checker", prospect.sentence, mend, severity=submission)
+        remedy = "submit reference runs at this batch size, or choose a smaller one"
+        yield Finding(None, "global_batch_size", "TR 13; RCP checker", prospect.sentence, remedy, severity=submission)
 
 
 def _check_description(path: Path, runs: Sequence[Run], answer: Answer, ruleset: str) -> Verdict:
@@ -357,9 +357,9 @@ def _against_logs(description: Description, runs: Sequence[Run]) -> Iterator[Fin
         if name == "status" and (said not in LOGGED_STATUS or described not in rules.SYSTEM_STATUSES):
             continue
         found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
-        mend = f"correct {name}, or the setting that is logged as {key}"
+        remedy = f"correct {name}, or the setting that is logged as {key}"
         rule = "SR System description; TR 4" if name == "division" else "SR System description"
-        yield Finding(description.lines.get(name), name, rule, found, mend, severity=severity)
+        yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
 
 
 def _usual_text(runs: Sequence[Run], key: str) -> str | None:
@@ -374,5 +374,5 @@ def _alike(described: str, said: str) -> bool:
     return one in other or other in one
 
 
-def _at(record: Record, rule: str, found: str, mend: str, severity: Severity = "error", more: int = 0) -> Finding:
-    return Finding(record.line, record.key, rule, found, mend, record.logged_at, severity, more)
+def _at(record: Record, rule: str, found: str, remedy: str, severity: Severity = "error", more: int = 0) -> Finding:
+    return Finding(record.line, record.key, rule, found, remedy, record.logged_at, severity, more)

@@ -151,7 +151,7 @@ def test_json_is_exactly_as_documented(tmp_path: Path, closed_log: str) -> None:
         "key": "seed",
         "rule": "seed checker of the package checker; TR 5.1",
         "found": "value null; expected an integer",
-        "mend": "correct the value that is logged",
+        "remedy": "correct the value that is logged",
         "severity": "error",
     }
 
@@ -342,4 +342,4 @@ def test_a_log_beyond_all_bounds_gets_one_clear_finding(
     assert (verdict.official, verdict.ours) == ("fail", "fail")
     (finding,) = verdict.findings
     assert (finding.found, finding.rule) == (words, "SR Submission form")
-    assert "telemetry" in finding.mend
+    assert "telemetry" in finding.remedy

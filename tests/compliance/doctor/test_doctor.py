@@ -199,7 +199,7 @@ def test_data_that_are_damaged(tmp_path: Path, output: Output, words: str) -> No
 
 def test_data_that_are_not_there(tmp_path: Path) -> None:
     found = about("data", examine(Request("h100_1x8"), host(tmp_path)))
-    assert [(one.state, one.mend) for one in found] == [("fail", "make the data: docs/data.md")] * 2
+    assert [(one.state, one.remedy) for one in found] == [("fail", "make the data: docs/data.md")] * 2
 
 
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
@@ -469,7 +469,7 @@ def test_a_description_that_is_not(tmp_path: Path, changes: dict[str, Any], stat
     (one,) = described(tmp_path, changes)
     assert (one.subject, one.state) == ("system file", state)
     assert words in one.found
-    assert one.mend
+    assert one.remedy
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '"x"', "[" * 100_000])
@@ -492,7 +492,7 @@ def test_a_bare_machine_is_looked_at_without_a_crash(tmp_path: Path) -> None:
         machine = fake_host(tmp_path, answers={"bert.recipes": recipe()})
         found = list(examine(Request(name), machine))
         assert len(found) > 8
-        assert all(one.subject and one.found and bool(one.mend) == (one.state != "ok") for one in found)
+        assert all(one.subject and one.found and bool(one.remedy) == (one.state != "ok") for one in found)
 
 
 def test_tools_that_hang_or_fail_cost_no_more_than_their_line(tmp_path: Path) -> None:
@@ -517,7 +517,7 @@ def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_in_text_and_json() -> None:
     done = run_doctor("--json")
     entries = json.loads(done.stdout)
-    assert {frozenset(entry) for entry in entries} == {frozenset(("subject", "state", "found", "mend"))}
+    assert {frozenset(entry) for entry in entries} == {frozenset(("subject", "state", "found", "remedy"))}
     assert done.returncode == any(entry["state"] == "fail" for entry in entries)
     done = run_doctor("--recipe", "h100_8x8", "--quick")
     assert done.returncode == 1

@@ -42,7 +42,7 @@ def bad(diagnoses: Iterable[Diagnosis]) -> list[tuple[str, str]]:
     """(state, subject) of what is not ok; each of those must say what to do, and each that is ok must not."""
     found = list(diagnoses)
     assert found
-    assert all(bool(one.mend) == (one.state != "ok") for one in found), found
+    assert all(bool(one.remedy) == (one.state != "ok") for one in found), found
     return [(one.state, one.subject) for one in found if one.state != "ok"]
 
 

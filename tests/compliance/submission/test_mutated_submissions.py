@@ -1,4 +1,4 @@
-"""Submissions with one fault each: the check must say that one, where it is, under which rule, and how to mend it."""
+"""Submissions with one fault each: the check must say that one, where it is, under which rule, and its remedy."""
 
 # ruff: noqa: E501 - the cases are a table, a row each
 
@@ -46,7 +46,7 @@ class Case:
     Attributes:
         where: file or folder of the finding, "." for the submission.
         key, severity: of the finding.
-        rule, found, mend: parts of its texts.
+        rule, found, remedy: parts of its texts.
         accepted: whether the check as a whole passes all the same.
     """
 
@@ -56,7 +56,7 @@ class Case:
     key: str
     rule: str
     found: str
-    mend: str
+    remedy: str
     severity: str = "error"
     accepted: bool = False
 
@@ -428,8 +428,8 @@ def test_one_fault_gets_one_clear_message(root: Path, case: Case) -> None:
     assert case.rule in finding.rule
     assert case.found in finding.found
     assert "expected" in finding.found or "reference" in finding.found
-    assert finding.mend
-    assert case.mend in finding.mend
+    assert finding.remedy
+    assert case.remedy in finding.remedy
     assert submission.accepted(verdicts) is case.accepted
 
 
@@ -452,7 +452,7 @@ def test_a_log_that_is_not_as_the_run_wrote_it(originals: Path, root: Path, name
     verdicts = submission.check_paths([root], "5.0.0")
     broken = [finding for where, finding in findings_of(verdicts, root) if where == LOG and "digest" in finding.found]
     assert [finding.line for finding in broken] == [before + 2]  # the first line that the broken digest covers
-    assert "as the run wrote it" in broken[0].mend
+    assert "as the run wrote it" in broken[0].remedy
     assert not submission.accepted(verdicts)
 
 
@@ -492,7 +492,7 @@ def test_every_required_key_is_missed(tmp_path: Path, log_lines: Lines, key: str
     [finding] = of_key(tmp_path / "result_0.txt", lines, key)
     assert (finding.line, finding.severity) == (None, "error")
     assert "no record" in finding.found
-    assert key in finding.mend
+    assert key in finding.remedy
 
 
 @pytest.mark.parametrize("key", ONCE)
@@ -503,7 +503,7 @@ def test_every_single_key_is_doubled(tmp_path: Path, log_lines: Lines, key: str)
     [finding] = of_key(tmp_path / "result_0.txt", lines, key)
     assert finding.line == index + 2
     assert f"line {index + 1}" in finding.found
-    assert "once" in finding.mend
+    assert "once" in finding.remedy
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG)
@@ -514,7 +514,7 @@ def test_every_value_has_its_type(tmp_path: Path, log_lines: Lines, key: str, va
     found = of_key(tmp_path / "result_0.txt", lines, key)
     assert {finding.line for finding in found} == {index + 1}, found
     assert value == -1.5 or found[0].severity == "error"  # some accepted logs hold odd numbers
-    assert all(finding.mend for finding in found)
+    assert all(finding.remedy for finding in found)
 
 
 # The official tools themselves
