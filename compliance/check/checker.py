@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from compliance.check.checks import CHECKS, READABLE, TIMELINE, Context
+from compliance.check.checks import CHECKS, READABLE
+from compliance.check.grades import TIMELINE, Context
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import MAX_LINE_BYTES, Log, read_log
@@ -53,12 +54,7 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
         ValueError: no such ruleset, or the official checker is not installed.
     """
     rules.check_ruleset(ruleset)
-    stop = log.last("run_stop")
-    status = stop.metadata.get("status") if stop else None
-    named = log.first("submission_division")
-    # A division in the wrong case is a finding of its own; the other rules then follow what was meant.
-    division: rules.Division = "open" if named and str(named.value).lower() == "open" else "closed"
-    context = Context(log, ruleset, division, aborted=status == "aborted")
+    context = Context(log, ruleset)
     # Of a log that was given up, most would complain of what was not read.
     own = [finding for check in (READABLE if log.given_up else CHECKS) for finding in check(context)]
     opinion = _official_opinion(log, ruleset)
@@ -68,8 +64,8 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
         ruleset=ruleset,
         official=opinion.outcome,
         findings=tuple(sorted(_collapse(findings), key=lambda finding: finding.line or 0)),
-        division=str(named.value) if named else None,
-        status=str(status) if status is not None else None,
+        division=str(named.value) if (named := log.first("submission_division")) else None,
+        status=None if context.run.status is None else str(context.run.status),
     )
     return verdict, opinion
 

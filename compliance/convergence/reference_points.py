@@ -21,7 +21,7 @@ from importlib.resources import files
 from typing import Literal
 
 from compliance.log import rules
-from compliance.log.records import Log
+from compliance.log.schedule import Schedule, evaluation_interval
 from compliance.package.selection import olympic_mean
 
 Origin = Literal["exact", "interpolated", "smallest"]
@@ -299,25 +299,6 @@ def _t_between(t: float, degrees_of_freedom: int) -> float:
     return (angle + sine * total) * 2 / math.pi if odd else sine * total
 
 
-def converged_samples(log: Log, *, from_train_samples: bool = False) -> int | None:
-    """Sequences to the target as the official checker reads them: `epoch_num` of the last eval_accuracy (TR 24.6).
-
-    Args:
-        from_train_samples: read `train_samples` instead (TR 14): for logs whose `epoch_num` is a placeholder.
-
-    Returns:
-        None for a run that did not end with status success, or does not say how far it came.
-    """
-    stop = log.last("run_stop")
-    if stop is None or stop.metadata.get("status") != "success":
-        return None
-    records = log.all("train_samples" if from_train_samples else "eval_accuracy")
-    before = [record for record in records if from_train_samples or record.line < stop.line]
-    count = (before[-1].value if from_train_samples else before[-1].metadata.get("epoch_num")) if before else None
-    samples = round(count) if rules.is_number(count) else 0
-    return samples if samples > 0 and rules.is_integer(samples) else None
-
-
 def outlook(
     samples: Sequence[int | None],
     global_batch_size: int,
@@ -382,7 +363,7 @@ def _needed(found: Reference, values: list[float], runs: int) -> Needed:
 
 def _evaluation(found: Reference, index: int) -> Evaluation:
     batch = found.global_batch_size
-    return Evaluation(index, rules.evaluation_samples(index, rules.evaluation_interval(batch), batch))
+    return Evaluation(index, Schedule(evaluation_interval(batch), batch).samples(index))
 
 
 def _first_evaluation(found: Reference, values: list[float], remaining: int, bound: float) -> Evaluation | None:

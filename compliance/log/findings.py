@@ -119,7 +119,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def shown(value: object, limit: int = 60) -> str:
-    """A value of a file, for a message: escaped, and short."""
-    text = ascii(value)
+def shown(value: object, limit: int = 80) -> str:
+    """A value of a file, for a message: what steers a terminal is escaped, and it is short."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    text = ascii(value[:limit]) if isinstance(value, str) else ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

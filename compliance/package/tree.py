@@ -26,8 +26,8 @@ from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES, PARTIAL, sync
 from compliance.check.checker import check_log
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook, converged_samples, outlook
-from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs, started_ms_of
+from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook, outlook
+from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log
@@ -83,13 +83,11 @@ class SubmittedRun:
 
     Attributes:
         minutes: time to train; infinite when the run is no valid result.
-        samples: sequences to the target, as the RCP checker reads them; None when the run does not say that it got there.
     """
 
     name: str
     log: Log
     minutes: float
-    samples: int | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,9 @@ def make_package(request: Request) -> Package:
     description = _description(request, division)
     _refuse_unsuitable(logs)
     chosen, selection = _choose(logs, request.ruleset)
-    ahead = outlook([run.samples for run in chosen], batch_size_of(logs), request.ruleset, division=division)
+    ahead = outlook(
+        [run.log.run.converged_samples() for run in chosen], batch_size_of(logs), request.ruleset, division=division
+    )
     scaling = ahead.scaling if ahead.verdict == "scaled" else 1.0
     source = tracked_source()
     package = Package(
@@ -180,7 +180,7 @@ def _description(request: Request, division: rules.Division) -> dict[str, Any]:
 
 def _refuse_unsuitable(logs: list[Log]) -> None:
     folder = logs[0].path.parent
-    ended = [log for log in logs if log.last("run_stop")]
+    ended = [log for log in logs if log.run.is_ended]
     if len(ended) < SUBMISSION_RUNS:
         running = f", and {len(logs) - len(ended)} without an end" if len(ended) < len(logs) else ""
         raise ValueError(
@@ -198,9 +198,9 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
             raise ValueError(
                 f"{log.path} is a copy of {same.name}, expected a run of its own: remove the copy and run again"
             )
-        if "resumed from" in log.header:
+        if log.run.resumed_from is not None:
             raise ValueError(
-                f"{log.path}: the run was resumed from {log.header['resumed from']!a}, so its clock did not run all the "
+                f"{log.path}: the run was resumed from {log.run.resumed_from!a}, so its clock did not run all the "
                 "time (TR 11): no run of a submission; move the log away and run again"
             )
 
@@ -208,7 +208,7 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
 def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Selection]:
     verdicts = [check_log(log, ruleset) for log in logs]
     times = [minutes_of(log) if verdict.passed else FAILED for log, verdict in zip(logs, verdicts, strict=True)]
-    selection = select([started_ms_of(log) for log in logs], times, SUBMISSION_RUNS)
+    selection = select([log.run.start_ms or 0 for log in logs], times, SUBMISSION_RUNS)
     failed = [verdict for verdict in verdicts if not verdict.passed]
     if selection.score == FAILED:
         named = "; ".join(f"{verdict.path.name}: {_why(verdict)}" for verdict in failed)
@@ -223,8 +223,7 @@ def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Se
                 "the log away and run again"
             )
     chosen = [
-        SubmittedRun(f"result_{number}.txt", logs[run], times[run], converged_samples(logs[run]))
-        for number, run in enumerate(selection.chosen)
+        SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in enumerate(selection.chosen)
     ]
     return tuple(chosen), selection
 
@@ -238,7 +237,7 @@ def _why(verdict: Verdict) -> str:
 
 def _findings(description: Mapping[str, Any], logs: list[Log], source: Source) -> Iterator[Finding]:
     for log in logs:
-        if log.last("run_stop") is None:
+        if not log.run.is_ended:
             found = f"{log.path.name} has no run_stop and was counted as a failed run"
             remedy = "if it is still running, wait for it and package again"
             yield Finding(None, "run_stop", "TR 12", found, remedy, severity="warning")
@@ -347,7 +346,7 @@ def _configuration(package: Package) -> dict[str, Any]:
     configuration = {key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")}
     head = {key: value for key, value in header.items() if not key.startswith(("config.", "seed"))}
     settings = {
-        key: package.runs[0].log.first(key)
+        key: package.runs[0].log.run.first.get(key)
         for key, rule in rules.KEYS.items()
         if rule.phases == ("init",) and rule.once and key not in ("seed", "init_stop")
     }
@@ -420,10 +419,11 @@ under `docs/` of the implementation.
 
 
 def _row(run: SubmittedRun) -> str:
-    record = run.log.first("seed")
-    seed = str(record.value) if record and rules.is_integer(record.value) else ""
+    said = run.log.run
+    seed = "" if said.seed is None else str(said.seed)
     minutes = f"{run.minutes:.4f}" if run.minutes < FAILED else "no valid result"
-    samples = f"{run.samples:,}" if run.samples else ""
+    reached = said.converged_samples()
+    samples = f"{reached:,}" if reached else ""
     return f"| {run.name} | {run.log.path.name} | {seed} | {minutes} | {samples} |"
 
 

@@ -29,7 +29,7 @@ from compliance.artefact import MAX_FILE_BYTES, open_regular
 from compliance.convergence.reference_points import SUBMISSION_RUNS, Reference, outlook, reference
 from compliance.log import rules
 from compliance.log.forecast import Forecast, forecast
-from compliance.log.records import parse_line
+from compliance.log.record import parse_line
 from compliance.watch.follow import Follower
 from compliance.watch.running import RunningLog
 from console.text import visible
@@ -57,7 +57,7 @@ class Sibling:
     """
 
     name: str
-    seeds: frozenset[int]
+    seed: int | None
     global_batch_size: int | None
     is_done: bool
     samples: int | None
@@ -127,9 +127,9 @@ class Watch:
             return
         others = {path: time_s for path, time_s in results_in(self.path.parent).items() if path.name != self.path.name}
         self.siblings = [_sibling(path, time_s) for path, time_s in others.items()]
-        seed = self.run.settings.get("seed")
+        seed = self.run.seed
         for sibling in self.siblings:
-            if rules.is_integer(seed) and seed in sibling.seeds:
+            if seed is not None and seed == sibling.seed:
                 text = f"seed {seed} is that of {sibling.name} too: seeds may not be chosen twice (TR 5.1)"
                 self.run.complaints.setdefault(text)
         size = self.log.bytes_read
@@ -221,15 +221,11 @@ def results_in(folder: Path) -> dict[Path, float]:
 @lru_cache(maxsize=256)
 def _sibling(path: Path, _written: float) -> Sibling:
     """What another log says about its seed and its end, read once unless it changes; an unreadable one says nothing."""
-    run, seeds = RunningLog(), set[int]()
+    run = RunningLog()
     with Follower(path) as follower:
         for line in follower.lines():
             run.take(line)
-    seed = run.settings.get("seed")
-    if rules.is_integer(seed):
-        seeds.add(seed)
-    samples = run.evaluations[-1].samples if run.status == "success" and run.evaluations else None
-    return Sibling(path.name, frozenset(seeds), run.global_batch_size, run.phase == "done", samples)
+    return Sibling(path.name, run.seed, run.global_batch_size, run.is_ended, run.converged_samples())
 
 
 def is_finished(path: Path) -> bool:

@@ -14,7 +14,7 @@ from compliance.check import checks
 from compliance.check.checker import check_file, check_files
 from compliance.log import records as log_module
 from compliance.log import rules
-from compliance.log.records import TOKEN
+from compliance.log.record import TOKEN
 from compliance.official import checker as official
 from compliance.report import summary
 from compliance.report.page import render

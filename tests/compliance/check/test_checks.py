@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compliance.check.checker import check_file
-from compliance.log.records import TOKEN
+from compliance.log.record import TOKEN
 from tests.compliance.log_edits import (
     delete,
     edit,

@@ -14,7 +14,8 @@ import pytest
 from compliance.check.checker import check_file
 from compliance.convergence.standing import standing
 from compliance.log import file as log_file
-from compliance.log.records import TOKEN, read_log
+from compliance.log.record import TOKEN
+from compliance.log.records import read_log
 from compliance.report.results import load_results
 from compliance.submission.check import check_paths
 from tests.compliance import run_logs

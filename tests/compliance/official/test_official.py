@@ -10,7 +10,8 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.compliance_checker.mlp_parser import ruleset_300, ruleset_500
 
 from compliance.log import rules
-from compliance.log.records import TOKEN, read_log
+from compliance.log.record import TOKEN
+from compliance.log.records import read_log
 from compliance.official import checker as official
 from compliance.official import checker_worker as official_worker
 from compliance.official.checker import opinion

@@ -19,6 +19,7 @@ import pytest
 from compliance.check.checker import check_file
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
+from compliance.log.schedule import evaluation_interval
 from compliance.official import package as official_package
 from compliance.official.package import Answer
 from compliance.submission import check as submission
@@ -78,16 +79,16 @@ def root(originals: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def remembered() -> dict[tuple[str, str], submission.Run]:
+def remembered() -> dict[tuple[str, str], submission.FolderRun]:
     return {}
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, remembered: dict[tuple[str, str], submission.Run]) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, remembered: dict[tuple[str, str], submission.FolderRun]) -> None:
     """Logs that have been checked are not checked again, and the official package tools are not asked."""
     read_run = submission._read_run
 
-    def read_once(path: Path, ruleset: str) -> submission.Run:
+    def read_once(path: Path, ruleset: str) -> submission.FolderRun:
         key = (hashlib.sha256(path.read_bytes()).hexdigest(), ruleset)
         if key not in remembered:
             remembered[key] = read_run(path, ruleset)
@@ -326,7 +327,7 @@ def chained(change: Callable[[Lines], int | None], originals: Path, root: Path) 
 
 EVALUATION = ("eval_start", "eval_accuracy", "eval_stop")
 SOURCE = "benchmarks/bert/implementations/pytorch"
-LARGE_BATCH = {"global_batch_size": 20480, "eval_interval_samples": rules.evaluation_interval(20480)}
+LARGE_BATCH = {"global_batch_size": 20480, "eval_interval_samples": evaluation_interval(20480)}
 STATUS_WORDS = "Research, Development, or Internal"
 
 

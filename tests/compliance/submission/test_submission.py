@@ -13,6 +13,8 @@ from mlperf_logging.compliance_checker import mlp_compliance
 
 from compliance.__main__ import app
 from compliance.log.findings import Finding, Severity, Verdict
+from compliance.log.record import Record
+from compliance.log.run import LoggedRun
 from compliance.official import package as official_package
 from compliance.official.package import Answer
 from compliance.report.page import render
@@ -348,6 +350,13 @@ def test_a_log_of_another_batch_size_has_settings_of_its_own(bare: Path) -> None
     assert found == ["global_batch_size"]
 
 
+def timed(start_ms: int, stop_ms: int) -> LoggedRun:
+    run = LoggedRun()
+    run.add(Record(1, start_ms, "INTERVAL_START", "run_start", None, {}))
+    run.add(Record(2, stop_ms, "INTERVAL_END", "run_stop", None, {"status": "success"}))
+    return run
+
+
 @pytest.mark.parametrize(
     ("intervals", "overlaps"),
     [
@@ -360,7 +369,7 @@ def test_a_log_of_another_batch_size_has_settings_of_its_own(bare: Path) -> None
     ],
 )
 def test_runs_one_after_the_other_do_not_overlap(intervals: list[tuple[int, int]], overlaps: int) -> None:
-    runs = [submission.Run(passing(number), {}, (), interval, None) for number, interval in enumerate(intervals)]
+    runs = [submission.FolderRun(passing(number), timed(*interval)) for number, interval in enumerate(intervals)]
     found = [*submission._overlaps(runs)]
     assert sum(1 + finding.more for finding in found) == overlaps
 
