@@ -108,19 +108,16 @@ def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iter
     if rule.value is not None and not rule.value.accepts(record.value):
         remedy = "correct the value that is logged"
         yield Violation("value", key, f"value {shown(record.value)}", rule.value.wording, remedy, rule.source)
-    if not rule.metadata or (ruleset and rules.COUNT.accepts(metadata.get(_alternative(key, ruleset)))):
+    wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
+    if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
         return
-    for name, wanted in rule.metadata:
+    for name, wanted in wrong:
         expected = f"{name}: {wanted.wording}"
         if name not in metadata:
             yield Violation("metadata", key, f"no metadata {name}", expected, f"log {name} with it", rule.source)
-        elif not wanted.accepts(metadata[name]):
+        else:
             found = f"metadata {name} is {shown(metadata[name])}"
             yield Violation("metadata", key, found, expected, f"correct {name}", rule.source)
-
-
-def _alternative(key: str, ruleset: str) -> str:
-    return rules.alternative_metadata(key, ruleset) or ""
 
 
 def _unpaired(run: LoggedRun, record: Record) -> Iterator[Violation]:
