@@ -16,6 +16,7 @@ from compliance.log.findings import Finding, Severity, Verdict
 from compliance.log.record import Record
 from compliance.log.run import LoggedRun
 from compliance.official import package as official_package
+from compliance.official import process
 from compliance.official.package import Answer
 from compliance.report.page import render
 from compliance.report.results import load_results
@@ -440,14 +441,15 @@ def test_a_log_cannot_have_the_package_checker_run_code(root: Path, tmp_path: Pa
 def test_a_worker_that_dies_is_a_failure(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [folder] = find(root).benchmarks
     broken = tmp_path / "python"
-    broken.write_text(
-        '#!/bin/sh\necho \'{"passed": true, "messages": []}\'\necho half\n'.replace("echo half", "printf half")
-    )
+    broken.write_text("#!/bin/sh\nread request\nprintf half\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(official_package.sys, "executable", str(broken))
+    process.the_worker().end()
+    monkeypatch.setattr(process.sys, "executable", str(broken))
     [first], [second], third = official_package.ask([(folder, "closed")], [folder.description], root, "5.0.0")
+    assert first == second == third == Answer("fail", "the official checker ended without a verdict")
+    monkeypatch.undo()
+    [first], _, _ = official_package.ask([(folder, "closed")], [], None, "5.0.0")
     assert first == Answer("pass")
-    assert second == third == Answer("fail", "it ended without a verdict")
 
 
 def test_an_objection_without_a_reason_of_ours_is_passed_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
