@@ -208,7 +208,8 @@ def doctor(
         quick: Do not read the data through.
         json: Print all as one JSON document.
     """
-    from compliance.doctor.examination import Request, print_examination
+    from compliance.doctor.examination import print_examination
+    from compliance.doctor.plan import Request
 
     return print_examination(Request(recipe, data, checkpoint, system, results, nodes, quick), as_json=json)
 

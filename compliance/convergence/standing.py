@@ -6,12 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from compliance.convergence.reference_points import (
-    SUBMISSION_RUNS,
-    Outlook,
-    describe_origin,
-    outlook,
-)
+from compliance.convergence.outlook import Outlook, outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS, describe_origin
 from compliance.log import rules
 from compliance.log.records import Log, read_log
 from compliance.package.selection import FAILED, select

@@ -13,7 +13,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +23,9 @@ from rich.text import Text
 
 from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
-from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, shape_in_name, warn
+from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.host import REPOSITORY, Host
+from compliance.doctor.plan import Plan, Request, make_plan
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
@@ -33,7 +34,6 @@ from compliance.log import rules
 from console.program import say, say_json
 from console.text import visible
 
-RECIPE_TIMEOUT_S = 60.0
 DRY_RUN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 3600.0
 
@@ -42,27 +42,6 @@ RESULTS_BYTES = 2**30
 
 CHECKPOINT_HEADER_BYTES = 100 * 2**20
 """Largest header of a safetensors file (its format's own limit)."""
-
-_ASK_RECIPE = """
-import json, sys
-from dataclasses import asdict
-from bert.recipes import RECIPES
-name = sys.argv[1]
-print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES), default=str))
-"""
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be looked at; None stands for what the recipe says."""
-
-    recipe: str = ""
-    data: Path | None = None
-    checkpoint: Path | None = None
-    system: Path | None = None
-    results: Path | None = None
-    nodes: int | None = None
-    quick: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,35 +104,6 @@ def examine(request: Request, host: Host | None = None) -> Iterator[Diagnosis]:
     case = _Case(request, plan, host, found, ask_pytorch(host) if plan.on_gpus else {})
     for check in _CHECKS:
         yield from check(case)
-
-
-def make_plan(request: Request, host: Host, gpus_here: int) -> Plan:
-    """The run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
-    if request.nodes is not None and request.nodes < 1:
-        raise ValueError(f"--nodes is {request.nodes}, expected at least 1")
-    shape = shape_in_name(request.recipe)
-    nodes = request.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
-    if not request.recipe:
-        return Plan(nodes=nodes, ranks=max(1, gpus_here))
-    output = host.python("-c", _ASK_RECIPE, request.recipe, timeout_s=RECIPE_TIMEOUT_S)
-    try:
-        config = json.loads(output.answer)
-    except (ValueError, RecursionError):
-        said = output.errors.strip().splitlines()[-1:] or [output.trouble]
-        raise ValueError(f"the recipes cannot be read: {said[0][:200]}; install the packages (rm -r .venv)") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"unknown recipe {request.recipe!r}: expected one of {', '.join(map(str, config))}")
-    plan = Plan(request.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
-    cores = len(os.sched_getaffinity(0))
-    per_node = (
-        shape[1] if shape else gpus_here if plan.on_gpus else 2 if request.recipe == "tiny_cpu" and cores > 1 else 1
-    )
-    return replace(plan, ranks=max(1, _count(host, "NPROC") or per_node))
-
-
-def _count(host: Host, variable: str) -> int | None:
-    text = host.environment.get(variable, "")
-    return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _check_batch(case: _Case) -> Iterator[Diagnosis]:

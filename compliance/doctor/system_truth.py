@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, warn
+from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.host import Host
+from compliance.doctor.plan import Plan
 from compliance.doctor.system import describe
 from compliance.log.rules import DIVISIONS, NEWEST_RULESET
 from compliance.submission.description import Description, description_findings, read_description

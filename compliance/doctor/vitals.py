@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from compliance.doctor import gpus as nvidia
-from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, shape_in_name, warn
+from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.gpus import Gpu, Gpus
 from compliance.doctor.host import Host
+from compliance.doctor.plan import Plan, shape_in_name
 from compliance.doctor.system import adapter_ports
 
 GIB = 2**30

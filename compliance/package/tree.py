@@ -26,7 +26,8 @@ from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES, PARTIAL, sync
 from compliance.check.checker import check_log
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook, outlook
+from compliance.convergence.outlook import Outlook, outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict

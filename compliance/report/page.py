@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Literal
 
 from compliance.artefact import write_whole
-from compliance.convergence.reference_points import Outlook, Reference
+from compliance.convergence.outlook import Outlook
+from compliance.convergence.reference_points import Reference
 from compliance.log.rules import NEWEST_RULESET, NOT_A_RESULT
 from compliance.report import Format
 from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count, stacked_chart

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from compliance.check.checker import check_log
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook, outlook
+from compliance.convergence.outlook import Outlook, outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log, read_log

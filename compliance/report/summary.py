@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook
+from compliance.convergence.outlook import Outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log.rules import NOT_A_RESULT
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown

@@ -15,7 +15,8 @@ from typing import Any
 
 from compliance.check.checker import check_file, check_log
 from compliance.check.checks import PACKED
-from compliance.convergence.reference_points import SUBMISSION_RUNS, outlook
+from compliance.convergence.outlook import outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log import rules
 from compliance.log.file import STDIN
 from compliance.log.findings import Finding, Severity, Verdict, shown

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlperf_logging.rcp_checker import rcp_checker
 
+from compliance.convergence.outlook import outlook
 from compliance.convergence.reference_points import (
-    outlook,
     points,
     pruned,
     reference,

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from compliance.doctor import examination as doctor
-from compliance.doctor.diagnosis import Diagnosis, Plan, shape_in_name
-from compliance.doctor.examination import Request, examine, make_plan, read_safetensors_header
+from compliance.doctor.diagnosis import Diagnosis
+from compliance.doctor.examination import examine, read_safetensors_header
 from compliance.doctor.host import Host, Output
+from compliance.doctor.plan import Plan, Request, make_plan, shape_in_name
 from compliance.doctor.system import describe
 from compliance.doctor.system_file import write
 from compliance.doctor.system_truth import compare

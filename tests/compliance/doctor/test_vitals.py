@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from compliance.doctor import gpus, vitals
-from compliance.doctor.diagnosis import Diagnosis, Plan
+from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import Host, Output
+from compliance.doctor.plan import Plan
 from compliance.doctor.vitals import ClockReading
 from tests.compliance.doctor import fake_host as fake
 from tests.compliance.doctor.fake_host import fake_host

@@ -3,7 +3,7 @@ import pytest
 from compliance.convergence.reference_points import reference
 from compliance.log.forecast import Forecast, forecast, reach
 from compliance.log.schedule import Schedule, evaluation_interval
-from compliance.watch.screen import Watch
+from compliance.watch.watched import Watch
 from tests.conftest import REPOSITORY
 
 # Accuracies of published closed logs from the first evaluation to the one that reached the target.

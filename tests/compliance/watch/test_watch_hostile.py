@@ -17,7 +17,8 @@ from rich.console import Console
 from compliance.log.forecast import MAX_SAMPLES, reach
 from compliance.watch import follow, running
 from compliance.watch.running import RunningLog
-from compliance.watch.screen import Watch, choose, panel, results_in
+from compliance.watch.screen import panel
+from compliance.watch.watched import Watch, choose, results_in
 from tests.compliance import run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
 from tests.conftest import REPOSITORY
@@ -217,7 +218,7 @@ def test_what_is_named_and_no_file_is_refused(kind: str, tmp_path: Path) -> None
 
 
 def test_of_many_logs_the_newest_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compliance.watch.screen.MAX_LOGS", 3)
+    monkeypatch.setattr("compliance.watch.watched.MAX_LOGS", 3)
     for number in range(6):
         path = tmp_path / f"result_{number}.txt"
         path.write_text("")
