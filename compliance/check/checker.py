@@ -5,7 +5,7 @@ What only the official checker objects to becomes a finding as well, so that not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +16,6 @@ from compliance.log.findings import Finding, Verdict
 from compliance.log.records import MAX_LINE_BYTES, Log, read_log
 from compliance.official import checker as official
 
-__all__ = ["Finding", "Verdict", "check_file", "check_files", "check_log"]
-
 
 def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
     """Read and check one log.
@@ -26,15 +24,6 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
         ValueError: no such file or ruleset, or the official checker is not installed.
     """
     return check_log(read_log(path), ruleset)
-
-
-def check_files(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
-    """Read and check logs, one after the other.
-
-    Raises:
-        ValueError: no such file or ruleset, or the official checker is not installed.
-    """
-    return [check_file(path, ruleset) for path in paths]
 
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:

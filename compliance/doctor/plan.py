@@ -24,8 +24,8 @@ print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES)
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be looked at; None stands for what the recipe says."""
+class IntendedRun:
+    """The run that is meant, as far as it is named; None stands for what the recipe says."""
 
     recipe: str = ""
     data: Path | None = None
@@ -78,26 +78,26 @@ def shape_in_name(recipe: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def make_plan(request: Request, host: Host, gpus_here: int) -> Plan:
+def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
     """The run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
-    if request.nodes is not None and request.nodes < 1:
-        raise ValueError(f"--nodes is {request.nodes}, expected at least 1")
-    shape = shape_in_name(request.recipe)
-    nodes = request.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
-    if not request.recipe:
+    if intended.nodes is not None and intended.nodes < 1:
+        raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
+    shape = shape_in_name(intended.recipe)
+    nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
+    if not intended.recipe:
         return Plan(nodes=nodes, ranks=max(1, gpus_here))
-    output = host.python("-c", _ASK_RECIPE, request.recipe, timeout_s=RECIPE_TIMEOUT_S)
+    output = host.python("-c", _ASK_RECIPE, intended.recipe, timeout_s=RECIPE_TIMEOUT_S)
     try:
         config = json.loads(output.answer)
     except (ValueError, RecursionError):
         said = output.errors.strip().splitlines()[-1:] or [output.trouble]
         raise ValueError(f"the recipes cannot be read: {said[0][:200]}; install the packages (rm -r .venv)") from None
     if not isinstance(config, dict):
-        raise ValueError(f"unknown recipe {request.recipe!r}: expected one of {', '.join(map(str, config))}")
-    plan = Plan(request.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
+        raise ValueError(f"unknown recipe {intended.recipe!r}: expected one of {', '.join(map(str, config))}")
+    plan = Plan(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
     cores = len(os.sched_getaffinity(0))
     per_node = (
-        shape[1] if shape else gpus_here if plan.on_gpus else 2 if request.recipe == "tiny_cpu" and cores > 1 else 1
+        shape[1] if shape else gpus_here if plan.on_gpus else 2 if intended.recipe == "tiny_cpu" and cores > 1 else 1
     )
     return replace(plan, ranks=max(1, _count(host, "NPROC") or per_node))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bert.mllog import MLLog
 from compliance.check import checks
-from compliance.check.checker import check_file, check_files
+from compliance.check.checker import check_file
 from compliance.log import records as log_module
 from compliance.log import rules
 from compliance.log.record import TOKEN
@@ -160,7 +160,7 @@ def test_many_files_one_verdict_each(tmp_path: Path, closed_log: str) -> None:
     paths = [tmp_path / f"result_{number}.txt" for number in range(3)]
     for path in paths:
         path.write_text(closed_log if path.name != "result_1.txt" else "")
-    verdicts = check_files(paths, "3.0.0")
+    verdicts = [check_file(path, "3.0.0") for path in paths]
     assert [(verdict.path, verdict.ours) for verdict in verdicts] == list(
         zip(paths, ["pass", "fail", "pass"], strict=True)
     )
