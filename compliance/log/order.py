@@ -176,7 +176,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         elif run.is_evaluated:
             found = "a second time for one evaluation"
             yield Violation("evaluation", record.key, found, "eval_stop", remedy, where)
-    if rules.is_integer(samples) and run.phase == "run" and run.resumed_from is None:
+    if rules.is_integer(samples) and run.phase == "run":
         yield from _off_schedule(run, record.key, samples, is_exact=is_exact)
 
 

@@ -202,7 +202,7 @@ class RunningLog(LoggedRun):
             return
         record = _brief_record(record)
         for violation in violations(self, record, rules.NEWEST_RULESET):
-            if _is_fatal(violation):
+            if _is_fatal(violation) and not (self.resumed_from and violation.kind == "schedule"):
                 is_count = violation.kind == "count"  # once for all, whatever the numbers
                 self._complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
         if key == "run_start" and key not in self.first:
