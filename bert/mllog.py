@@ -1,9 +1,9 @@
 """The only writer of MLLOG lines: a log that is right by construction.
 
-`MLLog` knows `compliance.log.rules`. A wrong key, value, order or number of records raises `RuleViolation` in the run, at
-the call that made it, and nothing is written. Each line is one write to the result file, flushed at once, so that
-records and plain lines never interleave and a killed run leaves whole lines behind. Plain lines with a chain of digests
-(`compliance.log.digest`) among them tell whether the file is still as the run left it.
+`MLLog` knows what a log may do next (`compliance.log.order`). A wrong key, value, order or number of records raises
+`RuleViolation` in the run, at the call that made it, and nothing is written. Each line is one write to the result file,
+flushed at once, so that records and plain lines never interleave and a killed run leaves whole lines behind. Plain lines
+with a chain of digests (`compliance.log.digest`) among them tell whether the file is still as the run left it.
 
 The order of a run:
 
@@ -15,14 +15,12 @@ The next block may start before the result of an evaluation is known.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +30,11 @@ from typing import BinaryIO, Literal, Self
 from mlperf_logging.mllog.mllog import MLLogger
 
 from compliance.log import digest, rules
-from compliance.log.rules import QUALITY_TARGET, evaluation_interval, evaluation_samples
+from compliance.log.order import left_open, own_settings, unearned_success, violations
+from compliance.log.record import Record
+from compliance.log.rules import QUALITY_TARGET
+from compliance.log.run import LoggedRun, samples_of
+from compliance.log.schedule import evaluation_interval, evaluation_samples
 from console.text import visible
 
 __all__ = ["QUALITY_TARGET", "MLLog", "ResultExists", "RuleViolation", "evaluation_interval", "evaluation_samples"]
@@ -69,7 +71,9 @@ class MLLog:
         self._file = None if path is None else _LineFile(path)
         self._logger = None if self._file is None else _logger_into(self._file)
         self._clock_ms = clock_ms or _steady_clock()
-        self._state = _LogState()
+        self._run = LoggedRun()
+        self._tensors: list[object] = []
+        self._is_aborting = False  # an aborted run need not be complete
         self._lock = threading.RLock()
 
     def __enter__(self) -> Self:
@@ -165,7 +169,7 @@ class MLLog:
         Such a log is no timed result. The check objects to it.
         """
         self.line(f"# resumed from: {checkpoint}")
-        self._state.resumed_samples = self._state.samples = samples
+        self._run.resumed_samples = self._run.counted_samples = samples
 
     # The timed run; `samples` counts sequences trained since run_start
 
@@ -202,7 +206,7 @@ class MLLog:
         """
         if self._logger is None:
             return
-        self._state.check_end(status, samples)
+        _check_end(self._run, status, samples)
         self.event("train_samples", samples)
         self.event("eval_samples", eval_samples)
         self.end("run_stop", status=status)
@@ -220,23 +224,23 @@ class MLLog:
             self._abort(samples)
 
     def _abort(self, samples: int | None) -> None:
-        state = self._state
-        if self._logger is None or state.phase in ("before", "done"):
+        run = self._run
+        if self._logger is None or run.phase in ("before", "done"):
             return
-        state.aborting = True
-        samples = max(state.samples, samples or 0)
-        if state.phase == "init":
+        self._is_aborting = True
+        samples = max(run.counted_samples, samples or 0)
+        if run.phase == "init":
             self.init_stop()
-        if state.phase == "ready":
+        if run.phase == "ready":
             self.run_start()
-        if "eval_start" in state.open_at:
-            self.eval_stop(state.open_at["eval_start"])
-        if "block_start" in state.open_at:
+        if "eval_start" in run.open:
+            self.eval_stop(samples_of(run.open["eval_start"].metadata) or 0)
+        if "block_start" in run.open:
             self.block_stop(samples)
-        if "epoch_start" in state.open_at:
+        if "epoch_start" in run.open:
             self.end("epoch_stop", epoch_num=samples)
         for key, value in (("train_samples", samples), ("eval_samples", 0)):
-            if not state.counts[key]:
+            if key not in run.first:
                 self.event(key, value)
         self.end("run_stop", status="aborted")
 
@@ -263,206 +267,68 @@ class MLLog:
     def _log(
         self, write: Callable[..., None], event_type: str, key: str, value: object, metadata: dict[str, object]
     ) -> None:
-        if self._logger is None:
+        if self._logger is None or self._file is None:
             return
         with self._lock:
-            time_ms = max(self._clock_ms(), self._state.time_ms)
-            self._state.check(event_type, key, value, metadata, time_ms)
+            time_ms = max(self._clock_ms(), self._run.last_ms)
+            record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
+            self._check(record)
             write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
-            self._state.advance(key, value, metadata, time_ms)
-            if key == "run_stop" and self._file is not None:
+            self._run.add(record)
+            if key == "weights_initialization":
+                self._tensors.append(metadata["tensor"])
+            elif key == "run_stop":
                 self._file.close_stretch()
 
-
-class _LogState:
-    """What has been logged so far, and whether a further record may follow."""
-
-    def __init__(self) -> None:
-        self.phase: rules.Phase = "before"
-        self.aborting = False  # an aborted run need not be complete
-        self.time_ms = 0
-        self.counts: Counter[str] = Counter()
-        self.open_at: dict[str, int] = {}  # key of an open interval -> samples at its start
-        self.samples = 0  # the largest count logged
-        self.resumed_samples = 0  # trained before the run went on from a checkpoint
-        self._values: dict[str, object] = {}
-        self._tensors: list[object] = []
-        self._init_start_ms = 0
-        self._evaluations = 0
-        self._evaluated_samples = 0
-        self._accuracy: float | None = None  # of the evaluation that is open, or of the last one
-
-    def check(self, event_type: str, key: str, value: object, metadata: Mapping[str, object], time_ms: int) -> None:
+    def _check(self, record: Record) -> None:
         """Raise RuleViolation if the record may not follow."""
-        rule = rules.KEYS.get(key)
-        if rule is None:
-            close = difflib.get_close_matches(key, rules.KEYS, 1)
-            raise RuleViolation(f"{key}: not a key of the log" + (f"; did you mean {close[0]}?" if close else ""))
-        if event_type != rule.event_type:
-            raise RuleViolation(f"{key}: logged as {event_type}, expected {rule.event_type}")
-        if self.phase not in rule.phases:
-            expected = " or ".join(rules.PHASE_NAMES[phase] for phase in rule.phases)
-            raise RuleViolation(f"{key}: logged {rules.PHASE_NAMES[self.phase]}, expected {expected} ({rule.source})")
-        if rule.once and self.counts[key]:
-            raise RuleViolation(f"{key}: logged a second time, expected exactly once ({rule.source})")
-        _check_value(rule, value)
-        _check_metadata(rule, metadata)
-        self._check_interval(key, metadata)
-        if key == "init_stop" and not self.aborting:
-            self._check_initialized(time_ms)
-        elif key == "eval_start":
-            self._check_schedule(_samples_of(metadata))
-        elif key == "eval_accuracy":
-            self._check_accuracy(_samples_of(metadata))
-        elif key == "run_stop":
-            self.check_end(metadata["status"], self._values.get("train_samples"))
-
-    def advance(self, key: str, value: object, metadata: Mapping[str, object], time_ms: int) -> None:
-        """Take in a record that has been written."""
-        self.time_ms = time_ms
-        self.counts[key] += 1
-        self._values[key] = value
-        samples = _samples_of(metadata)
-        self.samples = max(self.samples, samples)
-        self.phase = rules.NEXT_PHASE.get(key, self.phase)
-        if key in rules.INTERVALS:
-            self.open_at[key] = samples
-        elif key in _OPENING:
-            del self.open_at[_OPENING[key]]
-        if key == "init_start":
-            self._init_start_ms = time_ms
-        elif key == "weights_initialization":
-            self._tensors.append(metadata["tensor"])
-        elif key == "eval_start":
-            self._evaluations += 1
-            self._evaluated_samples = samples
-            self._accuracy = None
-        elif key == "eval_accuracy" and rules.is_number(value):
-            self._accuracy = float(value)
-
-    def check_end(self, status: object, train_samples: object) -> None:
-        """Raise RuleViolation if the run may not end with this status and number of sequences."""
-        still_open = [key for key in ("block_start", "eval_start", "epoch_start") if key in self.open_at]
-        if still_open:
-            raise RuleViolation(
-                f"run_stop: {still_open[0]} is still open, expected {rules.INTERVALS[still_open[0]]} first"
-            )
-        if status != "success":
-            return
-        target = self._values.get("quality_target")
-        if self._accuracy is None or not rules.is_number(target) or self._accuracy < target:
-            raise RuleViolation(
-                f"run_stop: status success with accuracy {self._accuracy}, expected at least quality_target {target}; "
-                "a run that misses its target ends with status aborted"
-            )
-        if train_samples != self._evaluated_samples:
-            raise RuleViolation(
-                f"run_stop: train_samples {train_samples}, expected {self._evaluated_samples}, the sequences trained "
-                "at the evaluation that reached the target"
-            )
-
-    def _check_interval(self, key: str, metadata: Mapping[str, object]) -> None:
-        if key in self.open_at:
-            raise RuleViolation(f"{key}: the one before is still open, expected {rules.INTERVALS[key]} first")
-        opening = _OPENING.get(key)
-        if opening is None:
-            return
-        if opening not in self.open_at:
-            raise RuleViolation(f"{key}: nothing to close, expected {opening} first")
-        if _samples_of(metadata) < self.open_at[opening]:
-            raise RuleViolation(f"{key}: {_samples_of(metadata)} samples, expected at least {self.open_at[opening]}")
-        if key == "eval_stop" and self._accuracy is None and not self.aborting:
-            raise RuleViolation("eval_stop: the evaluation has no result, expected eval_accuracy first")
-
-    def _check_initialized(self, time_ms: int) -> None:
-        due = (rule.key for rule in rules.KEYS.values() if rule.written and {*rule.phases} <= {"before", "init"})
-        missing = [key for key in due if not self.counts[key] and key != "init_stop"]
-        if missing:
-            raise RuleViolation(f"init_stop: not logged yet: {', '.join(missing)}")
-        division: rules.Division = "closed" if self._values["submission_division"] == "closed" else "open"
-        limit = rules.INIT_LIMIT_MINUTES[division]
-        minutes = (time_ms - self._init_start_ms) / 60_000
-        if minutes >= limit:
-            raise RuleViolation(f"init_stop: initialisation took {minutes:.1f} min, expected less than {limit} (TR 11)")
-        interval, batch = self._integer("eval_interval_samples"), self._integer("global_batch_size")
-        if interval < batch:
-            raise RuleViolation(
-                f"eval_interval_samples: {interval}, expected at least global_batch_size {batch}: "
-                "evaluate at most once a step"
-            )
-        if division == "closed":
-            self._check_closed()
-        while evaluation_samples(self._evaluations + 1, interval, batch) < self.resumed_samples:
-            self._evaluations += 1
-
-    def _check_closed(self) -> None:
-        interval = rules.evaluation_interval(self._integer("global_batch_size"))
-        fixed = {"quality_target": QUALITY_TARGET, "eval_interval_samples": interval}
-        for key, expected in fixed.items():
-            if self._values[key] != expected:
-                raise RuleViolation(
-                    f"{key}: {self._values[key]} in a closed run, expected {expected} ({rules.KEYS[key].source}); "
-                    "change it, or set the division to open"
-                )
-        expected_tensors = rules.weight_tensors(rules.BERT_LARGE_LAYERS)
-        if sorted(map(str, self._tensors)) != sorted(expected_tensors):
-            raise RuleViolation(
-                f"weights_initialization: {len(self._tensors)} tensors in a closed run, expected the "
-                f"{len(expected_tensors)} of BERT-Large, once each; train BERT-Large, or set the division to open"
-            )
-
-    def _check_schedule(self, samples: int) -> None:
-        index = self._evaluations + 1
-        interval, batch = self._integer("eval_interval_samples"), self._integer("global_batch_size")
-        expected = evaluation_samples(index, interval, batch)
-        if samples != expected:
-            raise RuleViolation(
-                f"eval_start: evaluation {index} at {samples} samples, expected at {expected}: "
-                f"every {interval} samples, rounded up to a whole batch (TR 24.4)"
-            )
-
-    def _check_accuracy(self, samples: int) -> None:
-        at = self.open_at.get("eval_start")
-        if at is None:
-            raise RuleViolation("eval_accuracy: no evaluation is open, expected eval_start first")
-        if samples != at:
-            raise RuleViolation(f"eval_accuracy: epoch_num {samples}, expected {at}, the samples of its eval_start")
-        if self._accuracy is not None:
-            raise RuleViolation("eval_accuracy: logged a second time for one evaluation, expected eval_stop")
-
-    def _integer(self, key: str) -> int:
-        value = self._values[key]
-        assert rules.is_integer(value), key
-        return value
+        for violation in violations(self._run, record):
+            if not (self._is_aborting and violation.kind in ("evaluation", "init time")):
+                raise RuleViolation(str(violation))
+        _check_fields(record)
+        if record.key == "init_stop" and not self._is_aborting:
+            _check_initialized(self._run, self._tensors)
+        elif record.key == "run_stop":
+            _check_end(self._run, record.metadata["status"], self._run.value("train_samples"))
 
 
-_OPENING = {closing: opening for opening, closing in rules.INTERVALS.items()}
-
-
-def _check_value(rule: rules.KeyRule, value: object) -> None:
-    if rule.value is None and value is not None:
-        raise RuleViolation(f"{rule.key}: value {value!r}, expected none")
-    if rule.value is not None and not rule.value.accepts(value):
-        raise RuleViolation(f"{rule.key}: value {value!r}, expected {rule.value.wording} ({rule.source})")
-
-
-def _check_metadata(rule: rules.KeyRule, metadata: Mapping[str, object]) -> None:
-    for name, expected in rule.metadata:
-        if name not in metadata or not expected.accepts(metadata[name]):
-            raise RuleViolation(
-                f"{rule.key}: {name} is {metadata.get(name)!r}, expected {expected.wording} ({rule.source})"
-            )
-    for name, value in metadata.items():
+def _check_fields(record: Record) -> None:
+    """Hold this writer to more than others' logs are held to: no values without meaning, and no metadata but plain ones."""
+    if rules.KEYS[record.key].value is None and record.value is not None:
+        raise RuleViolation(f"{record.key}: value {record.value!r}, expected none")
+    for name, value in record.metadata.items():
         if name in ("file", "lineno"):
-            raise RuleViolation(f"{rule.key}: {name} is filled in by the log itself, leave it out")
+            raise RuleViolation(f"{record.key}: {name} is filled in by the log itself, leave it out")
         if not isinstance(value, str) and not rules.is_number(value):
-            raise RuleViolation(f"{rule.key}: {name} is {value!r}, expected text or a finite number")
+            raise RuleViolation(f"{record.key}: {name} is {value!r}, expected text or a finite number")
 
 
-def _samples_of(metadata: Mapping[str, object]) -> int:
-    """Sequences trained at a record: samples_count, or epoch_num, which for BERT counts the same."""
-    samples = metadata.get("samples_count", metadata.get("epoch_num"))
-    return samples if rules.is_integer(samples) else 0
+def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
+    """Raise RuleViolation unless everything has been logged that must be when the clock starts, and fits the division."""
+    due = (rule.key for rule in rules.KEYS.values() if rule.written and {*rule.phases} <= {"before", "init"})
+    missing = [key for key in due if key not in run.first and key != "init_stop"]
+    if missing:
+        raise RuleViolation(f"init_stop: not logged yet: {', '.join(missing)}")
+    interval, batch = run.value("eval_interval_samples"), run.value("global_batch_size")
+    if interval < batch:
+        raise RuleViolation(
+            f"eval_interval_samples: {interval}, expected at least global_batch_size {batch}: evaluate at most once a step"
+        )
+    for violation in own_settings(run):
+        raise RuleViolation(str(violation))
+    expected = rules.weight_tensors(rules.BERT_LARGE_LAYERS)
+    if run.division == "closed" and sorted(map(str, tensors)) != sorted(expected):
+        raise RuleViolation(
+            f"weights_initialization: {len(tensors)} tensors in a closed run, expected the {len(expected)} of BERT-Large, "
+            "once each; train BERT-Large, or set the division to open"
+        )
+
+
+def _check_end(run: LoggedRun, status: object, train_samples: object) -> None:
+    """Raise RuleViolation if the run may not end with this status and number of sequences."""
+    broken = [*left_open(run), *(unearned_success(run, train_samples) if status == "success" else ())]
+    if broken:
+        raise RuleViolation(f"run_stop: status {status}, but {broken[0]}")
 
 
 class _LineFile:
@@ -471,6 +337,11 @@ class _LineFile:
     def __init__(self, path: Path) -> None:
         self._file = _create(path)
         self._chain = digest.Chain()
+
+    @property
+    def next_line(self) -> int:
+        """Number of the line that is written next, from 1; the first line of the file opens the chain."""
+        return (self._chain.lines or 1) + 1
 
     def write(self, text: str) -> None:
         """Write one line, and a digest when one is due."""

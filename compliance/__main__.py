@@ -208,9 +208,10 @@ def doctor(
         quick: Do not read the data through.
         json: Print all as one JSON document.
     """
-    from compliance.doctor.examination import Request, print_examination
+    from compliance.doctor.examination import print_examination
+    from compliance.doctor.plan import IntendedRun
 
-    return print_examination(Request(recipe, data, checkpoint, system, results, nodes, quick), as_json=json)
+    return print_examination(IntendedRun(recipe, data, checkpoint, system, results, nodes, quick), as_json=json)
 
 
 @app.command

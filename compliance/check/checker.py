@@ -5,17 +5,16 @@ What only the official checker objects to becomes a finding as well, so that not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from compliance.check.checks import CHECKS, READABLE, TIMELINE, Context
+from compliance.check.checks import CHECKS, READABLE
+from compliance.check.grades import TIMELINE, Context
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import MAX_LINE_BYTES, Log, read_log
 from compliance.official import checker as official
-
-__all__ = ["Finding", "Verdict", "check_file", "check_files", "check_log"]
 
 
 def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
@@ -25,15 +24,6 @@ def check_file(path: Path, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
         ValueError: no such file or ruleset, or the official checker is not installed.
     """
     return check_log(read_log(path), ruleset)
-
-
-def check_files(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> list[Verdict]:
-    """Read and check logs, one after the other.
-
-    Raises:
-        ValueError: no such file or ruleset, or the official checker is not installed.
-    """
-    return [check_file(path, ruleset) for path in paths]
 
 
 def check_log(log: Log, ruleset: str = rules.NEWEST_RULESET) -> Verdict:
@@ -53,12 +43,7 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
         ValueError: no such ruleset, or the official checker is not installed.
     """
     rules.check_ruleset(ruleset)
-    stop = log.last("run_stop")
-    status = stop.metadata.get("status") if stop else None
-    named = log.first("submission_division")
-    # A division in the wrong case is a finding of its own; the other rules then follow what was meant.
-    division: rules.Division = "open" if named and str(named.value).lower() == "open" else "closed"
-    context = Context(log, ruleset, division, aborted=status == "aborted")
+    context = Context(log, ruleset)
     # Of a log that was given up, most would complain of what was not read.
     own = [finding for check in (READABLE if log.given_up else CHECKS) for finding in check(context)]
     opinion = _official_opinion(log, ruleset)
@@ -68,8 +53,8 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
         ruleset=ruleset,
         official=opinion.outcome,
         findings=tuple(sorted(_collapse(findings), key=lambda finding: finding.line or 0)),
-        division=str(named.value) if named else None,
-        status=str(status) if status is not None else None,
+        division=str(named.value) if (named := log.first("submission_division")) else None,
+        status=None if context.run.status is None else str(context.run.status),
     )
     return verdict, opinion
 
@@ -121,6 +106,6 @@ def _collapse(findings: list[Finding]) -> list[Finding]:
     """One finding for all records with the same fault: the first, with the number of the others."""
     kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        kind = (finding.key, finding.mend, finding.rule, finding.severity)
+        kind = (finding.key, finding.remedy, finding.rule, finding.severity)
         kinds.setdefault(kind, []).append(finding)
     return [replace(same[0], more=len(same) - 1) for same in kinds.values()]

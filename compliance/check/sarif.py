@@ -92,7 +92,7 @@ def described(verdict: Verdict, finding: Finding) -> str:
     folder = "" if shown_file(verdict.path) == verdict.path else "In this folder: "
     key = f"{finding.key}: " if finding.key else ""
     logged_at = f" Logged at {finding.source}." if finding.source else ""
-    return f"{folder}{key}{finding.sentence}. To mend it: {finding.mend}.{logged_at}"
+    return f"{folder}{key}{finding.sentence}. Remedy: {finding.remedy}.{logged_at}"
 
 
 def shown_file(path: Path) -> Path:

@@ -6,13 +6,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from compliance.convergence.reference_points import (
-    SUBMISSION_RUNS,
-    Outlook,
-    converged_samples,
-    describe_origin,
-    outlook,
-)
+from compliance.convergence.outlook import Outlook, outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS, describe_origin
 from compliance.log import rules
 from compliance.log.records import Log, read_log
 from compliance.package.selection import FAILED, select
@@ -102,24 +97,22 @@ def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_tr
 
     Args:
         runs: runs of a complete set.
-        from_train_samples: see `compliance.convergence.reference_points.converged_samples`.
+        from_train_samples: see `compliance.log.run.LoggedRun.converged_samples`.
 
     Raises:
         ValueError: no logs, or logs of different batch sizes or divisions, or no known ruleset.
     """
     logs = result_logs(folder)
     division, batch = division_of(logs), batch_size_of(logs)
-    samples = [converged_samples(log, from_train_samples=from_train_samples) for log in logs]
-    ended = [index for index, log in enumerate(logs) if log.last("run_stop")]
+    samples = [log.run.converged_samples(from_train_samples=from_train_samples) for log in logs]
+    ended = [index for index, log in enumerate(logs) if log.run.is_ended]
     chosen = ended
     if len(ended) > runs:
         times = [minutes_of(logs[index]) if samples[index] else FAILED for index in ended]
-        selection = select([started_ms_of(logs[index]) for index in ended], times, runs)
+        selection = select([logs[index].run.start_ms or 0 for index in ended], times, runs)
         chosen = [ended[run] for run in selection.chosen]
     found = tuple(
-        StandingRun(
-            log.path, samples[index], len(log.all("eval_accuracy")), _status(log, samples[index]), index in chosen
-        )
+        StandingRun(log.path, samples[index], len(log.run.accuracies), _status(log, samples[index]), index in chosen)
         for index, log in enumerate(logs)
     )
     ahead = outlook([samples[index] for index in chosen], batch, ruleset, runs, division)
@@ -127,7 +120,7 @@ def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_tr
 
 
 def _status(log: Log, samples: int | None) -> RunStatus:
-    if log.last("run_stop") is None:
+    if not log.run.is_ended:
         return "running"
     return "converged" if samples else "not converged"
 
@@ -141,15 +134,10 @@ def result_logs(folder: Path) -> list[Log]:
     return [read_log(path) for _, path in numbered_logs(folder)]
 
 
-def started_ms_of(log: Log) -> int:
-    """When the run was started: its first record."""
-    return min((record.time_ms for record in log.records), default=0)
-
-
 def minutes_of(log: Log) -> float:
-    """Time to train, run_start to run_stop; infinite where one is missing."""
-    start, stop = log.last("run_start"), log.last("run_stop")
-    return (stop.time_ms - start.time_ms) / 60 / 1000 if start and stop else FAILED
+    """Time to train; infinite where it was not measured."""
+    seconds = log.run.seconds
+    return FAILED if seconds is None else seconds / 60
 
 
 def batch_size_of(logs: list[Log]) -> int:
@@ -173,8 +161,8 @@ def division_of(logs: list[Log]) -> rules.Division:
 def _common(logs: list[Log], key: str, rule: rules.ValueRule | None) -> Any:
     first: dict[Any, str] = {}
     for log in logs:
-        record = log.last(key)
-        if record is None and log.last("run_stop") is None:
+        record = log.run.first.get(key)
+        if record is None and not log.run.is_ended:
             continue  # it has not come so far
         if record is None or (rule and not rule.accepts(record.value)):
             found = f"{key} {record.value!r}" if record else f"no {key}"

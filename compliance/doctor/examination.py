@@ -13,7 +13,7 @@ import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -23,8 +23,9 @@ from rich.text import Text
 
 from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
-from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, shape_in_name, warn
+from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.host import REPOSITORY, Host
+from compliance.doctor.plan import IntendedRun, Plan, make_plan
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
@@ -33,7 +34,6 @@ from compliance.log import rules
 from console.program import say, say_json
 from console.text import visible
 
-RECIPE_TIMEOUT_S = 60.0
 DRY_RUN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 3600.0
 
@@ -43,33 +43,12 @@ RESULTS_BYTES = 2**30
 CHECKPOINT_HEADER_BYTES = 100 * 2**20
 """Largest header of a safetensors file (its format's own limit)."""
 
-_ASK_RECIPE = """
-import json, sys
-from dataclasses import asdict
-from bert.recipes import RECIPES
-name = sys.argv[1]
-print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES), default=str))
-"""
-
 
 @dataclass(frozen=True)
-class Request:
-    """What is to be looked at; None stands for what the recipe says."""
+class _Examined:
+    """The run that is meant, with all that is known about it."""
 
-    recipe: str = ""
-    data: Path | None = None
-    checkpoint: Path | None = None
-    system: Path | None = None
-    results: Path | None = None
-    nodes: int | None = None
-    quick: bool = False
-
-
-@dataclass(frozen=True)
-class _Case:
-    """A request with all that is known about it."""
-
-    request: Request
+    intended: IntendedRun
     plan: Plan
     host: Host
     gpus: gpus.Gpus
@@ -77,7 +56,7 @@ class _Case:
 
     def folder(self, name: Literal["train", "evaluation"]) -> Path | None:
         """A data set of the run."""
-        given = self.request.data
+        given = self.intended.data
         if given is None:
             named = self.plan.setting("data", name)
             return _from_here(named) if named else None
@@ -89,20 +68,20 @@ class _Case:
     def results(self) -> Path | None:
         """results/ of the run."""
         named = self.plan.setting("log", "results")
-        return self.request.results or (_from_here(named) if named else None)
+        return self.intended.results or (_from_here(named) if named else None)
 
     @property
     def checkpoint(self) -> Path | None:
         """The weights that the run starts from."""
         named = self.plan.setting("data", "initial_checkpoint")
-        return self.request.checkpoint or (_from_here(named) if named else None)
+        return self.intended.checkpoint or (_from_here(named) if named else None)
 
     @property
     def system_file(self) -> Path | None:
         """The system description."""
         name = self.plan.setting("log", "system")
         in_results = self.results / "systems" / f"{name}.json" if self.results and name else None
-        return self.request.system or in_results
+        return self.intended.system or in_results
 
 
 def _from_here(named: str) -> Path:
@@ -110,73 +89,44 @@ def _from_here(named: str) -> Path:
     return Path(os.path.relpath(REPOSITORY / named))
 
 
-def examine(request: Request, host: Host | None = None) -> Iterator[Diagnosis]:
+def examine(intended: IntendedRun, host: Host | None = None) -> Iterator[Diagnosis]:
     """Look at everything, the quick things first.
 
     Raises:
         ValueError: an unknown recipe, a number of nodes below 1, or a named file or folder that is not there.
     """
     host = host or Host()
-    for path in (request.data, request.checkpoint, request.system):
+    for path in (intended.data, intended.checkpoint, intended.system):
         if path is not None and not path.exists():
             raise ValueError(f"{path}: no such file or folder")
     found = gpus.query(host)
-    plan = make_plan(request, host, len(found.gpus))
-    case = _Case(request, plan, host, found, ask_pytorch(host) if plan.on_gpus else {})
+    plan = make_plan(intended, host, len(found.gpus))
+    about = _Examined(intended, plan, host, found, ask_pytorch(host) if plan.on_gpus else {})
     for check in _CHECKS:
-        yield from check(case)
+        yield from check(about)
 
 
-def make_plan(request: Request, host: Host, gpus_here: int) -> Plan:
-    """The run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
-    if request.nodes is not None and request.nodes < 1:
-        raise ValueError(f"--nodes is {request.nodes}, expected at least 1")
-    shape = shape_in_name(request.recipe)
-    nodes = request.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
-    if not request.recipe:
-        return Plan(nodes=nodes, ranks=max(1, gpus_here))
-    output = host.python("-c", _ASK_RECIPE, request.recipe, timeout_s=RECIPE_TIMEOUT_S)
-    try:
-        config = json.loads(output.answer)
-    except (ValueError, RecursionError):
-        said = output.errors.strip().splitlines()[-1:] or [output.trouble]
-        raise ValueError(f"the recipes cannot be read: {said[0][:200]}; install the packages (rm -r .venv)") from None
-    if not isinstance(config, dict):
-        raise ValueError(f"unknown recipe {request.recipe!r}: expected one of {', '.join(map(str, config))}")
-    plan = Plan(request.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
-    cores = len(os.sched_getaffinity(0))
-    per_node = (
-        shape[1] if shape else gpus_here if plan.on_gpus else 2 if request.recipe == "tiny_cpu" and cores > 1 else 1
-    )
-    return replace(plan, ranks=max(1, _count(host, "NPROC") or per_node))
-
-
-def _count(host: Host, variable: str) -> int | None:
-    text = host.environment.get(variable, "")
-    return int(text) if text.isdecimal() and int(text) > 0 else None
-
-
-def _check_batch(case: _Case) -> Iterator[Diagnosis]:
-    plan = case.plan
+def _check_batch(about: _Examined) -> Iterator[Diagnosis]:
+    plan = about.plan
     if not plan.recipe:
         yield ok("recipe", "none given: only the machine is looked at (--recipe NAME looks at a run)")
         return
     batch, steps = (plan.setting("training", name) for name in ("global_batch_size", "gradient_accumulation_steps"))
     layout = f"{plan.nodes} node(s) x {plan.ranks} rank(s) x {steps} micro-batch(es)"
     if batch % (plan.world_size * steps):
-        mend = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
-        yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", mend)
+        remedy = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
+        yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", remedy)
     else:
         each = batch // (plan.world_size * steps)
         yield ok("recipe", f"{plan.recipe}: a batch of {batch} over {layout} of {each} sequence(s)")
 
 
-def _check_machine(case: _Case) -> Iterator[Diagnosis]:
-    host, plan = case.host, case.plan
+def _check_machine(about: _Examined) -> Iterator[Diagnosis]:
+    host, plan = about.host, about.plan
     # The time of a file comes from its server's clock, which may be ahead.
     not_before = Path(__file__).stat().st_mtime - 24 * 3600
     yield from vitals.clock(host, plan, vitals.read_clock(), not_before)
-    yield from vitals.accelerators(host, plan, case.gpus, case.pytorch)
+    yield from vitals.accelerators(host, plan, about.gpus, about.pytorch)
     yield from vitals.memory(host, plan)
     yield from vitals.processors(host, plan)
     yield from vitals.limits(host, plan)
@@ -185,20 +135,20 @@ def _check_machine(case: _Case) -> Iterator[Diagnosis]:
     yield ok("container", container(host) or "none")
 
 
-def _check_packages(_: _Case) -> Iterator[Diagnosis]:
+def _check_packages(_: _Examined) -> Iterator[Diagnosis]:
     installed = version("mlperf-logging")
     constraints = REPOSITORY / "constraints.txt"  # which an installed package is without
     pins = constraints.read_text(encoding="utf-8").split() if constraints.exists() else [f"mlperf-logging=={installed}"]
     pinned = {name: number for name, _, number in (pin.partition("==") for pin in pins)}
-    mend = "install the pinned packages: rm -r .venv, and run run_and_time.sh again"
+    remedy = "install the pinned packages: rm -r .venv, and run run_and_time.sh again"
     if not installed:
-        yield fail("mlperf-logging", "not installed, so no log can be written or checked", mend)
+        yield fail("mlperf-logging", "not installed, so no log can be written or checked", remedy)
     elif not _has_bert_rules():
         found = f"{installed} has no rules of BERT for {rules.NEWEST_RULESET}"
-        yield fail("mlperf-logging", found, mend)
+        yield fail("mlperf-logging", found, remedy)
     elif installed != pinned.get("mlperf-logging"):
         found = f"{installed}, but this repository was tested with {pinned.get('mlperf-logging')}"
-        yield warn("mlperf-logging", found, mend)
+        yield warn("mlperf-logging", found, remedy)
     else:
         yield ok("mlperf-logging", f"{installed}, with the rules of {rules.NEWEST_RULESET}")
 
@@ -208,44 +158,44 @@ def _has_bert_rules() -> bool:
     return (folder / f"training_{rules.NEWEST_RULESET}" / "closed_bert.yaml").is_file()
 
 
-def _check_caches(case: _Case) -> Iterator[Diagnosis]:
+def _check_caches(about: _Examined) -> Iterator[Diagnosis]:
     """Opening the switch for writing drops nothing, and is what root in a container with a read-only /proc/sys may not."""
-    switch = case.host.path("/proc/sys/vm/drop_caches")
-    mend = "run as root, in a container with --privileged, or allow sudo sysctl for it (Slurm: see launch/slurm.sub)"
+    switch = about.host.path("/proc/sys/vm/drop_caches")
+    remedy = "run as root, in a container with --privileged, or allow sudo sysctl for it (Slurm: see launch/slurm.sub)"
     try:
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
         command = ("sudo", "-n", "-l", "sysctl", "-q", "vm.drop_caches=3")
-        if case.host.run(*command, timeout_s=10).answer:
+        if about.host.run(*command, timeout_s=10).answer:
             yield ok("caches", "may be dropped by way of sudo, as launch/slurm.sub does")
             return
         found = f"may not be dropped before the run: {switch}: {error.strerror}"
-        yield complain("caches", case.plan.is_closed, found, f"{mend} (TR 6.1)")
+        yield complain("caches", about.plan.is_closed, found, f"{remedy} (TR 6.1)")
     else:
         yield ok("caches", "may be dropped before the run")
 
 
-def _check_storage(case: _Case) -> Iterator[Diagnosis]:
-    folders = [case.folder("train"), case.folder("evaluation")]
+def _check_storage(about: _Examined) -> Iterator[Diagnosis]:
+    folders = [about.folder("train"), about.folder("evaluation")]
     for folder in dict.fromkeys(folder for folder in folders if folder and folder.exists()):
         for place in (folder, *linked_elsewhere(folder)):
-            storage = storage_of(place, case.host)
+            storage = storage_of(place, about.host)
             if storage.durability == "memory":
-                mend = "put the data on a disk: the rules want them on durable storage, not in memory (TR 6.1)"
-                yield complain("data", case.plan.is_closed, f"{place} lies in {storage.description}", mend)
+                remedy = "put the data on a disk: the rules want them on durable storage, not in memory (TR 6.1)"
+                yield complain("data", about.plan.is_closed, f"{place} lies in {storage.description}", remedy)
             elif storage.durability == "durable":
                 yield ok("data", f"{place} lies on {storage.description}")
             else:
-                mend = "mount the data into the container from a disk of the host"
-                yield warn("data", f"{place} lies on {storage.description}", mend)
+                remedy = "mount the data into the container from a disk of the host"
+                yield warn("data", f"{place} lies on {storage.description}", remedy)
 
 
-def _check_results(case: _Case) -> Iterator[Diagnosis]:
-    results = case.results
+def _check_results(about: _Examined) -> Iterator[Diagnosis]:
+    results = about.results
     if results is None:
         return
     existing = next(folder for folder in (results.absolute(), *results.absolute().parents) if folder.exists())
-    storage, usage = storage_of(existing, case.host), shutil.disk_usage(existing)
+    storage, usage = storage_of(existing, about.host), shutil.disk_usage(existing)
     named = f"{results}, on {storage.description}"
     if storage.is_read_only or not os.access(existing, os.W_OK | os.X_OK):
         yield fail(
@@ -259,20 +209,20 @@ def _check_results(case: _Case) -> Iterator[Diagnosis]:
         yield warn("results", f"{named}: a reboot forgets them", "choose a folder on a disk (--log.results)")
     else:
         yield ok("results", f"{named}: {usage.free / 2**30:.0f} GiB are free")
-    yield from _check_earlier(case, results)
+    yield from _check_earlier(about, results)
 
 
-def _check_earlier(case: _Case, results: Path) -> Iterator[Diagnosis]:
-    folder = results / str(case.plan.setting("log", "system") or "") / "bert"
-    wanted, target = case.plan.setting("log", "run"), SUBMISSION_RUNS
+def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
+    folder = results / str(about.plan.setting("log", "system") or "") / "bert"
+    wanted, target = about.plan.setting("log", "run"), SUBMISSION_RUNS
     there = sorted(int(match[1]) for name in _names(folder) if (match := rules.RESULT_FILE.fullmatch(name)))
-    if not case.plan.recipe:
+    if not about.plan.recipe:
         return
     if wanted is not None and wanted in there:
         yield fail("results", f"{folder}/result_{wanted}.txt is there already", "move it away, or set another log.run")
     elif len(there) >= target:
-        mend = "move them away (with metrics_*), or set log.system to another name"
-        yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {target}", mend)
+        remedy = "move them away (with metrics_*), or set log.system to another name"
+        yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {target}", remedy)
     elif there:
         missing = len(there) < there[-1] + 1
         gaps = "; their numbers have gaps, and the next run fills the first" if missing else ""
@@ -286,46 +236,46 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-def _check_source(case: _Case) -> Iterator[Diagnosis]:
+def _check_source(about: _Examined) -> Iterator[Diagnosis]:
     command = ("git", "status", "--porcelain", "--", ".", ":!results", ":!data")
-    status = case.host.run(*command, timeout_s=30)
+    status = about.host.run(*command, timeout_s=30)
     if not status.trouble:
         changed = status.text.splitlines()
-        head = case.host.run("git", "rev-parse", "--short", "HEAD").answer.strip()
+        head = about.host.run("git", "rev-parse", "--short", "HEAD").answer.strip()
         if changed:
             files = ", ".join(line[3:] for line in changed[:3]) + (" ..." if len(changed) > 3 else "")
             found = f"{len(changed)} file(s) differ from commit {head}: {files}"
             yield warn("source", found, "commit them: a submission holds the source that was run (SR Source code)")
         else:
             yield ok("source", f"commit {head}, without changes")
-    elif commit := case.host.environment.get("MLPERF_BERT_COMMIT", "unknown").replace("unknown", ""):
+    elif commit := about.host.environment.get("MLPERF_BERT_COMMIT", "unknown").replace("unknown", ""):
         yield ok("source", f"an image made from commit {commit[:12]}")
     else:
-        mend = "run from a git checkout, or build the image with --build-arg REVISION"
-        yield warn("source", "which commit this is cannot be told", mend)
+        remedy = "run from a git checkout, or build the image with --build-arg REVISION"
+        yield warn("source", "which commit this is cannot be told", remedy)
 
 
-def _check_system_file(case: _Case) -> Iterator[Diagnosis]:
-    path = case.system_file
+def _check_system_file(about: _Examined) -> Iterator[Diagnosis]:
+    path = about.system_file
     if path is not None:
-        yield from compare(path, case.plan, case.host)
+        yield from compare(path, about.plan, about.host)
 
 
-def _check_checkpoint(case: _Case) -> Iterator[Diagnosis]:
-    path = case.checkpoint
+def _check_checkpoint(about: _Examined) -> Iterator[Diagnosis]:
+    path = about.checkpoint
     if path is None:
         return
-    mend = "make it again: docs/checkpoints.md"
+    remedy = "make it again: docs/checkpoints.md"
     try:
         tensors, parameters = read_safetensors_header(path)
     except ValueError as error:
-        yield fail("checkpoint", str(error), mend)
+        yield fail("checkpoint", str(error), remedy)
         return
-    vocabulary, hidden = (case.plan.setting("model", name) for name in ("vocab_size", "hidden_size"))
+    vocabulary, hidden = (about.plan.setting("model", name) for name in ("vocab_size", "hidden_size"))
     matrices = [tuple(shape) for shape in tensors.values() if len(shape) == 2]
     if hidden and not any(rows >= vocabulary and columns == hidden for rows, columns in matrices):
-        found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {case.plan.recipe} trains"
-        yield fail("checkpoint", found, mend)
+        found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {about.plan.recipe} trains"
+        yield fail("checkpoint", found, remedy)
     else:
         yield ok("checkpoint", f"{path}: whole, {len(tensors)} tensors, {parameters / 1e6:.1f} million parameters")
 
@@ -364,39 +314,44 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
     return shapes, parameters
 
 
-def _check_dry_run(case: _Case) -> Iterator[Diagnosis]:
+def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
     """The trainer's own checks: data, vocabulary, settings, the free number of the result."""
-    if not case.plan.recipe:
+    if not about.plan.recipe:
         return
-    arguments = ["-m", "bert.train", case.plan.recipe, "--dry-run"]
-    given: dict[str, object] = {"log.results": case.request.results, "data.initial-checkpoint": case.request.checkpoint}
-    if case.request.data:
-        given |= {"data.train": case.folder("train"), "data.evaluation": case.folder("evaluation")}
+    arguments = ["-m", "bert.train", about.plan.recipe, "--dry-run"]
+    given: dict[str, object] = {
+        "log.results": about.intended.results,
+        "data.initial-checkpoint": about.intended.checkpoint,
+    }
+    if about.intended.data:
+        given |= {"data.train": about.folder("train"), "data.evaluation": about.folder("evaluation")}
     for name, value in given.items():
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
-    environment = {"WORLD_SIZE": str(case.plan.world_size)}
-    output = case.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
+    environment = {"WORLD_SIZE": str(about.plan.world_size)}
+    output = about.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
     said = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
     if output.trouble:
-        mend = "do what it says; python -m bert.train RECIPE --dry-run asks again"
-        yield fail("dry run", (said[-1] if said else output.trouble).removeprefix("error: ")[:400], mend)
+        remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"
+        yield fail("dry run", (said[-1] if said else output.trouble).removeprefix("error: ")[:400], remedy)
     else:
         yield ok("dry run", output.text.strip().splitlines()[-1][:400])
 
 
-def _check_data(case: _Case) -> Iterator[Diagnosis]:
+def _check_data(about: _Examined) -> Iterator[Diagnosis]:
     """Every byte of the data against the manifest; this takes as long as reading it."""
     for name in ("train", "evaluation"):
-        folder = case.folder(name)
+        folder = about.folder(name)
         if folder is None:
             continue
         if not folder.exists():
             yield fail("data", f"{folder}: no such folder", "make the data: docs/data.md")
-        elif case.request.quick:
+        elif about.intended.quick:
             yield warn("data", f"{folder} was not read through", "leave --quick out once, before the first run")
         else:
             begin = time.monotonic()
-            output = case.host.python("-m", "dataloading", "verify", str(folder.absolute()), timeout_s=VERIFY_TIMEOUT_S)
+            output = about.host.python(
+                "-m", "dataloading", "verify", str(folder.absolute()), timeout_s=VERIFY_TIMEOUT_S
+            )
             seconds = time.monotonic() - begin
             lines = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
             if output.trouble:
@@ -407,7 +362,7 @@ def _check_data(case: _Case) -> Iterator[Diagnosis]:
                 yield ok("data", f"{output.text.strip().splitlines()[-1][:300]}; read in {seconds:.0f} s")
 
 
-_CHECKS: tuple[Callable[[_Case], Iterator[Diagnosis]], ...] = (
+_CHECKS: tuple[Callable[[_Examined], Iterator[Diagnosis]], ...] = (
     _check_batch,
     _check_packages,
     _check_machine,
@@ -422,7 +377,7 @@ _CHECKS: tuple[Callable[[_Case], Iterator[Diagnosis]], ...] = (
 )
 
 
-def print_examination(request: Request, as_json: bool) -> int:
+def print_examination(intended: IntendedRun, as_json: bool) -> int:
     """Print each diagnosis as soon as it is known, or all as one JSON list. Returns the exit status: 1 if one fails.
 
     Raises:
@@ -431,7 +386,7 @@ def print_examination(request: Request, as_json: bool) -> int:
     console = Console(highlight=False, soft_wrap=True)
     counts: Counter[str] = Counter()
     entries: list[dict[str, str]] = []
-    for diagnosis in examine(request):
+    for diagnosis in examine(intended):
         counts[diagnosis.state] += 1
         entries.append(diagnosis.as_dict())
         if not as_json:
@@ -450,6 +405,6 @@ def _lines(diagnosis: Diagnosis) -> Text:
     shown = Text(no_wrap=True)
     shown.append(f"{diagnosis.state:<5}", style=_COLOURS[diagnosis.state])
     shown.append(f"{diagnosis.subject:<15} ", style="bold").append(visible(diagnosis.found))
-    if diagnosis.mend:
-        shown.append(f"\n{'':20} -> {visible(diagnosis.mend)}")
+    if diagnosis.remedy:
+        shown.append(f"\n{'':20} -> {visible(diagnosis.remedy)}")
     return shown

@@ -6,8 +6,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, warn
+from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.host import Host
+from compliance.doctor.plan import Plan
 from compliance.doctor.system import describe
 from compliance.log.rules import DIVISIONS, NEWEST_RULESET
 from compliance.submission.description import Description, description_findings, read_description
@@ -42,7 +43,7 @@ def _faults(description: Description, plan: Plan) -> Iterator[Diagnosis]:
     fields = description.fields
     for finding in description_findings(description, NEWEST_RULESET):
         found = f"{finding.key}: {finding.sentence}" if finding.key else finding.sentence
-        yield complain("system file", finding.severity == "error", found, finding.mend)
+        yield complain("system file", finding.severity == "error", found, finding.remedy)
     division = plan.setting("log", "division")
     if division and fields.get("division") in DIVISIONS and fields["division"] != division:
         found = f"division is {fields['division']!r}, but the run's is {division!r}"

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from compliance.doctor import gpus as nvidia
-from compliance.doctor.diagnosis import Diagnosis, Plan, complain, fail, ok, shape_in_name, warn
+from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.gpus import Gpu, Gpus
 from compliance.doctor.host import Host
+from compliance.doctor.plan import Plan, shape_in_name
 from compliance.doctor.system import adapter_ports
 
 GIB = 2**30
@@ -98,9 +99,9 @@ def clock(host: Host, plan: Plan, reading: ClockReading, not_before: float) -> I
             yield ok("clock", f"kept right{f' by {keeper}' if keeper else ''}{error}")
         return
     found = "nobody keeps the clock right" if reading.is_synchronised is False else "who keeps the clock cannot be told"
-    mend = "start chronyd or systemd-timesyncd on the host"
+    remedy = "start chronyd or systemd-timesyncd on the host"
     across = "; logs of several nodes then tell different times" if plan.nodes > 1 else ""
-    yield warn("clock", found + across, mend)
+    yield warn("clock", found + across, remedy)
 
 
 def _time_keeper(host: Host) -> str:
@@ -120,8 +121,8 @@ def accelerators(host: Host, plan: Plan, found: Gpus, pytorch: Mapping[str, Any]
         yield ok("GPUs", note if found.gpus else "none here and none needed")
         return
     if not found.gpus:
-        mend = "load the driver (modprobe nvidia), and start the container with --gpus all; dmesg may tell more"
-        yield fail("GPUs", found.trouble or "no nvidia-smi here, so no NVIDIA driver", mend)
+        remedy = "load the driver (modprobe nvidia), and start the container with --gpus all; dmesg may tell more"
+        yield fail("GPUs", found.trouble or "no nvidia-smi here, so no NVIDIA driver", remedy)
         return
     yield from _number_and_kind(plan, found)
     for gpu in found.gpus:
@@ -137,40 +138,40 @@ def _number_and_kind(plan: Plan, found: Gpus) -> Iterator[Diagnosis]:
     if len(kinds) > 1:
         yield fail("GPUs", f"of several kinds: {named}", "use those of one kind: CUDA_VISIBLE_DEVICES")
     elif len(found.gpus) < plan.ranks:
-        mend = "use a recipe for this machine, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus, dmesg)"
-        yield fail("GPUs", f"{named}, but {plan.recipe} needs {plan.ranks} a node", mend)
+        remedy = "use a recipe for this machine, or make the others visible (CUDA_VISIBLE_DEVICES, --gpus, dmesg)"
+        yield fail("GPUs", f"{named}, but {plan.recipe} needs {plan.ranks} a node", remedy)
     elif len(found.gpus) > plan.ranks:
         yield warn("GPUs", f"{named}, of which {plan.ranks} would be used", "set NPROC, or take another recipe")
     else:
         yield ok("GPUs", f"{named}, driver {found.driver}")
     family = re.search(r"[abhv]\d{3}", plan.recipe)
     if shape_in_name(plan.recipe) and family and not any(family[0] in name.lower() for name in kinds):
-        mend = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
-        yield warn("GPU kind", f"{plan.recipe} was made for {family[0].upper()}, here is {named}", mend)
+        remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
+        yield warn("GPU kind", f"{plan.recipe} was made for {family[0].upper()}, here is {named}", remedy)
 
 
 def _health(gpu: Gpu, plan: Plan) -> Iterator[Diagnosis]:
     subject = gpu.label
     if (errors := gpu.number("ecc.errors.uncorrected.volatile.total")) and errors > 0:
-        mend = "drain the node; reset the GPU, and have it replaced if they come back"
-        yield fail(subject, f"{errors:.0f} uncorrected memory errors since the driver was loaded", mend)
+        remedy = "drain the node; reset the GPU, and have it replaced if they come back"
+        yield fail(subject, f"{errors:.0f} uncorrected memory errors since the driver was loaded", remedy)
     if gpu.text("remapped_rows.failure") == "Yes":
         yield fail(subject, "rows of its memory could not be remapped", "have the GPU replaced")
     if "Yes" in (gpu.text("remapped_rows.pending"), gpu.text("retired_pages.pending")):
         yield warn(subject, "faulty memory is to be taken out at the next reset", "reset the GPU before the run")
     if gpu.text("mig.mode.current") == "Enabled":
-        mend = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
-        yield complain(subject, plan.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", mend)
+        remedy = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
+        yield complain(subject, plan.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
     if gpu.text("compute_mode") == "Prohibited":
         yield fail(subject, "compute mode is Prohibited", "nvidia-smi -c DEFAULT (root)")
     if gpu.text("persistence_mode") == "Disabled":
-        mend = "nvidia-smi -pm 1 (root), or start nvidia-persistenced"
-        yield warn(subject, "persistence mode is off: each start of a process first wakes the driver", mend)
+        remedy = "nvidia-smi -pm 1 (root), or start nvidia-persistenced"
+        yield warn(subject, "persistence mode is off: each start of a process first wakes the driver", remedy)
     if gpu.text("ecc.mode.current") == "Disabled":
         yield warn(subject, "ECC is off: say so in hw_notes of the system description", "nvidia-smi -e 1 (root), reset")
     if reasons := gpu.slowed_by:
-        mend = "look at cooling and power supply; nvidia-smi -rac (root) resets application clocks"
-        yield warn(subject, f"its clocks are held down: {', '.join(reasons)}", mend)
+        remedy = "look at cooling and power supply; nvidia-smi -rac (root) resets application clocks"
+        yield warn(subject, f"its clocks are held down: {', '.join(reasons)}", remedy)
     limit, default = gpu.number("power.limit"), gpu.number("power.default_limit")
     if limit and default and limit < default:
         yield warn(subject, f"power limit {limit:.0f} W of {default:.0f} W", f"nvidia-smi -pl {default:.0f} (root)")
@@ -185,13 +186,13 @@ def _company(host: Host, found: Gpus) -> Iterator[Diagnosis]:
     index = {gpu.text("uuid"): gpu.label for gpu in found.gpus}
     names = [f"{other.name[:60]} (pid {other.pid}) on {index.get(other.uuid, other.uuid)}" for other in others]
     full = [gpu for gpu in found.gpus if (gpu.number("memory.used") or 0) > IDLE_MEMORY_MIB]
-    mend = "end it, or wait; two programs on one GPU make both times wrong"
+    remedy = "end it, or wait; two programs on one GPU make both times wrong"
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        yield fail("GPU use", f"in use: {', '.join(names[:3])}{more}", mend)
+        yield fail("GPU use", f"in use: {', '.join(names[:3])}{more}", remedy)
     elif full:
         held = ", ".join(f"{gpu.label} {gpu.text('memory.used')}" for gpu in full)
-        yield fail("GPU use", f"memory is held by processes that this container cannot see: {held}", mend)
+        yield fail("GPU use", f"memory is held by processes that this container cannot see: {held}", remedy)
     else:
         yield ok("GPU use", "nobody else is on the GPUs")
 
@@ -204,19 +205,19 @@ def _links(host: Host, found: Gpus) -> Iterator[Diagnosis]:
     if not kinds:
         yield warn("GPU links", "nvidia-smi tells no topology", "nvidia-smi topo -m by hand")
     elif any(kind.startswith("NV") for kind in kinds) and len(kinds) > 1:
-        mend = "nvidia-smi nvlink --status; fabric manager must run on machines with NVSwitch"
-        yield warn("GPU links", f"some pairs lack NVLink: {described}", mend)
+        remedy = "nvidia-smi nvlink --status; fabric manager must run on machines with NVSwitch"
+        yield warn("GPU links", f"some pairs lack NVLink: {described}", remedy)
     elif "SYS" in kinds:
-        mend = "expect slow reductions, or train on the GPUs of one socket"
-        yield warn("GPU links", described, mend)
+        remedy = "expect slow reductions, or train on the GPUs of one socket"
+        yield warn("GPU links", described, remedy)
     else:
         yield ok("GPU links", described)
 
 
 def _gpu_software(plan: Plan, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
     if not pytorch:
-        mend = "run `python -c 'import torch'` by hand, and install the packages again (rm -r .venv)"
-        yield fail("PyTorch", "it cannot be imported, or gives no answer", mend)
+        remedy = "run `python -c 'import torch'` by hand, and install the packages again (rm -r .venv)"
+        yield fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
         return
     cuda, named = pytorch.get("CUDA"), f"PyTorch {pytorch.get('PyTorch')}"
     branch = int(found.driver.partition(".")[0]) if re.match(r"\d+\.", found.driver) else None
@@ -224,17 +225,17 @@ def _gpu_software(plan: Plan, found: Gpus, pytorch: Mapping[str, Any]) -> Iterat
     if not cuda:
         yield fail("PyTorch", f"{named} is built without CUDA", "install the build for CUDA (rm -r .venv, see README)")
     elif branch and needed and branch < needed and not pytorch.get("gpus"):
-        mend = f"update the driver to {needed} or newer, or use a PyTorch for an older CUDA"
-        yield fail("PyTorch", f"{named} needs CUDA {cuda}, too new for driver {found.driver}", mend)
+        remedy = f"update the driver to {needed} or newer, or use a PyTorch for an older CUDA"
+        yield fail("PyTorch", f"{named} needs CUDA {cuda}, too new for driver {found.driver}", remedy)
     elif not pytorch.get("gpus"):
-        mend = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
-        yield fail("PyTorch", f"{named} sees no GPU, though nvidia-smi lists {len(found.gpus)}", mend)
+        remedy = "look at CUDA_VISIBLE_DEVICES, /dev/nvidia* and, with NVSwitch, nvidia-fabricmanager"
+        yield fail("PyTorch", f"{named} sees no GPU, though nvidia-smi lists {len(found.gpus)}", remedy)
     elif pytorch["gpus"] < plan.ranks:
         seen = f"{named} sees {pytorch['gpus']} of {len(found.gpus)} GPUs, and {plan.ranks} are needed"
         yield fail("PyTorch", seen, "look at CUDA_VISIBLE_DEVICES")
     elif not _has_code_for(pytorch):
-        mend = "install a PyTorch that was built for this GPU"
-        yield fail("PyTorch", f"{named} has no code for compute capability {_capability(pytorch)}", mend)
+        remedy = "install a PyTorch that was built for this GPU"
+        yield fail("PyTorch", f"{named} has no code for compute capability {_capability(pytorch)}", remedy)
     else:
         parts = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
         yield ok("PyTorch", ", ".join([named, *parts, f"driver {found.driver}"]))
@@ -306,11 +307,11 @@ def processors(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     """Cores for every rank, at full clock, and nobody else on them."""
     cores = _cores(host)
     if cores < plan.ranks:
-        mend = "fewer ranks (NPROC), or ask the scheduler for more cores (--cpus-per-task)"
-        yield fail("cores", f"{cores:g} for {plan.ranks} rank(s)", mend)
+        remedy = "fewer ranks (NPROC), or ask the scheduler for more cores (--cpus-per-task)"
+        yield fail("cores", f"{cores:g} for {plan.ranks} rank(s)", remedy)
     elif plan.on_gpus and cores < 4 * plan.ranks:
-        mend = "ask the scheduler for more (--cpus-per-task): loading and launching need about four a rank"
-        yield warn("cores", f"{cores:g} for {plan.ranks} rank(s)", mend)
+        remedy = "ask the scheduler for more (--cpus-per-task): loading and launching need about four a rank"
+        yield warn("cores", f"{cores:g} for {plan.ranks} rank(s)", remedy)
     else:
         yield ok("cores", f"{cores:g} for {plan.ranks} rank(s)")
     load = host.read("/proc/loadavg").split(" ")[0]
@@ -340,11 +341,11 @@ def _cores(host: Host) -> float:
 def _numa(host: Host) -> Iterator[Diagnosis]:
     nodes = [name for name in host.names("/sys/devices/system/node") if re.fullmatch(r"node\d+", name)]
     if len(nodes) > 1 and host.read("/proc/sys/kernel/numa_balancing") == "1":
-        mend = "echo 0 > /proc/sys/kernel/numa_balancing (root): ranks are bound to their node already"
-        yield warn("NUMA", f"{len(nodes)} nodes, and the kernel moves pages between them while it runs", mend)
+        remedy = "echo 0 > /proc/sys/kernel/numa_balancing (root): ranks are bound to their node already"
+        yield warn("NUMA", f"{len(nodes)} nodes, and the kernel moves pages between them while it runs", remedy)
     if host.read("/sys/kernel/mm/transparent_hugepage/enabled").endswith("[never]"):
-        mend = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (root)"
-        yield warn("huge pages", "transparent huge pages are off: more misses in address translation", mend)
+        remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (root)"
+        yield warn("huge pages", "transparent huge pages are off: more misses in address translation", remedy)
 
 
 def limits(host: Host, plan: Plan) -> Iterator[Diagnosis]:
@@ -352,8 +353,8 @@ def limits(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if plan.nodes > 1 and adapter_ports(host) and locked != resource.RLIM_INFINITY and locked < 4 * GIB:
-        mend = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
-        yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks what it sends", mend)
+        remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
+        yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks what it sends", remedy)
     if files < 1024:
         yield warn("limits", f"{files} open files a process, at most {most}", "ulimit -n 65536")
     else:
@@ -368,24 +369,24 @@ def network(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     rates = Counter(port.rate for port in active)
     several = plan.nodes > 1
     if ports and not active:
-        mend = "look at cables and the subnet manager (ibstat, ibdiagnet)"
-        yield complain("network", several, f"no port with RDMA is up: {', '.join(down)}", mend)
+        remedy = "look at cables and the subnet manager (ibstat, ibdiagnet)"
+        yield complain("network", several, f"no port with RDMA is up: {', '.join(down)}", remedy)
     elif down:
-        mend = "look at the cable and the switch, or leave it out with NCCL_IB_HCA"
-        yield warn("network", f"{len(active)} of {len(ports)} ports are up, but not {', '.join(down)}", mend)
+        remedy = "look at the cable and the switch, or leave it out with NCCL_IB_HCA"
+        yield warn("network", f"{len(active)} of {len(ports)} ports are up, but not {', '.join(down)}", remedy)
     elif len(rates) > 1:
         found = ", ".join(f"{count}x {rate}" for rate, count in rates.items())
         yield warn("network", f"ports of different rates: {found}", "name those of one rate in NCCL_IB_HCA")
     elif ports:
         yield ok("network", f"{len(ports)} ports with RDMA, {ports[0].rate}")
     elif several and plan.on_gpus:
-        mend = "load the driver of the adapters (mlx5_ib), and give the container /dev/infiniband"
-        yield warn("network", "no adapter with RDMA: ranks of different nodes would talk over TCP", mend)
+        remedy = "load the driver of the adapters (mlx5_ib), and give the container /dev/infiniband"
+        yield warn("network", "no adapter with RDMA: ranks of different nodes would talk over TCP", remedy)
     else:
         yield ok("network", "no adapter with RDMA, and one node needs none" if not several else "TCP")
     if ports and not host.names("/dev/infiniband"):
-        mend = "start the container with --device=/dev/infiniband, or privileged"
-        yield complain("network", several, "the adapters are here, but not /dev/infiniband", mend)
+        remedy = "start the container with --device=/dev/infiniband, or privileged"
+        yield complain("network", several, "the adapters are here, but not /dev/infiniband", remedy)
     if several:
         yield from _meeting(host)
 
@@ -398,7 +399,7 @@ def _meeting(host: Host) -> Iterator[Diagnosis]:
         address = ""
     if not address or address.startswith("127."):
         found = f"this host's name, {name}, stands for {address or 'no address'}, and other nodes cannot reach that"
-        yield warn("host name", found, "set MASTER_ADDR to an address of the first node, or mend /etc/hosts")
+        yield warn("host name", found, "set MASTER_ADDR to an address of the first node, or correct /etc/hosts")
     port = host.environment.get("MASTER_PORT", "29500")
     if not port.isdecimal() or not 0 < int(port) < 65536:
         yield fail("port", f"MASTER_PORT is {port!r}", "expected a number from 1 to 65535")
@@ -408,7 +409,7 @@ def _meeting(host: Host) -> Iterator[Diagnosis]:
         try:
             probe.bind(("", int(port)))
         except OSError as error:
-            mend = "end what listens there (ss -ltnp), or set MASTER_PORT to a free one on all nodes"
-            yield fail("port", f"{port}, where ranks would meet, is not free: {error.strerror}", mend)
+            remedy = "end what listens there (ss -ltnp), or set MASTER_PORT to a free one on all nodes"
+            yield fail("port", f"{port}, where ranks would meet, is not free: {error.strerror}", remedy)
         else:
             yield ok("port", f"{port} is free; it matters on the first node only")

@@ -19,7 +19,7 @@ class Finding:
         key: key of the record, or field of the system description; "" when the fault belongs to none.
         rule: where the rule stands: "TR 24.4", "closed_bert.yaml", "SR Directory structure".
         found: one sentence: what stands there, and what was expected.
-        mend: what to do about it.
+        remedy: what to do about it.
         source: source position "file:lineno" that logged the record, where the log names it.
         severity: "error" when the log is no valid result under the rules; "warning" when it departs from their text or
             from good practice in a way that accepted submissions also do.
@@ -30,7 +30,7 @@ class Finding:
     key: str
     rule: str
     found: str
-    mend: str
+    remedy: str
     source: str | None = None
     severity: Severity = "error"
     more: int = 0
@@ -44,7 +44,7 @@ class Finding:
         where = f"line {self.line}: " if self.line else ""
         key = f"{self.key}: " if self.key else ""
         logged_at = f"; logged at {self.source}" if self.source else ""
-        return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.mend}"
+        return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -53,7 +53,7 @@ class Finding:
             "key": self.key,
             "rule": self.rule,
             "found": self.sentence,
-            "mend": self.mend,
+            "remedy": self.remedy,
             "source": self.source,
             "severity": self.severity,
         }
@@ -119,7 +119,9 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def shown(value: object, limit: int = 60) -> str:
-    """A value of a file, for a message: escaped, and short."""
-    text = ascii(value)
+def shown(value: object, limit: int = 80) -> str:
+    """A value of a file, for a message: what steers a terminal is escaped, and it is short."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    text = ascii(value[:limit]) if isinstance(value, str) else ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

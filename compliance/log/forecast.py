@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compliance.log import rules
+from compliance.log.schedule import Schedule
 
 if TYPE_CHECKING:
     from compliance.convergence.reference_points import Reference
@@ -36,23 +37,6 @@ SCATTER = 2
 MAX_SAMPLES = 2.0**63
 SPREADS = 2.0
 """Standard deviations of the reference's runs on each side of their mean."""
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Where evaluations stand: every `interval` samples, rounded up to a whole batch."""
-
-    interval: int
-    global_batch_size: int
-
-    def samples(self, index: int) -> int:
-        """Samples trained at an evaluation, numbered from 1."""
-        return rules.evaluation_samples(index, self.interval, self.global_batch_size)
-
-    def index_after(self, samples: float) -> int:
-        """The first evaluation at so many samples or more."""
-        index = max(1, math.ceil(samples / self.interval - 1e-9))
-        return index - 1 if index > 1 and self.samples(index - 1) >= samples else index
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,12 @@ A log is an untrusted file. Everything that the format forbids becomes a `Proble
 exception, so that one reading reports all of them; only a file that cannot be read at all raises. The file is read
 once, line by line: a long log of plain lines needs no memory, a long line no more than `MAX_LINE_BYTES`, and records no
 more than some times `MAX_RECORD_LINES_BYTES`.
-
-What the official parser takes for a record is one here too. It decodes latin-1, cuts a line at its last token, strips it,
-and wants a JSON object with time_ms, key, value and metadata; whatever goes beyond that is a `Problem` beside the record.
 """
 
 from __future__ import annotations
 
 import codecs
 import gc
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -21,23 +17,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from sys import intern
-from typing import IO, Any, NamedTuple
+from typing import IO
 
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.log import rules
 from compliance.log.digest import ChainCheck
 from compliance.log.file import KEEP_APART, MAX_LOG_BYTES, open_log
-from compliance.log.findings import Severity
-
-TOKEN = ":::MLLOG "
-EVENT_TYPES = ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
+from compliance.log.record import MAX_RECORD_BYTES, TOKEN, Problem, Record, parse_line
+from compliance.log.run import LoggedRun
 
 MAX_LINE_BYTES = 2**20
 """Longest line that is read as a record."""
-
-MAX_RECORD_BYTES = 16 * 2**10
-"""Longest sensible record: the official parser needs a tenth of a second for it, and quadratic time for longer ones."""
 
 MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
 """Most bytes of lines with records that are read: more do not fit into a submission, and in memory they are larger."""
@@ -47,44 +37,6 @@ MAX_HEADER_BYTES = 2**16
 """Longest plain line that is read as one of the head."""
 
 _TOKEN = TOKEN.encode()
-
-
-class Record(NamedTuple):
-    """One MLLOG record.
-
-    Attributes:
-        line: line in the file, from 1.
-        time_ms: milliseconds since the Unix epoch.
-    """
-
-    line: int
-    time_ms: int
-    event_type: str
-    key: str
-    value: Any
-    metadata: dict[str, Any]
-
-    @property
-    def logged_at(self) -> str | None:
-        """Source position "file:lineno" of the call that logged the record, where it is known."""
-        file, lineno = self.metadata.get("file"), self.metadata.get("lineno")
-        known = isinstance(file, str) and file.isprintable() and rules.is_integer(lineno)
-        return f"{file}:{lineno}" if known else None
-
-
-class Problem(NamedTuple):
-    """Something wrong with a line that holds the token, beyond what the record says.
-
-    Attributes:
-        keys: the keys that the line names, as far as can be told.
-        severity: "error" when a record is lost or no parser could read it.
-    """
-
-    line: int
-    found: str
-    expected: str
-    keys: frozenset[str] = frozenset()
-    severity: Severity = "error"
 
 
 @dataclass(frozen=True)
@@ -133,6 +85,14 @@ class Log:
         """The records of `key` in file order."""
         return self.by_key.get(key, [])
 
+    @cached_property
+    def run(self) -> LoggedRun:
+        """What the log says of its run."""
+        run = LoggedRun(self.header)
+        for record in self.records:
+            run.add(record)
+        return run
+
     def first(self, key: str) -> Record | None:
         """The first record of `key`."""
         return next(iter(self.all(key)), None)
@@ -140,10 +100,6 @@ class Log:
     def last(self, key: str) -> Record | None:
         """The last record of `key`."""
         return next(reversed(self.all(key)), None)
-
-
-class _RecordError(Exception):
-    """A line that is not a record: (found, expected)."""
 
 
 def read_log(path: Path) -> Log:
@@ -226,121 +182,6 @@ def _without_cycle_search() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
-    """The record on a line that holds the token, and what is wrong with the line.
-
-    Args:
-        line: without its end.
-        number: line in the file, from 1.
-    """
-    problems: list[Problem] = []
-    start = line.rindex(_TOKEN)
-    if line.find(_TOKEN) != start:
-        keys = _keys_in(line[:start])
-        count = line.count(_TOKEN)
-        lost = f": a parser loses the first{' (' + ', '.join(sorted(keys)) + ')' if keys else ''}"
-        expected = "one record a line: write each with one write()"
-        problems.append(Problem(number, f"{count} records on one line{lost}", expected, keys))
-    if len(line) > MAX_RECORD_BYTES:
-        found = f"a record of {len(line)} bytes: the official parser needs time quadratic in its length"
-        problems.append(Problem(number, found, f"at most {MAX_RECORD_BYTES}", severity="warning"))
-    try:
-        return _parse_record(line[start + len(_TOKEN) :], number, problems), problems
-    except _RecordError as error:
-        found, expected = error.args
-        glued = [problem._replace(keys=_keys_in(line)) for problem in problems if problem.severity == "error"]
-        return None, glued or [Problem(number, found, expected, _keys_in(line))]
-
-
-def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Record:
-    """The record in what follows the token; adds the problems that leave it readable."""
-    text = content.decode("latin-1").rstrip()
-    if not text.isascii():
-        try:
-            text = text.encode("latin-1").decode("utf-8")
-        except UnicodeDecodeError:
-            problems.append(Problem(number, "bytes that are no UTF-8", "UTF-8 text", severity="warning"))
-    fields = _decode(text)
-    if _constants:
-        expected = "finite numbers: JSON has no NaN and no infinity"
-        problems.append(Problem(number, f"the value {_constants[0]}", expected, severity="warning"))
-    try:
-        time_ms, key, value, metadata = fields["time_ms"], fields["key"], fields["value"], fields["metadata"]
-    except KeyError:
-        missing = ", ".join(name for name in ("time_ms", "key", "value", "metadata") if name not in fields)
-        expected = "time_ms, event_type, key, value and metadata"
-        raise _RecordError(f"a record without {missing}", expected) from None
-    event_type = fields.get("event_type")
-    if not isinstance(key, str):
-        raise _RecordError(f"key {_shorten(ascii(key))}", "text")
-    if metadata.__class__ is dict:
-        metadata = {
-            intern(name): intern(value) if value.__class__ is str else value for name, value in metadata.items()
-        }
-    is_plain = type(time_ms) is int and 0 <= time_ms < 2**63 and type(metadata) is dict
-    if not is_plain or event_type not in EVENT_TYPES:
-        time_ms, event_type, metadata = _mend_fields(time_ms, event_type, metadata, number, problems)
-    return Record(number, time_ms, intern(event_type), intern(key), value, metadata)
-
-
-def _mend_fields(
-    time_ms: Any, event_type: Any, metadata: Any, number: int, problems: list[Problem]
-) -> tuple[int, str, dict[str, Any]]:
-    """The fields as they are meant, where others' loggers write them differently; adds what is wrong with them."""
-
-    def note(name: str, value: Any, expected: str) -> None:
-        problems.append(Problem(number, f"{name} {_shorten(ascii(value))}", expected, severity="warning"))
-
-    expected = "an integer: milliseconds since the Unix epoch"
-    if not rules.is_number(time_ms):
-        raise _RecordError(f"time_ms {_shorten(ascii(time_ms))}", expected)
-    if not isinstance(time_ms, int):
-        note("time_ms", time_ms, expected)
-    if event_type not in EVENT_TYPES:
-        note("event_type", event_type, " or ".join(EVENT_TYPES))
-        event_type = ""
-    if metadata is None:
-        note("metadata", metadata, "an object")
-        metadata = {}
-    if not isinstance(metadata, dict):
-        raise _RecordError(f"metadata {_shorten(ascii(metadata))}", "an object")
-    return int(time_ms), event_type, metadata
-
-
-_constants: list[str] = []  # what the decoder met in the last record that is no number
-
-
-def _take_constant(name: str) -> float:
-    _constants.append(name)
-    return float(name)
-
-
-_decoder = json.JSONDecoder(parse_constant=_take_constant)
-
-
-def _decode(text: str) -> dict[str, Any]:
-    """The JSON object that `text` is; fills `_constants`."""
-    _constants.clear()
-    try:
-        fields, end = _decoder.raw_decode(text, 0 if text.startswith("{") else len(text) - len(text.lstrip(" \t")))
-    except (ValueError, RecursionError) as error:
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
-        raise _RecordError(f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object") from error
-    if end != len(text):
-        raise _RecordError(f"text after the record: {_shorten(ascii(text[end:].strip()))}", "nothing after the object")
-    if not isinstance(fields, dict):
-        raise _RecordError(f"a JSON {type(fields).__name__}", "one JSON object")
-    return fields
-
-
-def _keys_in(line: bytes) -> frozenset[str]:
-    return frozenset(key.decode() for key in re.findall(rb'"key": ?"([A-Za-z0-9_]{1,80})"', line[:MAX_RECORD_BYTES]))
-
-
-def _shorten(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def _take_header(line: bytes, header: dict[str, str]) -> None:

@@ -279,38 +279,6 @@ PER_RANK = frozenset({"cache_clear", "init_start"})
 """Keys that every process may log; their time stamps are not ordered across processes."""
 
 
-def evaluation_interval(global_batch_size: int) -> int:
-    """Samples between two evaluations of a closed run (TR 24.4).
-
-    The rule is 5 % of (230.23 x global batch size + 3,000,000), rounded down to a multiple of 25,000. Exact in
-    integers: 0.05 x 230.23 = 11.5115.
-
-    Raises:
-        ValueError: the batch size is not positive.
-    """
-    if global_batch_size <= 0:
-        raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
-    ten_thousandths = 115_115 * global_batch_size + 1_500_000_000
-    return ten_thousandths // (10_000 * 25_000) * 25_000
-
-
-def evaluation_samples(index: int, interval: int, global_batch_size: int) -> int:
-    """Samples trained at the `index`-th evaluation (from 1): `index` intervals, rounded up to a whole batch."""
-    return -(-index * interval // global_batch_size) * global_batch_size
-
-
-def is_on_schedule(index: int, samples: int, previous: int, interval: int, global_batch_size: int) -> bool:
-    """Whether the `index`-th evaluation (from 1) stands where the schedule puts it.
-
-    Two readings of "rounded up to a whole batch" are in use and both are accepted: the multiple of the interval is
-    rounded (an error under one batch for all evaluations), or the interval itself is (the distance to the previous
-    evaluation is then the rounded interval). Packed runs and partial last batches count real sequences against a nominal
-    batch size, which makes up to two small batches of difference.
-    """
-    slack = max(global_batch_size, min(2 * global_batch_size, interval // 100))
-    return abs(samples - index * interval) < global_batch_size or abs(samples - previous - interval) < slack
-
-
 def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
     """Names of the weights in the reference's naming: 14 + 16 a layer, 398 for BERT-Large."""
 

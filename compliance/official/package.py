@@ -1,6 +1,6 @@
-"""Asks the official package tools about the parts of a submission, in a process of its own.
+"""Asks the official package tools about the parts of a submission.
 
-`compliance.official.package_worker` holds the process. Each part gets its own answer, from the tool that judges it: a
+Each part gets its own answer, from the tool that judges it: a
 benchmark folder from the package checker (number of logs, compliance, seeds, power, reference convergence points), a
 system description and the names and sizes of the files from theirs. A crash, and they crash easily, is "fail".
 """
@@ -8,23 +8,20 @@ system description and the names and sizes of the files from theirs. A crash, an
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from compliance.artefact import read_bounded
 from compliance.log.findings import Outcome
+from compliance.official import process
 from compliance.submission.folders import BenchmarkFolder, absolute
 from console.text import visible
 
 TIMEOUT_S = 600
-"""Longest wait for all answers about one submission."""
+"""Longest wait for the answer about one part."""
 
 MAX_TEXT_CHARACTERS = 200
 
@@ -52,18 +49,21 @@ def ask(
         ValueError: mlperf-logging is not installed.
     """
     with tempfile.TemporaryDirectory(prefix="compliance-") as temporary:
-        requests = []
+        of_folders = []
         for index, (folder, division) in enumerate(benchmarks):
             copy = Path(temporary) / str(index)
             _link(folder, division, copy)
-            requests.append({"tool": "package", "path": str(copy), "ruleset": ruleset})
-        for description in descriptions:
-            requests.append({"tool": "system", "path": str(absolute(description)), "ruleset": ruleset})
-        if root is not None:
-            requests.append({"tool": "repository", "path": str(absolute(root)), "ruleset": ruleset})
-        answers = _run(requests, temporary)
-    first, second = len(benchmarks), len(benchmarks) + len(descriptions)
-    return answers[:first], answers[first:second], answers[second] if root is not None else None
+            of_folders.append(_ask("package", copy, ruleset))
+    of_descriptions = [_ask("system", absolute(description), ruleset) for description in descriptions]
+    return of_folders, of_descriptions, _ask("repository", absolute(root), ruleset) if root is not None else None
+
+
+def _ask(tool: str, path: Path, ruleset: str) -> Answer:
+    answer = process.ask(tool, path, ruleset, TIMEOUT_S)
+    if "crash" in answer:
+        return Answer("fail", answer["crash"])
+    text = answer["messages"][-1] if answer["messages"] else ""
+    return Answer("pass" if answer["passed"] else "fail", visible(text, MAX_TEXT_CHARACTERS))
 
 
 def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
@@ -98,34 +98,3 @@ def _object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _run(requests: list[dict[str, str]], folder: str) -> list[Answer]:
-    if find_spec("mlperf_logging") is None:
-        raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
-    root = str(Path(__file__).resolve().parents[2])
-    # Last in the path: folders of the project must not stand in for modules of that name.
-    program = f"import sys; sys.path.append({root!r}); from compliance.official.package_worker import main; main()"
-    text = "".join(json.dumps(request) + "\n" for request in requests)
-    environment = os.environ | {"PYTHONUTF8": "1"}
-    command = [sys.executable, "-P", "-c", program]
-    try:
-        run = subprocess.run(
-            command,
-            input=text.encode(),
-            capture_output=True,
-            cwd=folder,
-            env=environment,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-        output, why = run.stdout, "it ended without a verdict"
-    except subprocess.TimeoutExpired as error:
-        output, why = error.stdout or b"", f"it did not end within {TIMEOUT_S} s"
-    answers = [json.loads(line) for line in output.splitlines(keepends=True) if line.endswith(b"\n")]
-    return [_answer(answer) for answer in answers] + [Answer("fail", why)] * (len(requests) - len(answers))
-
-
-def _answer(answer: dict[str, Any]) -> Answer:
-    text = answer["messages"][-1] if answer["messages"] else ""
-    return Answer("pass" if answer["passed"] else "fail", visible(text, MAX_TEXT_CHARACTERS))

@@ -133,8 +133,8 @@ def _package_checker(place: Path, tree: Path, ruleset: str, division: str) -> Re
     unseen = [step for step in looked if step not in said]
     if success and unseen:
         found = f"it reports success without {', '.join(repr(step) for step in unseen)}: it has not looked"
-        mend = "the folder must be named bert, the ruleset one with BERT, and the division in lower case"
-        findings.append(Finding(None, "", "package checker", found, mend))
+        remedy = "the folder must be named bert, the ruleset one with BERT, and the division in lower case"
+        findings.append(Finding(None, "", "package checker", found, remedy))
     return _report(
         "package checker", success and not unseen, "found no errors" if success else "found errors", findings, said
     )
@@ -211,10 +211,10 @@ def _report(tool: str, passed: bool, words: str, findings: Sequence[Finding], sa
     errors = [finding for finding in findings if finding.severity == "error"]
     if not passed and not errors:
         last = said.strip().rpartition("\n")[2]
-        mend = "read what it printed, beside the tree"
+        remedy = "read what it printed, beside the tree"
         findings = [
             *findings,
-            Finding(None, "", tool, f"it does not pass: {visible(last, MAX_MESSAGE_CHARACTERS)}", mend),
+            Finding(None, "", tool, f"it does not pass: {visible(last, MAX_MESSAGE_CHARACTERS)}", remedy),
         ]
     return Report(tool, passed, words, tuple(findings))
 
@@ -305,11 +305,11 @@ def _complaint(tool: str, line: str) -> Finding | None:
     for pattern, meaning in ACCEPTED:
         if re.search(pattern, line):
             return Finding(None, "", tool, meaning, "nothing, if that is the run you know of", severity="warning")
-    for pattern, meaning, mend in TRANSLATIONS:
+    for pattern, meaning, remedy in TRANSLATIONS:
         if match := re.search(pattern, line):
             words = [match[0], *(group or "" for group in match.groups())]
             return Finding(
-                None, "", tool, meaning.format(*(visible(word, MAX_MESSAGE_CHARACTERS) for word in words)), mend
+                None, "", tool, meaning.format(*(visible(word, MAX_MESSAGE_CHARACTERS) for word in words)), remedy
             )
     if line.startswith("ERROR - ") and not ECHOES.match(line):
         said = visible(line.removeprefix("ERROR - ").strip(), MAX_MESSAGE_CHARACTERS)

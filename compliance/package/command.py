@@ -89,8 +89,8 @@ def _differences(package: Package, summary: Summary) -> Iterator[Finding]:
         figures.append(("the mean samples to the target", package.outlook.mean, summary.samples))
     for name, ours, theirs in figures:
         if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
-            mend = "do not submit it: one of the two programs is wrong about these logs; compare its output, beside the tree"
-            yield Finding(None, "", "result summarizer", f"{name} is {ours} here and {theirs} there", mend)
+            remedy = "do not submit it: one of the two programs is wrong about these logs; compare what it printed"
+            yield Finding(None, "", "result summarizer", f"{name} is {ours} here and {theirs} there", remedy)
 
 
 def _print(package: Package, reports: list[Report]) -> None:

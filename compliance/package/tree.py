@@ -26,8 +26,9 @@ from typing import Any
 
 from compliance.artefact import MAX_FILE_BYTES, PARTIAL, sync
 from compliance.check.checker import check_log
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook, converged_samples, outlook
-from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs, started_ms_of
+from compliance.convergence.outlook import Outlook, outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS
+from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log
@@ -83,13 +84,11 @@ class SubmittedRun:
 
     Attributes:
         minutes: time to train; infinite when the run is no valid result.
-        samples: sequences to the target, as the RCP checker reads them; None when the run does not say that it got there.
     """
 
     name: str
     log: Log
     minutes: float
-    samples: int | None
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,9 @@ def make_package(request: Request) -> Package:
     description = _description(request, division)
     _refuse_unsuitable(logs)
     chosen, selection = _choose(logs, request.ruleset)
-    ahead = outlook([run.samples for run in chosen], batch_size_of(logs), request.ruleset, division=division)
+    ahead = outlook(
+        [run.log.run.converged_samples() for run in chosen], batch_size_of(logs), request.ruleset, division=division
+    )
     scaling = ahead.scaling if ahead.verdict == "scaled" else 1.0
     source = tracked_source()
     package = Package(
@@ -165,7 +166,7 @@ def _description(request: Request, division: rules.Division) -> dict[str, Any]:
     if faults:
         more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
         field = f"{faults[0].key}: " if faults[0].key else ""
-        raise ValueError(f"{path}: {field}{faults[0].found}; {faults[0].mend}{more}")
+        raise ValueError(f"{path}: {field}{faults[0].found}; {faults[0].remedy}{more}")
     for name in INDISPENSABLE_FIELDS:
         if description.text(name) is None:
             raise ValueError(f"{path}: {name} is empty: `python -m compliance system --out {path} --set {name}=...`")
@@ -180,7 +181,7 @@ def _description(request: Request, division: rules.Division) -> dict[str, Any]:
 
 def _refuse_unsuitable(logs: list[Log]) -> None:
     folder = logs[0].path.parent
-    ended = [log for log in logs if log.last("run_stop")]
+    ended = [log for log in logs if log.run.is_ended]
     if len(ended) < SUBMISSION_RUNS:
         running = f", and {len(logs) - len(ended)} without an end" if len(ended) < len(logs) else ""
         raise ValueError(
@@ -198,9 +199,9 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
             raise ValueError(
                 f"{log.path} is a copy of {same.name}, expected a run of its own: remove the copy and run again"
             )
-        if "resumed from" in log.header:
+        if log.run.resumed_from is not None:
             raise ValueError(
-                f"{log.path}: the run was resumed from {log.header['resumed from']!a}, so its clock did not run all the "
+                f"{log.path}: the run was resumed from {log.run.resumed_from!a}, so its clock did not run all the "
                 "time (TR 11): no run of a submission; move the log away and run again"
             )
 
@@ -208,7 +209,7 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
 def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Selection]:
     verdicts = [check_log(log, ruleset) for log in logs]
     times = [minutes_of(log) if verdict.passed else FAILED for log, verdict in zip(logs, verdicts, strict=True)]
-    selection = select([started_ms_of(log) for log in logs], times, SUBMISSION_RUNS)
+    selection = select([log.run.start_ms or 0 for log in logs], times, SUBMISSION_RUNS)
     failed = [verdict for verdict in verdicts if not verdict.passed]
     if selection.score == FAILED:
         named = "; ".join(f"{verdict.path.name}: {_why(verdict)}" for verdict in failed)
@@ -223,8 +224,7 @@ def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Se
                 "the log away and run again"
             )
     chosen = [
-        SubmittedRun(f"result_{number}.txt", logs[run], times[run], converged_samples(logs[run]))
-        for number, run in enumerate(selection.chosen)
+        SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in enumerate(selection.chosen)
     ]
     return tuple(chosen), selection
 
@@ -238,27 +238,27 @@ def _why(verdict: Verdict) -> str:
 
 def _findings(description: Mapping[str, Any], logs: list[Log], source: Source) -> Iterator[Finding]:
     for log in logs:
-        if log.last("run_stop") is None:
+        if not log.run.is_ended:
             found = f"{log.path.name} has no run_stop and was counted as a failed run"
-            mend = "if it is still running, wait for it and package again"
-            yield Finding(None, "run_stop", "TR 12", found, mend, severity="warning")
+            remedy = "if it is still running, wait for it and package again"
+            yield Finding(None, "run_stop", "TR 12", found, remedy, severity="warning")
     empty = [name for name in rules.MEANINGFUL_SYSTEM_FIELDS if not description[name]]
     if not description["host_processor_core_count"] and not description["host_processor_vcpu_count"]:
         empty.append("host_processor_core_count")
     if empty:
         found = f"the system description leaves {', '.join(empty)} empty, expected a meaningful answer"
-        mend = "fill them in; N/A where the system has no such thing"
-        yield Finding(None, empty[0], "SR <system_desc_id>.json metadata", found, mend, severity="warning")
+        remedy = "fill them in; N/A where the system has no such thing"
+        yield Finding(None, empty[0], "SR <system_desc_id>.json metadata", found, remedy, severity="warning")
     commits = {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}
     if source.commit and commits:
         found = f"a log was made at commit {min(commits)!a}, but the source is packaged at {source.commit!r}"
-        mend = "check out the commit of the runs and package from there"
-        yield Finding(None, "", "SR Source code requirements for replication", found, mend, severity="warning")
+        remedy = "check out the commit of the runs and package from there"
+        yield Finding(None, "", "SR Source code requirements for replication", found, remedy, severity="warning")
     if source.modified:
         found = f"{source.modified[0]} differs from its commit"
-        mend = "commit it, or package from a clean checkout: what is packaged must be what ran"
+        remedy = "commit it, or package from a clean checkout: what is packaged must be what ran"
         yield Finding(
-            None, "", "SR Source code requirements for replication", found, mend, severity="warning",
+            None, "", "SR Source code requirements for replication", found, remedy, severity="warning",
             more=len(source.modified) - 1,
         )  # fmt: skip
 
@@ -347,7 +347,7 @@ def _configuration(package: Package) -> dict[str, Any]:
     configuration = {key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")}
     head = {key: value for key, value in header.items() if not key.startswith(("config.", "seed"))}
     settings = {
-        key: package.runs[0].log.first(key)
+        key: package.runs[0].log.run.first.get(key)
         for key, rule in rules.KEYS.items()
         if rule.phases == ("init",) and rule.once and key not in ("seed", "init_stop")
     }
@@ -420,10 +420,11 @@ under `docs/` of the implementation.
 
 
 def _row(run: SubmittedRun) -> str:
-    record = run.log.first("seed")
-    seed = str(record.value) if record and rules.is_integer(record.value) else ""
+    said = run.log.run
+    seed = "" if said.seed is None else str(said.seed)
     minutes = f"{run.minutes:.4f}" if run.minutes < FAILED else "no valid result"
-    samples = f"{run.samples:,}" if run.samples else ""
+    reached = said.converged_samples()
+    samples = f"{reached:,}" if reached else ""
     return f"| {run.name} | {run.log.path.name} | {seed} | {minutes} | {samples} |"
 
 

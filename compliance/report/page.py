@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Literal
 
 from compliance.artefact import write_whole
-from compliance.convergence.reference_points import Outlook, Reference
+from compliance.convergence.outlook import Outlook
+from compliance.convergence.reference_points import Reference
 from compliance.log.rules import NEWEST_RULESET, NOT_A_RESULT
 from compliance.report import Format
 from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count, stacked_chart
 from compliance.report.published import SOURCE, Published
-from compliance.report.results import STEP_PARTS, Results, Run, breakdown, load_results, numbers, steps_taken
+from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, load_results, numbers, steps_taken
 from compliance.report.summary import (
     MAX_SENTENCE,
     MAX_TEXT,
@@ -157,23 +158,27 @@ def _figures(results: Results) -> str:
     """The few numbers to see first; the time is the score where there is one."""
     shown, kept = results.shown, [run for run in results.valid if run.number not in results.dropped]
     over = f"mean of {_runs(len(kept))}, fastest and slowest dropped" if results.dropped else f"run {shown.number}"
-    rates = [run.sequences_per_s for run in kept or [shown] if run.sequences_per_s]
+    rates = [run.said.sequences_per_s for run in kept or [shown] if run.said.sequences_per_s]
     mean_rate = sum(rates) / len(rates) if rates else None
     each = "evaluations included"
     if mean_rate and results.accelerators:
         each = f"{rate(mean_rate / results.accelerators)} an accelerator, {each}"
-    target = f"target {fraction(shown.target)}, run {shown.number}" if shown.target is not None else "no target logged"
+    target = (
+        f"target {fraction(shown.said.target)}, run {shown.number}"
+        if shown.said.target is not None
+        else "no target logged"
+    )
     number = len(results.runs)
     valid = sum(run.verdict.passed for run in results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
     if results.lost > 1:
         seconds, over = None, "no score"
     else:
-        seconds = results.scaled_seconds if results.dropped else shown.seconds
+        seconds = results.scaled_seconds if results.dropped else shown.said.seconds
     figures = [
         ("Time to train", duration(seconds), over),
         ("Sequences per second", rate(mean_rate), each),
-        ("Masked-LM accuracy", fraction(shown.accuracy), target),
+        ("Masked-LM accuracy", fraction(shown.said.accuracy), target),
         ("Valid runs", f"{valid} of {number}", f"official checker: {official} of {number}"),
     ]
     if results.convergence is not None and results.convergence.reference is not None:
@@ -204,11 +209,11 @@ def _statements(results: Results) -> str:
 def _accuracy(results: Results) -> str:
     """Accuracy against sequences of all runs, with the target and the reference's sequences to it."""
     lines = [
-        Line(f"run {run.number}, {run.outcome}", run.accuracies, run.outcome) for run in results.runs if run.accuracies
+        Line(f"run {run.number}, {run.outcome}", run.said.curve, run.outcome) for run in results.runs if run.said.curve
     ]
     if not lines:
         return ""
-    targets = {run.target for run in results.runs if run.target is not None}
+    targets = {run.said.target for run in results.runs if run.said.target is not None}
     guides = [Guide("target", f"target {target:g}", target) for target in targets if len(targets) == 1]
     axes = Axes(
         f"Masked-LM accuracy over sequences trained, {_runs(len(lines))}",
@@ -234,7 +239,7 @@ def _reference_guides(results: Results, along: Literal["x", "y"]) -> list[Guide]
 
 def _times(results: Results) -> str:
     """Time to train of every run, with the olympic mean."""
-    timed = [(run, run.seconds) for run in results.runs if run.seconds is not None]
+    timed = [(run, run.said.seconds) for run in results.runs if run.said.seconds is not None]
     if not timed:
         return ""
     longest = max(seconds for _, seconds in timed)
@@ -252,7 +257,7 @@ def _times(results: Results) -> str:
 
 def _convergence(results: Results) -> str:
     """Sequences to the target of every run, against the reference."""
-    samples = [(run, run.converged_samples) for run in results.runs]
+    samples = [(run, run.said.converged_samples()) for run in results.runs]
     bars = [Bar(str(run.number), float(taken), run.outcome) for run, taken in samples if taken is not None]
     if not bars:
         return ""
@@ -271,12 +276,12 @@ def _table(results: Results) -> str:
     for run in results.runs:
         in_score = results.dropped.get(run.number, "yes" if run in results.valid and results.dropped else "-")
         values = (
-            duration(run.seconds),
-            duration(run.init_seconds),
-            fraction(run.accuracy),
-            fraction(run.target),
-            count(run.samples),
-            rate(run.sequences_per_s),
+            duration(run.said.seconds),
+            duration(run.said.init_seconds),
+            fraction(run.said.accuracy),
+            fraction(run.said.target),
+            count(run.said.train_samples),
+            rate(run.said.sequences_per_s),
             in_score if in_score in ("yes", "-") else f"no, {in_score}",
         )
         verdicts = ((run.verdict.official, run.verdict.official), (run.outcome, run.outcome))
@@ -295,7 +300,7 @@ def _scrolling(name: str, head: Sequence[str], rows: Iterable[Iterable[str]]) ->
     )
 
 
-def _warnings(runs: Iterable[Run]) -> str:
+def _warnings(runs: Iterable[ReportedRun]) -> str:
     """What the runs warned of while they ran."""
     said = [(run.number, entry) for run in runs for entry in run.metrics["warning"]]
     items = [
@@ -318,7 +323,7 @@ def _findings(results: Results) -> str:
         items.append(
             f'<li class="{finding.severity}"><div class="where"><b>{finding.severity}</b> {_text(where)} '
             f"<code>{_text(finding.key)}</code></div><p>{_text(finding.sentence)}</p>"
-            f'<p class="mend">{_text(finding.mend)} <span>{_text(finding.rule + source)}</span></p></li>'
+            f'<p class="remedy">{_text(finding.remedy)} <span>{_text(finding.rule + source)}</span></p></li>'
         )
     more = f'<p class="aside">and {len(found) - MAX_FINDINGS} more</p>' if len(found) > MAX_FINDINGS else ""
     return f'<ul class="findings">{"".join(items)}</ul>{more}'
@@ -329,7 +334,7 @@ RATE: Curve = ("Sequences per second", "sequences_per_s", lambda value: 0 <= val
 LOSS: Curve = ("Training loss", "loss", lambda value: abs(value) < MAX_LOSS)
 
 
-def _curve(runs: Iterable[Run], curve: Curve) -> str:
+def _curve(runs: Iterable[ReportedRun], curve: Curve) -> str:
     """A figure of the step metrics over sequences trained; what has left all bounds is not drawn."""
     title, key, drawable = curve
     lines = []
@@ -348,7 +353,7 @@ def _curve(runs: Iterable[Run], curve: Curve) -> str:
     return _figure(title, line_chart(lines, axes), note)
 
 
-def _breakdown(runs: Sequence[Run]) -> str:
+def _breakdown(runs: Sequence[ReportedRun]) -> str:
     """A bar for each run, or for all together where they are many, and the key with shares and times."""
     parts = {run.number: seconds for run in runs if (seconds := breakdown(run))}
     if not parts:
@@ -378,7 +383,7 @@ def _bar(name: str, seconds: dict[str, float]) -> str:
     return f'<div class="bar-row"><span>{_text(name)}</span><div class="bar">{"".join(spans)}</div></div>'
 
 
-def _timeline(run: Run) -> str:
+def _timeline(run: ReportedRun) -> str:
     """The parts of a step over the run, stacked; empty with fewer than two step records."""
     keys = ("samples", "step_ms", *STEP_PARTS.values())
     rows = [tuple(value for key in keys for value in numbers([step], key)) for step in run.metrics["step"]]
@@ -402,7 +407,7 @@ def _published(results: Results) -> str:
         return ""
     minutes = (results.scaled_seconds or 0.0) / 60
     longest = max([minutes, *(result.minutes for result in (*placement.faster, *placement.slower))])
-    rate_each = results.shown.sequences_per_s
+    rate_each = results.shown.said.sequences_per_s
     own = Published(
         round="-",
         submitter="this folder, unverified",
@@ -451,7 +456,7 @@ def _configuration(results: Results) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _differences(runs: Sequence[Run]) -> dict[str, str]:
+def _differences(runs: Sequence[ReportedRun]) -> dict[str, str]:
     """Lines of the logs' heads that are not the same in all runs."""
     keys = dict.fromkeys(key for run in runs for key in islice(run.log.header, MAX_FACTS))
     found = {}

@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from compliance.check.checker import check_log
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook, converged_samples, outlook
+from compliance.convergence.outlook import Outlook, outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log, read_log
+from compliance.log.run import LoggedRun
 from compliance.report.published import Placement, placement
 from compliance.submission.check import check_paths
 from compliance.submission.description import read_description
@@ -46,7 +48,7 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class Run:
+class ReportedRun:
     """One run of a folder.
 
     Attributes:
@@ -59,52 +61,10 @@ class Run:
     verdict: Verdict
     metrics: Metrics
 
-    @cached_property
-    def seconds(self) -> float | None:
-        """Time to train: run_start to run_stop."""
-        return _seconds_between(self.log, "run_start", "run_stop")
-
-    @cached_property
-    def init_seconds(self) -> float | None:
-        """Untimed initialisation: the first init_start to init_stop."""
-        return _seconds_between(self.log, "init_start", "init_stop")
-
-    @cached_property
-    def accuracies(self) -> list[tuple[int, float]]:
-        """(sequences trained, masked-LM accuracy) of each evaluation."""
-        return [
-            (record.metadata["epoch_num"], record.value)
-            for record in self.log.all("eval_accuracy")
-            if rules.COUNT.accepts(record.metadata.get("epoch_num")) and rules.FRACTION.accepts(record.value)
-        ]
-
     @property
-    def accuracy(self) -> float | None:
-        """Masked-LM accuracy of the last evaluation."""
-        return self.accuracies[-1][1] if self.accuracies else None
-
-    @property
-    def target(self) -> float | None:
-        """Accuracy that ends the run: as logged, or the benchmark's in a closed log."""
-        logged = self.log.first("quality_target")
-        if logged and rules.is_number(logged.value):
-            return float(logged.value)
-        return rules.QUALITY_TARGET if self.verdict.division == "closed" else None
-
-    @cached_property
-    def converged_samples(self) -> int | None:
-        """Sequences trained at the evaluation that reached the target, as the official checker reads them."""
-        return converged_samples(self.log)
-
-    @property
-    def samples(self) -> int | None:
-        """Sequences trained."""
-        return self.integer("train_samples")
-
-    @property
-    def sequences_per_s(self) -> float | None:
-        """Sequences trained over the whole time to train, evaluations included."""
-        return self.samples / self.seconds if self.samples and self.seconds else None
+    def said(self) -> LoggedRun:
+        """What the log says of it."""
+        return self.log.run
 
     @property
     def outcome(self) -> Outcome:
@@ -112,11 +72,6 @@ class Run:
         if self.verdict.passed:
             return "valid"
         return "aborted" if self.verdict.status == "aborted" else "invalid"
-
-    def integer(self, key: str) -> int | None:
-        """The value of the last record of `key`, when it is an integer >= 0."""
-        record = self.log.last(key)
-        return record.value if record and rules.COUNT.accepts(record.value) else None
 
 
 @dataclass(frozen=True)
@@ -132,16 +87,16 @@ class Results:
     """
 
     folder: Path
-    runs: tuple[Run, ...]
+    runs: tuple[ReportedRun, ...]
     system: str
     description: dict[str, str]
     ruleset: str
     beside: tuple[Verdict, ...] = ()
 
     @cached_property
-    def valid(self) -> tuple[Run, ...]:
+    def valid(self) -> tuple[ReportedRun, ...]:
         """The runs that are valid results and have a time."""
-        return tuple(run for run in self.runs if run.verdict.passed and run.seconds is not None)
+        return tuple(run for run in self.runs if run.verdict.passed and run.said.seconds is not None)
 
     @property
     def lost(self) -> int:
@@ -156,7 +111,7 @@ class Results:
         """
         if len(self.runs) < MIN_RUNS_FOR_SCORE or self.lost > 1:
             return {}
-        by_time = sorted(self.valid, key=lambda run: run.seconds or 0.0)
+        by_time = sorted(self.valid, key=lambda run: run.said.seconds or 0.0)
         slowest = next((run for run in self.runs if run not in self.valid), by_time[-1])
         return {by_time[0].number: "fastest", slowest.number: "slowest"}
 
@@ -168,7 +123,7 @@ class Results:
         """
         if not self.dropped:
             return None
-        kept = [run.seconds or 0.0 for run in self.valid if run.number not in self.dropped]
+        kept = [run.said.seconds or 0.0 for run in self.valid if run.number not in self.dropped]
         return sum(kept) / len(kept)
 
     @property
@@ -186,7 +141,7 @@ class Results:
     @property
     def global_batch_size(self) -> int | None:
         """Sequences of an optimizer step, when all logs that name it name the same."""
-        return _only({run.integer("global_batch_size") for run in self.runs})
+        return _only({run.said.global_batch_size for run in self.runs})
 
     @cached_property
     def convergence(self) -> Outlook | None:
@@ -194,7 +149,7 @@ class Results:
         batch = self.global_batch_size
         if self.division != "closed" or not batch:
             return None
-        samples = [run.converged_samples for run in self.runs]
+        samples = [run.said.converged_samples() for run in self.runs]
         return outlook(samples, batch, self.ruleset, max(SUBMISSION_RUNS, len(samples)))
 
     @cached_property
@@ -221,7 +176,7 @@ class Results:
         return next((int(size) for size in numbers(self.shown.metrics["run"], "world_size") if size >= 1), None)
 
     @cached_property
-    def shown(self) -> Run:
+    def shown(self) -> ReportedRun:
         """The run that stands for all where one must: the last valid one, or the last one."""
         return (self.valid or self.runs)[-1]
 
@@ -249,11 +204,11 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     """
     logs = dict(numbered_logs(folder))
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
-    runs: list[Run] = []
+    runs: list[ReportedRun] = []
     for number, path in logs.items():
         log = read_log(path)
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)
-        runs.append(Run(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
+        runs.append(ReportedRun(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
     system = folder.resolve().parent
     path = system.parent / "systems" / f"{system.name}.json"
     fields = read_description(path).fields if path.is_file() else {}
@@ -296,14 +251,14 @@ def numbers(entries: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [float(entry[key]) for entry in entries if rules.is_number(entry.get(key))]
 
 
-def breakdown(run: Run) -> dict[str, float]:
+def breakdown(run: ReportedRun) -> dict[str, float]:
     """Seconds of the run by part, in drawing order; empty without step metrics.
 
     A step entry holds means over the steps since the entry before it. What the steps and evaluations do not account
     for is "other": start of the data pipeline, logging, checkpoints.
     """
     steps = [entry for entry in run.metrics["step"] if numbers([entry], "step")]
-    if not steps or not run.seconds:
+    if not steps or not run.said.seconds:
         return {}
     seconds = dict.fromkeys(STEP_PARTS, 0.0)
     done = 0.0
@@ -314,17 +269,12 @@ def breakdown(run: Run) -> dict[str, float]:
             seconds[name] += max(0.0, sum(numbers([entry], key))) / 1000 * taken
     seconds["evaluation"] = max(0.0, sum(numbers(run.metrics["eval"], "eval_s")))
     whole = sum(seconds.values())
-    return seconds | {"other": max(0.0, run.seconds - whole)} if 0 < whole < math.inf else {}
+    return seconds | {"other": max(0.0, run.said.seconds - whole)} if 0 < whole < math.inf else {}
 
 
-def steps_taken(run: Run) -> float:
+def steps_taken(run: ReportedRun) -> float:
     """Optimizer steps that the metrics account for."""
     return max(numbers(run.metrics["step"], "step"), default=0.0)
-
-
-def _seconds_between(log: Log, start: str, stop: str) -> float | None:
-    first, last = log.first(start), log.last(stop)
-    return (last.time_ms - first.time_ms) / 1000 if first and last and last.time_ms >= first.time_ms else None
 
 
 def _only(values: set[Value | None]) -> Value | None:

@@ -13,10 +13,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Outlook
+from compliance.convergence.outlook import Outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log.rules import NOT_A_RESULT
 from compliance.report.published import SOURCE
-from compliance.report.results import MIN_RUNS_FOR_SCORE, Results, Run, breakdown
+from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown
 from console.program import say
 from console.text import json_document, visible
 
@@ -103,17 +104,17 @@ def _convergence_statement(outlook: Outlook) -> tuple[Kind, str, str]:
     return _KINDS.get(outlook.verdict, "plain"), "Convergence (RCP)", sentence
 
 
-def cells(run: Run) -> tuple[str, ...]:
+def cells(run: ReportedRun) -> tuple[str, ...]:
     """One row of the table, in the order of `COLUMNS`."""
     return (
         str(run.number),
         run.verdict.official,
         run.outcome,
-        duration(run.seconds),
-        fraction(run.accuracy),
-        fraction(run.target),
-        count(run.samples),
-        rate(run.sequences_per_s),
+        duration(run.said.seconds),
+        fraction(run.said.accuracy),
+        fraction(run.said.target),
+        count(run.said.train_samples),
+        rate(run.said.sequences_per_s),
     )
 
 
@@ -195,9 +196,9 @@ def as_dict(results: Results) -> dict[str, Any]:
     }
 
 
-def _run_as_dict(run: Run, dropped: str | None) -> dict[str, Any]:
+def _run_as_dict(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
     figures = _figures(run, dropped)
-    evaluations = [{"samples": samples, "accuracy": accuracy} for samples, accuracy in run.accuracies]
+    evaluations = [{"samples": samples, "accuracy": accuracy} for samples, accuracy in run.said.curve]
     return figures | {
         "evaluations": evaluations,
         "seconds_by_part": breakdown(run),
@@ -206,22 +207,22 @@ def _run_as_dict(run: Run, dropped: str | None) -> dict[str, Any]:
     }
 
 
-def _figures(run: Run, dropped: str | None) -> dict[str, Any]:
+def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
     return {
         "run": run.number,
         "official": run.verdict.official,
         "ours": run.verdict.ours,
         "outcome": run.outcome,
         "dropped": dropped,
-        "seconds": run.seconds,
-        "init_seconds": run.init_seconds,
-        "accuracy": run.accuracy,
-        "target": run.target,
-        "samples": run.samples,
-        "converged_samples": run.converged_samples,
-        "sequences_per_s": run.sequences_per_s,
-        "global_batch_size": run.integer("global_batch_size"),
-        "seed": run.integer("seed"),
+        "seconds": run.said.seconds,
+        "init_seconds": run.said.init_seconds,
+        "accuracy": run.said.accuracy,
+        "target": run.said.target,
+        "samples": run.said.train_samples,
+        "converged_samples": run.said.converged_samples(),
+        "sequences_per_s": run.said.sequences_per_s,
+        "global_batch_size": run.said.global_batch_size,
+        "seed": run.said.seed,
     }
 
 

@@ -15,11 +15,14 @@ from typing import Any
 
 from compliance.check.checker import check_file, check_log
 from compliance.check.checks import PACKED
-from compliance.convergence.reference_points import SUBMISSION_RUNS, converged_samples, outlook
+from compliance.convergence.outlook import outlook
+from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log import rules
 from compliance.log.file import STDIN
 from compliance.log.findings import Finding, Severity, Verdict, shown
-from compliance.log.records import Record, read_log
+from compliance.log.record import Record
+from compliance.log.records import read_log
+from compliance.log.run import LoggedRun
 from compliance.official import package as official_package
 from compliance.official.package import Answer
 from compliance.submission.description import LOGGED_STATUS, Description, description_findings, read_description
@@ -54,23 +57,19 @@ MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Run:
-    """What the other logs of a folder must know of one.
+class FolderRun:
+    """One run of a folder, as the others are compared with it.
 
     Attributes:
         verdict: of the log by itself.
-        records: the last record of each key that is compared.
+        said: what the log says of it.
         seeds: its seed records.
-        interval: run_start and run_stop in ms since the Unix epoch, where both are there.
-        samples: sequences to the target as the official checker reads them; None when the run did not converge.
         findings: what the other logs have against this one.
     """
 
     verdict: Verdict
-    records: dict[str, Record]
-    seeds: tuple[Record, ...]
-    interval: tuple[int, int] | None
-    samples: int | None
+    said: LoggedRun
+    seeds: tuple[Record, ...] = ()
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -142,35 +141,30 @@ def _ask(
     return official_package.ask(benchmarks, descriptions, root, ruleset)
 
 
-def _read_run(path: Path, ruleset: str) -> Run:
+def _read_run(path: Path, ruleset: str) -> FolderRun:
     try:
         log = read_log(path)
     except ValueError as error:
         found = str(error).removeprefix(f"{path}: ")
         finding = Finding(None, "", "log format", found, "put the log itself in its place")
-        return Run(Verdict(path, ruleset, "fail", (finding,), None, None), {}, (), None, None)
-    verdict = check_log(log, ruleset)
-    compared = ("global_batch_size", *HYPERPARAMETERS, *(key for key, _ in SUBMISSION_KEYS))
-    records = {key: record for key in compared if (record := log.last(key))}
-    start, stop = log.first("run_start"), log.last("run_stop")
-    interval = (start.time_ms, stop.time_ms) if start and stop else None
-    return Run(verdict, records, tuple(log.all("seed")), interval, converged_samples(log))
+        return FolderRun(Verdict(path, ruleset, "fail", (finding,), None, None), LoggedRun())
+    return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")))
 
 
-def _division(runs: Sequence[Run]) -> rules.Division:
+def _division(runs: Sequence[FolderRun]) -> rules.Division:
     """What most logs say; closed, the stricter one, when they do not."""
     counts = Counter(run.verdict.division for run in runs)
     return "open" if counts and str(counts.most_common(1)[0][0]).lower() == "open" else "closed"
 
 
-def _bare_answer(runs: Sequence[Run]) -> Answer:
+def _bare_answer(runs: Sequence[FolderRun]) -> Answer:
     """The official verdict on logs without a submission around them: that on each, and one of ten may fail."""
     failed = sum(run.verdict.official == "fail" for run in runs)
     return Answer("pass" if failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
 
 
 def _check_folder(
-    folder: BenchmarkFolder, runs: list[Run], division: rules.Division, answer: Answer, ruleset: str
+    folder: BenchmarkFolder, runs: list[FolderRun], division: rules.Division, answer: Answer, ruleset: str
 ) -> list[Verdict]:
     if folder.submission:
         for run in runs:
@@ -195,19 +189,19 @@ def _check_folder(
     return [verdict, *(run.complete_verdict for run in runs)]
 
 
-def _compare_settings(runs: Sequence[Run], division: rules.Division) -> None:
+def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> None:
     """Add to each log what it says differently from most."""
     for key, severity in SUBMISSION_KEYS:
         for run, record, usual in _odd_ones(runs, key):
             found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
             run.object(_at(record, "TR 12", found, "keep the logs of one system and entry in a folder", severity))
     severity = "error" if division == "closed" else "warning"
-    mend = "submit runs of one configuration: run this one again"
+    remedy = "submit runs of one configuration: run this one again"
     apart = set()
     for run, record, usual in _odd_ones(runs, "global_batch_size"):
         apart.add(run.name)
         found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
-        run.object(_at(record, "TR 12; RCP checker", found, mend, severity))
+        run.object(_at(record, "TR 12; RCP checker", found, remedy, severity))
     alike = [run for run in runs if run.name not in apart]
     departures: dict[str, list[tuple[Record, Record]]] = {}
     for key in HYPERPARAMETERS:
@@ -219,12 +213,12 @@ def _compare_settings(runs: Sequence[Run], division: rules.Division) -> None:
             found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
             others = ", ".join(other.key for other, _ in found_here[1:])
             found += f"; {others} likewise" if others else ""
-            run.object(_at(record, "TR 9.1; TR 12", found, mend, severity))
+            run.object(_at(record, "TR 9.1; TR 12", found, remedy, severity))
 
 
-def _odd_ones(runs: Sequence[Run], key: str) -> Iterator[tuple[Run, Record, Record]]:
+def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, Record]]:
     """Each run whose record of `key` has another value than most, with that record and one of the usual ones."""
-    holders = [(run, run.records[key]) for run in runs if key in run.records]
+    holders = [(run, run.said.first[key]) for run in runs if key in run.said.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
     if len(counts) < 2:
         return
@@ -239,15 +233,15 @@ def _comparable(value: Any) -> object:
     return float(value) if rules.is_number(value) else json.dumps(value, sort_keys=True)
 
 
-def _compare_seeds(runs: Sequence[Run], division: rules.Division, submission: Severity) -> None:
+def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submission: Severity) -> None:
     """Add to each log the seed that it shares with an earlier one.
 
     The official seed checker compares source position and seed. Here the first seed of two logs must differ wherever
     it was logged: the runs would be the same run.
     """
     severity = "error" if division == "closed" else "warning"
-    positions: dict[tuple[object, ...], tuple[Run, Record]] = {}
-    first_seeds: dict[int, tuple[Run, Record]] = {}
+    positions: dict[tuple[object, ...], tuple[FolderRun, Record]] = {}
+    first_seeds: dict[int, tuple[FolderRun, Record]] = {}
     for run in runs:
         shared = []
         for index, record in enumerate(run.seeds):
@@ -271,8 +265,8 @@ def _compare_seeds(runs: Sequence[Run], division: rules.Division, submission: Se
         record, seed, other, first = shared[0]
         where = "" if other is run else f"{other.name} "
         found = f"value {seed} was logged before, in {where}line {first.line}, expected another seed in every run"
-        mend = "run again with a seed from the clock or /dev/urandom, logged once by one process"
-        run.object(_at(record, "TR 5.1; seed checker", found, mend, severity, more=len(shared) - 1))
+        remedy = "run again with a seed from the clock or /dev/urandom, logged once by one process"
+        run.object(_at(record, "TR 5.1; seed checker", found, remedy, severity, more=len(shared) - 1))
 
 
 def _seed(record: Record) -> int | None:
@@ -282,21 +276,25 @@ def _seed(record: Record) -> int | None:
         return None
 
 
-def _overlaps(runs: Sequence[Run]) -> Iterator[Finding]:
-    timed = sorted((run.interval, run.name) for run in runs if run.interval)
+def _overlaps(runs: Sequence[FolderRun]) -> Iterator[Finding]:
+    timed = sorted(
+        (run.said.run_start_ms, run.said.run_stop_ms, run.name)
+        for run in runs
+        if run.said.run_start_ms is not None and run.said.run_stop_ms is not None
+    )
     overlaps, latest = [], None
-    for (start, stop), name in timed:
+    for start, stop, name in timed:
         if latest and start < latest[0]:
             overlaps.append((name, latest[1]))
         latest = max(latest, (stop, name)) if latest else (stop, name)
     if overlaps:
         name, other = overlaps[0]
         found = f"{name} ran while {other} was running, expected one run at a time on one system"
-        mend = "say in the README that the runs shared the system, or had several"
-        yield Finding(None, "run_start", "TR 12", found, mend, severity="warning", more=len(overlaps) - 1)
+        remedy = "say in the README that the runs shared the system, or had several"
+        yield Finding(None, "run_start", "TR 12", found, remedy, severity="warning", more=len(overlaps) - 1)
 
 
-def _failed_runs(runs: Sequence[Run], answer: Answer) -> Finding:
+def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
     """What the logs that fail mean for the folder."""
     failed = [run for run in runs if not run.complete_verdict.passed]
     names = ", ".join(run.name for run in failed[:MAX_NAMED]) + (", ..." if len(failed) > MAX_NAMED else "")
@@ -314,21 +312,21 @@ def _failed_runs(runs: Sequence[Run], answer: Answer) -> Finding:
     else:
         found = f"{names} is no valid result: it counts as the slowest run, which is dropped, expected at most this one"
         return Finding(None, "", "TR 12", found, "keep all other runs valid", severity="warning")
-    return Finding(None, "", "TR 12", found, "mend what was found in it, or repeat the run")
+    return Finding(None, "", "TR 12", found, "correct what was found in it, or repeat the run")
 
 
-def _convergence(runs: Sequence[Run], submission: Severity, ruleset: str) -> Iterator[Finding]:
-    batch = runs[0].records["global_batch_size"].value
-    prospect = outlook([run.samples for run in runs], batch, ruleset)
-    mend = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
+def _convergence(runs: Sequence[FolderRun], submission: Severity, ruleset: str) -> Iterator[Finding]:
+    batch = runs[0].said.first["global_batch_size"].value
+    prospect = outlook([run.said.converged_samples() for run in runs], batch, ruleset)
+    remedy = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
     if prospect.verdict == "fail":
-        yield Finding(None, "eval_accuracy", "TR 13; RCP checker", prospect.sentence, mend)
+        yield Finding(None, "eval_accuracy", "TR 13; RCP checker", prospect.sentence, remedy)
     elif prospect.verdict == "no reference":
-        mend = "submit reference runs at this batch size, or choose a smaller one"
-        yield Finding(None, "global_batch_size", "TR 13; RCP checker", prospect.sentence, mend, severity=submission)
+        remedy = "submit reference runs at this batch size, or choose a smaller one"
+        yield Finding(None, "global_batch_size", "TR 13; RCP checker", prospect.sentence, remedy, severity=submission)
 
 
-def _check_description(path: Path, runs: Sequence[Run], answer: Answer, ruleset: str) -> Verdict:
+def _check_description(path: Path, runs: Sequence[FolderRun], answer: Answer, ruleset: str) -> Verdict:
     description = read_description(path)
     findings = [*description_findings(description, ruleset)]
     if runs and not description.fault:
@@ -339,7 +337,7 @@ def _check_description(path: Path, runs: Sequence[Run], answer: Answer, ruleset:
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None)
 
 
-def _against_logs(description: Description, runs: Sequence[Run]) -> Iterator[Finding]:
+def _against_logs(description: Description, runs: Sequence[FolderRun]) -> Iterator[Finding]:
     """What most logs say otherwise than the description."""
     logged = {key: _usual_text(runs, key) for key, _ in SUBMISSION_KEYS}
     comparisons: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
@@ -357,13 +355,13 @@ def _against_logs(description: Description, runs: Sequence[Run]) -> Iterator[Fin
         if name == "status" and (said not in LOGGED_STATUS or described not in rules.SYSTEM_STATUSES):
             continue
         found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
-        mend = f"correct {name}, or the setting that is logged as {key}"
+        remedy = f"correct {name}, or the setting that is logged as {key}"
         rule = "SR System description; TR 4" if name == "division" else "SR System description"
-        yield Finding(description.lines.get(name), name, rule, found, mend, severity=severity)
+        yield Finding(description.lines.get(name), name, rule, found, remedy, severity=severity)
 
 
-def _usual_text(runs: Sequence[Run], key: str) -> str | None:
-    texts = [run.records[key].value for run in runs if key in run.records]
+def _usual_text(runs: Sequence[FolderRun], key: str) -> str | None:
+    texts = [run.said.first[key].value for run in runs if key in run.said.first]
     counts = Counter(text for text in texts if isinstance(text, str) and text.strip())
     return counts.most_common(1)[0][0] if counts else None
 
@@ -374,5 +372,5 @@ def _alike(described: str, said: str) -> bool:
     return one in other or other in one
 
 
-def _at(record: Record, rule: str, found: str, mend: str, severity: Severity = "error", more: int = 0) -> Finding:
-    return Finding(record.line, record.key, rule, found, mend, record.logged_at, severity, more)
+def _at(record: Record, rule: str, found: str, remedy: str, severity: Severity = "error", more: int = 0) -> Finding:
+    return Finding(record.line, record.key, rule, found, remedy, record.logged_at, severity, more)

@@ -80,10 +80,10 @@ def read_description(path: Path) -> Description:
 
 def description_findings(description: Description, ruleset: str) -> Iterator[Finding]:
     """What is wrong with a description by itself."""
-    mend = "write it again: `python -m compliance system --out FILE --replace`"
+    remedy = "write it again: `python -m compliance system --out FILE --replace`"
     if description.fault:
         found = f"{description.fault}, expected a JSON object with the {len(rules.SYSTEM_FIELDS)} fields"
-        yield Finding(description.lines.get(""), "", RULE, found, mend)
+        yield Finding(description.lines.get(""), "", RULE, found, remedy)
         return
     fields = description.fields
     missing = [name for name in rules.SYSTEM_FIELDS if name not in fields]

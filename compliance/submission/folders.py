@@ -158,22 +158,22 @@ def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
     unnumbered = [path for path in folder.logs if not rules.LOG_FILE.fullmatch(path.name)]
     if unnumbered:
         found = f"{_name(unnumbered[0])} has no number, expected result_<n>.txt"
-        mend, more = "number the runs from 0", len(unnumbered) - 1
-        yield Finding(None, "", LAYOUT, found, mend, severity="warning", more=more)
+        remedy, more = "number the runs from 0", len(unnumbered) - 1
+        yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=more)
     elsewhere = [] if folder.submission else [path for path in folder.logs if _leads_out(path)]
     if elsewhere:
         found = f"{_name(elsewhere[0])} is a symbolic link to a file outside of the folder, expected the log itself"
-        mend, more = "put the file itself in its place", len(elsewhere) - 1
-        yield Finding(None, "", LAYOUT, found, mend, severity="warning", more=more)
+        remedy, more = "put the file itself in its place", len(elsewhere) - 1
+        yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=more)
     count = len(folder.logs)
     if count != runs and count + len(folder.misnamed) != runs:
-        mend = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
+        remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{count} log{'' if count == 1 else 's'} result_<n>.txt, expected exactly {runs} in a submission"
-        yield Finding(None, "", "TR 12; package checker", found, mend, severity=folder.severity)
+        yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
     if folder.others and folder.submission:
         found = f"{_name(folder.others[0])} is no file of a submission, expected only logs in this folder"
-        mend, more = "move it away: the package checker warns of it", len(folder.others) - 1
-        yield Finding(None, "", LAYOUT, found, mend, severity="warning", more=more)
+        remedy, more = "move it away: the package checker warns of it", len(folder.others) - 1
+        yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=more)
 
 
 def description_missing(folder: BenchmarkFolder) -> Iterator[Finding]:
@@ -181,9 +181,9 @@ def description_missing(folder: BenchmarkFolder) -> Iterator[Finding]:
     if folder.description.is_file() or not (folder.submission or folder.description.parent.is_dir()):
         return
     name = f"systems/{folder.system}.json"
-    mend = f"write it: `python -m compliance system --out {name}`; its name is that of the results folder"
+    remedy = f"write it: `python -m compliance system --out {name}`; its name is that of the results folder"
     found = f"there is no {name}, expected the system description: the official package checker crashes without it"
-    yield Finding(None, "", LAYOUT, found, mend, severity=folder.severity)
+    yield Finding(None, "", LAYOUT, found, remedy, severity=folder.severity)
 
 
 def repository_findings(tree: Tree) -> Iterator[Finding]:
@@ -214,10 +214,10 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
         (links, "is a symbolic link, expected the file itself", "put the file itself in its place", "error"),
         (deep, f"lies more than {MAX_DEPTH} folders deep, what is below was not looked at", "put it higher", "warning"),
     )
-    for paths, fault, mend, severity in faults:
+    for paths, fault, remedy, severity in faults:
         if paths:
             first = visible(min(paths).relative_to(tree.path), MAX_NAME)
-            yield Finding(None, "", REPOSITORY, f"{first} {fault}", mend, severity=severity, more=len(paths) - 1)
+            yield Finding(None, "", REPOSITORY, f"{first} {fault}", remedy, severity=severity, more=len(paths) - 1)
 
 
 def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:

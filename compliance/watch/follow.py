@@ -49,11 +49,6 @@ class Follower:
             self._file = None
 
     @property
-    def is_there(self) -> bool:
-        """Whether the file has been opened."""
-        return self._file is not None
-
-    @property
     def unfinished(self) -> bytes:
         """What stands after the last line end: a line that is being written, or the last of a file without one."""
         return b"" if self._is_overlong else self._partial

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import Any
 
 from compliance.log import rules
-from compliance.log.forecast import Schedule
-from compliance.log.records import Record, parse_line
+from compliance.log.order import Violation, own_settings, violations
+from compliance.log.record import Record, parse_line
+from compliance.log.run import LoggedRun, samples_of
 
 TOKEN = b":::MLLOG"
 
@@ -31,11 +32,11 @@ MAX_QUOTED = 1_000
 MAX_COMPLAINTS = 3_000
 MAX_VALUE = 300
 """Most characters of a text that are kept."""
+MAX_METADATA = 100
+"""Most fields of a record's metadata that are kept."""
 MAX_HEADER_LINES = 1_000
 MAX_HEADER_BYTES = 4_096
 """Longest line of the head that is kept."""
-
-Phase = Literal["before", "init", "ready", "run", "done"]
 
 
 @dataclass(frozen=True)
@@ -47,37 +48,32 @@ class Evaluation:
     time_ms: int
 
 
-@dataclass
-class RunningLog:
-    """What is known so far.
+class RunningLog(LoggedRun):
+    """A run and what is known beside its records: its steps, and what there is to complain about.
 
     Attributes:
-        header: the plain lines "# key: value" of the log.
-        settings: value by key of the records that are logged once; of a repeated key the first.
+        evaluations: those with an accuracy, in the samples that were trained by then or, where the log does not
+            count them, by the schedule.
         step_samples: sequences trained by the latest line of metrics.
         step_rate: sequences a second by the same.
+        caches_cleared: whether one process at least dropped its caches; None when none says.
         complaints: broken rules, and what the run itself warns of, in the order in which they were noticed; each is
             said once. A log may hold any number of different warnings: of those the first `MAX_QUOTED` are kept.
     """
 
-    header: dict[str, str] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    evaluations: list[Evaluation] = field(default_factory=list)
-    phase: Phase = "before"
-    init_start_ms: int | None = None
-    run_start_ms: int | None = None
-    run_stop_ms: int | None = None
-    status: str | None = None
-    last_ms: int = 0
-    step_samples: int = 0
-    step_rate: float | None = None
-    processes: int | None = None
-    evaluating_at: int | None = None
-    complaints: dict[str, None] = field(default_factory=dict)
-    _line: int = 0
-    _evaluations_started: int = 0
-    _said: set[str] = field(default_factory=set)
-    _quoted: int = 0
+    def __init__(self) -> None:
+        self._head: dict[str, str] = {}
+        super().__init__(self._head)
+        self.evaluations: list[Evaluation] = []
+        self.step_samples = 0
+        self.step_rate: float | None = None
+        self.processes: int | None = None
+        self.evaluating_at: int | None = None
+        self.caches_cleared: bool | None = None
+        self.complaints: dict[str, None] = {}
+        self._line = 0
+        self._said: set[str] = set()
+        self._quoted = 0
 
     def take(self, line: bytes) -> None:
         """Take in one line of the log."""
@@ -93,8 +89,8 @@ class RunningLog:
             self._take_step(int(match[1]), float(match[2]))
         elif line.startswith(b"# ") and b": " in line:
             key, _, value = line[2:MAX_HEADER_BYTES].decode("utf-8", "replace").partition(": ")
-            if len(self.header) < MAX_HEADER_LINES:
-                self.header.setdefault(key.strip(), value.strip())
+            if len(self._head) < MAX_HEADER_LINES:
+                self._head.setdefault(key.strip(), value.strip())
         elif line.startswith(b"warning at step "):
             self._quote(line[: 4 * MAX_VALUE].decode("utf-8", "replace"))
 
@@ -117,37 +113,10 @@ class RunningLog:
     # What follows from it
 
     @property
-    def division(self) -> rules.Division:
-        """As logged; until then closed, whose rules are stricter."""
-        named = str(self.settings.get("submission_division", self.header.get("config.log.division", "closed")))
-        return "open" if named.lower() == "open" else "closed"
-
-    @property
-    def target(self) -> float | None:
-        """Accuracy that ends the run."""
-        if self.division == "closed":
-            return rules.QUALITY_TARGET
-        logged = self.settings.get("quality_target")
-        return float(logged) if rules.is_number(logged) else None
-
-    @property
-    def global_batch_size(self) -> int | None:
-        """Sequences a step, over all ranks."""
-        return self._positive("global_batch_size")
-
-    @property
-    def schedule(self) -> Schedule | None:
-        """When the run has to evaluate."""
-        batch, interval = self.global_batch_size, self._positive("eval_interval_samples")
-        if self.division == "closed":
-            interval = rules.evaluation_interval(batch) if batch else None
-        return Schedule(interval, batch) if batch and interval else None
-
-    @property
     def samples(self) -> int:
         """Sequences trained by the latest news."""
         evaluated = self.evaluations[-1].samples if self.evaluations else 0
-        return max(self.step_samples, evaluated, self.evaluating_at or 0)
+        return max(self.step_samples, evaluated, self.counted_samples)
 
     @property
     def max_samples(self) -> int | None:
@@ -193,19 +162,12 @@ class RunningLog:
                 )
         if self.phase != "run" or len(self.evaluations) < 2 or self.evaluating_at is not None:
             return
-        spacing = max(second.time_ms - first.time_ms for first, second in self._neighbours())
+        spacing = max(second.time_ms - first.time_ms for first, second in pairwise(self.evaluations))
         late_s = (now_ms - self.evaluations[-1].time_ms - spacing) / 1000
         if late_s > max(60.0, spacing / 2000):
             number = len(self.evaluations) + 1
             minutes = (late_s + spacing / 1000) / 60
             self._complain(f"evaluation {number} is late: none for {minutes:.0f} min", f"late evaluation {number}")
-
-    def _neighbours(self) -> Iterator[tuple[Evaluation, Evaluation]]:
-        return zip(self.evaluations, self.evaluations[1:], strict=False)
-
-    def _positive(self, key: str) -> int | None:
-        value = self.settings.get(key)
-        return value if rules.is_integer(value) and value > 0 else None
 
     def _complain(self, text: str, about: str = "") -> bool:
         """Take in a complaint; returns whether it is a new one.
@@ -233,103 +195,62 @@ class RunningLog:
 
     def _take_record(self, record: Record) -> None:
         key = record.key
-        self.last_ms = max(self.last_ms, record.time_ms)
-        if key == "init_start":
-            self.init_start_ms = self.init_start_ms or record.time_ms
-            self.phase = "init" if self.phase == "before" else self.phase
-        elif key == "init_stop":
-            self.phase = "ready"
-        elif key == "run_start":
-            self._start(record)
-        elif key == "run_stop":
-            self.run_stop_ms, self.phase = record.time_ms, "done"
-            self.status = str(_brief(record.metadata.get("status")))
+        if key not in rules.KEYS:
+            return
+        if key == "eval_accuracy" and len(self.accuracies) >= MAX_EVALUATIONS:
+            self._complain(f"there are more than {MAX_EVALUATIONS} evaluations: the others are not looked at")
+            return
+        record = _brief_record(record)
+        for violation in violations(self, record, rules.NEWEST_RULESET):
+            if _is_fatal(violation) and not (self.resumed_from and violation.kind == "schedule"):
+                is_count = violation.kind == "count"  # once for all, whatever the numbers
+                self._complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
+        if key == "run_start" and key not in self.first:
+            self._check_settings()
+        if key == "cache_clear":  # one that was dropped is enough, as for the check
+            self.caches_cleared = self.caches_cleared or record.value is not False
         elif key == "eval_start":
-            self._start_evaluation(record)
+            self.evaluating_at = samples_of(record.metadata)
         elif key == "eval_accuracy":
             self._take_accuracy(record)
-        elif key == "block_start":
-            self.step_samples = max(self.step_samples, _samples_of(record) or 0)
-        elif key == "cache_clear":  # one that was dropped is enough, as for the check
-            self.settings[key] = record.value is not False or self.settings.get(key, False)
-        elif key in rules.KEYS and rules.KEYS[key].event_type == "POINT_IN_TIME":
-            self.settings.setdefault(key, _brief(record.value))
-
-    def _start(self, record: Record) -> None:
-        if self.run_start_ms is not None:
-            self._complain("a second run_start: the measured time is no longer the run's (common.yaml)")
-            return
-        self.run_start_ms, self.phase = record.time_ms, "run"
-        self._check_settings()
+        self.add(record)
 
     def _check_settings(self) -> None:
         """What must have been logged when the clock starts."""
-        settings, closed = self.settings, self.division == "closed"
-        if "cache_clear" not in settings:
+        is_closed = self.division == "closed"
+        if self.caches_cleared is None:
             self._complain("no cache_clear before run_start: caches must be dropped, and that logged (TR 6.1)")
-        elif closed and settings["cache_clear"] is False:
+        elif is_closed and not self.caches_cleared:
             self._complain("caches were not dropped before this closed run (TR 6.1)")
-        if closed and "seed" not in settings:
+        if is_closed and "seed" not in self.first:
             self._complain("no seed is logged; the package checker asks for one (TR 5.1)")
-        batch, each = self.global_batch_size, self._positive("d_batch_size")
-        steps = self._positive("gradient_accumulation_steps")
-        shown = _PROCESSES.match(self.header.get("processes", ""))
-        processes = self.processes or (int(shown[1]) if shown else None)
+        batch, each = self.global_batch_size, self.count_of("d_batch_size")
+        steps = self.count_of("gradient_accumulation_steps")
+        named = _PROCESSES.match(self.header.get("processes", ""))
+        processes = self.processes or (int(named[1]) if named else None)
         if batch and each and steps and processes and batch != each * steps * processes:
             self._complain(
                 f"global_batch_size is {batch}, but {processes} processes x {each} sequences x {steps} steps are "
                 f"{processes * each * steps}"
             )
-        logged, schedule = settings.get("eval_interval_samples"), self.schedule
-        if closed and schedule and rules.is_integer(logged) and logged != schedule.interval:
-            self._complain(f"evaluation every {logged} samples, but the rules want {schedule.interval} (TR 24.4)")
-
-    def _start_evaluation(self, record: Record) -> None:
-        samples = _samples_of(record)
-        self._evaluations_started += 1
-        if samples is None:
-            return
-        self.evaluating_at = samples
-        self._check_place(self._evaluations_started, samples)
+        for violation in own_settings(self):
+            self._complain(violation.sentence)
 
     def _take_accuracy(self, record: Record) -> None:
-        samples = _samples_of(record)
         self.evaluating_at = None
-        if not rules.is_number(record.value):
-            self._complain(f"eval_accuracy is {str(_brief(record.value))[:40]}, no number")
+        if not rules.FRACTION.accepts(record.value):
             return
-        if not 0 <= record.value <= 1:
-            self._complain(f"eval_accuracy is {record.value:g}, expected a fraction from 0 to 1")
-            return
-        index = len(self.evaluations) + 1
-        if index > MAX_EVALUATIONS:
-            self._complain(f"there are more than {MAX_EVALUATIONS} evaluations: the others are not looked at")
-            return
-        schedule = self.schedule
+        schedule, samples = self.schedule, samples_of(record.metadata)
         before = self.evaluations[-1].samples if self.evaluations else 0
         if schedule and (samples is None or samples <= max(before, schedule.interval // 100)):
-            self._complain("epoch_num of eval_accuracy does not count samples (TR 24.6)")
-            samples = schedule.samples(index)
-        samples = samples or before
-        if self._evaluations_started == 0:
-            self._check_place(index, samples)
-        self.evaluations.append(Evaluation(samples, float(record.value), record.time_ms))
-
-    def _check_place(self, index: int, samples: int) -> None:
-        schedule = self.schedule
-        previous = self.evaluations[-1].samples if self.evaluations else 0
-        if schedule is None or self.header.get("resumed from"):
-            return
-        if not rules.is_on_schedule(index, samples, previous, schedule.interval, schedule.global_batch_size):
-            due = schedule.samples(index)
-            what = "was missed" if samples > due else "is early"
-            self._complain(f"evaluation {index} {what}: due at {due:,} samples, taken at {samples:,} (TR 24.4)")
+            samples = schedule.samples(self.number_of_evaluations + 1)
+        self.evaluations.append(Evaluation(samples or before, float(record.value), record.time_ms))
 
     def _take_step(self, samples: int, rate: float) -> None:
         self.step_samples, self.step_rate = max(self.step_samples, samples), rate
         schedule = self.schedule
-        index = max(self._evaluations_started, len(self.evaluations)) + 1
-        if schedule is None or self.header.get("resumed from"):
+        index = self.number_of_evaluations + 1 + (self.evaluating_at is not None)
+        if schedule is None or self.resumed_from is not None:
             return
         due = schedule.samples(index)
         if samples >= due + schedule.global_batch_size + schedule.interval // 10:
@@ -337,10 +258,17 @@ class RunningLog:
             self._complain(text, f"missed evaluation {index}")
 
 
-def _samples_of(record: Record) -> int | None:
-    """Sequences trained at a record: samples_count, or epoch_num, which for BERT counts the same."""
-    samples = record.metadata.get("samples_count", record.metadata.get("epoch_num"))
-    return samples if rules.COUNT.accepts(samples) else None
+def _is_fatal(violation: Violation) -> bool:
+    """Whether it costs the run its result, and is not only how somebody else's program logs."""
+    if violation.kind in ("repeat", "value"):
+        return violation.key in ("run_start", "run_stop", "eval_accuracy")
+    return violation.kind in ("init time", "schedule", "count")
+
+
+def _brief_record(record: Record) -> Record:
+    """A record as it may be kept."""
+    metadata = {name: _brief(value) for name, value in islice(record.metadata.items(), MAX_METADATA)}
+    return record._replace(value=_brief(record.value), metadata=metadata)
 
 
 def _brief(value: Any) -> Any:

@@ -155,7 +155,7 @@ VIOLATIONS: dict[str, tuple[Callable[[MLLog], object], str]] = {
     "run_start too early": (lambda log: log.run_start(), "expected between init_stop and run_start"),
     "second run_start": (lambda log: (started(log), log.run_start()), "expected between init_stop and run_start"),
     "second init_start": (lambda log: (log.init_start(), log.init_start()), "still open, expected init_stop first"),
-    "second seed": (lambda log: (log.init_start(), log.seed(1), log.seed(1)), "a second time"),
+    "second seed": (lambda log: (log.init_start(), log.seed(1), log.seed(1)), "seed: logged again"),
     "seed no integer": (lambda log: (log.init_start(), log.event("seed", "1")), "expected an integer"),
     "value where none belongs": (lambda log: log.start("init_start", 3), "value 3, expected none"),
     "not a number": (
@@ -189,12 +189,15 @@ VIOLATIONS: dict[str, tuple[Callable[[MLLog], object], str]] = {
         lambda log: log.start("init_start", clock=object()),
         "expected text or a finite number",
     ),
-    "block without samples": (lambda log: (started(log), log.start("block_start")), "first_epoch_num is None"),
+    "block without samples": (lambda log: (started(log), log.start("block_start")), "no metadata first_epoch_num"),
     "second block": (lambda log: (started(log), log.block_start(0), log.block_start(0)), "expected block_stop first"),
     "block_stop alone": (lambda log: (started(log), log.block_stop(5)), "expected block_start first"),
     "samples decrease": (lambda log: (started(log), log.block_start(9), log.block_stop(8)), "expected at least 9"),
-    "early evaluation": (lambda log: (started(log), log.eval_start(992)), "at 992 samples, expected at 1024"),
-    "skipped evaluation": (lambda log: (started(log), log.eval_start(2016)), "expected at 1024"),
+    "early evaluation": (
+        lambda log: (started(log), log.eval_start(992)),
+        "at 992 samples, expected evaluation 1 at 1024",
+    ),
+    "skipped evaluation": (lambda log: (started(log), log.eval_start(2016)), "at 2016 .*evaluation 1 at 1024"),
     "accuracy outside an evaluation": (
         lambda log: (started(log), log.eval_accuracy(0.5, 1024)),
         "no evaluation is open",
@@ -211,12 +214,12 @@ VIOLATIONS: dict[str, tuple[Callable[[MLLog], object], str]] = {
     ),
     "end in a block": (
         lambda log: (started(log), log.block_start(0), log.run_stop("aborted", samples=0, eval_samples=5)),
-        "block_start is still open",
+        "block_start: never closed, expected block_stop",
     ),
-    "success below target": (lambda log: finish(log, [0.1, 0.2999]), "0.2999, expected at least quality_target 0.3"),
-    "success without evaluation": (lambda log: finish(log, []), "accuracy None"),
-    "success after a lapse": (lambda log: finish(log, [0.4, 0.1]), "accuracy 0.1"),
-    "other train_samples": (lambda log: finish(log, [0.4], samples=4096), "train_samples 4096, expected 1024"),
+    "success below target": (lambda log: finish(log, [0.1, 0.2999]), "0.29990, expected at least the target 0.3"),
+    "success without evaluation": (lambda log: finish(log, []), "no evaluation, expected at least the target 0.3"),
+    "success after a lapse": (lambda log: finish(log, [0.4, 0.1]), "accuracy 0.10000"),
+    "other train_samples": (lambda log: finish(log, [0.4], samples=4096), "train_samples: value 4096, expected 1024"),
     "unknown status": (
         lambda log: (started(log), log.run_stop("done", samples=0, eval_samples=0)),  # type: ignore[arg-type]
         "status is 'done'",

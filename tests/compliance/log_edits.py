@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mlperf_logging.compliance_checker import mlp_compliance
 
-from compliance.log.records import TOKEN
+from compliance.log.record import TOKEN
 
 Edit = Callable[[str], str]
 

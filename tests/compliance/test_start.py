@@ -47,6 +47,6 @@ def test_the_logs_are_judged_without_charts_doctor_and_packages(command: str) ->
 
 def test_a_description_is_judged_without_the_tool_that_needs_scipy(tmp_path: Path) -> None:
     request = {"tool": "system", "path": str(write_description(tmp_path)), "ruleset": "5.0.0"}
-    held = modules_after("from compliance.official.package_worker import main; main(); ", given=json.dumps(request))
+    held = modules_after("from compliance.official.worker import main; main(); ", given=json.dumps(request))
     assert "mlperf_logging.system_desc_checker.system_desc_checker" in held
     assert "scipy" not in held

@@ -26,8 +26,7 @@ ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceba
     "bert/parallel/watchdog.py": {"print_exception"},
     "bert/setup.py": {"Console"},
     "compliance/doctor/examination.py": {"Console", "print"},
-    "compliance/official/checker_worker.py": {"print"},  # JSON to the program that asked
-    "compliance/official/package_worker.py": {"print"},
+    "compliance/official/worker.py": {"print"},  # JSON to the program that asked
     "compliance/report/summary.py": {"Console", "print"},
     "compliance/watch/screen.py": {"Console", "print"},
 }

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from bert.mllog import MLLog
 from compliance.check import checks
-from compliance.check.checker import check_file, check_files
+from compliance.check.checker import check_file
 from compliance.log import records as log_module
 from compliance.log import rules
-from compliance.log.records import TOKEN
+from compliance.log.record import TOKEN
 from compliance.official import checker as official
 from compliance.report import summary
 from compliance.report.page import render
@@ -151,7 +151,7 @@ def test_json_is_exactly_as_documented(tmp_path: Path, closed_log: str) -> None:
         "key": "seed",
         "rule": "seed checker of the package checker; TR 5.1",
         "found": "value null; expected an integer",
-        "mend": "correct the value that is logged",
+        "remedy": "correct the value that is logged",
         "severity": "error",
     }
 
@@ -160,7 +160,7 @@ def test_many_files_one_verdict_each(tmp_path: Path, closed_log: str) -> None:
     paths = [tmp_path / f"result_{number}.txt" for number in range(3)]
     for path in paths:
         path.write_text(closed_log if path.name != "result_1.txt" else "")
-    verdicts = check_files(paths, "3.0.0")
+    verdicts = [check_file(path, "3.0.0") for path in paths]
     assert [(verdict.path, verdict.ours) for verdict in verdicts] == list(
         zip(paths, ["pass", "fail", "pass"], strict=True)
     )
@@ -342,4 +342,4 @@ def test_a_log_beyond_all_bounds_gets_one_clear_finding(
     assert (verdict.official, verdict.ours) == ("fail", "fail")
     (finding,) = verdict.findings
     assert (finding.found, finding.rule) == (words, "SR Submission form")
-    assert "telemetry" in finding.mend
+    assert "telemetry" in finding.remedy

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from compliance.check.checker import check_file
-from compliance.log.records import TOKEN
+from compliance.log.record import TOKEN
 from tests.compliance.log_edits import (
     delete,
     edit,
@@ -319,7 +319,7 @@ def test_each_mutation_of_a_good_log_gives_one_clear_finding(tmp_path: Path, clo
     (finding,) = verdict.findings
     assert finding.key == key
     assert words in str(finding)
-    assert finding.mend
+    assert finding.remedy
     assert finding.rule
     if finding.line and key:
         assert f'"key": "{key}"' in path.read_text().splitlines()[finding.line - 1]

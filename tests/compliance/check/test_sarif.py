@@ -69,7 +69,7 @@ def test_a_finding_has_rule_level_place_and_message(tmp_path: Path) -> None:
     assert place["region"] == {"startLine": 432}
     text = result["message"]["text"]
     assert text == (
-        "eval_accuracy: value 1, expected 2. To mend it: evaluate on the schedule. Logged at bert/train.py:212."
+        "eval_accuracy: value 1, expected 2. Remedy: evaluate on the schedule. Logged at bert/train.py:212."
     )
 
 
@@ -128,8 +128,8 @@ def test_a_file_elsewhere_keeps_its_whole_path(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_outlives_a_shift_of_lines(tmp_path: Path) -> None:
-    later = Finding(EARLY.line and EARLY.line + 7, EARLY.key, EARLY.rule, EARLY.found, EARLY.mend)
-    other = Finding(EARLY.line, EARLY.key, EARLY.rule, "value 3, expected 2", EARLY.mend)
+    later = Finding(EARLY.line and EARLY.line + 7, EARLY.key, EARLY.rule, EARLY.found, EARLY.remedy)
+    other = Finding(EARLY.line, EARLY.key, EARLY.rule, "value 3, expected 2", EARLY.remedy)
     log = sarif([verdict(tmp_path / "a.txt", EARLY, later, other)], tmp_path)
     prints = [result["partialFingerprints"]["primaryLocationLineHash"] for result in log["runs"][0]["results"]]
     assert prints[0] == prints[1] != prints[2]

@@ -13,16 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlperf_logging.rcp_checker import rcp_checker
 
+from compliance.convergence.outlook import outlook
 from compliance.convergence.reference_points import (
-    converged_samples,
-    outlook,
     points,
     pruned,
     reference,
     student_t_quantile,
 )
 from compliance.log.records import read_log
-from compliance.log.rules import RULESETS, evaluation_interval, evaluation_samples
+from compliance.log.rules import RULESETS
+from compliance.log.schedule import evaluation_interval, evaluation_samples
 from compliance.package.selection import olympic_mean
 from tests.compliance.run_logs import write_run
 
@@ -341,18 +341,20 @@ def test_more_runs_than_a_set_are_refused() -> None:
 def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
     path = write_run(tmp_path / "result_0.txt")
     expected = rcp_checker.read_submission_file(path, "5.0.0", False)[1]
-    assert converged_samples(read_log(path)) == expected == 450_240
+    assert read_log(path).run.converged_samples() == expected == 450_240
     text = path.read_text()
     for odd in ("0.000001", "-5", "true", '"many"', "1e300", "null"):
         path.write_text(text.replace('"epoch_num": ', f'"epoch_num": {odd}, "was": '))
-        assert converged_samples(read_log(path)) is None, odd
-    assert converged_samples(read_log(path), from_train_samples=True) == 450_240
+        assert read_log(path).run.converged_samples() is None, odd
+    assert read_log(path).run.converged_samples(from_train_samples=True) == 450_240
     path.write_text(text.replace('"status": "success"', '"status": "aborted"'))
-    assert converged_samples(read_log(path)) is None
+    assert read_log(path).run.converged_samples() is None
     path.write_text("\n".join(line for line in text.splitlines() if "run_stop" not in line))
-    assert converged_samples(read_log(path)) is None
+    assert read_log(path).run.converged_samples() is None
     last = next(line for line in reversed(text.splitlines()) if '"eval_accuracy"' in line)
     path.write_text(text + last.replace("450240", "999999") + "\n")
-    assert converged_samples(read_log(path)) == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
+    assert (
+        read_log(path).run.converged_samples() == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
+    )
     path.write_text("\n".join(line for line in text.splitlines() if "eval_accuracy" not in line))
-    assert converged_samples(read_log(path)) is None
+    assert read_log(path).run.converged_samples() is None

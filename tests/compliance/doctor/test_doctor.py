@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from compliance.doctor import examination as doctor
-from compliance.doctor.diagnosis import Diagnosis, Plan, shape_in_name
-from compliance.doctor.examination import Request, examine, make_plan, read_safetensors_header
+from compliance.doctor.diagnosis import Diagnosis
+from compliance.doctor.examination import examine, read_safetensors_header
 from compliance.doctor.host import Host, Output
+from compliance.doctor.plan import IntendedRun, Plan, make_plan, shape_in_name
 from compliance.doctor.system import describe
 from compliance.doctor.system_file import write
 from compliance.doctor.system_truth import compare
@@ -88,7 +89,7 @@ def test_nodes_and_ranks(
     tmp_path: Path, name: str, nodes: int | None, environment: dict[str, str], expected: tuple[int, int]
 ) -> None:
     machine = fake_host(tmp_path, answers={"bert.recipes": recipe()}, environment=environment)
-    plan = make_plan(Request(name, nodes=nodes), machine, gpus_here=3)
+    plan = make_plan(IntendedRun(name, nodes=nodes), machine, gpus_here=3)
     assert (plan.nodes, plan.ranks) == expected
     assert plan.world_size == expected[0] * expected[1]
     assert plan.on_gpus
@@ -96,24 +97,24 @@ def test_nodes_and_ranks(
 
 
 def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
-    plan = make_plan(Request("dgxa100_8x8"), Host(), 0)
+    plan = make_plan(IntendedRun("dgxa100_8x8"), Host(), 0)
     assert plan.setting("training", "global_batch_size") == 3072
     assert plan.setting("log", "division") == "closed"
-    assert make_plan(Request("tiny_cpu"), Host(), 0).ranks in (1, 2)
+    assert make_plan(IntendedRun("tiny_cpu"), Host(), 0).ranks in (1, 2)
     with pytest.raises(ValueError, match=r"unknown recipe 'nope': expected one of dgxa100_128x8, .*tiny_cpu"):
-        make_plan(Request("nope"), Host(), 0)
+        make_plan(IntendedRun("nope"), Host(), 0)
 
 
 def test_recipes_that_cannot_be_read(tmp_path: Path) -> None:
     broken = Output("", "python failed with status 1", errors="Traceback\nModuleNotFoundError: No module named 'x'\n")
     with pytest.raises(ValueError, match="the recipes cannot be read: ModuleNotFoundError: No module named 'x'"):
-        make_plan(Request("h100_1x8"), fake_host(tmp_path, answers={"bert.recipes": broken}), 0)
+        make_plan(IntendedRun("h100_1x8"), fake_host(tmp_path, answers={"bert.recipes": broken}), 0)
 
 
 @pytest.mark.parametrize(
-    "request_", [Request(nodes=0), Request(data=Path("/is/not/there")), Request(system=Path("/no"))]
+    "request_", [IntendedRun(nodes=0), IntendedRun(data=Path("/is/not/there")), IntendedRun(system=Path("/no"))]
 )
-def test_requests_that_make_no_sense(tmp_path: Path, request_: Request) -> None:
+def test_requests_that_make_no_sense(tmp_path: Path, request_: IntendedRun) -> None:
     with pytest.raises(ValueError, match=r"expected at least 1|no such file or folder"):
         list(examine(request_, fake_host(tmp_path)))
 
@@ -130,7 +131,7 @@ def test_requests_that_make_no_sense(tmp_path: Path, request_: Request) -> None:
 def test_the_batch(tmp_path: Path, training: dict[str, Any], state: str, words: str) -> None:
     machine = host(tmp_path)
     machine = dataclasses.replace(machine, answers={**machine.answers, "bert.recipes": recipe(training=training)})
-    one = one_about("recipe", examine(Request("h100_1x8", quick=True), machine))
+    one = one_about("recipe", examine(IntendedRun("h100_1x8", quick=True), machine))
     assert one.state == state
     assert words in one.found
 
@@ -140,7 +141,7 @@ def test_the_batch(tmp_path: Path, training: dict[str, Any], state: str, words: 
 
 def test_caches_that_may_be_dropped(tmp_path: Path) -> None:
     machine = host(tmp_path)
-    assert one_about("caches", examine(Request(), machine)).state == "ok"
+    assert one_about("caches", examine(IntendedRun(), machine)).state == "ok"
     assert (tmp_path / "proc/sys/vm/drop_caches").read_text() == ""  # it was not done
 
 
@@ -150,12 +151,12 @@ def test_caches_that_may_not_be_dropped(tmp_path: Path, name: str, state: str) -
     switch = tmp_path / "proc/sys/vm/drop_caches"
     switch.unlink()
     switch.mkdir()  # opening it for writing fails for root too
-    one = one_about("caches", examine(Request(name, quick=True), machine))
+    one = one_about("caches", examine(IntendedRun(name, quick=True), machine))
     assert one.state == state
     assert "Is a directory" in one.found
     answers = {**machine.answers, "sudo -n -l sysctl -q vm.drop_caches=3": "/usr/sbin/sysctl -q vm.drop_caches=3\n"}
     machine = dataclasses.replace(machine, answers=answers)
-    one = one_about("caches", examine(Request(name, quick=True), machine))
+    one = one_about("caches", examine(IntendedRun(name, quick=True), machine))
     assert (one.state, "sudo" in one.found) == ("ok", True)
 
 
@@ -165,7 +166,7 @@ def test_caches_that_may_not_be_dropped(tmp_path: Path, name: str, state: str) -
 def test_data_are_verified_and_their_place_is_named(tmp_path: Path) -> None:
     (tmp_path / "data" / "train").mkdir(parents=True)
     (tmp_path / "data" / "evaluation").mkdir()
-    found = list(examine(Request("h100_1x8", data=tmp_path / "data"), host(tmp_path)))
+    found = list(examine(IntendedRun("h100_1x8", data=tmp_path / "data"), host(tmp_path)))
     words = [one.found for one in about("data", found)]
     assert [one.state for one in about("data", found)] == ["ok"] * 4
     assert "lies on a disk (ext4 at /)" in words[0]
@@ -175,7 +176,7 @@ def test_data_are_verified_and_their_place_is_named(tmp_path: Path) -> None:
 def test_quick_leaves_the_data_unread(tmp_path: Path) -> None:
     (tmp_path / "one").mkdir()
     machine = host(tmp_path)
-    found = about("data", examine(Request(data=tmp_path / "one", quick=True), machine))
+    found = about("data", examine(IntendedRun(data=tmp_path / "one", quick=True), machine))
     assert [one.state for one in found] == ["ok", "warn"]
     assert "was not read through" in found[1].found
 
@@ -193,20 +194,20 @@ def test_quick_leaves_the_data_unread(tmp_path: Path) -> None:
 def test_data_that_are_damaged(tmp_path: Path, output: Output, words: str) -> None:
     (tmp_path / "one").mkdir()
     machine = fake_host(tmp_path, {"/proc/self/mountinfo": DISK}, {"dataloading verify": output})
-    one = about("data", examine(Request(data=tmp_path / "one"), machine))[-1]
+    one = about("data", examine(IntendedRun(data=tmp_path / "one"), machine))[-1]
     assert (one.state, words in one.found) == ("fail", True)
 
 
 def test_data_that_are_not_there(tmp_path: Path) -> None:
-    found = about("data", examine(Request("h100_1x8"), host(tmp_path)))
-    assert [(one.state, one.mend) for one in found] == [("fail", "make the data: docs/data.md")] * 2
+    found = about("data", examine(IntendedRun("h100_1x8"), host(tmp_path)))
+    assert [(one.state, one.remedy) for one in found] == [("fail", "make the data: docs/data.md")] * 2
 
 
 @pytest.mark.parametrize(("name", "state"), [("", "warn"), ("h100_1x8", "fail")])
 def test_data_in_memory(tmp_path: Path, name: str, state: str) -> None:
     (tmp_path / "data" / "train").mkdir(parents=True)
     machine = host(tmp_path, {"/proc/self/mountinfo": DISK.replace("ext4 /dev/vda", "tmpfs tmpfs")})
-    one = about("data", examine(Request(name, data=tmp_path / "data", quick=True), machine))[0]
+    one = about("data", examine(IntendedRun(name, data=tmp_path / "data", quick=True), machine))[0]
     assert (one.state, "lies in memory" in one.found) == (state, True)
 
 
@@ -214,7 +215,7 @@ def test_shards_that_are_linked_from_memory(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "data" / "train").mkdir(parents=True)
     (tmp_path / "data" / "evaluation").mkdir()
     monkeypatch.setattr(doctor, "linked_elsewhere", lambda folder: [Path("/dev/shm")] * (folder.name == "train"))
-    found = about("data", examine(Request("h100_1x8", data=tmp_path / "data", quick=True), host(tmp_path)))
+    found = about("data", examine(IntendedRun("h100_1x8", data=tmp_path / "data", quick=True), host(tmp_path)))
     assert [one.state for one in found[:3]] == ["ok", "fail", "ok"]
     assert found[1].found == "/dev/shm lies in memory (tmpfs at /dev/shm)"
 
@@ -292,7 +293,7 @@ def test_a_checkpoint_that_is_cut_off(tmp_path: Path) -> None:
 )
 def test_the_checkpoint_is_the_recipes(tmp_path: Path, shapes: dict[str, list[int]], state: str) -> None:
     path = tensors(tmp_path / "x.safetensors", shapes)
-    one = one_about("checkpoint", examine(Request("h100_1x8", checkpoint=path, quick=True), host(tmp_path)))
+    one = one_about("checkpoint", examine(IntendedRun("h100_1x8", checkpoint=path, quick=True), host(tmp_path)))
     assert one.state == state
 
 
@@ -302,7 +303,7 @@ def test_the_checkpoint_is_the_recipes(tmp_path: Path, shapes: dict[str, list[in
 def test_results_of_earlier_runs(tmp_path: Path) -> None:
     folder = tmp_path / "results" / "h100_1x8" / "bert"
     folder.mkdir(parents=True)
-    request = Request("h100_1x8", results=tmp_path / "results", quick=True)
+    request = IntendedRun("h100_1x8", results=tmp_path / "results", quick=True)
     assert len(about("results", examine(request, host(tmp_path)))) == 1
     (folder / "result_1.txt").write_text("")
     found = about("results", examine(request, host(tmp_path)))
@@ -334,7 +335,7 @@ def test_where_results_go(
 ) -> None:
     usage = type("Usage", (), {"free": free_mib << 20, "total": 1 << 40})
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
-    request = Request("h100_1x8", results=tmp_path / "not" / "there" / "yet", quick=True)
+    request = IntendedRun("h100_1x8", results=tmp_path / "not" / "there" / "yet", quick=True)
     found = about("results", examine(request, host(tmp_path, {"/proc/self/mountinfo": mounts})))
     assert found[0].state == state
 
@@ -354,7 +355,7 @@ def test_the_source(
     tmp_path: Path, answers: dict[str, str | Output], environment: dict[str, str], state: str, words: str
 ) -> None:
     machine = fake_host(tmp_path, answers=answers, environment=environment)
-    one = one_about("source", examine(Request(), machine))
+    one = one_about("source", examine(IntendedRun(), machine))
     assert (one.state, words in one.found) == (state, True)
 
 
@@ -368,7 +369,7 @@ def test_the_official_package(
     monkeypatch.setattr(doctor, "version", lambda _: installed)
     if not has_rules:
         monkeypatch.setattr(doctor, "_has_bert_rules", lambda: False)
-    assert one_about("mlperf-logging", examine(Request(), fake_host(tmp_path))).state == state
+    assert one_about("mlperf-logging", examine(IntendedRun(), fake_host(tmp_path))).state == state
 
 
 def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
@@ -385,7 +386,7 @@ def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
     (tmp_path / "d" / "evaluation").mkdir()
     path = tensors(tmp_path / "x.safetensors", {"word_embeddings": [30522, 1024]})
     machine = Listening(tmp_path, {}, host(tmp_path).answers)
-    request = Request("h100_1x8", tmp_path / "d", path, results=tmp_path / "r", quick=True)
+    request = IntendedRun("h100_1x8", tmp_path / "d", path, results=tmp_path / "r", quick=True)
     assert one_about("dry run", examine(request, machine)).found == READY.strip()
     (command,) = [command for command in seen if "--dry-run" in command]
     for option in (
@@ -400,7 +401,7 @@ def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
 def test_what_the_trainer_refuses_is_passed_on(tmp_path: Path) -> None:
     refused = Output("", "python failed with status 2", errors="error: data.vocab has 7 entries\n")
     machine = fake_host(tmp_path, answers={"bert.recipes": recipe(), "--dry-run": refused})
-    one = one_about("dry run", examine(Request("h100_1x8", quick=True), machine))
+    one = one_about("dry run", examine(IntendedRun("h100_1x8", quick=True), machine))
     assert (one.state, one.found) == ("fail", "data.vocab has 7 entries")
 
 
@@ -469,7 +470,7 @@ def test_a_description_that_is_not(tmp_path: Path, changes: dict[str, Any], stat
     (one,) = described(tmp_path, changes)
     assert (one.subject, one.state) == ("system file", state)
     assert words in one.found
-    assert one.mend
+    assert one.remedy
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "7", '"x"', "[" * 100_000])
@@ -490,21 +491,21 @@ def test_a_description_that_is_not_there_yet(tmp_path: Path) -> None:
 def test_a_bare_machine_is_looked_at_without_a_crash(tmp_path: Path) -> None:
     for name in ("", "h100_1x8"):
         machine = fake_host(tmp_path, answers={"bert.recipes": recipe()})
-        found = list(examine(Request(name), machine))
+        found = list(examine(IntendedRun(name), machine))
         assert len(found) > 8
-        assert all(one.subject and one.found and bool(one.mend) == (one.state != "ok") for one in found)
+        assert all(one.subject and one.found and bool(one.remedy) == (one.state != "ok") for one in found)
 
 
 def test_tools_that_hang_or_fail_cost_no_more_than_their_line(tmp_path: Path) -> None:
     for trouble in ("x gave no answer within 20 s", "x failed with status 1"):
         machine = fake_host(tmp_path, answers={"bert.recipes": recipe(), "": Output("garbage, 1\n\x00", trouble)})
-        states = [one.state for one in examine(Request("h100_1x8"), machine)]
+        states = [one.state for one in examine(IntendedRun("h100_1x8"), machine)]
         assert "fail" in states
 
 
 def test_this_machine_in_little_time() -> None:
     begin = time.monotonic()
-    found = list(examine(Request()))
+    found = list(examine(IntendedRun()))
     assert time.monotonic() - begin < 60
     assert {"clock", "memory", "cores", "caches", "source"} <= {one.subject for one in found}
 
@@ -517,7 +518,7 @@ def run_doctor(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_in_text_and_json() -> None:
     done = run_doctor("--json")
     entries = json.loads(done.stdout)
-    assert {frozenset(entry) for entry in entries} == {frozenset(("subject", "state", "found", "mend"))}
+    assert {frozenset(entry) for entry in entries} == {frozenset(("subject", "state", "found", "remedy"))}
     assert done.returncode == any(entry["state"] == "fail" for entry in entries)
     done = run_doctor("--recipe", "h100_8x8", "--quick")
     assert done.returncode == 1
@@ -540,7 +541,7 @@ def test_text_of_other_programs_does_not_steer_the_terminal(
     machine = fake_host(tmp_path, answers={"bert.recipes": recipe(), "--dry-run": evil})
     whole = doctor.examine
     monkeypatch.setattr(doctor, "examine", lambda request: whole(request, machine))
-    assert doctor.print_examination(Request("h100_1x8", quick=True), as_json=False) == 1
+    assert doctor.print_examination(IntendedRun("h100_1x8", quick=True), as_json=False) == 1
     text = capsys.readouterr().out
     assert "\x1b" not in text
     assert "\\x1b[2J[red]x" in text

@@ -57,7 +57,7 @@ def test_elastic_agents_are_named_with_their_port(tmp_path: Path, command: str, 
     assert one.state == ("warn" if option else "ok")
     if option:
         assert f"pid 77 ({option}; on all addresses, port 29400)" in one.found
-        assert "--master-port" in one.mend
+        assert "--master-port" in one.remedy
 
 
 def test_variables_that_would_make_agents_elastic(tmp_path: Path) -> None:

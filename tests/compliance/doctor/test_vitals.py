@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from compliance.doctor import gpus, vitals
-from compliance.doctor.diagnosis import Diagnosis, Plan
+from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import Host, Output
+from compliance.doctor.plan import Plan
 from compliance.doctor.vitals import ClockReading
 from tests.compliance.doctor import fake_host as fake
 from tests.compliance.doctor.fake_host import fake_host
@@ -42,7 +43,7 @@ def bad(diagnoses: Iterable[Diagnosis]) -> list[tuple[str, str]]:
     """(state, subject) of what is not ok; each of those must say what to do, and each that is ok must not."""
     found = list(diagnoses)
     assert found
-    assert all(bool(one.mend) == (one.state != "ok") for one in found), found
+    assert all(bool(one.remedy) == (one.state != "ok") for one in found), found
     return [(one.state, one.subject) for one in found if one.state != "ok"]
 
 

@@ -118,7 +118,7 @@ def test_damage_is_said_in_words(
     (finding,) = chain_findings(path)
     assert (finding.line, finding.severity) == (line or len(lines) + 1, "error")
     assert words in finding.found
-    assert finding.mend == "submit the log as the run wrote it"
+    assert finding.remedy == "submit the log as the run wrote it"
 
 
 def test_log_without_any_chain_is_fine(tmp_path: Path, lines: list[str]) -> None:

@@ -1,9 +1,9 @@
 import pytest
 
 from compliance.convergence.reference_points import reference
-from compliance.log import rules
-from compliance.log.forecast import Forecast, Schedule, forecast, reach
-from compliance.watch.screen import Watch
+from compliance.log.forecast import Forecast, forecast, reach
+from compliance.log.schedule import Schedule, evaluation_interval
+from compliance.watch.watched import Watch
 from tests.conftest import REPOSITORY
 
 # Accuracies of published closed logs from the first evaluation to the one that reached the target.
@@ -34,7 +34,7 @@ EVERY_1000 = Schedule(1000, 10)
 
 def closed_curve(name: str) -> tuple[Schedule, list[tuple[int, float]]]:
     batch, digits = PUBLISHED[name]
-    schedule = Schedule(rules.evaluation_interval(batch), batch)
+    schedule = Schedule(evaluation_interval(batch), batch)
     values = [int(value) / 10_000 for value in digits.split()]
     return schedule, [(schedule.samples(index), value) for index, value in enumerate(values, start=1)]
 

@@ -14,7 +14,8 @@ import pytest
 from compliance.check.checker import check_file
 from compliance.convergence.standing import standing
 from compliance.log import file as log_file
-from compliance.log.records import TOKEN, read_log
+from compliance.log.record import TOKEN
+from compliance.log.records import read_log
 from compliance.report.results import load_results
 from compliance.submission.check import check_paths
 from tests.compliance import run_logs
@@ -108,7 +109,7 @@ def test_damaged_gzip_is_one_finding(log: Path, tmp_path: Path, damage: str) -> 
     (finding,) = verdict.findings
     assert (verdict.official, verdict.ours) == ("fail", "fail")
     assert "gzip data that are damaged or cut off" in finding.found
-    assert "gzip --test" in finding.mend
+    assert "gzip --test" in finding.remedy
 
 
 def test_a_gzip_bomb_is_refused_in_bounded_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +135,7 @@ def test_utf_16_is_named_in_one_finding(log: Path, tmp_path: Path, encoding: str
     (finding,) = verdict.findings
     assert (verdict.official, verdict.ours) == ("fail", "fail")
     assert "UTF-16" in finding.found
-    assert "iconv -f UTF-16" in finding.mend
+    assert "iconv -f UTF-16" in finding.remedy
 
 
 def test_a_log_that_only_begins_like_utf_16_is_read(tmp_path: Path) -> None:

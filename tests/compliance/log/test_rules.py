@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compliance.log import rules
+from compliance.log import rules, schedule
 
 spec = find_spec("mlperf_logging")
 assert spec
@@ -43,38 +43,38 @@ def test_table_asks_what_the_official_rule_files_ask(ruleset: str, division: rul
     [(256, 150_000), (448, 150_000), (2048, 150_000), (3072, 175_000), (4096, 175_000), (6144, 200_000)],
 )
 def test_evaluation_interval_matches_published_runs(batch: int, interval: int) -> None:
-    assert rules.evaluation_interval(batch) == interval
+    assert schedule.evaluation_interval(batch) == interval
 
 
 @given(st.integers(1, 10**6))
 def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
     exact = 5 * (23023 * batch + 300_000_000)  # 10,000 x the samples, in integers
-    assert rules.evaluation_interval(batch) == exact // 10_000 // 25_000 * 25_000
+    assert schedule.evaluation_interval(batch) == exact // 10_000 // 25_000 * 25_000
 
 
 def test_evaluation_interval_refuses_no_batch() -> None:
     with pytest.raises(ValueError, match="global_batch_size is 0"):
-        rules.evaluation_interval(0)
+        schedule.evaluation_interval(0)
 
 
 @given(st.integers(1, 50), st.integers(1, 10**6), st.integers(1, 20_000))
 def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch: int) -> None:
-    samples = rules.evaluation_samples(index, interval, batch)
+    samples = schedule.evaluation_samples(index, interval, batch)
     assert samples % batch == 0
     assert index * interval <= samples < index * interval + batch
-    previous = rules.evaluation_samples(index - 1, interval, batch)
-    assert rules.is_on_schedule(index, samples, previous, interval, batch)
+    previous = schedule.evaluation_samples(index - 1, interval, batch)
+    assert schedule.Schedule(interval, batch).allows(index, samples, previous)
 
 
 def test_both_roundings_of_the_schedule_are_accepted() -> None:
-    assert rules.is_on_schedule(15, 2_250_304, 14 * 150_080, 150_000, 448)  # the multiple is rounded
-    assert rules.is_on_schedule(15, 15 * 150_080, 14 * 150_080, 150_000, 448)  # the interval is rounded
-    assert rules.is_on_schedule(17, 2_549_468, 2_400_100, 150_000, 768)  # packed: counts real sequences
-    assert rules.is_on_schedule(15, 2_251_500, 2_100_325, 150_000, 768)  # and of partial batches, up to two
-    assert not rules.is_on_schedule(15, 2_251_900, 2_100_325, 150_000, 768)
-    assert not rules.is_on_schedule(5, 1_645_000, 1_300_000, 325_000, 16_384)  # but not of large ones
-    assert not rules.is_on_schedule(2, 350_000, 175_000, 150_000, 1536)
-    assert not rules.is_on_schedule(2, 450_000, 150_000, 150_000, 448)
+    assert schedule.Schedule(150_000, 448).allows(15, 2_250_304, 14 * 150_080)  # the multiple is rounded
+    assert schedule.Schedule(150_000, 448).allows(15, 15 * 150_080, 14 * 150_080)  # the interval is rounded
+    assert schedule.Schedule(150_000, 768).allows(17, 2_549_468, 2_400_100)  # packed: counts real sequences
+    assert schedule.Schedule(150_000, 768).allows(15, 2_251_500, 2_100_325)  # and of partial batches, up to two
+    assert not schedule.Schedule(150_000, 768).allows(15, 2_251_900, 2_100_325)
+    assert not schedule.Schedule(325_000, 16_384).allows(5, 1_645_000, 1_300_000)  # but not of large ones
+    assert not schedule.Schedule(150_000, 1536).allows(2, 350_000, 175_000)
+    assert not schedule.Schedule(150_000, 448).allows(2, 450_000, 150_000)
 
 
 def test_weight_tensors_are_those_of_the_official_rule_file() -> None:

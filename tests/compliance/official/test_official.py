@@ -10,10 +10,12 @@ from mlperf_logging.compliance_checker import mlp_compliance
 from mlperf_logging.compliance_checker.mlp_parser import ruleset_300, ruleset_500
 
 from compliance.log import rules
-from compliance.log.records import TOKEN, read_log
+from compliance.log.record import TOKEN
+from compliance.log.records import read_log
 from compliance.official import checker as official
-from compliance.official import checker_worker as official_worker
+from compliance.official import process
 from compliance.official.checker import opinion
+from compliance.official.worker import token_lines
 from tests.compliance.run_logs import without_chain, write_run
 
 Lines = list[tuple[int, bytes]]
@@ -128,20 +130,20 @@ def test_a_checker_that_takes_too_long_is_ended_and_started_again(
 
 def test_a_worker_that_died_between_two_logs_is_started_again(lines: Lines) -> None:
     assert opinion(lines, "5.0.0").outcome == "pass"
-    worker = official._worker()
-    assert worker._process
-    worker._process.kill()
-    worker._process.wait()
+    running = process.the_worker().process
+    assert running
+    running.kill()
+    running.wait()
     assert opinion(lines, "5.0.0").outcome == "pass"
 
 
 def test_one_process_serves_many_logs(lines: Lines) -> None:
     opinion(lines, "5.0.0")
-    process = official._worker()._process
+    started = process.the_worker().process
     began = time.monotonic()
     for _ in range(10):
         opinion(lines, "5.0.0")
-    assert official._worker()._process is process
+    assert process.the_worker().process is started
     assert time.monotonic() - began < 5
 
 
@@ -153,7 +155,7 @@ fragments = st.sampled_from([TOKEN, TOKEN.rstrip(), ":::", " ", "{}", "text", "\
 def test_cutting_at_the_token_is_what_the_package_does(texts: list[str]) -> None:
     lines = [text + "\n" for text in texts]
     for module in (ruleset_300, ruleset_500):
-        assert official_worker.token_lines(lines) == module.strip_and_dedup(lines)
+        assert token_lines(lines) == module.strip_and_dedup(lines)
 
 
 def test_long_records_take_no_quadratic_time(lines: Lines) -> None:

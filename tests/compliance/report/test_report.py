@@ -186,7 +186,7 @@ def test_failures_are_told_in_words(failing: Results) -> None:
 
 def test_warnings_come_after_errors(closed: Results) -> None:
     def with_finding(severity: Any, key: str) -> Any:
-        finding = Finding(7, key, "TR 1", "found this.", "mend that.", "train.py:9", severity, more=2)
+        finding = Finding(7, key, "TR 1", "found this.", "do that.", "train.py:9", severity, more=2)
         return replace(closed.runs[0], verdict=replace(closed.runs[0].verdict, findings=(finding,)))
 
     assert closed.findings == []
@@ -200,7 +200,7 @@ def test_warnings_come_after_errors(closed: Results) -> None:
     assert page.text.index("a greater key") < page.text.index("a lesser key")
     for words in (
         "found this. (and 2 more like it)",
-        "mend that.",
+        "do that.",
         "TR 1, logged at train.py:9",
         "line 7",
         "; 1 warning.",

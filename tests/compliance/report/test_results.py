@@ -55,19 +55,19 @@ def test_runs_in_numeric_order_with_their_figures(opened: Results) -> None:
     assert [run.outcome for run in results.runs] == ["valid", "valid", "valid", "aborted"]
     assert (results.system, results.division, results.global_batch_size) == ("my_node", "open", 32)
     first = results.runs[0]
-    assert first.seconds == pytest.approx(0.1 * 18)  # 18 records from run_start to run_stop
-    assert first.init_seconds is not None
-    assert first.init_seconds > 0
-    assert first.accuracy == pytest.approx(0.315)
-    assert (first.target, first.samples, first.converged_samples) == (0.3, 3008, 3008)
-    assert first.sequences_per_s == pytest.approx(3008 / 1.8)
-    assert results.runs[3].converged_samples is None
+    assert first.said.seconds == pytest.approx(0.1 * 18)  # 18 records from run_start to run_stop
+    assert first.said.init_seconds is not None
+    assert first.said.init_seconds > 0
+    assert first.said.accuracy == pytest.approx(0.315)
+    assert (first.said.target, first.said.train_samples, first.said.converged_samples()) == (0.3, 3008, 3008)
+    assert first.said.sequences_per_s == pytest.approx(3008 / 1.8)
+    assert results.runs[3].said.converged_samples() is None
     assert results.shown.number == 2
 
 
 def test_score_is_the_olympic_mean(opened: Results) -> None:
     results = opened
-    times = [run.seconds for run in results.runs]
+    times = [run.said.seconds for run in results.runs]
     assert times[1]
     assert times[2]
     assert results.score_seconds == pytest.approx((times[1] + times[2]) / 2)  # the aborted run is the slowest
@@ -91,7 +91,7 @@ def test_a_closed_score_is_scaled_by_convergence(closed: Results) -> None:
     assert outlook.verdict == "scaled"
     assert closed.score_seconds is not None
     assert closed.scaled_seconds == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632, rel=1e-6)
-    assert [run.converged_samples for run in closed.runs][:2] == [2_400_000, 2_550_528]
+    assert [run.said.converged_samples() for run in closed.runs][:2] == [2_400_000, 2_550_528]
 
 
 def test_runs_that_do_not_belong_together_have_no_convergence(closed: Results, opened: Results) -> None:
@@ -116,7 +116,7 @@ def test_time_is_accounted_for(opened: Results) -> None:
     assert parts["forward and backward"] == pytest.approx(60 * 0.020)
     assert parts["waiting for data"] == pytest.approx(60 * 0.001)
     assert parts["evaluation"] == pytest.approx(3 * 0.05)
-    assert sum(parts.values()) == pytest.approx(results.runs[1].seconds)
+    assert sum(parts.values()) == pytest.approx(results.runs[1].said.seconds)
     assert breakdown(results.runs[2]) == {}
 
 
@@ -160,8 +160,8 @@ def test_a_run_that_ends_before_it_starts_has_no_time(tmp_path: Path) -> None:
     lines[stop] = lines[stop].replace('"time_ms": 17', '"time_ms": 16')
     log.write_text("".join(lines))
     run = load_results(folder).runs[0]
-    assert (run.seconds, run.sequences_per_s, run.outcome) == (None, None, "invalid")
-    assert run.init_seconds is not None
+    assert (run.said.seconds, run.said.sequences_per_s, run.outcome) == (None, None, "invalid")
+    assert run.said.init_seconds is not None
     write_metrics(folder / "metrics_0.jsonl")
     assert breakdown(load_results(folder).runs[0]) == {}
 

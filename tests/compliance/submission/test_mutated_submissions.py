@@ -1,4 +1,4 @@
-"""Submissions with one fault each: the check must say that one, where it is, under which rule, and how to mend it."""
+"""Submissions with one fault each: the check must say that one, where it is, under which rule, and its remedy."""
 
 # ruff: noqa: E501 - the cases are a table, a row each
 
@@ -19,6 +19,7 @@ import pytest
 from compliance.check.checker import check_file
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
+from compliance.log.schedule import evaluation_interval
 from compliance.official import package as official_package
 from compliance.official.package import Answer
 from compliance.submission import check as submission
@@ -46,7 +47,7 @@ class Case:
     Attributes:
         where: file or folder of the finding, "." for the submission.
         key, severity: of the finding.
-        rule, found, mend: parts of its texts.
+        rule, found, remedy: parts of its texts.
         accepted: whether the check as a whole passes all the same.
     """
 
@@ -56,7 +57,7 @@ class Case:
     key: str
     rule: str
     found: str
-    mend: str
+    remedy: str
     severity: str = "error"
     accepted: bool = False
 
@@ -78,16 +79,16 @@ def root(originals: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def remembered() -> dict[tuple[str, str], submission.Run]:
+def remembered() -> dict[tuple[str, str], submission.FolderRun]:
     return {}
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, remembered: dict[tuple[str, str], submission.Run]) -> None:
+def quick(monkeypatch: pytest.MonkeyPatch, remembered: dict[tuple[str, str], submission.FolderRun]) -> None:
     """Logs that have been checked are not checked again, and the official package tools are not asked."""
     read_run = submission._read_run
 
-    def read_once(path: Path, ruleset: str) -> submission.Run:
+    def read_once(path: Path, ruleset: str) -> submission.FolderRun:
         key = (hashlib.sha256(path.read_bytes()).hexdigest(), ruleset)
         if key not in remembered:
             remembered[key] = read_run(path, ruleset)
@@ -326,7 +327,7 @@ def chained(change: Callable[[Lines], int | None], originals: Path, root: Path) 
 
 EVALUATION = ("eval_start", "eval_accuracy", "eval_stop")
 SOURCE = "benchmarks/bert/implementations/pytorch"
-LARGE_BATCH = {"global_batch_size": 20480, "eval_interval_samples": rules.evaluation_interval(20480)}
+LARGE_BATCH = {"global_batch_size": 20480, "eval_interval_samples": evaluation_interval(20480)}
 STATUS_WORDS = "Research, Development, or Internal"
 
 
@@ -428,8 +429,8 @@ def test_one_fault_gets_one_clear_message(root: Path, case: Case) -> None:
     assert case.rule in finding.rule
     assert case.found in finding.found
     assert "expected" in finding.found or "reference" in finding.found
-    assert finding.mend
-    assert case.mend in finding.mend
+    assert finding.remedy
+    assert case.remedy in finding.remedy
     assert submission.accepted(verdicts) is case.accepted
 
 
@@ -452,7 +453,7 @@ def test_a_log_that_is_not_as_the_run_wrote_it(originals: Path, root: Path, name
     verdicts = submission.check_paths([root], "5.0.0")
     broken = [finding for where, finding in findings_of(verdicts, root) if where == LOG and "digest" in finding.found]
     assert [finding.line for finding in broken] == [before + 2]  # the first line that the broken digest covers
-    assert "as the run wrote it" in broken[0].mend
+    assert "as the run wrote it" in broken[0].remedy
     assert not submission.accepted(verdicts)
 
 
@@ -492,7 +493,7 @@ def test_every_required_key_is_missed(tmp_path: Path, log_lines: Lines, key: str
     [finding] = of_key(tmp_path / "result_0.txt", lines, key)
     assert (finding.line, finding.severity) == (None, "error")
     assert "no record" in finding.found
-    assert key in finding.mend
+    assert key in finding.remedy
 
 
 @pytest.mark.parametrize("key", ONCE)
@@ -503,7 +504,7 @@ def test_every_single_key_is_doubled(tmp_path: Path, log_lines: Lines, key: str)
     [finding] = of_key(tmp_path / "result_0.txt", lines, key)
     assert finding.line == index + 2
     assert f"line {index + 1}" in finding.found
-    assert "once" in finding.mend
+    assert "once" in finding.remedy
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG)
@@ -514,7 +515,7 @@ def test_every_value_has_its_type(tmp_path: Path, log_lines: Lines, key: str, va
     found = of_key(tmp_path / "result_0.txt", lines, key)
     assert {finding.line for finding in found} == {index + 1}, found
     assert value == -1.5 or found[0].severity == "error"  # some accepted logs hold odd numbers
-    assert all(finding.mend for finding in found)
+    assert all(finding.remedy for finding in found)
 
 
 # The official tools themselves

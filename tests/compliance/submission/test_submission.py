@@ -13,7 +13,10 @@ from mlperf_logging.compliance_checker import mlp_compliance
 
 from compliance.__main__ import app
 from compliance.log.findings import Finding, Severity, Verdict
+from compliance.log.record import Record
+from compliance.log.run import LoggedRun
 from compliance.official import package as official_package
+from compliance.official import process
 from compliance.official.package import Answer
 from compliance.report.page import render
 from compliance.report.results import load_results
@@ -348,6 +351,13 @@ def test_a_log_of_another_batch_size_has_settings_of_its_own(bare: Path) -> None
     assert found == ["global_batch_size"]
 
 
+def timed(start_ms: int, stop_ms: int) -> LoggedRun:
+    run = LoggedRun()
+    run.add(Record(1, start_ms, "INTERVAL_START", "run_start", None, {}))
+    run.add(Record(2, stop_ms, "INTERVAL_END", "run_stop", None, {"status": "success"}))
+    return run
+
+
 @pytest.mark.parametrize(
     ("intervals", "overlaps"),
     [
@@ -360,7 +370,7 @@ def test_a_log_of_another_batch_size_has_settings_of_its_own(bare: Path) -> None
     ],
 )
 def test_runs_one_after_the_other_do_not_overlap(intervals: list[tuple[int, int]], overlaps: int) -> None:
-    runs = [submission.Run(passing(number), {}, (), interval, None) for number, interval in enumerate(intervals)]
+    runs = [submission.FolderRun(passing(number), timed(*interval)) for number, interval in enumerate(intervals)]
     found = [*submission._overlaps(runs)]
     assert sum(1 + finding.more for finding in found) == overlaps
 
@@ -431,14 +441,15 @@ def test_a_log_cannot_have_the_package_checker_run_code(root: Path, tmp_path: Pa
 def test_a_worker_that_dies_is_a_failure(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [folder] = find(root).benchmarks
     broken = tmp_path / "python"
-    broken.write_text(
-        '#!/bin/sh\necho \'{"passed": true, "messages": []}\'\necho half\n'.replace("echo half", "printf half")
-    )
+    broken.write_text("#!/bin/sh\nread request\nprintf half\n")
     broken.chmod(0o755)
-    monkeypatch.setattr(official_package.sys, "executable", str(broken))
+    process.the_worker().end()
+    monkeypatch.setattr(process.sys, "executable", str(broken))
     [first], [second], third = official_package.ask([(folder, "closed")], [folder.description], root, "5.0.0")
+    assert first == second == third == Answer("fail", "the official checker ended without a verdict")
+    monkeypatch.undo()
+    [first], _, _ = official_package.ask([(folder, "closed")], [], None, "5.0.0")
     assert first == Answer("pass")
-    assert second == third == Answer("fail", "it ended without a verdict")
 
 
 def test_an_objection_without_a_reason_of_ours_is_passed_on(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

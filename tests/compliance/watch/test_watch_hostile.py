@@ -17,7 +17,8 @@ from rich.console import Console
 from compliance.log.forecast import MAX_SAMPLES, reach
 from compliance.watch import follow, running
 from compliance.watch.running import RunningLog
-from compliance.watch.screen import Watch, choose, panel, results_in
+from compliance.watch.screen import panel
+from compliance.watch.watched import Watch, choose, results_in
 from tests.compliance import run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
 from tests.conftest import REPOSITORY
@@ -122,7 +123,7 @@ def test_a_flood_of_warnings_is_bounded_and_hides_no_broken_rule() -> None:
     assert list(run.complaints)[-1].startswith("there are more than 1000 different warnings")
     assert max(map(len, run.complaints)) <= running.MAX_VALUE
     evaluate(run, 450_240, 0.1, BASE + 1000)
-    assert list(run.complaints)[-1].startswith("evaluation 1 was missed")
+    assert list(run.complaints)[-1].startswith("eval_start: evaluation at 450240 samples")
 
 
 def test_a_flood_of_broken_rules_and_of_lines_of_the_head_is_bounded() -> None:
@@ -217,7 +218,7 @@ def test_what_is_named_and_no_file_is_refused(kind: str, tmp_path: Path) -> None
 
 
 def test_of_many_logs_the_newest_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("compliance.watch.screen.MAX_LOGS", 3)
+    monkeypatch.setattr("compliance.watch.watched.MAX_LOGS", 3)
     for number in range(6):
         path = tmp_path / f"result_{number}.txt"
         path.write_text("")
@@ -230,5 +231,5 @@ def test_settings_are_kept_short_and_flat() -> None:
     run = RunningLog()
     run.take(line("submission_org", "x" * 100_000))
     run.take(line("submission_platform", [["x"] * 1000]))
-    assert len(run.settings["submission_org"]) == running.MAX_VALUE
-    assert run.settings["submission_platform"] == "a JSON list"
+    assert len(run.value("submission_org")) == running.MAX_VALUE
+    assert run.value("submission_platform") == "a JSON list"

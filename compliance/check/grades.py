@@ -1,0 +1,218 @@
+"""What the records of a log break, graded: as errors, as warnings where accepted submissions do the same, or not at all.
+
+`compliance.log.order` says what is against each record. Others' logs are not held to all of it: their settings may stand
+anywhere, every process may log the start of the initialisation, and what follows from a fault that has been reported, such
+as an absent record, is not reported again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations
+
+from compliance.log import rules
+from compliance.log.findings import Finding, Severity, shown
+from compliance.log.order import Violation, left_open, violations
+from compliance.log.record import Record
+from compliance.log.records import Log
+from compliance.log.run import LoggedRun
+
+TIMELINE = tuple(rules.NEXT_PHASE)
+"""The records that divide a log into phases, in their order."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """A log, and what it is checked as."""
+
+    log: Log
+    ruleset: str
+
+    @cached_property
+    def _followed(self) -> tuple[LoggedRun, list[tuple[Record, Violation]]]:
+        settings = {key: records[0] for key, records in self.log.by_key.items()}
+        run, broken = LoggedRun(self.log.header, settings), []
+        for record in self.log.records:
+            if record.key in rules.KEYS:
+                broken += [(record, violation) for violation in violations(run, record, self.ruleset)]
+            run.add(record)
+        return run, broken
+
+    @property
+    def run(self) -> LoggedRun:
+        """The run that the log is of."""
+        return self._followed[0]
+
+    @property
+    def broken(self) -> list[tuple[Record, Violation]]:
+        """What is against the records, in their order."""
+        return self._followed[1]
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the run was ended early, by its own words."""
+        return self.run.status == "aborted"
+
+    @property
+    def is_at_least_4_1(self) -> bool:
+        """Whether the ruleset is one of those since 4.1.0."""
+        return rules.RULESETS.index(self.ruleset) >= rules.RULESETS.index("4.1.0")
+
+    @cached_property
+    def lost_keys(self) -> frozenset[str]:
+        """The keys of records that could not be read, as far as can be told."""
+        return frozenset().union(*(problem.keys for problem in self.log.problems if problem.severity == "error"))
+
+    @cached_property
+    def disorder(self) -> tuple[Record, str] | None:
+        """The first record that stands before one that opens an earlier phase, and the key of that one."""
+        first = self.run.first
+        for earlier, later in combinations(TIMELINE, 2):
+            if earlier in first and later in first and first[earlier].line > first[later].line:
+                return first[later], earlier
+        return None
+
+
+def at(
+    record: Record, found: str, expected: str, remedy: str, rule: str | None = None, severity: Severity = "error"
+) -> Finding:
+    """A finding about a record, by default under the rule of its key."""
+    known = rules.KEYS.get(record.key)
+    where = rule or (known.source if known else "")
+    key = record.key if known else shown(record.key)[1:-1]
+    return Finding(record.line, key, where, f"{found}; expected {expected}", remedy, record.logged_at, severity)
+
+
+def finding_of(record: Record, violation: Violation, severity: Severity = "error") -> Finding:
+    """What a record breaks, as a finding."""
+    return at(record, violation.found, violation.expected, violation.remedy, violation.rule, severity)
+
+
+def check_records(context: Context) -> Iterator[Finding]:
+    """What is against the records one by one, graded."""
+    if context.disorder:
+        record, earlier = context.disorder
+        found = f"before {earlier} on line {context.run.first[earlier].line}"
+        yield at(record, found, f"{record.key} after {earlier}", "log the phases in order", "common.yaml; TR 11")
+    for record, violation in context.broken:
+        if severity := _grade(context, record, violation):
+            yield finding_of(record, violation, severity)
+    for violation in left_open(context.run):
+        record = context.run.open[violation.key]
+        if severity := _grade(context, record, violation):
+            yield finding_of(record, violation, severity)
+    yield from _check_evaluations(context)
+
+
+def _grade(context: Context, record: Record, violation: Violation) -> Severity | None:
+    rule = rules.KEYS[record.key]
+    match violation.kind:
+        case "type":
+            return "warning" if rule.event_type != "POINT_IN_TIME" and record.event_type else None
+        case "place":
+            return _grade_of_place(context, record)
+        case "repeat":
+            needed = rule.required_in(context.ruleset, context.run.division) and rule.key != "seed"
+            same = record.value == context.run.first[record.key].value
+            return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"
+        case "value":
+            return _grade_of_value(record)
+        case "pair":
+            return _grade_of_pair(context, record.key)
+        case "metadata" | "init time":
+            return "error"
+        case _:
+            return None
+
+
+def _grade_of_place(context: Context, record: Record) -> Severity | None:
+    """Absent records are reported by their absence, not by their consequences."""
+    rule, run = rules.KEYS[record.key], context.run
+    is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
+    has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"  # settings may stand anywhere
+    if context.disorder or record.key in TIMELINE[1:] or not has_place:
+        return None
+    if rule.phases == ("run",) and not {"run_start", "run_stop"} <= run.first.keys():
+        return None
+    is_late = record.key in ("block_stop", "epoch_stop") and record.line > run.first["run_stop"].line
+    return "warning" if is_late or record.key == "cache_clear" else "error"
+
+
+def _grade_of_value(record: Record) -> Severity:
+    """Accepted logs have cache_clear null, seeds as text, and 0 for settings that they do not use."""
+    value = record.value
+    if record.key == "cache_clear":
+        return "warning"
+    if record.key == "seed":
+        return "warning" if isinstance(value, str) and value.strip().removeprefix("-").isdecimal() else "error"
+    if record.key.startswith("opt_") or record.key in ("num_warmup_steps", "start_warmup_step"):
+        return "warning" if rules.is_number(value) else "error"
+    return "error"
+
+
+def _grade_of_pair(context: Context, key: str) -> Severity | None:
+    """An epoch may end with the run (common.yaml); open submissions open one block for many evaluations."""
+    name, division = key.partition("_")[0], context.run.division
+    start, stop = f"{name}_start", f"{name}_stop"
+    if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
+        return None  # what is wrong with the line of one has been reported
+    if stop not in context.run.first and rules.KEYS[stop].required_in(context.ruleset, division):
+        return None  # its absence has been reported
+    return "warning" if name == "epoch" or division == "open" else "error"
+
+
+# Evaluations
+
+
+def _check_evaluations(context: Context) -> Iterator[Finding]:
+    """Where the evaluations stand, unless what they count is no sequences at all."""
+    run, schedule, batch = context.run, context.run.schedule, context.run.global_batch_size
+    samples = epoch_nums(run)
+    if not samples or run.counts["eval_accuracy"] > len(samples) or "eval_accuracy" in context.lost_keys:
+        return  # reported with the lines, the values or the order
+    if counts_no_sequences(samples, batch):
+        found = f"epoch_num {samples[0]}" + (f" to {samples[-1]}" if samples[-1] != samples[0] else "")
+        found += f" at {len(samples)} evaluation{'s' if len(samples) > 1 else ''}"
+        trained = run.count_of("train_samples")
+        if trained and schedule and (due := round(trained / schedule.interval)) != len(samples):
+            found += f", and train_samples {trained} would be after evaluation {due}"
+        remedy = "log the true count; the RCP checker reads it, unless it is told to take train_samples"
+        yield at(run.accuracies[0], found, "the sequences trained so far", remedy, "TR 24.6", "warning")
+        return
+    is_regular = _is_regular(samples[1:] if samples[0] == 0 else samples, run)
+    for record, violation in context.broken:
+        if record.key == "eval_accuracy" and violation.kind in ("schedule", "count"):
+            lenient = violation.kind == "schedule" and is_regular
+            yield finding_of(record, violation, "warning" if lenient else "error")
+
+
+def epoch_nums(run: LoggedRun) -> list[int]:
+    """epoch_num of every evaluation; empty when one has none."""
+    counts = [record.metadata.get("epoch_num") for record in run.accuracies]
+    samples = [count for count in counts if rules.is_integer(count)]
+    return samples if len(samples) == len(counts) else []
+
+
+def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
+    """Whether the epoch_num of the evaluations are placeholders or count evaluations (or epochs) instead of sequences."""
+    if max(samples) < (batch or 1):
+        return True
+    constant, counted = [samples[0]] * len(samples), list(range(samples[0], samples[0] + len(samples)))
+    return len(samples) > 1 and samples in (constant, counted)
+
+
+def _is_regular(samples: list[int], run: LoggedRun) -> bool:
+    """Whether the evaluations follow one interval of their own that is near the one of the rules.
+
+    Accepted submissions count a partial last batch, round the interval in their own way, or use that of a neighbouring
+    batch size: their steps are equal within 3 % or a batch, and the next multiple of 25,000 away at most.
+    """
+    if not samples or run.schedule is None:
+        return False
+    interval, batch = run.schedule.interval, run.schedule.global_batch_size
+    steps = sorted(after - before for before, after in zip([0, *samples], samples, strict=False))
+    median = steps[len(steps) // 2]
+    slack = max(batch, 0.03 * interval)
+    return steps[-1] - median <= slack and median - steps[0] <= slack and abs(median - interval) <= 25_000 + batch

@@ -1,0 +1,107 @@
+"""Which run is to be looked at: what is asked for, and the plan that the launchers would make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from compliance.doctor.host import Host
+
+RECIPE_TIMEOUT_S = 60.0
+
+_ASK_RECIPE = """
+import json, sys
+from dataclasses import asdict
+from bert.recipes import RECIPES
+name = sys.argv[1]
+print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES), default=str))
+"""
+
+
+@dataclass(frozen=True)
+class IntendedRun:
+    """The run that is meant, as far as it is named; None stands for what the recipe says."""
+
+    recipe: str = ""
+    data: Path | None = None
+    checkpoint: Path | None = None
+    system: Path | None = None
+    results: Path | None = None
+    nodes: int | None = None
+    quick: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The run that is to be started.
+
+    Attributes:
+        recipe: its name; "" when only the machine is looked at.
+        config: the recipe's settings by section, as `bert.recipes` has them.
+        nodes: machines that take part.
+        ranks: processes on each of them.
+    """
+
+    recipe: str = ""
+    config: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    nodes: int = 1
+    ranks: int = 1
+
+    def setting(self, section: str, name: str) -> Any:
+        """A setting, None when there is no recipe."""
+        return self.config.get(section, {}).get(name)
+
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the recipe trains on GPUs."""
+        return self.setting("training", "device") == "cuda"
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the results are to be closed."""
+        return self.setting("log", "division") == "closed"
+
+    @property
+    def world_size(self) -> int:
+        """Processes over all nodes."""
+        return self.nodes * self.ranks
+
+
+def shape_in_name(recipe: str) -> tuple[int, int] | None:
+    """(nodes, GPUs of each) that a recipe is made for, by its name: dgxa100_8x8."""
+    match = re.search(r"_(\d+)x(\d+)$", recipe)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
+    """The run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
+    if intended.nodes is not None and intended.nodes < 1:
+        raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
+    shape = shape_in_name(intended.recipe)
+    nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
+    if not intended.recipe:
+        return Plan(nodes=nodes, ranks=max(1, gpus_here))
+    output = host.python("-c", _ASK_RECIPE, intended.recipe, timeout_s=RECIPE_TIMEOUT_S)
+    try:
+        config = json.loads(output.answer)
+    except (ValueError, RecursionError):
+        said = output.errors.strip().splitlines()[-1:] or [output.trouble]
+        raise ValueError(f"the recipes cannot be read: {said[0][:200]}; install the packages (rm -r .venv)") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"unknown recipe {intended.recipe!r}: expected one of {', '.join(map(str, config))}")
+    plan = Plan(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
+    cores = len(os.sched_getaffinity(0))
+    per_node = (
+        shape[1] if shape else gpus_here if plan.on_gpus else 2 if intended.recipe == "tiny_cpu" and cores > 1 else 1
+    )
+    return replace(plan, ranks=max(1, _count(host, "NPROC") or per_node))
+
+
+def _count(host: Host, variable: str) -> int | None:
+    text = host.environment.get(variable, "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None

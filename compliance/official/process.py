@@ -1,0 +1,114 @@
+"""The process of the official tools (`compliance.official.worker`): started at the first question, kept for the others.
+
+It is started again after it died, or had to be ended because it took too long.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any
+
+
+def ask(tool: str, path: Path, ruleset: str, timeout_s: float) -> dict[str, Any]:
+    """What an official tool says; one that dies over it twice, or does not end, gives {"crash": why}.
+
+    Args:
+        tool: see `compliance.official.worker.judge`.
+
+    Raises:
+        ValueError: mlperf-logging is not installed.
+    """
+    request = {"tool": tool, "path": str(path), "ruleset": ruleset}
+    return the_worker().answer(json.dumps(request).encode() + b"\n", timeout_s)
+
+
+def ask_about(log: bytes, ruleset: str, timeout_s: float) -> dict[str, Any]:
+    """What the official checker says of the lines of a log; raises as `ask` does."""
+    path = the_worker().folder / "log.txt"
+    path.write_bytes(log)
+    return ask("log", path, ruleset, timeout_s)
+
+
+class Worker:
+    """A process that answers one request after the other."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._temporary = tempfile.TemporaryDirectory(prefix="compliance-")
+        self.folder = Path(self._temporary.name)
+        atexit.register(self._close)
+
+    def answer(self, request: bytes, timeout_s: float) -> dict[str, Any]:
+        """The answer to a line."""
+        for _ in range(2):
+            answer = self._exchange(self.process or self._start(), request, timeout_s)
+            if answer is None:
+                self.end()
+                return {"crash": f"the official checker did not end within {timeout_s} s"}
+            if answer.endswith(b"\n"):
+                return json.loads(answer)
+            self.end()
+        return {"crash": "the official checker ended without a verdict"}
+
+    @staticmethod
+    def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> bytes | None:
+        """The line that answers a request: cut short if the process died, None if it takes too long."""
+        requests, answers = _pipes(process)
+        try:
+            requests.write(request)
+            requests.flush()
+        except BrokenPipeError:
+            return b""
+        ready, _, _ = select.select([answers], [], [], timeout_s)
+        return answers.readline() if ready else None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if find_spec("mlperf_logging") is None:
+            raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
+        # -P: the folder of the script holds modules named like others'.
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=self.folder,  # some tools leave files where they run
+            env=os.environ | {"PYTHONUTF8": "1"},
+            start_new_session=True,  # Ctrl-C is for the program that asks
+        )
+        return self.process
+
+    def end(self) -> None:
+        """End the process; the next question starts another."""
+        if self.process is not None:
+            self.process.kill()
+            for pipe in _pipes(self.process):
+                with suppress(OSError):
+                    pipe.close()
+            self.process.wait()
+            self.process = None
+
+    def _close(self) -> None:
+        self.end()
+        self._temporary.cleanup()
+
+
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    return process.stdin, process.stdout
+
+
+@cache
+def the_worker() -> Worker:
+    """The process of this program."""
+    return Worker()

@@ -1,0 +1,150 @@
+"""The process in which the official tools run: a request a line on stdin, an answer a line on stdout.
+
+Their own programs are started once a log, print for people, end with status 0 whatever they found or with a traceback, and
+write scaling.json among the results. Here the same functions judge one log, or one part of a submission, after the other,
+and their messages come back as they are. Three functions of the checker are replaced, by ones with the same result:
+
+- The search for the token needs time quadratic in the length of a record. Cutting at the last token does not.
+- Rule files are opened by names taken from the log. Only those of the package are.
+- A rule file is parsed once and not for every log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+import yaml
+from mlperf_logging.compliance_checker import mlp_compliance, mlp_parser
+
+MAX_MESSAGE_CHARACTERS = 4000
+MAX_TOOL_MESSAGES = 50
+MAX_TOOL_MESSAGE_CHARACTERS = 400
+RULE_FILE = re.compile(r"training_\d\.\d\.\d/\w+\.yaml", re.ASCII)
+
+
+def token_lines(lines: Iterable[str], token: str = ":::MLLOG ") -> list[str]:
+    """Each line that holds the token, from its last token on."""
+    return [token + line.rpartition(token)[2] for line in lines if token in line]
+
+
+def enqueue_config(name: str) -> None:
+    """Have a rule file of the package checked next; a log can name any other, and gets it refused."""
+    if not RULE_FILE.fullmatch(name):
+        raise ValueError(name)
+    mlp_compliance.enqueued_configs.append(name)
+
+
+class RuleFiles:
+    """In place of the module yaml: what it makes of a file, kept."""
+
+    BaseLoader = yaml.BaseLoader
+
+    def __init__(self) -> None:
+        self._known: dict[str, Any] = {}
+
+    def load(self, file: TextIO, Loader: type[yaml.BaseLoader]) -> Any:
+        """The content of a rule file; the checker does not change it."""
+        if file.name not in self._known:
+            self._known[file.name] = yaml.load(file, Loader)
+        return self._known[file.name]
+
+
+class _Messages(logging.Handler):
+    """Keeps what the tools say."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: list[tuple[int, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append((record.levelno, record.getMessage().strip()[:MAX_TOOL_MESSAGE_CHARACTERS]))
+
+
+def judge(tool: str, path: str, ruleset: str) -> dict[str, Any]:
+    """The answer to one request.
+
+    Args:
+        tool: "log" for one log, "package" for the logs under path/results, "system" for one description, "repository" for
+            names and sizes.
+        path: of a copy, or of what the tool only reads.
+    """
+    mlp_compliance.enqueued_configs.clear()  # a crash leaves some behind
+    return _judge_log(path, ruleset) if tool == "log" else _judge_part(tool, path, ruleset)
+
+
+def _judge_log(path: str, ruleset: str) -> dict[str, Any]:
+    logging.disable(logging.CRITICAL)
+    checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
+    try:
+        passed = checker.check_file(path, f"training_{ruleset}/common.yaml")
+    except Exception as error:  # the checker crashes on ordinary mistakes in a log
+        return {"passed": False, "crash": _shorten(f"{type(error).__name__}: {error}")}
+    return {
+        "passed": bool(passed),
+        "warnings": [[key, _shorten(text)] for key, text in checker.warnings.items()],
+        "errors": [[key, _shorten(text)] for key, text in checker.overwritable.items()]
+        + [[None, _shorten(text)] for text in checker.not_overwritable],
+    }
+
+
+def _judge_part(tool: str, path: str, ruleset: str) -> dict[str, Any]:
+    logging.disable(logging.NOTSET)
+    said = _Messages()
+    logging.getLogger().handlers[:] = [said]
+    try:
+        # Imported when they are asked for: with the package checker comes SciPy, which takes a second.
+        if tool == "package":
+            from mlperf_logging.package_checker import package_checker
+
+            passed = package_checker.check_training_result_files(
+                path, "training", ruleset, quiet=False, werror=False, rcp_bypass=False, rcp_bert_train_samples=False,
+                seed_checker_bypass=False,
+            )  # fmt: skip
+        elif tool == "system":
+            from mlperf_logging.system_desc_checker import system_desc_checker
+
+            passed = system_desc_checker.check_system_desc(path, "training", ruleset)[0]
+        else:
+            from mlperf_logging.repo_checker import repo_checker
+
+            repo_checker.run_checks(path)  # its own answer is False in either case
+            passed = any(text == "ALL CHECKS PASSED." for _, text in said.lines)
+    except Exception as error:  # the tools crash on ordinary mistakes
+        message = f"it ends with {type(error).__name__}: {error}"
+        return {"passed": False, "messages": [message[:MAX_TOOL_MESSAGE_CHARACTERS]]}
+    errors = [text for level, text in said.lines if level >= logging.ERROR]
+    return {"passed": bool(passed), "messages": errors[-MAX_TOOL_MESSAGES:]}
+
+
+def _shorten(text: str) -> str:
+    if len(text) <= MAX_MESSAGE_CHARACTERS:
+        return text
+    # The condition stands after the record, which may be long.
+    test = re.search(r"^failed test: .*$", text[-MAX_MESSAGE_CHARACTERS:], re.MULTILINE)
+    return text[: MAX_MESSAGE_CHARACTERS // 2] + ("\n" + test[0] if test else "")
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    logging.getLogger().setLevel(logging.INFO)
+    warnings.simplefilter("ignore")
+    mlp_compliance.enqueue_config = enqueue_config
+    mlp_compliance.yaml = RuleFiles()
+    for name in dir(mlp_parser):
+        if name.startswith("ruleset_"):
+            getattr(mlp_parser, name).strip_and_dedup = token_lines
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # the tools print for people
+        for request in sys.stdin:
+            print(json.dumps(judge(**json.loads(request))), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()
