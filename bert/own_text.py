@@ -3,10 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from bert.checkpoints.sources import open_source
 from bert.config import Config
-from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
-from dataloading.text.tokenization import Vocabulary
 
 _EVALUATIONS = 20
 _FEWEST_STEPS = 1000
@@ -18,6 +15,11 @@ _RATE_TIMES_WIDTH = 0.64
 
 def _from_the_data(config: Config) -> Config:
     """The model, as the vocabulary and the initial checkpoint have it, and as many samples as there are."""
+    # What reads files is large; every command line is understood with this module.
+    from bert.checkpoints.sources import open_source
+    from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
+    from dataloading.text.tokenization import Vocabulary
+
     data, training = config.data, config.training
     # What is missing is for the checks of a run, or not needed, as the training set by an evaluation.
     there = [folder for folder in (data.train, data.evaluation) if (folder / MANIFEST_NAME).is_file()]
