@@ -72,5 +72,8 @@ def test_help_needs_nothing_large(module: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     *shown, held = done.stdout.splitlines()
-    assert sum(line.startswith("usage: ") for line in shown) == len(COMMANDS[module]) or module in ("bert.train", "bert.evaluate")
+    assert sum(line.startswith("usage: ") for line in shown) == len(COMMANDS[module]) or module in (
+        "bert.train",
+        "bert.evaluate",
+    )
     assert not LARGE & set(json.loads(held))
