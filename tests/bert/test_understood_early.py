@@ -29,6 +29,7 @@ OWN = {
     "bert.guards.interruption",
     "bert.parallel",
     "bert.parallel.launch",
+    "bert.own_text",
     "bert.recipes",
     "bert.train",
     "dataloading",
