@@ -32,8 +32,23 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 os.environ["MLPERF_BERT_CACHE"] = tempfile.mkdtemp(prefix="mlperf-bert-tests-")
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+SLOW_ROOMS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")
+"""Folders of tests that are slow as a whole, the slowest first."""
 VOCAB_SIZE = 200
 MAX_SEQ_LENGTH = 48
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is slow, and run it first, so that no worker begins with the longest file when the others end."""
+
+    def room_of(item: pytest.Item) -> int:
+        folder = item.path.parent.relative_to(REPOSITORY / "tests").as_posix()
+        return SLOW_ROOMS.index(folder) if folder in SLOW_ROOMS else len(SLOW_ROOMS)
+
+    for item in items:
+        if room_of(item) < len(SLOW_ROOMS):
+            item.add_marker("slow")
+    items.sort(key=room_of)
 
 
 @dataclass(frozen=True)

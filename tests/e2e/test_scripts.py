@@ -246,7 +246,7 @@ def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
     ("script", "says"),
     [
         ("run_and_time.sh", "  ./run_and_time.sh [RECIPE] [RUNS]"),
-        ("run_tests.sh", "Run the tests: ./run_tests.sh [pytest arguments]."),
+        ("run_tests.sh", "Run the tests: ./run_tests.sh [--quick] [pytest arguments]."),
         ("launch/docker.sh", "  IMAGE=mlperf-bert launch/docker.sh h100_1x8 10"),
         ("launch/bind.sh", "  launch/bind.sh COMMAND [ARGUMENT...]"),
         ("launch/slurm.sub", "  sbatch -N8 launch/slurm.sub dgxa100_8x8 10"),
@@ -303,6 +303,8 @@ def test_process_of_another_launcher_starts_none(checkout: Path, tmp_path: Path)
 
 def test_tests_hand_on_the_status_of_pytest(checkout: Path, tmp_path: Path) -> None:
     assert start(checkout / "run_tests.sh", "-n0", "no_such_test.py", cwd=tmp_path).returncode == 4
+    slow = ("-n0", "--collect-only", "tests/e2e/test_report_page.py")
+    assert start(checkout / "run_tests.sh", "--quick", *slow, cwd=tmp_path).returncode == 5  # no tests were left
 
 
 def test_venv_is_made_once_and_again_for_new_pins(bare: Path) -> None:
