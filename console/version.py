@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def version_line() -> str:
-    """Return "mlperf-bert 0.1.0 (commit abc1234)"; the commit where one is known.
+    """Return "mlperf-bert 0.2.0 (commit abc1234)"; the commit where one is known.
 
     A checkout need not be installed, and what is installed may be another version: its own pyproject.toml counts.
     """

@@ -38,6 +38,7 @@ SHIPPED_VOCAB = ROOT / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 
 _COMPILE = """
 import pathlib, sys, time
+from dataloading.options import PretrainingOptions
 from dataloading.text.pretraining_data import create_samples, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 tokenizer = Tokenizer.from_vocab(pathlib.Path(sys.argv[1]))
