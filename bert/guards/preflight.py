@@ -1,4 +1,4 @@
-"""Checks before a run has a log, or its ranks have joined: of whatever would stop it later, at the price of seconds.
+"""Preflight of a run, before it has a log or its ranks have joined: for whatever would stop it later, in seconds.
 
 Nothing is written, and of the data only metadata are read.
 """
