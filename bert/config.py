@@ -73,7 +73,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the data are and who reads them."""
+    """Paths of the data, and their loader."""
 
     train: Path
     """Folder with the training shards, their manifest and length index."""
@@ -170,7 +170,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class EvaluationConfig:
-    """When and against what the model is evaluated."""
+    """Target and times of evaluations."""
 
     target: float = 0.720
     """Masked-LM accuracy at which the run has succeeded."""
@@ -191,7 +191,7 @@ class EvaluationConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """From what a run goes on after a fault."""
+    """Checkpoints, from which a run goes on after a fault."""
 
     folder: Path | None = None
     """Where checkpoints are written: weights, moments and position. None: nowhere."""
@@ -207,7 +207,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What is written, and where."""
+    """Result file of the run: its place, and what it says of the system."""
 
     system: str
     """Name of the system: results go to results/<system>/bert/."""

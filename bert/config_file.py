@@ -42,7 +42,7 @@ def setting_names(recipe: str) -> list[str]:
 
 
 def did_you_mean(name: str, known: list[str]) -> str:
-    """What to add to a complaint about a name, if one that is known looks like it."""
+    """Suggest a known name that looks like the one complained about, as an ending of the message; empty if none does."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -81,7 +81,7 @@ def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, objec
 
 
 def _arguments(name: str, value: object) -> list[str]:
-    """One setting on the command line. In TOML what is None is left out; in a head values stand as Python prints them."""
+    """Write a setting as arguments. In TOML what is None is left out; in a head values stand as Python prints them."""
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, Mapping):
         return [option, *(str(part) for pair in value.items() for part in pair)]

@@ -17,7 +17,7 @@ from console.program import accept_any_text, answer_version, bound, complain, pa
 
 
 def main() -> int:
-    """Runs the command; a user's error is one line on stderr and exit code 2."""
+    """Run the command; a user's error is one line on stderr and exit code 2."""
     accept_any_text()
     answer_version(sys.argv[1:])
     try:

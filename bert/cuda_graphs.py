@@ -19,7 +19,7 @@ Function = Callable[[], None]
 
 
 class Capturer(Protocol):
-    """How functions that take and return nothing are made repeatable."""
+    """Interface by which functions that take and return nothing are made repeatable."""
 
     def prepare(self, function: Function) -> Function:
         """Run ``function``, and return what will repeat it, once ``capture`` was called, on the tensors that it uses now."""

@@ -25,7 +25,7 @@ from console.program import accept_any_text, answer_version, parsed, say, say_do
 
 @dataclass(frozen=True)
 class Expectation:
-    """What the accuracy should be."""
+    """Expected accuracy, and the tolerance."""
 
     expect: float | None = None
     tolerance: float = 0.001
@@ -37,11 +37,11 @@ class Expectation:
                 raise ValueError(f"--{name} is {value}: expected a share from 0 to 1")
 
     def met_by(self, accuracy: float) -> bool:
-        """Whether nothing else was expected."""
+        """Tell whether an accuracy is as expected, or nothing was expected."""
         return self.expect is None or abs(accuracy - self.expect) <= self.tolerance
 
     def verdict(self, accuracy: float) -> str:
-        """What to say of an accuracy."""
+        """Say whether an accuracy is as expected, and where it is not, what to look at."""
         wanted = f"{self.expect} within {self.tolerance}"
         if self.met_by(accuracy):
             return f"as expected: {wanted}"

@@ -62,7 +62,7 @@ class PendingAccuracy:
 
 
 class Evaluator:
-    """Evaluates the model on every sample of the set, each rank on its share.
+    """Evaluation of the model on every sample of the set, each rank on its share.
 
     Ranks take every ``world_size``-th sample in order of length, so shares are alike and batches hold similar lengths. They
     are read once, in the background if ``read_ahead`` was called, and stay on the device.

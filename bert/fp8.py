@@ -44,7 +44,7 @@ _CALIBRATION_ROUNDS = 4
 
 @dataclass(frozen=True)
 class Site:
-    """One quantized tensor: views [] of the state's vectors."""
+    """Scale, inverse and amax of a quantized tensor: views [] of the state's vectors."""
 
     scale: Tensor
     inverse: Tensor
@@ -117,7 +117,7 @@ class Fp8State:
         self.denses = [Fp8Dense(dense, *sites[3 * at : 3 * at + 3]) for at, dense in enumerate(denses)]
 
     def update_(self) -> None:
-        """Scales from what the last step has seen, and the weights as the optimizer left them."""
+        """Update scales from what the last step has seen, and FP8 weights to what the optimizer left."""
         self._update_scales_()
         self.refresh_weights_()
 
@@ -198,7 +198,7 @@ def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """Keeps the transposed quantized input, one byte an element.
+    """Product that keeps the transposed quantized input for its backward pass, one byte an element.
 
     Weights are arguments for their gradients. The FP8 weight is saved only so that autograd refuses a backward pass that
     comes after ``update_``, which overwrites it and the scales.

@@ -1,4 +1,4 @@
-"""What happens between ``run_start`` and ``run_stop``, in time order: steps, evaluations, reports, checkpoints, the end."""
+"""Training loop from ``run_start`` to ``run_stop``, in time order: steps, evaluations, reports, checkpoints, the end."""
 
 import itertools
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ Status = Literal["success", "aborted"]
 
 @dataclass(frozen=True)
 class Run:
-    """What a run works with, made before the clock starts."""
+    """Objects that a run works with, made before the clock starts."""
 
     config: Config
     evaluation_interval: int
@@ -116,7 +116,7 @@ def _finish(run: Run, evaluations: Evaluations, intervals: Intervals) -> Status 
 
 
 def _is_to_stop(run: Run) -> bool:
-    """Whether a signal has come to this rank, or its time is up. One rank that says so stops all."""
+    """Tell whether a signal has come to this rank, or its time is up. One rank that says so stops all."""
     minutes = run.config.training.max_minutes
     time_is_up = minutes is not None and run.reporter.seconds > 60 * minutes
     return time_is_up or run.interruption.number is not None

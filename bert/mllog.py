@@ -52,7 +52,7 @@ class ResultExists(ValueError):  # noqa: N818 - it names what was found
 
 
 class MLLog:
-    """Writes the result file of one run, and refuses to write a wrong one.
+    """Writer of the result file of one run, which refuses to write a wrong one.
 
     Only the process with a path writes; elsewhere (`path=None`) every method returns at once. Use it from one thread, and
     not from a signal handler; only `line`, `abort` and `close` may come from another one, for which the first may be stuck.
@@ -377,7 +377,7 @@ class _LineFile:
 
 
 class _LineHandler(logging.Handler):
-    """Takes the lines of the MLLogger to the result file, and lets no failure pass."""
+    """Handler that takes the lines of the MLLogger to the result file, and lets no failure pass."""
 
     def __init__(self, file: _LineFile) -> None:
         super().__init__(logging.INFO)

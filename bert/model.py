@@ -44,7 +44,7 @@ class PretrainingOutput:
     """[] int64, masked tokens whose largest logit is the label; None in training, which does not ask"""
 
     def mean_losses(self, batch: "Batch") -> tuple[Tensor, Tensor]:
-        """This micro-batch's share of the global batch's mean masked-LM and next-sentence losses, both [].
+        """Return this micro-batch's share of the global batch's mean masked-LM and next-sentence losses, both [].
 
         Divided by the counts of the whole global batch, so that losses and gradients add up over ranks and accumulation
         steps to those of one mean, however the samples are dealt. What is trained on is their sum.
@@ -62,19 +62,19 @@ class DropoutSites:
     """int64 [2] seed and step, or None outside training."""
 
     def embeddings(self) -> Dropout | None:
-        """After the norm of the embeddings."""
+        """Return the dropout after the norm of the embeddings."""
         return self._at(self.config.hidden_dropout, 0)
 
     def attention(self, layer: int) -> Dropout | None:
-        """On a layer's attention probabilities."""
+        """Return the dropout on a layer's attention probabilities."""
         return self._at(self.config.attention_dropout, 3 * layer + 1)
 
     def after_attention(self, layer: int) -> Dropout | None:
-        """On what a layer's attention adds to the residual."""
+        """Return the dropout on what a layer's attention adds to the residual."""
         return self._at(self.config.hidden_dropout, 3 * layer + 2)
 
     def after_feed_forward(self, layer: int) -> Dropout | None:
-        """On what a layer's feed-forward half adds to the residual."""
+        """Return the dropout on what a layer's feed-forward half adds to the residual."""
         return self._at(self.config.hidden_dropout, 3 * layer + 3)
 
     def _at(self, p: float, stream: int) -> Dropout | None:
@@ -131,7 +131,7 @@ class Embeddings(nn.Module):
 
 
 class MatrixProducts:
-    """How an encoder layer takes its products with weights: in the precision of its input or, under autocast, of autocast.
+    """Products of an encoder layer with weights: in the precision of its input or, under autocast, of autocast.
 
     ``bert.fp8`` has the same in FP8.
     """
@@ -239,7 +239,7 @@ class BertForPreTraining(nn.Module):
 
     @torch.no_grad()
     def seed_dropout(self, seed: int) -> None:
-        """Starts dropout anew from ``seed``, for implementations that draw by the generator of ``kernels.Dropout``."""
+        """Start dropout anew from ``seed``, for implementations that draw by the generator of ``kernels.Dropout``."""
         self.dropout_state.copy_(torch.tensor([seed, 0]))
 
     def forward(self, batch: "Batch") -> PretrainingOutput:

@@ -42,7 +42,7 @@ def _from_the_data(config: Config) -> Config:
 
 
 def _from_the_length(config: Config) -> Config:
-    """When to evaluate, the last time at the end, and a learning rate that reaches 0 there."""
+    """Set evaluation times, the last at the end, and a learning rate that reaches 0 there."""
     batch = config.training.global_batch_size
     steps = -(-config.training.sample_limit // batch)
     evaluations = next(count for count in range(_EVALUATIONS, 0, -1) if steps % count == 0)

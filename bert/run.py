@@ -95,7 +95,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
 
 
 def _resumed(config: Config, inputs: Inputs, mesh: Mesh) -> RunState | None:
-    """Where the run goes on, if it does: asked to, or started again by torchrun after a fault.
+    """Find the state from which the run goes on, if it does: asked to, or started again by torchrun after a fault.
 
     An agent of torchrun that only starts its ranks again because another one does so has not counted that.
     """
@@ -119,7 +119,7 @@ def _seed(config: Config) -> int:
 
 
 def _say_how_to_go_on(config: Config, arguments: Sequence[str]) -> None:
-    """Of a run that a signal has ended with a checkpoint, the settings with which another goes on, last of all."""
+    """Print, last of all, the settings with which another run goes on from one that a signal has ended with a checkpoint."""
     folder = config.checkpoint.folder
     if folder is not None and config.log.division == "open" and checkpoint_folders(folder):
         settings = [*arguments, "--resume", str(folder)]  # of a setting that is given twice, the latter counts

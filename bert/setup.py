@@ -1,4 +1,4 @@
-"""What a run works with, built before its clock starts: without a look at the data but for their metadata."""
+"""Objects that a run works with, built before its clock starts: without a look at the data but for their metadata."""
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -168,7 +168,7 @@ def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: ML
 
 
 def _shape_buckets(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
-    """What micro-batches are padded to so that the step can be captured; none where it is not, as on a CPU."""
+    """Choose shape buckets that micro-batches are padded to for capture of the step; none where it is not, as on a CPU."""
     training = config.training
     if mesh.device.type != "cuda" or not training.cuda_graphs:
         return []

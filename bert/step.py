@@ -1,4 +1,4 @@
-"""One training step: forward, loss, backward, reduction, update.
+"""Training step: forward, loss, backward, reduction, update.
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
 fetches the sums once an interval. So both halves can be captured (``bert.cuda_graphs``): forward and backward of a
@@ -83,7 +83,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Role:
-    """What a micro-batch does for the ranks besides its forward and backward pass."""
+    """Role of a micro-batch for the ranks, besides its forward and backward pass."""
 
     gathers_weights: bool
     """The first of a step: weights of a sharded optimizer come while its forward pass runs."""

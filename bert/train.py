@@ -116,7 +116,7 @@ def refused(error: ValueError | OSError) -> int:
 
 
 def _complain(error: Exception) -> None:
-    """One line, from every rank that has one: what is wrong may be wrong on a single machine."""
+    """Print the error in one line, on every rank that has one: what is wrong may be wrong on a single machine."""
     try:
         rank = Launch.from_environment().rank
     except ValueError:  # the environment is what is wrong

@@ -359,7 +359,7 @@ def _parse_part(text: str) -> Part:
 
 
 def main() -> int:
-    """Runs the command; a user's error is one line on stderr and exit code 2."""
+    """Run the command; a user's error is one line on stderr and exit code 2."""
     accept_any_text()
     try:
         app.run("python -m dataloading")

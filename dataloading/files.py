@@ -49,7 +49,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 
 def is_temporary(path: Path) -> bool:
-    """Whether a path has a name of `atomic_path`'s: something unfinished."""
+    """Tell whether a path has a name of `atomic_path`'s: something unfinished."""
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
@@ -83,7 +83,7 @@ def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
 
 
 def read_json(path: Path, limit: int, remedy: str) -> Any:
-    """What a JSON file of at most ``limit`` bytes says.
+    """Read a JSON file of at most ``limit`` bytes.
 
     Raises:
         ValueError: as of `read_bounded`, or it is no JSON, nested too deeply, or holds a number of thousands of digits.
@@ -96,7 +96,7 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether nobody but this user and root can put anything into a folder, or put another in its place."""
+    """Tell whether nobody but this user and root can put anything into a folder, or put another in its place."""
     for place in reversed([folder.resolve(), *folder.resolve().parents]):
         state = place.stat()
         is_ours, mode = state.st_uid == os.geteuid(), state.st_mode
@@ -110,13 +110,13 @@ def is_private(folder: Path) -> bool:
 
 
 def shown(value: object) -> str:
-    """What a file says, for a message: short, and without characters that a terminal would obey."""
+    """Shorten what a file says for a message, and escape characters that a terminal would obey."""
     text = str(value)
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MOST_SHOWN])
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or folder is on disk."""
+    """Wait until a file or folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -80,7 +80,7 @@ class PretrainingOptions:
 
 @dataclass(frozen=True)
 class OwnText:
-    """What is made, and of what."""
+    """Settings of a data set from own text: the text, and what is made of it."""
 
     text: tuple[Path, ...]
     """Files of UTF-8 text, with an empty line between documents."""

@@ -1,4 +1,4 @@
-"""What computes each op here.
+"""Implementations that compute each op here.
 
     python -m kernels [--device cpu|cuda] [--dtype bf16|fp32]
 
@@ -40,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command; 2 with one line on stderr for wrong input."""
+    """Run a command; 2 with one line on stderr for wrong input."""
     command = _COMMANDS.get(arguments[0]) if arguments else None
     try:
         if arguments[:1] == ["--version"]:
@@ -183,7 +183,7 @@ def _with_device(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def _device_and_dtype(chosen: argparse.Namespace) -> tuple[torch.device, torch.dtype]:
-    """What the options, or what is there, say. Raises ``ValueError`` where there is no GPU and one is asked for."""
+    """Return what the options, or the machine, say. Raises ``ValueError`` where there is no GPU and one is asked for."""
     import torch
 
     device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -194,7 +194,7 @@ def _device_and_dtype(chosen: argparse.Namespace) -> tuple[torch.device, torch.d
 
 
 def _short(dtype: torch.dtype) -> str:
-    """What `--dtype` calls a type."""
+    """Return the name that `--dtype` has for a type."""
     return next(short for short, name in _DTYPES.items() if str(dtype) == f"torch.{name}")
 
 

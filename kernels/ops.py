@@ -86,7 +86,7 @@ OPS = {
 
 
 def choose(implementations: Mapping[str, str]) -> None:
-    """Asks for implementations by op, such as ``{"varlen_attention": "triton"}``; ``auto`` takes an earlier choice back.
+    """Ask for implementations by op, such as ``{"varlen_attention": "triton"}``; ``auto`` takes an earlier choice back.
 
     Raises:
         ValueError: no such op, or no such implementation of it; then nothing has changed.
@@ -101,7 +101,7 @@ def choose(implementations: Mapping[str, str]) -> None:
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """For the length of a block, the choices for a GPU are such as a CUDA graph can capture; they stay.
+    """Choose for a GPU, for the length of a block, only what a CUDA graph can capture; the choices stay.
 
     Raises:
         ValueError: inside, from an op that has none for its inputs, with the reasons.

@@ -1,4 +1,4 @@
-"""How the products of PyTorch's libraries compute on a GPU: set in one place for training, measuring and benchmarks."""
+"""Precision of the products of PyTorch's libraries on a GPU: set in one place for training, measuring and benchmarks."""
 
 import torch
 

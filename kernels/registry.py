@@ -1,4 +1,4 @@
-"""Which implementation of an op runs: the first that can, or the one that was asked for.
+"""Choice of the implementation of an op: the first that can, or the one that was asked for.
 
 An op has one signature and several implementations. ``auto`` takes the one that was measured to be the fastest
 (``kernels.tuning.autotune``), otherwise the first in the order for the device that has nothing against the inputs, and
@@ -32,7 +32,7 @@ Observer = Callable[["Op[..., Any]", tuple[Any, ...], dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op, imported when it is first needed."""
+    """Way to compute an op, imported when it is first needed."""
 
     name: str
     module: str
@@ -44,7 +44,7 @@ class Implementation:
     """Whether a CUDA graph can capture it: it hands nothing that is on the device to the host."""
 
     def missing(self) -> list[str]:
-        """Why this cannot be imported here, or nothing."""
+        """Say why this cannot be imported here, or nothing."""
         try:
             there = self.requires is None or importlib.util.find_spec(self.requires) is not None
         except (ImportError, ValueError):  # a parent of it is missing, or is another package of the same name
@@ -56,7 +56,7 @@ class Implementation:
         return getattr(importlib.import_module(self.module), op)
 
     def unsupported_reasons(self, op: str, *args: Any, **kwargs: Any) -> list[str]:
-        """Why this cannot compute the op for these arguments, or nothing."""
+        """Say why this cannot compute the op for these arguments, or nothing."""
         if missing := self.missing():
             return missing
         module = importlib.import_module(self.module)
@@ -97,7 +97,7 @@ class Op(Generic[Parameters, Returned]):
         return self._orders[device]
 
     def __call__(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Returned:
-        """Runs the chosen implementation; ValueError where an explicit choice cannot do it."""
+        """Run the chosen implementation; ValueError where an explicit choice cannot do it."""
         key = _key(args, kwargs)
         function = self._chosen.get(key)
         if function is None:
@@ -138,13 +138,13 @@ class Op(Generic[Parameters, Returned]):
     def unsupported_reasons(
         self, implementation: Implementation, *args: Parameters.args, **kwargs: Parameters.kwargs
     ) -> list[str]:
-        """Why this implementation is not to compute the op for these arguments, or nothing."""
+        """Say why this implementation is not to compute the op for these arguments, or nothing."""
         if not self.permits(implementation, device_type(*args, **kwargs)):
             return ["it reads values of the device on the host, which no CUDA graph can capture"]
         return implementation.unsupported_reasons(self.name, *args, **kwargs)
 
     def permits(self, implementation: Implementation, device: str) -> bool:
-        """Whether this implementation may be chosen for tensors there, if it can compute them."""
+        """Tell whether this implementation may be chosen for tensors there, if it can compute them."""
         return implementation.capturable or not self._captured or device != "cuda"
 
     def ask_for(self, name: str, remedy: str | None = None) -> None:
@@ -164,7 +164,7 @@ class Op(Generic[Parameters, Returned]):
             )
 
     def prefer(self, measured: Mapping[str, str]) -> None:
-        """Makes ``auto`` take, for calls with these signatures, these implementations where they can; {} forgets them."""
+        """Make ``auto`` take, for calls with these signatures, these implementations where they can; {} forgets them."""
         if unknown := set(measured.values()) - set(self.implementations):
             raise ValueError(f"{self.name} has no implementation {', '.join(sorted(unknown))}")
         self._measured = dict(measured)
@@ -172,7 +172,7 @@ class Op(Generic[Parameters, Returned]):
 
     @contextmanager
     def observed(self, observer: Observer) -> Iterator[None]:
-        """For the length of a block, shows ``observer`` the first call of every kind that the op tells apart."""
+        """Show ``observer``, for the length of a block, the first call of every kind that the op tells apart."""
         self._observer = observer
         self._chosen.clear()
         try:
@@ -182,7 +182,7 @@ class Op(Generic[Parameters, Returned]):
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """For the length of a block, chooses for a GPU only what a CUDA graph can capture; such choices stay."""
+        """Choose for a GPU, for the length of a block, only what a CUDA graph can capture; such choices stay."""
         before, self._captured = self._captured, True
         self._chosen.clear()
         try:
@@ -220,7 +220,7 @@ def device_type(*args: Any, **kwargs: Any) -> str:
 
 
 def signature(*args: Any, **kwargs: Any) -> str:
-    """What of a call may decide which implementation is usable or fastest, as text: equal for calls that share a choice."""
+    """Describe what of a call may decide which implementation is usable or fastest: equal for calls that share a choice."""
     autocast, gradients, names, *traits = _key(args, kwargs)
     texts = [trait.__name__ if isinstance(trait, type) else str(trait) for trait in traits]
     return f"autocast {autocast}, {'with' if gradients else 'without'} gradients, {names}: {'; '.join(texts)}"
@@ -235,7 +235,7 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _trait(value: object) -> object:
-    """Of a tensor all but the values, its first size up to the next power of two; of a number its type alone."""
+    """Return of a tensor all but the values, its first size up to the next power of two; of a number its type alone."""
     if isinstance(value, Tensor):
         shape = value.shape
         doublings = (shape[0] - 1).bit_length() if shape else None

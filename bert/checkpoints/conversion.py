@@ -1,4 +1,4 @@
-"""What ``bert.convert`` says of a checkpoint, and how it writes ours."""
+"""Description of a checkpoint for ``bert.convert``, and conversion into our format."""
 
 import math
 from pathlib import Path
@@ -11,7 +11,7 @@ from dataloading.text.tokenization import Vocabulary
 
 
 def describe(found: Source) -> list[str]:
-    """What was found, a line each."""
+    """Describe the checkpoint that was found, in lines."""
     model = found.model
     parameters = sum(math.prod(weight.shape) for weight in found.weights.values())
     expected = f"{ModelConfig.vocab_size:,}"

@@ -7,10 +7,10 @@ from bert.reporting.stopwatch import Stage
 
 
 class NoCheckpoints:
-    """Those of a run that has no folder for them: none is due, and saving does nothing."""
+    """Checkpoints of a run that has no folder for them: none is due, and saving does nothing."""
 
     def due(self, _steps: int) -> bool:
-        """Never."""
+        """Return False."""
         return False
 
     def save(self, at: Position) -> None:
@@ -24,7 +24,7 @@ class NoCheckpoints:
 
 
 class RunCheckpoints:
-    """Writes ``checkpoints``, tells ``stage`` what is waited for, and ``reporter`` what went wrong."""
+    """Writer of ``checkpoints`` that tells ``stage`` what is waited for, and ``reporter`` what went wrong."""
 
     def __init__(self, checkpoints: Checkpoints, stage: Stage, reporter: Reporter) -> None:
         self._checkpoints = checkpoints
@@ -32,7 +32,7 @@ class RunCheckpoints:
         self._reporter = reporter
 
     def due(self, steps: int) -> bool:
-        """Whether one is to be written after so many steps."""
+        """Tell whether a checkpoint is to be written after so many steps."""
         return self._checkpoints.due(steps)
 
     def save(self, at: Position) -> None:

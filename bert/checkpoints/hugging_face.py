@@ -37,7 +37,7 @@ _HUGGING_FACE_LAYER = {
 
 
 def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
-    """Each of our names to the Hugging Face names whose tensors, joined along the first dimension, it holds."""
+    """Map each of our names to the Hugging Face names whose tensors, joined along the first dimension, it holds."""
     pairs = dict(_HUGGING_FACE)
     for index in range(layers):
         for ours, theirs in _HUGGING_FACE_LAYER.items():
@@ -77,7 +77,7 @@ def from_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights under the names of Hugging Face's ``BertForPreTraining``, with the tied decoder spelled out."""
+    """Return our weights under the names of Hugging Face's ``BertForPreTraining``, with the tied decoder spelled out."""
     layers = 1 + max(int(name.split(".")[1]) for name in tensors if name.startswith("layers."))
     result = {}
     for ours, theirs in hugging_face_names(layers).items():
@@ -172,7 +172,7 @@ _STATED = {
 
 
 def stated_configuration(path: Path) -> dict[str, int | float] | None:
-    """What a Hugging Face config.json states of ``ModelConfig``, by its names; None where there is no such file.
+    """Read what a Hugging Face config.json states of ``ModelConfig``, by its names; None where there is no such file.
 
     Raises ``ValueError`` where the number of heads is missing, a value cannot be one, or the model is another kind of BERT.
     """

@@ -1,4 +1,4 @@
-"""One run at a time in a folder of checkpoints.
+"""Lock on a folder of checkpoints, so that one run at a time uses it.
 
 A run keeps a lock (flock) on a file in the folder for as long as it lives. The kernel gives it up when the process ends,
 however that happens, so nothing stale is left behind. Locks hold between machines on NFS, and on Lustre mounted with flock.
@@ -60,5 +60,5 @@ def _taken(descriptor: int) -> bool:
 
 
 def _owner(descriptor: int) -> str:
-    """Who has the lock, as it says itself."""
+    """Return the owner of the lock, in its own words."""
     return shown(os.pread(descriptor, _NOTE_BYTES, 0).decode(errors="replace"))

@@ -47,7 +47,7 @@ class Source:
 
     @cached_property
     def digest(self) -> str:
-        """What ``digested`` returns."""
+        """The result of ``digested``, kept."""
         return self.digested()
 
     @property
@@ -164,7 +164,7 @@ def _weights_file(folder: Path) -> Path:
 
 
 def _open_safetensors(path: Path, heads: int | None, whole: bool) -> Source:
-    """Our own file, or one of Hugging Face's."""
+    """Open our own file, or one of Hugging Face's."""
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -220,7 +220,7 @@ def _agreed(model: ModelConfig, configuration: Mapping[str, int | float], path: 
 
 
 def _of_a_head(name: str) -> bool:
-    """Whether a weight is of what stands on the encoder."""
+    """Tell whether a weight belongs to a head on the encoder."""
     return name.startswith(("cls.", "bert.pooler."))
 
 

@@ -50,7 +50,7 @@ _PATIENCE_S = 60.0
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands, beside its weights and moments."""
+    """State of a run besides its weights and moments."""
 
     step: int
     """Global batches trained: the position in the plan."""
@@ -78,7 +78,7 @@ class RunState:
 
 
 class Checkpoints:
-    """Writes a run's checkpoints, one at a time, and keeps the newest ones."""
+    """Writer of a run's checkpoints, one at a time, which keeps the newest ones."""
 
     def __init__(self, config: Config, train: Dataset, mesh: Mesh, seed: int, step: TrainingStep) -> None:
         assert config.checkpoint.folder is not None
@@ -100,11 +100,11 @@ class Checkpoints:
 
     @property
     def writing(self) -> bool:
-        """Whether one is being written."""
+        """Tell whether a checkpoint is being written."""
         return self._written is not None and not self._written.done()
 
     def due(self, steps: int) -> bool:
-        """Whether one is to be written after so many steps."""
+        """Tell whether a checkpoint is to be written after so many steps."""
         return steps % self._config.every_steps == 0
 
     def wait(self) -> None:
@@ -113,7 +113,7 @@ class Checkpoints:
             wait([self._written])
 
     def failure(self) -> OSError | None:
-        """Why the last one could not be written, if it could not; told once."""
+        """Return, once, the error that kept the last checkpoint from being written, if one did."""
         if self._written is None or not self._written.done():
             return None
         error = self._written.exception()
@@ -232,7 +232,7 @@ def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
 
 
 def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
-    """What ``act`` returns on rank 0, on every rank; its ``ValueError`` or ``OSError`` is a ``ValueError`` on every rank."""
+    """Return on all ranks what ``act`` returns on rank 0; its ``ValueError`` or ``OSError`` is a ``ValueError`` there."""
     answer = ""
     if mesh.is_main:
         try:
@@ -269,7 +269,7 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
 
 
 def fixed_settings(config: Config, train: Dataset) -> dict[str, str]:
-    """What decides the losses of a run besides its seed."""
+    """Collect the settings and data that decide the losses of a run besides its seed."""
     settings = {
         f"{name}.{key}": str(value)
         for name, section in (("model", config.model), ("optimizer", config.optimizer))
@@ -308,7 +308,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
 
 
 def _read_state(path: Path) -> RunState:
-    """Raises ``ValueError`` unless the checkpoint is whole."""
+    """Read a checkpoint's state. Raises ``ValueError`` unless the checkpoint is whole."""
     name = path / "state.json"
     try:
         content = read_json(name, _STATE_BYTES, _REMEDY)

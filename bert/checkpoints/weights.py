@@ -72,7 +72,7 @@ def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mappi
 
 
 def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[bytes, int]:
-    """How a file of fp32 tensors begins, and the bytes that follow: the tensors, by name.
+    """Return the beginning of a file of fp32 tensors, and the number of bytes that follow: the tensors, by name.
 
     The format: eight bytes with the length of a JSON header, the header, the tensors (safetensors, "Format").
     """
@@ -150,7 +150,7 @@ def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
 
 
 def _require_stated(metadata: Mapping[str, str], model: ModelConfig, source: str) -> None:
-    """What shapes do not tell."""
+    """Check what shapes do not tell, heads and epsilon, against what the file states."""
     stated = stated_model(metadata, source)
     for name in ("num_attention_heads", "layer_norm_eps"):
         if stated is not None and getattr(stated, name) != getattr(model, name):

@@ -21,7 +21,7 @@ class DataTouchedEarlyError(RuntimeError):
 
 
 class DataGuard:
-    """Forbids opening files in the data folders, except for their metadata, until ``release``.
+    """Guard that forbids opening files in the data folders, except for their metadata, until ``release``.
 
     A file is known by its place and by its inode, so that links from elsewhere lead to it as well, and those in a folder to
     data elsewhere.

@@ -13,7 +13,7 @@ from console.program import reason
 
 @contextlib.contextmanager
 def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]:
-    """Whatever ends this rank in the body ends the run on all of them, and the log says why.
+    """End the run on all ranks with whatever ends this one in the body, and have the log say why.
 
     Every rank must enter it at the same time.
     """

@@ -19,7 +19,7 @@ class Interrupted(Exception):  # noqa: N818 an event, not an error
 
 
 class Interruption:
-    """Notes the first signal for the training loop, where all ranks stop after the same step.
+    """Signal handler that notes the first for the training loop, where all ranks stop after the same step.
 
     Before ``defer``, and from the second signal on, it raises ``Interrupted`` at once.
     """
@@ -32,7 +32,7 @@ class Interruption:
             signal.signal(number, self._handle)
 
     def defer(self) -> None:
-        """From here on note the first signal, and leave it to the training loop."""
+        """Note the first signal from here on, and leave it to the training loop."""
         self._deferred = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:

@@ -1,4 +1,4 @@
-"""What is looked at before a run has a log, or its ranks have joined: whatever would stop it later, at the price of seconds.
+"""Preflight of a run, before it has a log or its ranks have joined: for whatever would stop it later, in seconds.
 
 Nothing is written, and of the data only metadata are read.
 """
@@ -32,7 +32,7 @@ _LOGS_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads, opened as far as metadata go, and where it writes."""
+    """Inputs of a run, opened as far as metadata go, and the files that it writes."""
 
     train: Dataset
     evaluation: Dataset
@@ -81,7 +81,7 @@ def result_folder(config: Config) -> Path:
 
 
 def plan_of(config: Config, train: Dataset, world_size: int, seed: int) -> Plan:
-    """Which samples come when, and on which rank. Raises ``ValueError`` where the global batch does not divide."""
+    """Plan which samples come when, and on which rank. Raises ``ValueError`` where the global batch does not divide."""
     training = config.training
     return Plan(
         train.lengths,

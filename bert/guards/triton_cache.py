@@ -1,4 +1,4 @@
-"""Where Triton keeps what it has compiled: shared libraries and programs for the GPU, which it loads and runs."""
+"""Folder of what Triton has compiled: shared libraries and programs for the GPU, which it loads and runs."""
 
 import atexit
 import os

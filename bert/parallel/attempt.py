@@ -1,4 +1,4 @@
-"""Which processes belong together, where a store has seen others of the same run before.
+"""Attempt of a run that processes belong to, where a store has seen others of the same run before.
 
 torchrun's store outlives the processes that it starts again, and what earlier ones have left there must not be found. Its
 count of restarts does not tell them apart: an agent whose process failed counts on, and one that starts its processes again
@@ -64,7 +64,7 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
 
 
 def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether it comes true in time. Asked again and again, because a signal ends no wait inside the store."""
+    """Tell whether it comes true in time. Asked again and again, because a signal ends no wait inside the store."""
     deadline, pause = time.monotonic() + seconds, 0.01
     while not condition():
         if time.monotonic() > deadline:

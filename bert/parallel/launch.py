@@ -1,4 +1,4 @@
-"""What the launcher says in the environment: this process's rank among the others, before it has joined them.
+"""Launch environment: this process's rank among the others, before it has joined them.
 
 Needs no PyTorch, so that a command line is understood, or an error told with its rank, before that is imported.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher says in the environment. ``local_size`` is 0 where it says nothing."""
+    """Ranks and sizes that the launcher states in the environment. ``local_size`` is 0 where it states none."""
 
     rank: int = 0
     world_size: int = 1

@@ -1,4 +1,4 @@
-"""Who this process is among the others: rank, host, and the neighbours on the host.
+"""Place of this process among the others: rank, host, and the neighbours on the host.
 
 The launcher's environment says rank and world size; who shares a host is found by asking all ranks.
 """
@@ -41,7 +41,7 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that logs."""
+        """Tell whether this is the process that logs."""
         return self.rank == 0
 
     @cached_property
@@ -126,7 +126,7 @@ def leave_mesh() -> None:
 
 @dataclass(frozen=True)
 class Identity:
-    """Where a rank runs: host name and the kernel's boot id, since names alone may repeat, as localhost does."""
+    """Host of a rank: its name and the kernel's boot id, since names alone may repeat, as localhost does."""
 
     host: str
     boot: str

@@ -29,13 +29,13 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Way:
-    """How gradients are summed; ``in_network``: what goes along the rails is added up in the switches."""
+    """Way in which gradients are summed; ``in_network``: what goes along the rails is added up in the switches."""
 
     strategy: Strategy
     in_network: bool = False
 
     def __str__(self) -> str:
-        """As a table or a log names it."""
+        """Name the way as a table or a log does."""
         return f"{self.strategy} in-network" if self.in_network else self.strategy
 
 
@@ -61,7 +61,7 @@ class Communicators:
     def create(
         cls, mesh: Mesh, in_network: Literal["auto", "on", "off"] = "off", reduce_dtype: ReduceDtype = "fp32"
     ) -> "Communicators":
-        """Every rank must call it at the same time.
+        """Create the groups; every rank must call it at the same time.
 
         Unless ``in_network`` is off, NCCL is asked for a second rail that adds up in the switches (CollNet, SHARP), where
         there are several hosts and what travels is fp32, as switches add in the type that travels. What NCCL does where
@@ -84,7 +84,7 @@ class Communicators:
         )
 
     def along(self, way: Way) -> "Communicators":
-        """These, with the rail that ``way`` uses."""
+        """Return these communicators with the rail that ``way`` uses."""
         return replace(self, rail=self.in_network_rail) if way.in_network else self
 
     def settle(self, way: Way) -> "Communicators":
@@ -131,7 +131,7 @@ def _group(ranks: tuple[int, ...], options: Any = None) -> dist.ProcessGroup | N
 
 
 class CommunicationStream:
-    """Where collectives run in order beside the computation: a stream on a GPU, a thread otherwise.
+    """Stream of collectives that run in order beside the computation: a stream on a GPU, a thread otherwise.
 
     On a GPU neither ``run`` nor ``join`` makes the host wait, so that both can be captured in a CUDA graph.
     """
@@ -159,7 +159,7 @@ class CommunicationStream:
         return pending.result
 
     def join(self) -> None:
-        """What is computed from now on comes after all that was handed over. Raises what the work raised."""
+        """Let what is computed from now on come after all that was handed over. Raises what the work raised."""
         if self._stream:
             torch.cuda.current_stream().wait_stream(self._stream)
         pending, self._pending = self._pending, []
@@ -179,7 +179,7 @@ def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
 
 
 class Reduction:
-    """Sums the flat gradient over all ranks, bucket by bucket.
+    """Sum of the flat gradient over all ranks, bucket by bucket.
 
     In the backward of the last micro-batch, under ``overlapped``, a bucket starts when the last of its gradients is there;
     ``finish`` starts the rest and waits. Without ``overlapped``, ``finish`` does it all.
@@ -213,7 +213,7 @@ class Reduction:
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
-        """Buckets start during the backward pass in the body; there must be exactly one."""
+        """Start buckets during the backward pass in the body; there must be exactly one."""
         self._waiting = list(self._parameters_of)
         self._armed = True
         try:
@@ -267,7 +267,7 @@ class Reduction:
             self._start(ready)
 
     def _start(self, stop: int) -> None:
-        """In order, so that all ranks start the same bucket next."""
+        """Start buckets up to ``stop`` in order, so that all ranks start the same bucket next."""
         if self.communicators.world:
             for bucket in self.buckets[self._started : stop]:
                 self.stream.run(lambda bucket=bucket: self._reduce(bucket))

@@ -22,7 +22,7 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        """One line to show."""
+        """Say the choice in one line."""
         return f"reduction: {self.way} ({self.reason})"
 
 
@@ -53,7 +53,7 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
 
 
 def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
-    """How this run reduces, the same on all ranks. For start-up: it may zero gradients."""
+    """Choose how this run reduces, the same on all ranks. For start-up: it may zero gradients."""
     ways = candidates(config, communicators)
     if len(ways) > 1:
         choice = measured_choice(flat, communicators, ways, reduce_dtype=config.reduce_dtype)

@@ -18,7 +18,7 @@ from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of
 
 
 class ShardedLamb:
-    """As ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded or sharded_world.
+    """LAMB as ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded or sharded_world.
 
     A step leaves each weight with the ranks that have it in their shard; ``WeightGather`` brings it to the others. Sums over
     shards are added in the order of the ranks, and hence equal everywhere to the last bit; so weights stay equal as long as
@@ -105,7 +105,7 @@ class ShardedLamb:
             self._collect(moment_N, shard_W)
 
     def _over_shards(self, squares: Tensor) -> Tensor:
-        """Sums over the ranks, in their order; fp64."""
+        """Add up over the ranks, in their order; fp64."""
         if self._group is None:
             return squares
         gathered = squares.new_empty(self._group.size() * squares.numel())

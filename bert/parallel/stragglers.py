@@ -10,7 +10,7 @@ INTERVALS = 3
 
 
 class Stragglers:
-    """Finds stragglers among the ranks; ``hosts`` are their names by rank."""
+    """Search for stragglers among the ranks; ``hosts`` are their names by rank."""
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts

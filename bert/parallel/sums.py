@@ -42,17 +42,17 @@ class Fp32Sums:
     """Sums of vectors that travel as they are, added on the way: by NCCL, gloo or switches, in an order of theirs."""
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """As ``Sums`` has it."""
+        """Reduce and scatter as ``Sums`` has it."""
         if group is not None:
             reduce_scatter_single(piece_of(vector_N, group), vector_N, group=group)
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """As ``Sums`` has it."""
+        """Gather as ``Sums`` has it."""
         if group is not None:
             all_gather_single(vector_N, piece_of(vector_N, group), group=group)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """As ``Sums`` has it."""
+        """Reduce as ``Sums`` has it."""
         if group is not None:
             dist.all_reduce(vector_N, group=group)
 
@@ -69,7 +69,7 @@ class Bf16Sums:
         self._sent, self._received = torch.empty(2, elements, dtype=torch.bfloat16, device=device)
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """As ``Sums`` has it; the sum is not rounded."""
+        """Reduce and scatter as ``Sums`` has it; the sum is not rounded."""
         if group is None:
             return
         received_N = self._received[: len(vector_N)]
@@ -77,7 +77,7 @@ class Bf16Sums:
         add_contributions(received_N.view(group.size(), -1), out_W=piece_of(vector_N, group))
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """As ``Sums`` has it; pieces are rounded."""
+        """Gather as ``Sums`` has it; pieces are rounded."""
         if group is None:
             return
         piece_W, received_N = piece_of(vector_N, group), self._received[: len(vector_N)]
@@ -85,7 +85,7 @@ class Bf16Sums:
         vector_N.copy_(received_N)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """As ``Sums`` has it; the sum is rounded."""
+        """Reduce as ``Sums`` has it; the sum is rounded."""
         self.reduce_scatter_(vector_N, group)
         self.all_gather_(vector_N, group)
 

@@ -146,7 +146,7 @@ class Watchdog:
         return False
 
     def _receive(self, timeout_s: float) -> bytes | None:
-        """What the hub says; None if nothing, and no bytes if it never will again."""
+        """Receive what the hub says; None if nothing, and no bytes if it never will again."""
         self._connection.settimeout(timeout_s)
         try:
             return self._connection.recv(LINE)

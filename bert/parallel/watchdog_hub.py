@@ -42,7 +42,7 @@ _DEAF_S = 1.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why the run ends, and with which exit status."""
+    """Reason for the end of the run, and its exit status."""
 
     text: str
     status: int = FAULT_STATUS
@@ -52,7 +52,7 @@ class Verdict:
 
 @dataclass
 class _Member:
-    """What the hub knows of a rank. Times are the hub's own."""
+    """Rank as the hub knows it. Times are the hub's own."""
 
     rank: int
     host: str = "unknown"
@@ -84,7 +84,7 @@ class _Stranger:
 
 
 class Hub:
-    """Hears every rank, and decides. ``listen`` and ``decide`` are one turn; ``start`` takes turns in a thread."""
+    """Hub that hears every rank, and decides. ``listen`` and ``decide`` are one turn; ``start`` takes turns in a thread."""
 
     def __init__(self, listener: socket.socket, world_size: int, seconds: float, beat_s: float, token: str) -> None:
         """``seconds`` is how long a rank may be silent; every ``beat_s`` it says where it is."""
@@ -302,7 +302,7 @@ class Hub:
         return self._now_s - member.heard_s
 
     def _standstill(self, present: list[_Member]) -> Verdict | None:
-        """Those furthest behind have not moved for too long: for them the others wait."""
+        """Judge ranks furthest behind that have not moved for too long: for them the others wait."""
         if not present:
             return None
         least = min(member.order for member in present)
@@ -341,7 +341,7 @@ def _names(members: list[_Member]) -> str:
 
 
 def _read(connection: socket.socket, size: int) -> bytes | None:
-    """What has come; None if nothing has, and no bytes if nothing will any more."""
+    """Read what has come; None if nothing has, and no bytes if nothing will any more."""
     try:
         return connection.recv(size)
     except BlockingIOError:
@@ -351,7 +351,7 @@ def _read(connection: socket.socket, size: int) -> bytes | None:
 
 
 def _send(member: _Member, message: dict[str, object]) -> None:
-    """To a rank that is lost, or has not read for long, nothing is sent: its silence will tell."""
+    """Send a message, but not to a rank that is lost or has not read for long: its silence will tell."""
     if member.connection is not None:
         with contextlib.suppress(OSError):
             member.connection.send(encoded(message))

@@ -12,7 +12,7 @@ from bert.parallel.reduction import Reduction
 
 
 class WeightGather:
-    """Gathers weights: all at once when called, or beside the forward pass that follows ``start``.
+    """Gathering of weights: all at once when called, or beside the forward pass that follows ``start``.
 
     The embeddings and every layer but the last wait for their own weights when they are called. When the last one of these
     returns, all the others have to be there, since the last layer and the heads are no modules that are called.

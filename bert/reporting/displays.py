@@ -14,7 +14,7 @@ from console.text import visible
 
 
 class PlainLines:
-    """One line an interval, for batch logs; ``put`` is where lines go."""
+    """Lines for batch logs, one an interval; ``put`` is where lines go."""
 
     def __init__(self, progress: Progress, *put: Callable[[str], None]) -> None:
         self._progress = progress
@@ -26,7 +26,7 @@ class PlainLines:
             put(self._text(record))
 
     def close(self) -> None:
-        """Nothing to do: every line is out."""
+        """Do nothing: every line is out."""
 
     def _text(self, record: Record) -> str:
         if isinstance(record, StepRecord):

@@ -13,7 +13,7 @@ from bert.step import TrainingStep
 
 @dataclass(frozen=True)
 class _Pending:
-    """One that has been handed over: its counts, when it began, and where the run stood then."""
+    """Evaluation that has been handed over: its counts, when it began, and where the run stood then."""
 
     accuracy: PendingAccuracy
     began: float
@@ -21,7 +21,7 @@ class _Pending:
 
 
 class Evaluations:
-    """Begins evaluations, and reads and reports their results; training may go on while one is pending."""
+    """Evaluations of a run: begun here, their results read and reported; training may go on while one is pending."""
 
     def __init__(
         self, evaluator: Evaluator, step: TrainingStep, log: MLLog, reporter: Reporter, stage: Stage, target: float
@@ -40,7 +40,7 @@ class Evaluations:
 
     @property
     def pending(self) -> bool:
-        """Whether one has been handed over whose result has not been read."""
+        """Tell whether an evaluation has been handed over whose result has not been read."""
         return self._pending is not None
 
     def begin(self, at: Position) -> None:

@@ -12,7 +12,7 @@ from bert.step import Statistics
 
 
 class Intervals:
-    """Reports the steps since the last report: means, rates, phases, and what a person should look at."""
+    """Report of the steps since the last report: means, rates, phases, and what a person should look at."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What is known of a run so far, and the time that it may still take."""
+"""Progress of a run so far, and the time that it may still take."""
 
 from dataclasses import dataclass, field
 
@@ -8,7 +8,7 @@ from compliance.log.forecast import Schedule, forecast
 
 @dataclass
 class Progress:
-    """What the displays know about the run so far."""
+    """Progress of the run, as far as the displays know it."""
 
     target: float
     max_samples: int

@@ -1,4 +1,4 @@
-"""What produced a result: configuration, commit, versions, machine. The head of every result file."""
+"""Origin of a result: configuration, commit, versions, machine. The head of every result file."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""What a run tells while it runs: rates, losses, accuracy, warnings, its end. One record feeds every sink."""
+"""Records of a run while it runs: rates, losses, accuracy, warnings, its end. One record feeds every sink."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,7 +6,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has trained."""
+    """Position of a run: how far it has trained."""
 
     steps: int = 0
     """Global batches."""
@@ -45,7 +45,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation of the whole evaluation set."""
+    """Result of an evaluation of the whole evaluation set."""
 
     step: int
     samples: int
@@ -67,7 +67,7 @@ class WarningRecord:
 
 @dataclass(frozen=True)
 class EndRecord:
-    """How the run ended."""
+    """End of the run."""
 
     status: str
     time_s: float

@@ -1,4 +1,4 @@
-"""From a run to all that show or keep its records.
+"""Reporter of a run's records to all that show or keep them.
 
 The sinks that a person reads are in ``bert.reporting.displays``.
 """
@@ -12,7 +12,7 @@ from bert.reporting.records import Record, Sink, WarningRecord
 
 
 class Reporter:
-    """Hands each record to every sink, and keeps the time that they state.
+    """Reporter that hands each record to every sink, and keeps the time that they state.
 
     Without sinks (all ranks but the first) nothing is reported.
     """
@@ -28,7 +28,7 @@ class Reporter:
 
     @property
     def seconds(self) -> float:
-        """Since ``begin``."""
+        """Seconds since ``begin``."""
         return time.perf_counter() - self._began
 
     def __enter__(self) -> "Reporter":

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: seconds by phase, on the host's clock or on a GPU's own timeline."""
+"""Time of a step by phase, in seconds, on the host's clock or on a GPU's own timeline."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ def cuda_event(captured: bool) -> torch.cuda.Event:
 
 
 def is_capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
+    """Tell whether the current stream is being captured into a CUDA graph."""
     return torch.cuda.is_current_stream_capturing()
 
 
 class Stage:
-    """Where a rank is: written here for a microsecond a phase, and read by ``bert.parallel.watchdog`` from its thread."""
+    """Stage of a rank: written here for a microsecond a phase, and read by ``bert.parallel.watchdog`` from its thread."""
 
     def __init__(self) -> None:
         self.step = 0

@@ -84,7 +84,7 @@ class Batch:
 
 
 class SampleSource(Protocol):
-    """What a loader reads from: an opened data set, or samples in memory."""
+    """Source that a loader reads: an opened data set, or samples in memory."""
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
         """The samples at ``indices``, in that order."""
@@ -92,7 +92,7 @@ class SampleSource(Protocol):
 
 
 def shape_bucket_of(samples: Samples, shape_buckets: Sequence[ShapeBucket]) -> ShapeBucket | None:
-    """What a batch of ``samples`` is padded to: the first shape bucket that holds it, or None where none are given.
+    """Choose what a batch of ``samples`` is padded to: the first shape bucket that holds it, or None where none are given.
 
     A batch that fits none gets one of its own, which nothing was captured for.
     """
@@ -170,7 +170,7 @@ _NOTHING = Samples(
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:
-    """Of the batch of ``samples``: the shape bucket's, as it is part of what is captured, or that of the longest."""
+    """Return that of the batch of ``samples``: the shape bucket's, as it is part of what is captured, or the longest's."""
     return int(samples.lengths.max()) if shape_bucket is None else shape_bucket.max_seqlen
 
 
@@ -187,7 +187,7 @@ class Loader(Protocol):
 
 
 class Prefetcher(Generic[Item]):
-    """Runs an iterator in a background thread, a bounded number of items ahead; its errors surface in ``next()``."""
+    """Iterator run in a background thread, a bounded number of items ahead; its errors surface in ``next()``."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._items = items

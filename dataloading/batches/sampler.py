@@ -96,7 +96,7 @@ class Plan:
 
 
 def work(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """What training on sequences of ``lengths`` costs: s * (6 h + s), the operations of the encoder in units of 12 h."""
+    """Return the cost of training on sequences of ``lengths``: s * (6 h + s), operations of the encoder in units of 12 h."""
     tokens = lengths.astype(np.int64)
     return tokens * (_LINEAR_WORK + tokens)
 
@@ -124,7 +124,7 @@ def deal(lengths: NDArray[np.integer], lanes: int) -> NDArray[np.int64]:
 
 
 def _exchange(dealt: NDArray[np.int64], work_N: NDArray[np.int64]) -> None:
-    """One exchange in place between the lane with the most work and that with the least, the second and the second to
+    """Exchange sequences in place between the lane with the most work and that with the least, the second and the second to
     last, and so on: of the two sequences that bring the sums closest together, where any do.
     """
     lanes, sequences = dealt.shape

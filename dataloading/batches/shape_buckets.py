@@ -24,7 +24,7 @@ _GLOBAL_BATCHES = 64
 
 @dataclass(frozen=True)
 class ShapeBucket:
-    """How many slots the tensors of a padded ``Batch`` have; those past the real ones are inert."""
+    """Numbers of slots in the tensors of a padded ``Batch``; those past the real ones are inert."""
 
     tokens: int
     """A multiple of 64 and more than the real tokens: the first row that no sequence owns is where empty slots point."""
@@ -45,7 +45,7 @@ class ShapeBucket:
         )
 
     def holds(self, other: "ShapeBucket") -> bool:
-        """Whether a batch of ``other`` fits."""
+        """Tell whether a batch of ``other`` fits."""
         return (
             self.tokens >= other.tokens
             and self.sequences >= other.sequences
@@ -62,7 +62,7 @@ def fitting(needed: ShapeBucket, shape_buckets: Sequence[ShapeBucket]) -> ShapeB
 def choose_shape_buckets(
     tokens_N: NDArray[np.integer], masked_N: NDArray[np.integer], sequences: int, max_seqlen: int, most: int = 16
 ) -> list[ShapeBucket]:
-    """At most ``most`` shape buckets, ascending, for micro-batches like the N that were drawn.
+    """Choose at most ``most`` shape buckets, ascending, for micro-batches like the N that were drawn.
 
     Every one of those fits. Boundaries waste the fewest token slots in all, found by dynamic programming over the rounded
     sizes. The last shape bucket lies above the largest by a quarter of its distance from the mean, which from some thousands
@@ -108,7 +108,7 @@ def draw_sizes(
 
 
 def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """At most ``most`` of ``sizes_U`` (ascending), the last included: each count takes the next, and the sum is least."""
+    """Choose at most ``most`` of ``sizes_U``, ascending, with the last: each count takes the next, and the sum is least."""
     below = np.concatenate([[0], np.cumsum(counts_U)])
     # slots_UU[i, j]: what sizes i to j take in slots of size j.
     slots_UU = (sizes_U * (below[1:] - below[:-1, None])).astype(np.float64)

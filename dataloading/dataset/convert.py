@@ -28,7 +28,7 @@ def convert(
     jobs: int = 1,
     report: Callable[[str], None] = lambda _: None,
 ) -> Dataset:
-    """Writes the samples of ``source`` to shards of another layout, one for each of its own, in their order.
+    """Write the samples of ``source`` to shards of another layout, one for each of its own, in their order.
 
     A conversion that was stopped goes on: shards that are there and hold the right samples are kept. ``report`` is called
     with each shard's name.
@@ -52,7 +52,7 @@ def convert(
 def convert_to_packed(
     source: Dataset, out: Path, *, max_sequences: int, seed: int, report: Callable[[str], None] = lambda _: None
 ) -> Dataset:
-    """Writes the samples of ``source`` as packs of at most ``max_sequences`` samples and ``max_seq_length`` tokens.
+    """Write the samples of ``source`` as packs of at most ``max_sequences`` samples and ``max_seq_length`` tokens.
 
     Which samples share a pack is random, and so is the order of the packs. Errors as in `convert`; a conversion that was
     stopped begins again.
@@ -90,7 +90,7 @@ _Task = tuple[Dataset, int, Path, Layout, Compression]
 
 
 def _convert_shard(task: _Task) -> str:
-    """Writes one shard, unless it is there; returns its name."""
+    """Write one shard, unless it is there, and return its name."""
     source, index, path, layout, compression = task
     if whole_shard(path, source.shards[index].digest) is None:
         with source.open_listed(index) as shard:

@@ -1,4 +1,4 @@
-"""What the benchmark's own data are known by, and whether a data set is one of them.
+"""Properties that the benchmark's own data are known by, and the check of a data set against them.
 
 Sources: the benchmark's reference README (table of provided files, statistics of the generated records) and NVIDIA's
 published preparation scripts (number of samples, digest of the evaluation set).
@@ -42,14 +42,14 @@ def content_md5(blocks: Iterable[Samples]) -> str:
 
 
 def describe_vocabulary(info: DatasetInfo) -> str:
-    """Whether the vocabulary is the benchmark's, in words."""
+    """Say in words whether the vocabulary is the benchmark's."""
     if info.vocabulary_md5 == VOCABULARY_MD5:
         return f"vocabulary: the benchmark's, {info.vocab_size:,} tokens, md5 {VOCABULARY_MD5}"
     return f"vocabulary: not the benchmark's; {info.vocab_size:,} tokens, md5 {info.vocabulary_md5}"
 
 
 def describe_options(info: DatasetInfo) -> str:
-    """Whether the samples were made with the benchmark's settings, in words."""
+    """Say in words whether the samples were made with the benchmark's settings."""
     expected = PretrainingOptions().__dict__
     recorded = {name: info.options[name] for name in expected if name in info.options}
     if len(recorded) < len(expected):
@@ -62,7 +62,7 @@ def describe_options(info: DatasetInfo) -> str:
 
 
 def describe_samples(dataset: Dataset) -> str:
-    """Whether the samples are the benchmark's training or evaluation set, in words; reads a set of 10,000."""
+    """Say in words whether the samples are the benchmark's training or evaluation set; a set of 10,000 is read."""
     count = len(dataset)
     if count == TRAINING_SAMPLES:
         return f"samples: {count:,}, as many as the benchmark's training set has"
@@ -83,7 +83,7 @@ def describe_samples(dataset: Dataset) -> str:
 
 
 def check_published(dataset: Dataset, checksums: Path) -> Iterator[str]:
-    """Compares each shard with a published list of content digests, lines of ``file name<tab>md5``.
+    """Compare each shard with a published list of content digests, lines of ``file name<tab>md5``.
 
     Yields a line for each shard that agrees.
 
@@ -114,7 +114,7 @@ _MAX_LIST_BYTES = 64 << 20
 
 
 class Census:
-    """Counts the samples of a data set, and those that occur more than once; holds 8 bytes for each sample."""
+    """Count of a data set's samples, and of those that occur more than once; it holds 8 bytes for each sample."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
@@ -131,7 +131,7 @@ class Census:
         self._filled += len(block)
 
     def describe_repeats(self) -> str:
-        """How many samples repeat another, in words.
+        """Say in words how many samples repeat another.
 
         Raises:
             ValueError: some of them cannot do so by chance: the set was put together wrongly.

@@ -1,4 +1,4 @@
-"""Whether a data set's samples stand in random order, told by samples that begin with the same text.
+"""Test whether a data set's samples stand in random order, by samples that begin with the same text.
 
 `prepare` draws samples of each document several times, and those of one pass begin where those of another do. In random
 order two such samples lie anywhere: half of all pairs are farther apart than 0.29 of the set. Where shards were never mixed
@@ -29,10 +29,10 @@ _FACTORS = np.random.default_rng(0).integers(0, 1 << 64, _TEXT, np.uint64) | np.
 
 
 class OrderCheck:
-    """Finds out how far apart samples of the same text lie; one pass over the samples in their order."""
+    """Check of how far apart samples of the same text lie; one pass over the samples in their order."""
 
     def __init__(self, samples: int) -> None:
-        """For a data set of ``samples``."""
+        """Begin a check of a data set of ``samples``."""
         self._samples = samples
         self._seen = 0
         self._last_kept = np.uint64(((1 << 64) - 1) * min(_MOST_HELD, samples) // max(samples, 1))
@@ -51,7 +51,7 @@ class OrderCheck:
             self._seen += len(part)
 
     def finding(self) -> tuple[str, bool]:
-        """What was found, in words, and whether the set looks as if it had never been shuffled as a whole."""
+        """Return the finding in words, and whether the set looks as if it had never been shuffled as a whole."""
         distances = self._distances()
         if len(distances) < _FEWEST_PAIRS:
             return f"order: cannot be told of {len(distances):,} repeated texts; {_FEWEST_PAIRS} are needed", False

@@ -24,7 +24,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """What stands at ``positions`` in the order of ``range(count)`` that belongs to ``(seed, epoch)``.
+    """Return what stands at ``positions`` in the order of ``range(count)`` that belongs to ``(seed, epoch)``.
 
     Args:
         positions: [P], each at least 0 and less than ``count``.
@@ -46,7 +46,7 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
 
 
 def _network(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Where each cell of the grid goes; one round a key, on rows and columns in turn."""
+    """Return where each cell of the grid goes; one round a key, on rows and columns in turn."""
     row, column = np.divmod(cells, np.uint64(columns))
     for number, key in enumerate(keys):
         if number % 2:

@@ -47,7 +47,7 @@ _BLOCK_ARRAYS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_i
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a shuffle is, for whoever waits."""
+    """Progress of a shuffle, for whoever waits."""
 
     step: str
     """``read`` while samples are thrown into buckets, ``written`` while shards are made, ``checked`` while they are read."""
@@ -65,7 +65,7 @@ def shuffle(
     compression: Compression = "none",
     report: Callable[[Progress], None] = lambda _: None,
 ) -> Dataset:
-    """Writes the samples of ``source`` in random order to ``shards`` shards in ``out``; goes on where it was stopped.
+    """Write the samples of ``source`` in random order to ``shards`` shards in ``out``; goes on where it was stopped.
 
     Takes as much disk as the result for the time being, and less than ``MEMORY_LIMIT`` bytes of memory. Every sample comes
     exactly once, which is checked by the digests of both multisets at the end.
@@ -187,7 +187,7 @@ def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples,
 
 
 def _check_multiset(dataset: Dataset, expected: int, report: Callable[[Progress], None]) -> None:
-    """Reads the result and compares its samples with those of the source."""
+    """Read the result and compare its samples with those of the source."""
 
     def watched() -> Iterator[Samples]:
         done = 0
@@ -214,7 +214,7 @@ class _BucketFiles:
             path.touch()
 
     def append(self, bucket: int, samples: Samples) -> None:
-        """Adds samples to the end of a bucket."""
+        """Add samples to the end of a bucket."""
         header = np.array([len(samples), len(samples.input_ids), len(samples.masked_lm_ids)], "<i8")
         parts = [
             header,
@@ -229,7 +229,7 @@ class _BucketFiles:
             self._write(bucket)
 
     def flush(self) -> None:
-        """Writes what waits."""
+        """Write what waits."""
         for bucket in range(len(self._paths)):
             self._write(bucket)
 

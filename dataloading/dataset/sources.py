@@ -1,4 +1,4 @@
-"""What a command is given to read: a data set, its only part, or a folder of shards from elsewhere."""
+"""Sources that a command is given to read: a data set, its only part, or a folder of shards from elsewhere."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def shards_of(folder: Path) -> list[Path]:
 
 
 def info_of(folder: Path, names: list[str], vocab: Path) -> DatasetInfo:
-    """What is to be said of shards from elsewhere: their vocabulary, and the largest sizes found or promised."""
+    """Describe shards from elsewhere: their vocabulary, and the largest sizes found or promised."""
     vocabulary = Vocabulary.from_file(vocab)
     most_tokens = most_masked = 1
     for name in names:

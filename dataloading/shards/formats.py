@@ -14,7 +14,7 @@ _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 
 
 def open_shard(path: Path) -> Shard:
-    """Opens a file of samples for reading, whatever its layout; checks its structure.
+    """Open a file of samples for reading, whatever its layout, and check its structure.
 
     What can be read in place is not read before it is asked for; compressed files and TFRecord are unpacked into memory.
 
@@ -38,7 +38,7 @@ def open_shard(path: Path) -> Shard:
 
 
 def whole_shard(path: Path, digest: str | None = None) -> tuple[DatasetInfo, int] | None:
-    """What the shard that an earlier attempt left at ``path`` says of itself, and its number of samples.
+    """Return what the shard that an earlier attempt left at ``path`` says of itself, and its number of samples.
 
     None where there is none, or a damaged one, or one whose content does not have ``digest``, by default that which the file
     carries. A digest says the same of samples in any layout.

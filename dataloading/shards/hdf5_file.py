@@ -63,7 +63,7 @@ class HDF5File:
 
     @property
     def plain_references(self) -> bool:
-        """Whether addresses are what `REFERENCE` says, and count from the beginning of the file."""
+        """Tell whether addresses are what `REFERENCE` says, and count from the beginning of the file."""
         sizes = self._file.id.get_create_plist().get_sizes()
         return self._file.userblock_size == 0 and sizes[0] == _ADDRESS_BYTES
 
@@ -137,7 +137,7 @@ class HDF5Array:
 
     @property
     def in_place(self) -> bool:
-        """Whether `read` gives a view of the file, which takes no memory."""
+        """Tell whether `read` gives a view of the file, which takes no memory."""
         return self._chunk is None
 
     def read(self) -> NDArray[Any]:
@@ -193,7 +193,7 @@ class HDF5Array:
         return math.prod(chunk) * self._stored.itemsize
 
     def _chunks(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], NDArray[Any]]]:
-        """Where each chunk begins, and its values."""
+        """Yield where each chunk begins, and its values."""
         for corner in product(*(range(0, end, size) for end, size in zip(self.shape, shape, strict=True))):
             skipped, content = self._dataset.read_direct_chunk(corner)
             filters = [known for place, known in enumerate(self._pipeline) if not skipped >> place & 1]

@@ -39,7 +39,7 @@ _FIXED = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "mask
 
 
 def unknown_info(max_seq_length: int = MAX_ID, max_predictions_per_seq: int = MAX_ID) -> DatasetInfo:
-    """What can be said of a file that does not say what it was made from."""
+    """Describe a file that does not say what it was made from."""
     return DatasetInfo(
         vocab_size=MAX_ID + 1,
         max_seq_length=max_seq_length,
@@ -82,7 +82,7 @@ class FixedShard(Shard):
         return self._rows(indices)
 
     def add_to(self, builder: SampleBuilder, index: int) -> bool:
-        """Adds one sample, unchecked, to ``builder``; False for a mask with gaps, and for integers of another size."""
+        """Add one sample, unchecked, to ``builder``; False for a mask with gaps, and for integers of another size."""
         rows = {name: column[index] for name, column in self._columns.items() if column.ndim == 2}
         length, masked = (int(np.count_nonzero(rows[name])) for name in ("input_mask", "masked_lm_positions"))
         solid = rows["input_mask"][:length].all() and rows["masked_lm_positions"][:masked].all()
@@ -158,7 +158,7 @@ class RaggedShard(Shard):
         return len(self._lengths)
 
     def add_to(self, builder: SampleBuilder, index: int) -> bool:
-        """Adds one sample, unchecked, to ``builder``; False for packs, and for integers of another size."""
+        """Add one sample, unchecked, to ``builder``; False for packs, and for integers of another size."""
         if not self._rows_are_samples:
             return False
         parts = (self._columns[name].row(index) for name in _RAGGED)
@@ -206,7 +206,7 @@ class RaggedShard(Shard):
 
 
 def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
-    """Writes a file of the fixed layout, ``info.max_seq_length`` tokens and ``info.max_predictions_per_seq`` masked ones a
+    """Write a file of the fixed layout, ``info.max_seq_length`` tokens and ``info.max_predictions_per_seq`` masked ones a
     row; it appears complete or not at all.
 
     Raises:
@@ -238,14 +238,14 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
 
 
 def write_varlength(path: Path, samples: Samples, info: DatasetInfo) -> None:
-    """Writes a file of the varlength layout; errors and completeness as in `write_fixed`."""
+    """Write a file of the varlength layout; errors and completeness as in `write_fixed`."""
     _check_writable(samples, info, path)
     columns = _ragged_columns(samples, samples.sequence_offsets, samples.masked_lm_offsets)
     _write_ragged(path, columns, samples.next_sentence_labels.astype("i1"))
 
 
 def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], info: DatasetInfo) -> None:
-    """Writes a file of the packed layout; pack p holds samples ``pack_offsets[p]`` to ``pack_offsets[p + 1]``.
+    """Write a file of the packed layout; pack p holds samples ``pack_offsets[p]`` to ``pack_offsets[p + 1]``.
 
     Errors and completeness as in `write_fixed`.
     """
@@ -266,7 +266,7 @@ def write_packed(path: Path, samples: Samples, pack_offsets: NDArray[np.int64], 
 
 
 def narrow(values: NDArray[Any], dtype: Any, name: str, path: Path) -> NDArray[Any]:
-    """Integers as another type; ValueError where one does not fit it."""
+    """Cast integers to another type; ValueError where one does not fit it."""
     limits = np.iinfo(dtype)
     if values.dtype.kind not in "iu":
         raise ValueError(f"{path}: {name} holds {values.dtype}, expected integers; {REMEDY}")
@@ -296,12 +296,12 @@ def open_fixed(path: Path, file: HDF5File) -> Shard:
 
 
 def _may_have_wrapped(lengths: NDArray[np.int64]) -> bool:
-    """Whether these are lengths of padded rows of 512 that were cut at int8: a negative one counts from the end."""
+    """Tell whether these may be lengths of padded rows of 512 cut at int8: a negative one counts from the end."""
     return bool((lengths > 383).any() and (lengths < 512).all() and ((lengths < 128) | (lengths > 383)).all())
 
 
 def _as_in_samples(dtypes: Sequence[np.dtype[Any]]) -> bool:
-    """Whether the integers of `_RAGGED` are stored as `Samples` has them, so that bytes can be taken as they are."""
+    """Tell whether the integers of `_RAGGED` are stored as `Samples` has them, so that bytes can be taken as they are."""
     sizes = [dtype.itemsize for dtype in dtypes]
     return sizes == [2, 1, 2, 2] and all(dtype.newbyteorder("<") == dtype for dtype in dtypes)
 

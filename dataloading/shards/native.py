@@ -35,7 +35,7 @@ DTYPES = {
 
 
 def write_shard(path: Path, samples: Samples, info: DatasetInfo, compression: Compression = "none") -> ShardRecord:
-    """Writes one shard; the file appears complete or not at all.
+    """Write one shard; the file appears complete or not at all.
 
     The same samples and info give the same bytes. Needs as much memory as the file has bytes.
 

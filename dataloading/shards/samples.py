@@ -106,7 +106,7 @@ class Samples:
 
 
 class SampleBuilder:
-    """Collects samples one by one from wherever their bytes lie: a reference each, and one copy at the end.
+    """Collector of samples, one by one, from wherever their bytes lie: a reference each, and one copy at the end.
 
     Gathering by index arrays costs a fixed time for every array that is read from; with samples spread over thousands of
     files that is a fixed time a sample, many times that of the copy.
@@ -127,7 +127,7 @@ class SampleBuilder:
         masked_lm_ids: memoryview,
         next_sentence_label: int,
     ) -> None:
-        """One sample: bytes of little-endian uint16 arrays, uint8 for ``segment_ids``."""
+        """Add one sample: bytes of little-endian uint16 arrays, uint8 for ``segment_ids``."""
         self._input_ids.append(input_ids)
         self._segment_ids.append(segment_ids)
         self._masked_lm_positions.append(masked_lm_positions)
@@ -135,7 +135,7 @@ class SampleBuilder:
         self._labels.append(next_sentence_label)
 
     def samples(self) -> Samples:
-        """What was added, in that order; the arrays may be written to."""
+        """Return the samples that were added, in that order; the arrays may be written to."""
         return Samples(
             input_ids=np.frombuffer(bytearray().join(self._input_ids), "<u2"),
             segment_ids=np.frombuffer(bytearray().join(self._segment_ids), "u1"),
@@ -214,7 +214,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def concatenate(blocks: Sequence[Samples]) -> Samples:
-    """Several blocks as one, in the given order."""
+    """Join several blocks into one, in the given order."""
     return Samples(
         input_ids=np.concatenate([block.input_ids for block in blocks]),
         segment_ids=np.concatenate([block.segment_ids for block in blocks]),

@@ -24,7 +24,7 @@ MAX_ID = (1 << 16) - 1
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What the samples are and what they were made from."""
+    """Description of the samples and of what they were made from."""
 
     vocab_size: int
     max_seq_length: int
@@ -52,17 +52,17 @@ class DatasetInfo:
                 raise ValueError(f"{name} are no settings by name")
 
     def without_sources(self) -> Self:
-        """What all shards of a data set agree on."""
+        """Return what all shards of a data set agree on."""
         return replace(self, sources={})
 
     def to_json(self) -> str:
-        """One line of JSON, keys sorted."""
+        """Return one line of JSON, keys sorted."""
         return json.dumps(asdict(self), sort_keys=True)
 
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """One row of the manifest."""
+    """Row of the manifest."""
 
     name: str
     samples: int
@@ -130,7 +130,7 @@ class Shard(ABC):
 
     @abstractmethod
     def add_to(self, builder: SampleBuilder, index: int) -> bool:
-        """Adds one sample, unchecked, to ``builder``; False where this file has no short way to do so."""
+        """Add one sample, unchecked, to ``builder``; False where this file has no short way to do so."""
 
     def __enter__(self) -> Self:
         return self
@@ -159,7 +159,7 @@ class Shard(ABC):
         return samples
 
     def verify(self, digest: str | None = None) -> Samples:
-        """Reads and returns everything; ValueError if the content is not what was written.
+        """Read and return everything; ValueError if the content is not what was written.
 
         ``digest`` is what a manifest says of the content; without one, what the file itself says, if it does.
         """
@@ -171,7 +171,7 @@ class Shard(ABC):
         return samples
 
     def record(self) -> ShardRecord:
-        """What a manifest says of this file; reads everything where the file carries no digest."""
+        """Return what a manifest says of this file; everything is read where the file carries no digest."""
         return ShardRecord(
             name=self.path.name,
             samples=len(self),
@@ -187,17 +187,17 @@ class Shard(ABC):
             raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
 
     def forget(self) -> None:
-        """Gives the memory of mapped pages back; they are read again when needed."""
+        """Give the memory of mapped pages back; they are read again when needed."""
         if self._content is not None:
             self._content.madvise(mmap.MADV_DONTNEED)
 
     def expect_random_reads(self) -> None:
-        """Tells the system that what lies around a sample is not wanted, which it would read ahead otherwise."""
+        """Tell the system that what lies around a sample is not wanted, which it would read ahead otherwise."""
         if self._content is not None:
             self._content.madvise(mmap.MADV_RANDOM)
 
     def close(self) -> None:
-        """Lets go of the file; samples that were read stay valid."""
+        """Let go of the file; samples that were read stay valid."""
         for name in ("_content", "_samples", "_columns", "_bytes", "_labels", "_offsets"):
             vars(self).pop(name, None)
 
@@ -241,7 +241,7 @@ class FlatShard(Shard):
         return self._samples.take(indices)
 
     def add_to(self, builder: SampleBuilder, index: int) -> bool:
-        """Adds one sample, unchecked, to ``builder``."""
+        """Add one sample, unchecked, to ``builder``."""
         input_ids, segment_ids, masked_lm_positions, masked_lm_ids = self._bytes
         sequence_offsets, masked_lm_offsets = self._offsets
         start, stop = sequence_offsets[index], sequence_offsets[index + 1]

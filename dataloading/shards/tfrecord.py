@@ -53,7 +53,7 @@ _PROBLEMS = {
 
 
 def is_tfrecord(first_bytes: bytes) -> bool:
-    """Whether a file that begins with these bytes (12 at least) is a TFRecord file: a length with the right CRC."""
+    """Tell whether a file that begins with these bytes (12 at least) is a TFRecord file: a length with the right CRC."""
     if len(first_bytes) < _HEADER.size:
         return False
     length, crc = _HEADER.unpack_from(first_bytes)
@@ -109,7 +109,7 @@ class TFRecordFile:
         return concatenate([self._read_block(first, min(first + _BLOCK_RECORDS, stop))[0] for first in firsts])
 
     def close(self) -> None:
-        """Lets go of the file; samples that were read stay valid."""
+        """Let go of the file; samples that were read stay valid."""
         self.__dict__.pop("_content", None)
 
     def _check_kind(self, first_bytes: bytes) -> None:
@@ -235,7 +235,7 @@ def _field(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int, 
 
 @compiled
 def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, values: NDArray[np.int64]) -> int:
-    """Fills ``values`` from the Feature at ``place``, floats by their bits; returns how many, or minus the problem.
+    """Fill ``values`` from the Feature at ``place``, floats by their bits; return how many, or minus the problem.
 
     ``member``: 2 for floats, 3 for integers.
     """
@@ -290,7 +290,7 @@ def _read_entry(
     lists: NDArray[np.int64],
     list_lengths: NDArray[np.int64],
 ) -> int:
-    """Reads one entry of the feature map into its row of ``lists`` when its name is known; returns the problem or 0."""
+    """Read one entry of the feature map into its row of ``lists`` when its name is known; return the problem or 0."""
     key = key_end = feature = feature_end = -1
     while place < end:
         number, wire, begin, stop = _field(content, place, end)
@@ -328,7 +328,7 @@ def _read_example(
     lists: NDArray[np.int64],
     list_lengths: NDArray[np.int64],
 ) -> int:
-    """Reads the known features of an Example into ``lists``; returns the problem or 0."""
+    """Read the known features of an Example into ``lists``; return the problem or 0."""
     list_lengths[:] = 0
     while place < end:
         number, wire, features, features_end = _field(content, place, end)
@@ -352,7 +352,7 @@ def _read_example(
 
 @compiled
 def _ones(values: NDArray[np.int64], length: int, one: int) -> int:
-    """How many ``one`` begin ``values[:length]``, when all others are 0; otherwise -1."""
+    """Count the ``one`` that begin ``values[:length]``, when all others are 0; otherwise -1."""
     count = 0
     while count < length and values[count] == one:
         count += 1
@@ -376,7 +376,7 @@ def _decode(
     labels: NDArray[np.uint16],
     counts: NDArray[np.int64],
 ) -> tuple[int, int]:
-    """Decodes the records at ``bounds`` [n, 2], one behind the other, without padding; returns (record, problem or 0).
+    """Decode the records at ``bounds`` [n, 2], one behind the other, without padding; return (record, problem or 0).
 
     ``counts`` [n, 3] gets tokens, masked tokens and next-sentence label of each. ``lists`` and ``list_lengths`` are scratch.
     """

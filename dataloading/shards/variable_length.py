@@ -104,7 +104,7 @@ def _little_endian(content: NDArray[np.uint8], place: int, size: int) -> int:
 
 @compiled
 def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, signature: NDArray[np.uint8]) -> int:
-    """Where in the file the bytes of an object of the heap collection at ``address`` start, or -1 if it is not there.
+    """Find where in the file the bytes of an object of the heap collection at ``address`` start; -1 if it is not there.
 
     Objects of a collection follow one another, each with a header of 16 bytes (number, reference count, size), padded to
     8 bytes; number 0 is the free space at the end.
@@ -139,7 +139,7 @@ def _follow(
     sizes: NDArray[np.int64],
     signature: NDArray[np.uint8],
 ) -> tuple:
-    """Where the bytes of each referenced object start, and the first row whose reference is bad, or -1.
+    """Find where the bytes of each referenced object start, and the first row whose reference is bad, or -1.
 
     An empty row has no object.
     """

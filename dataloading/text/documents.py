@@ -28,7 +28,7 @@ _MARKUP = re.compile(r"^(>>>|\.\. |:\w+|[-=~^*+|]{3,})")
 
 @dataclass(frozen=True)
 class Document:
-    """One topic of the language reference, or one top-level object of a module with its methods."""
+    """Topic of the language reference, or top-level object of a module with its methods."""
 
     name: str
     """The module or topic that it comes from; it decides whether the document is held out."""
@@ -36,7 +36,7 @@ class Document:
 
     @property
     def held_out(self) -> bool:
-        """Whether the document belongs to the evaluation set."""
+        """Tell whether the document belongs to the evaluation set."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
@@ -60,7 +60,7 @@ def demo_documents(standard_library: Path | None = None) -> list[Document]:
 
 
 def write_text(documents: Iterable[Document], path: Path) -> None:
-    """One sentence a line and a blank line after each document: the text form that the reference reads."""
+    """Write one sentence a line and a blank line after each document: the text form that the reference reads."""
     text = "".join("\n".join(document.sentences) + "\n\n" for document in documents)
     path.write_text(text, encoding="utf-8")
 

@@ -55,7 +55,7 @@ def begun(
 
 
 def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) -> Iterator[Result]:
-    """What ``make`` returns for each task, as they finish, in at most ``jobs`` processes; in this one if that is one.
+    """Yield what ``make`` returns for each task, as they finish, in at most ``jobs`` processes; in this one if that is one.
 
     Processes are forked, so that what is loaded or compiled here is there already. An error ends all.
 
@@ -86,7 +86,7 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
 
 
 def _end_with_parent() -> None:
-    """Lets this process end when its parent was killed; it would wait for work for ever."""
+    """Let this process end when its parent was killed; it would wait for work for ever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

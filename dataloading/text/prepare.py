@@ -32,7 +32,7 @@ JOB_NAME = "prepare.json"
 
 @dataclass(frozen=True)
 class Job:
-    """What a data set is made from, and how."""
+    """Texts and settings that a data set is made from."""
 
     texts: tuple[Path, ...]
     vocab: Path
@@ -55,7 +55,7 @@ class Job:
         return [self.texts] if self.one_call else [(path,) for path in self.texts]
 
     def info(self, vocabulary: Vocabulary) -> DatasetInfo:
-        """What the samples will be; Python's Unicode tables decide how words are split."""
+        """Describe the samples to come; Python's Unicode tables decide how words are split."""
         return DatasetInfo(
             vocab_size=vocabulary.size,
             max_seq_length=self.options.max_seq_length,
@@ -69,7 +69,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Progress:
-    """What has been done so far, for whoever waits."""
+    """Progress so far, for whoever waits."""
 
     name: str
     """The shard that was just finished."""
@@ -90,7 +90,7 @@ def prepare(
     part: Part | None = None,
     report: Callable[[Progress], None] = lambda _: None,
 ) -> Dataset:
-    """Makes the data set of ``job`` in ``out``, or one part of it, in ``jobs`` processes; goes on where it was stopped.
+    """Make the data set of ``job`` in ``out``, or one part of it, in ``jobs`` processes; goes on where it was stopped.
 
     Each process needs about 30 bytes of memory for each byte of its largest text (0.8 GB for 27 MB).
 
@@ -126,7 +126,7 @@ _Task = tuple[Job, DatasetInfo, Path, int]
 
 
 def _make_shard(task: _Task) -> tuple[str, int, bool]:
-    """Makes the shard of one call, unless it is there; returns its name, its samples and whether it was there."""
+    """Make the shard of one call, unless it is there; return its name, its samples and whether it was there."""
     job, info, out, index = task
     texts = job.calls[index]
     info = replace(info, sources={path.as_posix(): _sha256(path) for path in texts})
@@ -145,7 +145,7 @@ def _make_shard(task: _Task) -> tuple[str, int, bool]:
 
 @lru_cache(maxsize=1)
 def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
-    """One for all the texts of a process: it remembers the words that it has met.
+    """Return one tokenizer for all the texts of a process: it remembers the words that it has met.
 
     Raises:
         ValueError: the file at ``vocab`` is no longer the one with the digest ``sha256``.
@@ -157,7 +157,7 @@ def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
 
 
 def _compile(job: Job, info: DatasetInfo) -> None:
-    """Makes the compiled core ready before processes are forked."""
+    """Make the compiled core ready before processes are forked."""
     tokenizer = _tokenizer(job.vocab, info.vocabulary_sha256, job.options.do_lower_case)
     create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)
 

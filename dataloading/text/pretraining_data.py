@@ -306,7 +306,7 @@ def _draw_pair(
 
 @compiled
 def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, token_count: int) -> int:
-    """Where a run of sentences from ``first`` stops: once it has ``token_count`` tokens, or at ``end``."""
+    """Find where a run of sentences from ``first`` stops: once it has ``token_count`` tokens, or at ``end``."""
     stop = first + 1
     while stop < end and sentence_offsets[stop] - sentence_offsets[first] < token_count:
         stop += 1
@@ -317,7 +317,7 @@ def _sentences_for(sentence_offsets: NDArray[np.int64], first: int, end: int, to
 def _truncate(
     twister: NDArray[np.uint32], a_start: int, a_stop: int, b_start: int, b_stop: int, max_num_tokens: int
 ) -> tuple:
-    """Drops tokens from the front or the back of the longer segment until both fit."""
+    """Drop tokens from the front or the back of the longer segment until both fit."""
     for _ in range(a_stop - a_start + b_stop - b_start - max_num_tokens):
         from_front = _random(twister) < 0.5
         if a_stop - a_start > b_stop - b_start:
@@ -333,7 +333,7 @@ def _truncate(
 def _lay_out(
     row: NDArray[np.uint16], first: NDArray[np.uint16], second: NDArray[np.uint16], cls_id: int, sep_id: int
 ) -> None:
-    """Fills ``row`` with [CLS] first [SEP] second [SEP]."""
+    """Fill ``row`` with [CLS] first [SEP] second [SEP]."""
     row[0] = cls_id
     _copy(first, row[1:])
     row[len(first) + 1] = sep_id
@@ -351,7 +351,7 @@ def _mask(
     mask_id: int,
     vocab_size: int,
 ) -> None:
-    """Masks ``len(positions)`` tokens of a sample in place: 80 % by [MASK], 10 % kept, 10 % by any id.
+    """Mask ``len(positions)`` tokens of a sample in place: 80 % by [MASK], 10 % kept, 10 % by any id.
 
     Fills ``positions`` (ascending) and ``labels``.
     """

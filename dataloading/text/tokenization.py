@@ -59,7 +59,7 @@ class Vocabulary:
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
-        """Reads one token a line; blanks around it are dropped and a repeated token keeps its first id, as the
+        """Read one token a line; blanks around it are dropped and a repeated token keeps its first id, as the
         reference does.
 
         Raises:
@@ -116,7 +116,7 @@ class Vocabulary:
 
     @property
     def cased(self) -> bool:
-        """Whether tokens besides the special ones have capital letters or accents, so that text must keep its own."""
+        """Tell whether tokens besides the special ones have capital letters or accents, so that text must keep its own."""
         plain = (token for token in self.tokens if token not in _SPECIAL_TOKENS)
         return any(token != token.lower() for token in plain)
 
@@ -285,7 +285,7 @@ class _CharacterMap(dict[int, str | None]):
 
 
 def _clean(character: str) -> str | None:
-    """Drops control and format characters and U+FFFD; blanks become a space; CJK ideographs get spaces around them."""
+    """Drop control and format characters and U+FFFD; blanks become a space; CJK ideographs get spaces around them."""
     if character in "\t\n\r":
         return " "
     category = unicodedata.category(character)
@@ -299,13 +299,13 @@ def _clean(character: str) -> str | None:
 
 
 def _split(character: str) -> str:
-    """Puts spaces around punctuation; every ASCII symbol counts as such."""
+    """Put spaces around punctuation; every ASCII symbol counts as such."""
     is_punctuation = not character.isalnum() if character.isascii() else unicodedata.category(character)[0] == "P"
     return f" {character} " if is_punctuation else character
 
 
 def _split_and_strip_accents(character: str) -> str | None:
-    """As `_split`, and drops non-spacing marks."""
+    """Split as `_split` does, and drop non-spacing marks."""
     return None if unicodedata.category(character) == "Mn" else _split(character)
 
 

@@ -73,7 +73,7 @@ def masked_lm_loss(
 
 
 def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> Tensor:
-    """All in the type of x, since apex casts what autocast asks for and takes one type."""
+    """Compute in the type of x, since apex casts what autocast asks for and takes one type."""
     library = importlib.import_module("apex.normalization.fused_layer_norm")
     weight_D, bias_D = weight_D.to(x_TD.dtype), bias_D.to(x_TD.dtype)
     with torch.autocast(x_TD.device.type, enabled=False):
@@ -81,20 +81,20 @@ def _layer_norm(x_TD: Tensor, weight_D: Tensor, bias_D: Tensor, eps: float) -> T
 
 
 def dropout_add_layer_norm_unsupported_reasons(x_TD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Why these inputs cannot be computed."""
+    """Say why these inputs cannot be computed."""
     return _reasons(x_TD, x_TD.dtype)
 
 
 def embedding_layer_norm_unsupported_reasons(
     input_ids_T: Tensor, position_ids_T: Tensor, segment_ids_T: Tensor, word_VD: Tensor, *_: Any, **__: Any
 ) -> list[str]:
-    """Why these inputs cannot be computed."""
+    """Say why these inputs cannot be computed."""
     del input_ids_T, position_ids_T, segment_ids_T
     return _reasons(word_VD, word_VD.dtype)
 
 
 def masked_lm_loss_unsupported_reasons(hidden_MD: Tensor, decoder_VD: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Why these inputs cannot be computed. Releases before bfloat16 raise it themselves when called."""
+    """Say why these inputs cannot be computed. Releases before bfloat16 raise it themselves when called."""
     reasons = _reasons(hidden_MD, compute_dtype(hidden_MD))
     if len(hidden_MD) * len(decoder_VD) >= _MOST_LOGITS:
         reasons.append(f"{len(hidden_MD)} x {len(decoder_VD)} logits, expected fewer than 2^32")

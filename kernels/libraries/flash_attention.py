@@ -60,7 +60,7 @@ def owned_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Why these inputs, or a packed [T, 3, H, E] in place of the query, cannot be computed."""
+    """Say why these inputs, or a packed [T, 3, H, E] in place of the query, cannot be computed."""
     reasons = [] if query_QHE.is_cuda else [f"the tensors are on {query_QHE.device.type}, expected a GPU"]
     if query_QHE.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")

@@ -47,7 +47,7 @@ def varlen_self_attention(
 
 
 def unsupported_reasons(query_QHE: Tensor, *args: Any, **kwargs: Any) -> list[str]:
-    """Why these inputs cannot be computed."""
+    """Say why these inputs cannot be computed."""
     reasons = flash_attention.unsupported_reasons(query_QHE)
     capability = capability_of(query_QHE)
     if capability is not None and capability[0] != 9:

@@ -94,7 +94,7 @@ def drop(x: Tensor, dropout: Dropout | None) -> Tensor:
 
 
 def _kept(x: Tensor, dropout: Dropout) -> Tensor:
-    """What dropout multiplies ``x`` by on a CPU: 0, or the scale of what is kept.
+    """Draw what dropout multiplies ``x`` by on a CPU: 0, or the scale of what is kept.
 
     The random numbers are most of the work there, so one 64-bit draw serves four elements; 16 bits each hit the probability
     to within 1 / 131072.

@@ -43,7 +43,7 @@ def unsupported_reasons(
     bias_N: Tensor | None = None,
     use_fast_accum: bool = False,
 ) -> list[str]:
-    """Why these operands cannot be multiplied; empty when they can."""
+    """Say why these operands cannot be multiplied; empty when they can."""
     del use_fast_accum
     reasons = capability_reasons(a_MK.device)
     if {a_MK.dtype, b_NK.dtype} not in ({E4M3}, {E4M3, E5M2}):

@@ -41,7 +41,7 @@ def varlen_self_attention(
 
 
 def unsupported_reasons(query_QHE: Tensor, *args: Any, **kwargs: Any) -> list[str]:
-    """Why these inputs cannot be computed."""
+    """Say why these inputs cannot be computed."""
     reasons = flash_attention.unsupported_reasons(query_QHE)  # the same kernel underneath
     if any(isinstance(value, Dropout) for value in (*args, *kwargs.values())):
         reasons.append("it has no dropout")

@@ -65,5 +65,5 @@ def _attention(heads: int, size: int, dropout: float, kind: str) -> Any:
 
 
 def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
-    """Why these inputs cannot be computed: the limits of flash-attn, which with cuDNN is what the library calls."""
+    """Say why these inputs cannot be computed: the limits of flash-attn, which with cuDNN is what the library calls."""
     return flash_attention.unsupported_reasons(query_QHE)

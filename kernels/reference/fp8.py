@@ -41,12 +41,12 @@ def padded(rows: int) -> int:
 
 
 def largest_scaled(dtype: torch.dtype) -> float:
-    """What the largest magnitude of the step before may be scaled to: ``LARGEST`` less the headroom."""
+    """Return what the largest magnitude of the step before may be scaled to: ``LARGEST`` less the headroom."""
     return LARGEST[dtype] / 2 ** HEADROOM_BITS[dtype]
 
 
 def capability_reasons(device: torch.device) -> list[str]:
-    """Why a GPU cannot do FP8, or nothing; nothing too for fake tensors on a machine without a GPU to ask."""
+    """Say why a GPU cannot do FP8, or nothing; nothing too for fake tensors on a machine without a GPU to ask."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return []
     capability = torch.cuda.get_device_capability(device)
@@ -133,5 +133,5 @@ def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
 
 
 def _full(x: Tensor) -> Tensor:
-    """In at least fp32, without autograd."""
+    """Return ``x`` in at least fp32, without autograd."""
     return x.detach().to(torch.promote_types(x.dtype, torch.float32))

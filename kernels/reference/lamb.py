@@ -16,7 +16,7 @@ PIECE = 1 << 16
 
 @dataclass(frozen=True)
 class LambSegments:
-    """How the flat parameter vector divides into tensors, and which of them are adapted.
+    """Division of the flat parameter vector into tensors, and which of them are adapted.
 
     A fused tensor that the reference holds as several (query, key and value) is several segments, so that each has its
     own trust ratio.
@@ -76,7 +76,7 @@ def lamb_step(
     step: Tensor,
     learning_rate: Tensor,
 ) -> Tensor:
-    """One LAMB update in place; returns the gradient's global norm before clipping, [], and sets the gradient to zero.
+    """Update by LAMB in place; return the gradient's global norm before clipping, [], and set the gradient to zero.
 
     ``step``, int64 [], counts from 1; with ``learning_rate``, fp32 [], it lies on the parameters' device, so that a captured
     step can be replayed. As the MLPerf reference defines it: gradients are clipped by their global norm, moments are
@@ -172,7 +172,7 @@ def _sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor, Tensor]:
-    """What the root of the variance, and epsilon, are multiplied by at ``step``; both float64 [].
+    """Return what the root of the variance, and epsilon, are multiplied by at ``step``; both float64 [].
 
     The momentum's own is divided out: the direction is momentum / (root_factor * root + epsilon_factor * epsilon), with a
     rounding less, and a pass. In double precision, since 1 - beta^step cancels in single.
@@ -183,7 +183,7 @@ def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor
 
 
 def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
-    """What brings a gradient of this norm down to ``max_grad_norm``, and leaves a smaller one as it is; []."""
+    """Return the factor [] that brings a gradient of this norm down to ``max_grad_norm``, and leaves a smaller one alone."""
     return max_grad_norm / norm.clamp(min=max_grad_norm)
 
 

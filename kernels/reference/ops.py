@@ -169,7 +169,7 @@ def compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def correct_predictions(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
-    """How many rows have the label as their largest logit, [] int64.
+    """Count the rows that have the label as their largest logit, [] int64.
 
     Of equal logits the one with the lowest index counts as the largest. A row with a NaN is never right.
     """

@@ -23,7 +23,7 @@ PLACES_A_DRAW = 8
 
 @dataclass(frozen=True)
 class Dropout:
-    """Which elements one call drops; ``mask`` is the definition."""
+    """Choice of the elements that one call drops; ``mask`` is the definition."""
 
     p: float
     """Probability of dropping an element, hit to within 1 / 131072."""
@@ -43,7 +43,7 @@ class Dropout:
 
     @property
     def scale(self) -> float:
-        """What kept elements are multiplied by."""
+        """Factor that kept elements are multiplied by."""
         return 1 / (1 - self.p)
 
     def mask(self, rows: Tensor, columns: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What was measured, and what was pinned, kept between runs: ``kernels.tuning.autotune`` reads and writes it.
+"""Measurements and pins, kept between runs: ``kernels.tuning.autotune`` reads and writes them.
 
 A folder with one file for each kind of call on each device, and one with the pins. Files are written aside and put in place
 at once, so that any number of processes may write at any time: each of them leaves a whole file. What cannot be read is
@@ -55,7 +55,7 @@ class Cache:
         self.folder = (default_folder() if folder is None else folder) / "kernels"
 
     def load(self, op: str, key: Mapping[str, object]) -> object:
-        """What was stored for an op under exactly this key, or None."""
+        """Return what was stored for an op under exactly this key, or None."""
         path = self._path(op, key)
         found = _read(path)
         if found is None:
@@ -66,7 +66,7 @@ class Cache:
         return found.get("value")
 
     def store(self, op: str, key: Mapping[str, object], value: object) -> None:
-        """Keeps a value of JSON's types under a key; where the folder cannot be written, warns and goes on."""
+        """Keep a value of JSON's types under a key; where the folder cannot be written, warn and go on."""
         try:
             _write(self._path(op, key), {"key": dict(key), "value": value})
         except OSError as error:
@@ -78,7 +78,7 @@ class Cache:
         return [(each["key"], each.get("value")) for each in found if each and isinstance(each.get("key"), dict)]
 
     def clear(self, op: str | None = None) -> int:
-        """Deletes what is stored and pinned, of one op or of all; the number of files and pins."""
+        """Delete what is stored and pinned, of one op or of all; return the number of files and pins."""
         paths = self._paths(op)
         for path in paths:
             path.unlink(missing_ok=True)
@@ -97,7 +97,7 @@ class Cache:
         return {op: name for op, name in found.items() if isinstance(name, str)}
 
     def pin(self, op: str, name: str) -> None:
-        """Keeps a pin; OSError where the folder cannot be written."""
+        """Keep a pin; OSError where the folder cannot be written."""
         _write(self._pins_path, self.pins() | {op: name})
 
     @property
@@ -112,7 +112,7 @@ class Cache:
 
 
 def fingerprint(implementation: Implementation) -> str:
-    """Changes when the implementation's source does, or the version of the package that it calls."""
+    """Hash that changes when the implementation's source does, or the version of the package that it calls."""
     spec = importlib.util.find_spec(implementation.module)
     source = "" if spec is None or spec.origin is None else _digest(Path(spec.origin).read_bytes())
     if implementation.requires is None:
@@ -161,7 +161,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
-    """Puts a file in place at once; nothing is left of an attempt that fails."""
+    """Put a file in place at once; nothing is left of an attempt that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".")
     try:

@@ -17,7 +17,7 @@ from kernels.reference.random import Dropout
 
 @dataclass(frozen=True)
 class Size:
-    """What the inputs are the inputs of; the default is BERT-Large with 96 sequences of Wikipedia."""
+    """Sizes of the model and batch whose inputs these are; the default is BERT-Large with 96 sequences of Wikipedia."""
 
     sequences: int = 96
     mean_length: int = 256
@@ -112,7 +112,7 @@ def _embedding_layer_norm(make: _Maker) -> tuple[Any, ...]:
 
 
 def _masked_lm_loss(make: _Maker) -> tuple[Any, ...]:
-    """In training, which does not count."""
+    """Make inputs as in training, which does not count."""
     size = make.size
     decoder = make.values(size.vocabulary, size.hidden)
     labels = make.ids(size.vocabulary, size.masked)
