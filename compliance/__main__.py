@@ -5,7 +5,6 @@ A command imports what it needs when it runs: a page of charts or a submission's
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -15,7 +14,7 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from compliance.log.file import STDIN
 from compliance.log.rules import NEWEST_RULESET, RULESETS, Division
 from compliance.report import Format
-from console.interruption import end_in_order
+from console.interruption import end_in_order, reader_has_gone
 from console.program import Commands, accept_any_text, complain, say, say_document, say_json
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
@@ -271,9 +270,8 @@ def main() -> int:
     except ValueError as error:
         complain(error)
         return 2
-    except BrokenPipeError:  # whoever reads has seen enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except BrokenPipeError:
+        return reader_has_gone()
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """How signals end a program: Ctrl-C in one line from the first import on, and what is told to end in order."""
 
+import os
 import signal
 import sys
 from types import FrameType, TracebackType
@@ -21,6 +22,12 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: Tracebac
         sys.stderr.write("interrupted\n")
     else:
         sys.__excepthook__(kind, error, trace)
+
+
+def reader_has_gone() -> int:
+    """Give up standard output, whose reader has seen enough, as ``head`` does; return the exit status."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 1
 
 
 def end_in_order() -> None:

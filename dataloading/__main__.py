@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from console.interruption import end_in_order
+from console.interruption import end_in_order, reader_has_gone
 from console.program import Commands, accept_any_text, complain, say
 from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptions, Layout, OwnText, PretrainingOptions
 
@@ -363,6 +363,8 @@ def main() -> int:
     accept_any_text()
     try:
         app.run("python -m dataloading")
+    except BrokenPipeError:
+        return reader_has_gone()
     except (ValueError, OSError) as error:
         complain(error)
     else:

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from console.interruption import in_one_line
+from console.interruption import in_one_line, reader_has_gone
 from console.version import version_line
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def main(arguments: Sequence[str]) -> int:
             _table(arguments)
         else:
             command(arguments[1:])
+    except BrokenPipeError:
+        return reader_has_gone()
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

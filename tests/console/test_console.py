@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from console.program import complain, say, say_document, say_json
 from console.text import json_document, visible
+from tests.conftest import SmallRun
 from tests.hostile import NAME, REPOSITORY, assert_harmless
 
 ROOMS = ("bert", "compliance", "dataloading")
@@ -188,3 +189,20 @@ def test_other_errors_and_importers_are_left_alone(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False)
     assert "Traceback" in done.stderr
     assert "RuntimeError: broken" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "program",
+    [["kernels"], ["dataloading", "verify", "{run}/train"], ["compliance", "summary", "results/cpu_2cores/bert"]],
+)
+def test_a_reader_that_has_seen_enough_is_no_error(program: list[str], small_run: SmallRun) -> None:
+    """As in ``python -m kernels | head -1``."""
+    command = [sys.executable, "-m", *(part.format(run=small_run.folder) for part in program)]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
