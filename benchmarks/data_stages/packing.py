@@ -79,7 +79,7 @@ def read_histogram(path: Path) -> NDArray[np.int64]:
 
 
 def _algorithms(counts: NDArray[np.int64]) -> dict[tuple[str, int | None], Callable[[], published_packing.Packing]]:
-    """By name and limit."""
+    """Return the algorithms by name and limit."""
 
     def ours(limit: int | None) -> published_packing.Packing:
         strategy = pack_histogram(counts, len(counts) - 1, limit)

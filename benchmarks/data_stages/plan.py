@@ -1,4 +1,4 @@
-"""How evenly global batches are dealt to 8 to 4,096 ranks, and what a plan costs over 156 million samples.
+"""Measure how evenly global batches are dealt to 8 to 4,096 ranks, and what a plan costs over 156 million samples.
 
     python benchmarks/data_stages/plan.py [--quick] [--out FILE]
 

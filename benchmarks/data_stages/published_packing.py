@@ -88,7 +88,7 @@ class _OpenPacks:
         return next((space for space in range(self._capacity, 0, -1) if self._by_space[space]), 0)
 
     def least_space(self, length: int) -> int:
-        """At least ``length``; 0 when there is none."""
+        """Return the smallest space of at least ``length``; 0 when there is none."""
         return next((space for space in range(length, self._capacity + 1) if self._by_space[space]), 0)
 
     def add(self, combination: tuple[int, ...], packs: int) -> None:

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""What the device reaches at best: matrix products in bf16 and FP8, and a copy."""
+"""Measure the best that the device reaches: matrix products in bf16 and FP8, and a copy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kernels.reference.fp8 import E4M3, E5M2, capability_reasons
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches at best in this process; None where that could not be measured."""
+    """The best that the device reaches in this process; None where that could not be measured."""
 
     flop_per_s: float | None
     """A large matrix product in bf16; multiply-add = 2."""
@@ -50,7 +50,7 @@ KINDS = ("forward", "input gradient", "weight gradient")
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of one of an encoder layer's products: [rows, inner] by [inner, columns]."""
+    """The shape of one of an encoder layer's products: [rows, inner] by [inner, columns]."""
 
     kind: str
     rows: int
@@ -80,7 +80,7 @@ def ceilings(context: Context) -> None:
 
 
 def _sizes_of_a_layer(context: Context, kind: str) -> list[tuple[int, int, int]]:
-    """Of query, key and value in one, attention output, FC1 and FC2; a gradient of a weight contracts over the tokens."""
+    """Sizes for query, key and value in one, attention output, FC1, FC2; a weight's gradient contracts over the tokens."""
     model, tokens = context.scale.model, 128 * context.scale.sequences
     hidden, wide = model.hidden_size, model.intermediate_size
     denses = [(hidden, 3 * hidden), (hidden, hidden), (hidden, wide), (wide, hidden)]
@@ -107,7 +107,7 @@ def _operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
 
 
 def _fp8_operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
-    """As ``bert.fp8`` has them: gradients in E5M2; those of weights are summed in fp32 outside the tensor cores."""
+    """Build a product as in ``bert.fp8``: gradients in E5M2; those of weights summed in fp32 outside the tensor cores."""
     left = _fp8_operand(context, shape.rows, shape.inner, E4M3 if shape.kind == "forward" else E5M2)
     right = _fp8_operand(context, shape.columns, shape.inner, E4M3)
     of_a_weight = shape.kind == "weight gradient"

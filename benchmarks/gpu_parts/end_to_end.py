@@ -45,7 +45,7 @@ def _samples(context: Context) -> int:
 
 
 def rows_of(records: list[dict[str, Any]]) -> list[Row]:
-    """What the lines of a metrics file say, also while the run goes on."""
+    """Make rows of what the lines of a metrics file say, also while the run goes on."""
     steps, evaluations, ends = (
         [record for record in records if record["event"] == event] for event in ("step", "eval", "end")
     )

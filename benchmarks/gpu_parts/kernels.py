@@ -133,7 +133,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Row:
 
 
 def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
-    """What else computes an op, of PyTorch and of libraries; they may do less (no dropout), never more."""
+    """Return what else computes an op, of PyTorch and of libraries; they may do less (no dropout), never more."""
     if case.op == "varlen_self_attention":
         return {
             "PyTorch varlen_attn without dropout": _torch_varlen,

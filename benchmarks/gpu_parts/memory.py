@@ -73,7 +73,7 @@ def _train(context: Context, precision: Precision, sequences: int) -> None:
 
 
 def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
-    """What the recipe of one GPU would pad micro-batches of this size to."""
+    """Choose the shape buckets that the recipe of one GPU would pad micro-batches of this size to."""
     longest = context.scale.model.max_position_embeddings
     count = h100_1x1().training.gradient_accumulation_steps
     lengths = drawn_lengths(20_000, longest, seed=0)

@@ -17,7 +17,7 @@ _OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
 
 
 class NotUsableError(Exception):
-    """What is to be measured is not there, or cannot be used here."""
+    """Error for something to be measured that is not there, or cannot be used here."""
 
 
 class DeviceLostError(Exception):
@@ -26,7 +26,7 @@ class DeviceLostError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One figure."""
+    """A row of the report: one figure."""
 
     name: str
     milliseconds: float | None = None
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether something is wrong, which is more than not being usable here."""
+        """Tell whether something is wrong, which is more than not being usable here."""
         return self.note.startswith(("failed", "WRONG"))
 
 
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether the part ran to its end, failed rows or not."""
+        """Tell whether the part ran to its end, failed rows or not."""
         return self.error is None
 
     @property

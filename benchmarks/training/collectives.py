@@ -127,7 +127,7 @@ def main(quick: bool = False, out: Path | None = None) -> None:
 
 
 def why_not() -> str | None:
-    """What is missing to make hosts here, or None."""
+    """Return what is missing to make hosts here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root: run it with sudo"
     absent = [program for program in ("ip", "tc", "unshare", "hostname") if shutil.which(program) is None]
@@ -291,7 +291,7 @@ def _nothing() -> None:
 
 
 def _computation(kind: str, seconds: float) -> Callable[[], None]:
-    """What takes about ``seconds``, on every rank at once."""
+    """Build a function that takes about ``seconds``, on every rank at once."""
     if kind == "wait":
         return lambda: time.sleep(seconds)
     torch.set_num_threads(1)

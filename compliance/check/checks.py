@@ -136,7 +136,7 @@ _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_s
 
 
 def _is_evaluated_offline(log: Log) -> bool:
-    """Whether all evaluations stand after all training, in order, with the times of their checkpoints (TR 9.4).
+    """Tell whether all evaluations stand after all training, in order, with the times of their checkpoints (TR 9.4).
 
     The run then ends with the checkpoint that reached the target, at the end of one of the blocks.
     """

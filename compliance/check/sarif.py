@@ -27,7 +27,7 @@ ROOT = "%SRCROOT%"
 
 
 def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
-    """One SARIF log with one run.
+    """Build a SARIF log with one run.
 
     Args:
         root: the folder to which the paths are relative; a file outside of it keeps its whole path.

@@ -1,4 +1,4 @@
-"""What `doctor` says."""
+"""Diagnoses: what `doctor` says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One thing that was looked at before a run.
+    """Diagnosis of one thing that was looked at before a run.
 
     Attributes:
         subject: a word or two.
@@ -26,7 +26,7 @@ class Diagnosis:
     remedy: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return {"subject": self.subject, "state": self.state, "found": self.found, "remedy": self.remedy}
 
 

@@ -1,4 +1,4 @@
-"""Looks, before a run, at everything that would stop it, slow it down or make its result invalid.
+"""Look, before a run, at everything that would stop it, slow it down or make its result invalid.
 
 Each thing gets a line: ok, warn or fail, what was found, and what to do. Nothing is changed: caches are not dropped, no
 file is written. Every question to the machine has a time limit, and a tool that is missing is a warning at most.
