@@ -32,7 +32,7 @@ RECORD = (
 
 
 def main(megabytes: int = 120, logs: int = 50, rounds: int = 3, out: Path | None = None) -> None:
-    """Prints the medians of both sides for each kind of log.
+    """Print the medians of both sides for each kind of log.
 
     Args:
         megabytes: Size of a large log.

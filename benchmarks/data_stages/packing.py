@@ -31,7 +31,7 @@ LIMITS = (3, 12, None)
 
 
 def main(histogram: Path = SHIPPED_HISTOGRAM, rounds: int = 5, out: Path | None = None) -> None:
-    """Prints a table of efficiencies and times, and last what the packs of the best published one cost over ours.
+    """Print a table of efficiencies and times, and last what the packs of the best published one cost over ours.
 
     Args:
         histogram: CSV file with columns ``length`` and ``count``; the longest length is the capacity.

@@ -26,7 +26,7 @@ class Ceilings:
 
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
-        """Measured once a part, as its first rows."""
+        """Measure them once a part, as its first rows."""
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():
@@ -67,7 +67,7 @@ class _Shape:
 
 
 def ceilings(context: Context) -> None:
-    """Large, and at the shapes of an encoder layer: forward, the gradients of the inputs, those of the weights."""
+    """Measure, large and at the shapes of an encoder layer: forward, the gradients of the inputs, those of the weights."""
     ceilings = Ceilings.of(context, page=True)
     for precision, operands in (("bf16", _operands), ("FP8", _fp8_operands)):
         for kind in KINDS:
@@ -128,7 +128,7 @@ def _product_row(
 
 
 def _layer_row(context: Context, name: str, precision: str, shapes: list[_Shape], ceilings: Ceilings) -> Row:
-    """All of a layer's products of one kind, from the medians of each."""
+    """Row for all of a layer's products of one kind, from the medians of each."""
     rows = [context.report.row(f"{precision} {shape}") for shape in shapes]
     milliseconds = [row.milliseconds for row in rows if row and row.milliseconds]
     if len(milliseconds) < len(shapes):

@@ -38,7 +38,7 @@ def end_to_end(context: Context) -> None:
 
 
 def _samples(context: Context) -> int:
-    """So many that they last, at the rate that part ``step`` has measured for the same recipe."""
+    """Number of samples that last, at the rate that part ``step`` has measured for the same recipe."""
     rows = Report.load(context.report.path.with_name("step.json")).rows
     rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
     return int(rate * _SECONDS)

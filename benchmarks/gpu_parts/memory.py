@@ -83,7 +83,7 @@ def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
 
 
 def _is_lack_of_memory(error: BaseException | None) -> bool:
-    """Also where the capture in which memory ran out fails at its end for another reason."""
+    """Tell whether memory ran out, also in a capture that fails at its end for another reason."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None

@@ -71,7 +71,7 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> "Report":
-        """That of a file; an empty one where there is none."""
+        """Load the report of a file; an empty one where there is none."""
         if not path.exists():
             return cls(path, {"part": path.stem})
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -170,7 +170,7 @@ def text(row: Row) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits."""
+    """Format with four digits."""
     return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

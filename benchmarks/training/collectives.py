@@ -94,7 +94,7 @@ class Network:
 
 
 def main(quick: bool = False, out: Path | None = None) -> None:
-    """Prints a line a case, and last the ratios. Needs root.
+    """Print a line a case, and last the ratios. Needs root.
 
     Args:
         quick: Small messages, unshaped links and few rounds: whether it works, and bytes.
@@ -175,7 +175,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 class _Layer(torch.autograd.Function):
-    """Hands its input on; its backward computes and gives the weight a gradient."""
+    """Layer that hands its input on; its backward computes and gives the weight a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, compute: Callable[[], None]) -> Tensor:

@@ -163,7 +163,7 @@ def hugging_face_model(model: BertForPreTraining) -> torch.nn.Module:
 
 @torch.no_grad()
 def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: Samples) -> None:
-    """Both models must be the same function; ends the benchmark otherwise."""
+    """Check that both models are the same function; end the benchmark otherwise."""
     ours.eval()
     theirs.eval()
     batch = batch_of(samples)

@@ -73,7 +73,7 @@ class Recording(MatrixProducts):
         return self._kept("attention output", x, dense, F.linear(x, dense.weight))
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """Both."""
+        """Apply both layers."""
         wide_TF = F.gelu(self._kept("FC1", x_TD, wide, wide(x_TD)), approximate="tanh")
         return self._kept("FC2", wide_TF, narrow, F.linear(wide_TF, narrow.weight))
 

@@ -148,7 +148,7 @@ def set_scales_(state: Fp8State, amax_S: Tensor, choice: tuple[int, ...]) -> Non
 
 
 def name_of(choice: tuple[int, ...]) -> str:
-    """Such as ``0 0 2``."""
+    """Name of a choice, such as ``0 0 2``."""
     return " ".join(map(str, choice))
 
 

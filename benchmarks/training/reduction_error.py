@@ -211,7 +211,7 @@ def _model(settings: Settings, vocab_size: int) -> BertForPreTraining:
 
 
 def _samples(settings: Settings, tokenizer: Tokenizer) -> Samples:
-    """All that is needed, from everywhere in the text."""
+    """Create all samples that are needed, from everywhere in the text."""
     documents = (
         read_documents(settings.text) if settings.text else [document.sentences for document in demo_documents()]
     )

@@ -107,7 +107,7 @@ def _check_presence(context: Context) -> Iterator[Finding]:
 
 
 def _check_time(context: Context) -> Iterator[Finding]:
-    """Times never decrease. Before run_start, only the phases themselves are held to that: several processes log there."""
+    """Check that times never decrease. Before run_start, only phases are held to that: several processes log there."""
     log, remedy = context.log, KEEP_THE_CLOCK
     start = log.first("run_start")
     run_line = start.line if start else 0

@@ -128,7 +128,7 @@ def _grade(context: Context, record: Record, violation: Violation) -> Severity |
 
 
 def _grade_of_place(context: Context, record: Record) -> Severity | None:
-    """Absent records are reported by their absence, not by their consequences."""
+    """Grade a record's place; absent records are reported by their absence, not by their consequences."""
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
     has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"  # settings may stand anywhere
@@ -141,7 +141,7 @@ def _grade_of_place(context: Context, record: Record) -> Severity | None:
 
 
 def _grade_of_value(record: Record) -> Severity:
-    """Accepted logs have cache_clear null, seeds as text, and 0 for settings that they do not use."""
+    """Grade a value: accepted logs have cache_clear null, seeds as text, and 0 for settings that they do not use."""
     value = record.value
     if record.key == "cache_clear":
         return "warning"
@@ -153,7 +153,7 @@ def _grade_of_value(record: Record) -> Severity:
 
 
 def _grade_of_pair(context: Context, key: str) -> Severity | None:
-    """An epoch may end with the run (common.yaml); open submissions open one block for many evaluations."""
+    """Grade a pair: an epoch may end with the run (common.yaml); open submissions open one block for many evaluations."""
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:

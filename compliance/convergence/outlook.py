@@ -283,7 +283,7 @@ def _above_all(ruleset: str, global_batch_size: int) -> str:
 
 
 def _percent(probability: float) -> str:
-    """No draw of a prediction is certain."""
+    """Percentage in words; no draw of a prediction is certain."""
     return "under 1%" if probability < 0.005 else "over 99%" if probability > 0.995 else f"{probability:.0%}"
 
 

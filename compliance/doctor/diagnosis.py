@@ -31,17 +31,17 @@ class Diagnosis:
 
 
 def ok(subject: str, found: str) -> Diagnosis:
-    """All is well."""
+    """Diagnosis that all is well."""
     return Diagnosis(subject, "ok", found)
 
 
 def warn(subject: str, found: str, remedy: str) -> Diagnosis:
-    """The run would work, perhaps worse."""
+    """Diagnosis that the run would work, perhaps worse."""
     return Diagnosis(subject, "warn", found, remedy)
 
 
 def fail(subject: str, found: str, remedy: str) -> Diagnosis:
-    """The run would fail, or be no valid result."""
+    """Diagnosis that the run would fail, or be no valid result."""
     return Diagnosis(subject, "fail", found, remedy)
 
 

@@ -88,7 +88,7 @@ class Verdict:
 
     @property
     def ours(self) -> Outcome:
-        """`passed` in a word."""
+        """Word for `passed`."""
         return "pass" if self.passed else "fail"
 
     @property

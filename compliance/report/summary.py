@@ -170,7 +170,7 @@ def _markdown(text: object) -> str:
 
 
 def as_json(results: Results) -> str:
-    """`as_dict` as text."""
+    """Return `as_dict` as text."""
     return json_document(as_dict(results)) + "\n"
 
 
