@@ -26,7 +26,7 @@ class Ceilings:
 
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
-        """Measure them once a part, as its first rows."""
+        """Measure the ceilings once a part, as its first rows."""
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():
@@ -67,7 +67,7 @@ class _Shape:
 
 
 def ceilings(context: Context) -> None:
-    """Measure, large and at the shapes of an encoder layer: forward, the gradients of the inputs, those of the weights."""
+    """Measure ceilings, large and at an encoder layer's shapes: forward, gradients of the inputs, those of the weights."""
     ceilings = Ceilings.of(context, page=True)
     for precision, operands in (("bf16", _operands), ("FP8", _fp8_operands)):
         for kind in KINDS:

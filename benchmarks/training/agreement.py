@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def trained_sides(settings: Settings, folder: Path) -> dict[str, Trained]:
-    """Train all sides; return what each leaves, by name, the program first. Data and its files go to ``folder``."""
+    """Train each side; return what it leaves, by its name, the program first. Data and program files go to ``folder``."""
     vocab = settings.vocab or _vocabulary_of_full_size(folder / "vocab.txt")
     texts = settings.text or (_demo_text(folder / "text.txt"),)
     options = PretrainingOptions(max_seq_length=LENGTH, max_predictions_per_seq=20)

@@ -159,7 +159,7 @@ def _has_bert_rules() -> bool:
 
 
 def _check_caches(about: _Examined) -> Iterator[Diagnosis]:
-    """Open the switch for writing: it drops nothing, and root in a container with a read-only /proc/sys may not."""
+    """Open the switch for writing: that drops nothing, and root in a container with a read-only /proc/sys may not."""
     switch = about.host.path("/proc/sys/vm/drop_caches")
     remedy = "run as root, in a container with --privileged, or allow sudo sysctl for it (Slurm: see launch/slurm.sub)"
     try:

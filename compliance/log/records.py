@@ -174,7 +174,7 @@ def _is_utf_16(file: IO[bytes]) -> bool:
 
 @contextmanager
 def _without_cycle_search() -> Iterator[None]:
-    """Turn off the search for reference cycles: records hold none, and their number sets it off for a fifth of the time."""
+    """Stop the search for reference cycles: records hold none, but set it off by their number, for a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
