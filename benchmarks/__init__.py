@@ -1,1 +1,1 @@
-"""Side-by-side comparisons; every figure in the README comes from a file here."""
+"""Comparisons side by side; every figure in the README comes from a file here."""

@@ -32,7 +32,7 @@ RECORD = (
 
 
 def main(megabytes: int = 120, logs: int = 50, rounds: int = 3, out: Path | None = None) -> None:
-    """Prints the medians of both sides for each kind of log.
+    """Print the medians of both sides for each kind of log.
 
     Args:
         megabytes: Size of a large log.
@@ -102,7 +102,7 @@ def measure(paths: list[Path], rounds: int) -> dict[str, float]:
 
 
 def run(command: list[str], folder: Path) -> None:
-    """One command, in the folder of the logs, since the official checker leaves a file where it runs."""
+    """Run a command in the folder of the logs, since the official checker leaves a file where it runs."""
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""What a figure depends on besides the code under test: kept with every result."""
+"""The conditions that a figure depends on besides the code under test: kept with every result."""
 
 import importlib.metadata
 import json

@@ -58,7 +58,7 @@ SECONDS = 530
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure, for how long at most, and where the figures go."""
+    """Options of the command: what to measure, for how long at most, and where the figures go."""
 
     parts: list[str]
     folder: Path

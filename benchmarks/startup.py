@@ -1,4 +1,4 @@
-"""What the small commands cost: wall and processor seconds of whole processes, imports included.
+"""Measure what the small commands cost: wall and processor seconds of whole processes, imports included.
 
     python benchmarks/startup.py [--repeats N] [--quick] [--out FILE]
 

@@ -1,4 +1,4 @@
-"""What an MLPerf BERT log must hold, whether one does, and what a folder of them says. Reads files only."""
+"""Rules of what an MLPerf BERT log must hold, checks whether one does, and reports on a folder of them. Reads files only."""
 
 from console.interruption import show_in_one_line
 

@@ -1,4 +1,4 @@
-"""Reads and writes the files of a results folder: never without bound, never by halves."""
+"""Read and write the files of a results folder: never without bound, never by halves."""
 
 from __future__ import annotations
 

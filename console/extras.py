@@ -1,4 +1,4 @@
-"""What an installation without extras lacks, said in a way that helps."""
+"""Say what an installation without extras lacks, in a way that helps."""
 
 import sys
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""How signals end a program: Ctrl-C in one line from the first import on, and what is told to end in order."""
+"""Signals that end a program: Ctrl-C in one line from the first import on, and what is told to end in order."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def reader_has_gone() -> int:
 
 
 def end_in_order() -> None:
-    """From here on let SIGTERM and SIGHUP end this process as an error does, so that what is unfinished is removed.
+    """Let SIGTERM and SIGHUP end this process from here on as an error does, so that what is unfinished is removed.
 
     The exit status is 128 + n after signal n, as shells have it.
     """

@@ -1,4 +1,4 @@
-"""What a command line program says: lines, errors, and its parsed options, all by way of `console.text`."""
+"""Lines, errors and parsed options of a command line program, all by way of `console.text`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def complain(error: object, kind: str = "error") -> None:
 
 
 def reason(error: object) -> str:
-    """What an error says; of a failed system call the file and the reason, without its number."""
+    """Return what an error says; of a failed system call the file and the reason, without its number."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
@@ -66,7 +66,7 @@ def accept_any_text() -> None:
 
 
 class _Visible(logging.Formatter):
-    """One harmless line for what a module logs; a traceback below it keeps its lines."""
+    """Formatter of what a module logs into one harmless line; a traceback below it keeps its lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name is logging's
         return visible(super().formatMessage(record))
@@ -89,7 +89,7 @@ def answer_version(arguments: Sequence[str]) -> None:
 
 
 def parsed(parse: Callable[[], Result]) -> Result:
-    """What `parse`, a call of tyro, makes of the command line.
+    """Return what `parse`, a call of tyro, makes of the command line.
 
     Raises:
         ValueError: what is wrong with the options, in one line instead of tyro's frame.

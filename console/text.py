@@ -1,4 +1,4 @@
-"""Makes text from outside safe to print: names of files, settings, what logs and other programs say.
+"""Make text from outside safe to print: names of files, settings, what logs and other programs say.
 
 A name may hold anything but a slash and a zero byte: line feeds that forge a verdict, escape sequences that clear the
 screen, marks that turn the order of the letters round, bytes that are no UTF-8. What `str.isprintable` calls printable

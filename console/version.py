@@ -1,4 +1,4 @@
-"""Which version a program is of, in the line that `--version` prints."""
+"""The version that a program is of, in the line that `--version` prints."""
 
 import functools
 import importlib.metadata

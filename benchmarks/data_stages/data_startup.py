@@ -36,7 +36,7 @@ PARTS = (1.0, 0.03)
 def main(
     samples: int = 100_000, ranks: int = 4, folder: Path | None = None, rounds: int = 3, out: Path | None = None
 ) -> None:
-    """Prints bytes and seconds of both ways, and the ratio last.
+    """Print bytes and seconds of both ways, and the ratio last.
 
     Args:
         samples: Samples in the data set, of about 0.9 kB.

@@ -31,7 +31,7 @@ LIMITS = (3, 12, None)
 
 
 def main(histogram: Path = SHIPPED_HISTOGRAM, rounds: int = 5, out: Path | None = None) -> None:
-    """Prints a table of efficiencies and times, and last what the packs of the best published one cost over ours.
+    """Print a table of efficiencies and times, and last what the packs of the best published one cost over ours.
 
     Args:
         histogram: CSV file with columns ``length`` and ``count``; the longest length is the capacity.
@@ -79,7 +79,7 @@ def read_histogram(path: Path) -> NDArray[np.int64]:
 
 
 def _algorithms(counts: NDArray[np.int64]) -> dict[tuple[str, int | None], Callable[[], published_packing.Packing]]:
-    """By name and limit."""
+    """Return the algorithms by name and limit."""
 
     def ours(limit: int | None) -> published_packing.Packing:
         strategy = pack_histogram(counts, len(counts) - 1, limit)

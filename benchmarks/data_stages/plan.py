@@ -1,4 +1,4 @@
-"""How evenly global batches are dealt to 8 to 4,096 ranks, and what a plan costs over 156 million samples.
+"""Measure how evenly global batches are dealt to 8 to 4,096 ranks, and what a plan costs over 156 million samples.
 
     python benchmarks/data_stages/plan.py [--quick] [--out FILE]
 
@@ -66,7 +66,7 @@ def main(
     quick: bool = False,
     out: Path | None = None,
 ) -> None:
-    """Prints a table of imbalances, a table of times and memory, and last the imbalance at 64 ranks.
+    """Print a table of imbalances, a table of times and memory, and last the imbalance at 64 ranks.
 
     Args:
         histogram: CSV file with columns ``length`` and ``count``.
@@ -104,7 +104,7 @@ def main(
 
 
 def measure(folder: str, global_batch_size: int, world_size: int) -> None:
-    """Prints as JSON what opening a data set and planning 20 steps for the last rank takes: run in a process of its own."""
+    """Print as JSON what opening a data set and planning 20 steps for the last rank takes: run in a process of its own."""
     started = time.perf_counter()
     dataset = open_dataset(Path(folder))
     plan = Plan(dataset.lengths, dataset.masked_counts, global_batch_size, world_size, 1, seed=1)

@@ -56,7 +56,7 @@ def main(
     dupe_factor: int = PretrainingOptions.dupe_factor,
     out: Path | None = None,
 ) -> None:
-    """Prints the medians of both sides, and the ratio last.
+    """Print the medians of both sides, and the ratio last.
 
     Args:
         vocab: Vocabulary file, one token a line.

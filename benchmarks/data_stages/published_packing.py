@@ -84,11 +84,11 @@ class _OpenPacks:
         self._by_space: list[list[tuple[tuple[int, ...], int]]] = [[] for _ in range(capacity + 1)]
 
     def most_space(self) -> int:
-        """0 when there is none."""
+        """Return the largest space; 0 when there is none."""
         return next((space for space in range(self._capacity, 0, -1) if self._by_space[space]), 0)
 
     def least_space(self, length: int) -> int:
-        """At least ``length``; 0 when there is none."""
+        """Return the smallest space of at least ``length``; 0 when there is none."""
         return next((space for space in range(length, self._capacity + 1) if self._by_space[space]), 0)
 
     def add(self, combination: tuple[int, ...], packs: int) -> None:
@@ -100,7 +100,7 @@ class _OpenPacks:
             self._full[combination] += packs
 
     def fill(self, space: int, length: int, most: int, left: int) -> int:
-        """Up to ``most`` of the ``left`` sequences into each pack of one kind with that space; returns how many."""
+        """Fill up to ``most`` of the ``left`` sequences into each pack of one kind with that space; return how many."""
         combination, packs = self._by_space[space].pop()
         fitting = min(most, self._limit - len(combination))
         filled, rest = divmod(left, fitting)

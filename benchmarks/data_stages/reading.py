@@ -44,7 +44,7 @@ COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids", "
 def main(
     samples: int = 80_000, batch_size: int = 56, workers: int = 2, rounds: int = 3, out: Path | None = None
 ) -> None:
-    """Prints the medians of all sides, and the ratios last.
+    """Print the medians of all sides, and the ratios last.
 
     Args:
         samples: Samples in the data set.

@@ -29,7 +29,7 @@ CJK = (
 
 
 class Sample(NamedTuple):
-    """One training sample in token strings."""
+    """A training sample in token strings."""
 
     tokens: list[str]
     first_length: int
@@ -101,7 +101,7 @@ def tokenize(line: str, vocab: dict[str, int], do_lower_case: bool) -> list[str]
 
 
 def split_punctuation(word: str) -> Iterator[str]:
-    """Runs of other characters, and each punctuation character by itself."""
+    """Yield runs of other characters, and each punctuation character by itself."""
     run = ""
     for char in word:
         if is_punctuation(char):
@@ -149,7 +149,7 @@ def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
 def samples_of_document(
     documents: list[list[list[str]]], index: int, words: list[str], options: PretrainingOptions, rng: random.Random
 ) -> Iterator[Sample]:
-    """One pass over one document."""
+    """Yield the samples of one pass over one document."""
     room = options.max_seq_length - 3
     target = rng.randint(2, room) if rng.random() < options.short_seq_prob else room
     document = documents[index]

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""Where the time of a training step goes, by the rows of the budget, and whether the host ever waits in one."""
+"""Split the time of a training step by the rows of the budget, and see whether the host ever waits in one."""
 
 import statistics
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def split(context: Context, run: Callable[[], None], sequences: int, precision: 
 
 
 def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Row:
-    """Whether anything makes the host wait, by PyTorch's own watch; on a CPU there is nothing to wait for."""
+    """Check, by PyTorch's own watch, whether anything makes the host wait; on a CPU there is nothing to wait for."""
     if context.device.type == "cpu":
         raise NotUsableError("nothing to see on a CPU")
     torch.cuda.synchronize()

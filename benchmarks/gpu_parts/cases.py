@@ -49,7 +49,7 @@ class Case:
         return [value for value in self.arguments if isinstance(value, Tensor) and value.requires_grad]
 
     def outputs(self, function: Callable[..., object]) -> list[Tensor]:
-        """What a function gives for the arguments."""
+        """Return what a function gives for the arguments."""
         device = self.leaves[0].device.type
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
             returned = function(*self.arguments)
@@ -64,7 +64,7 @@ class Case:
         return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
 
     def forward_and_gradients(self, function: Callable[..., object], upstream: Tensor) -> list[Tensor]:
-        """What a function gives for the arguments, and the gradients for an upstream one."""
+        """Return what a function gives for the arguments, and the gradients for an upstream one."""
         outputs = self.outputs(function)
         gradients = torch.autograd.grad(outputs[0], self.leaves, upstream.to(outputs[0].dtype))
         return [*(output.detach() for output in outputs), *gradients]
@@ -189,7 +189,7 @@ def cases(
 
 
 def call(op: str, name: str, *arguments: object, **settings: object) -> Any:
-    """What one implementation of an op gives; ``NotUsableError`` where it cannot take these arguments."""
+    """Call one implementation of an op; ``NotUsableError`` where it cannot take these arguments."""
     chosen = OPS[op].implementations[name]
     if reasons := chosen.unsupported_reasons(op, *arguments, **settings):
         raise NotUsableError("; ".join(reasons))

@@ -1,5 +1,5 @@
 # pyright: reportPrivateImportUsage=false
-"""What the device reaches at best: matrix products in bf16 and FP8, and a copy."""
+"""Measure the best that the device reaches: matrix products in bf16 and FP8, and a copy."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kernels.reference.fp8 import E4M3, E5M2, capability_reasons
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches at best in this process; None where that could not be measured."""
+    """The best that the device reaches in this process; None where that could not be measured."""
 
     flop_per_s: float | None
     """A large matrix product in bf16; multiply-add = 2."""
@@ -26,7 +26,7 @@ class Ceilings:
 
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
-        """Measured once a part, as its first rows."""
+        """Measure the ceilings once a part, as its first rows."""
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():
@@ -50,7 +50,7 @@ KINDS = ("forward", "input gradient", "weight gradient")
 
 @dataclass(frozen=True)
 class _Shape:
-    """Of one of an encoder layer's products: [rows, inner] by [inner, columns]."""
+    """The shape of one of an encoder layer's products: [rows, inner] by [inner, columns]."""
 
     kind: str
     rows: int
@@ -67,7 +67,7 @@ class _Shape:
 
 
 def ceilings(context: Context) -> None:
-    """Large, and at the shapes of an encoder layer: forward, the gradients of the inputs, those of the weights."""
+    """Measure ceilings, large and at an encoder layer's shapes: forward, gradients of the inputs, those of the weights."""
     ceilings = Ceilings.of(context, page=True)
     for precision, operands in (("bf16", _operands), ("FP8", _fp8_operands)):
         for kind in KINDS:
@@ -80,7 +80,7 @@ def ceilings(context: Context) -> None:
 
 
 def _sizes_of_a_layer(context: Context, kind: str) -> list[tuple[int, int, int]]:
-    """Of query, key and value in one, attention output, FC1 and FC2; a gradient of a weight contracts over the tokens."""
+    """Sizes for query, key and value in one, attention output, FC1, FC2; a weight's gradient contracts over the tokens."""
     model, tokens = context.scale.model, 128 * context.scale.sequences
     hidden, wide = model.hidden_size, model.intermediate_size
     denses = [(hidden, 3 * hidden), (hidden, hidden), (hidden, wide), (wide, hidden)]
@@ -107,7 +107,7 @@ def _operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
 
 
 def _fp8_operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
-    """As ``bert.fp8`` has them: gradients in E5M2; those of weights are summed in fp32 outside the tensor cores."""
+    """Build a product as in ``bert.fp8``: gradients in E5M2; those of weights summed in fp32 outside the tensor cores."""
     left = _fp8_operand(context, shape.rows, shape.inner, E4M3 if shape.kind == "forward" else E5M2)
     right = _fp8_operand(context, shape.columns, shape.inner, E4M3)
     of_a_weight = shape.kind == "weight gradient"
@@ -128,7 +128,7 @@ def _product_row(
 
 
 def _layer_row(context: Context, name: str, precision: str, shapes: list[_Shape], ceilings: Ceilings) -> Row:
-    """All of a layer's products of one kind, from the medians of each."""
+    """Row for all of a layer's products of one kind, from the medians of each."""
     rows = [context.report.row(f"{precision} {shape}") for shape in shapes]
     milliseconds = [row.milliseconds for row in rows if row and row.milliseconds]
     if len(milliseconds) < len(shapes):

@@ -51,7 +51,7 @@ def correctness(context: Context) -> None:
 
 
 def one_call_each(context: Context) -> None:
-    """Each of Triton's kernels once on one shape, for ``compute-sanitizer`` to look at."""
+    """Call each of Triton's kernels once on one shape, for ``compute-sanitizer`` to look at."""
     model = drawn_model(context.scale.model, context.device)
     lengths = [17, 1, 0] if context.tiny else [130, 37, 1, 0]
     for case in cases(model, lengths, 11, context.low_precision, counting=True):

@@ -38,14 +38,14 @@ def end_to_end(context: Context) -> None:
 
 
 def _samples(context: Context) -> int:
-    """So many that they last, at the rate that part ``step`` has measured for the same recipe."""
+    """Number of samples that last, at the rate that part ``step`` has measured for the same recipe."""
     rows = Report.load(context.report.path.with_name("step.json")).rows
     rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
     return int(rate * _SECONDS)
 
 
 def rows_of(records: list[dict[str, Any]]) -> list[Row]:
-    """What the lines of a metrics file say, also while the run goes on."""
+    """Make rows of what the lines of a metrics file say, also while the run goes on."""
     steps, evaluations, ends = (
         [record for record in records if record["event"] == event] for event in ("step", "eval", "end")
     )

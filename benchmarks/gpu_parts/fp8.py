@@ -34,7 +34,7 @@ class Fp8Case:
         return f"{self.op}{self.variant}"
 
     def results(self, function: Callable[..., object]) -> list[Tensor]:
-        """What a function gives, beside the transposed copies, which must equal the others."""
+        """Return what a function gives, beside the transposed copies, which must equal the others."""
         returned = function(*self.arguments)
         outputs = list(returned) if isinstance(returned, tuple) else [cast("Tensor", returned)]
         if len(outputs) > 1:

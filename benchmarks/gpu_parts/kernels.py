@@ -133,7 +133,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Row:
 
 
 def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
-    """What else computes an op, of PyTorch and of libraries; they may do less (no dropout), never more."""
+    """Return what else computes an op, of PyTorch and of libraries; they may do less (no dropout), never more."""
     if case.op == "varlen_self_attention":
         return {
             "PyTorch varlen_attn without dropout": _torch_varlen,
@@ -163,7 +163,7 @@ def _torch_varlen(qkv_T3HE: Tensor, bounds: Tensor, max_seqlen: int, _dropout: o
 
 
 def _padded_sdpa(qkv_T3HE: Tensor, _bounds: Tensor, max_seqlen: int, dropout: Dropout, *, lengths: list[int]) -> Tensor:
-    """Filled up before and cut out after, outside of which there is padding anyway where one trains padded."""
+    """Fill up before and cut out after, outside of which there is padding anyway where one trains padded."""
     rows = [slice(*bounds) for bounds in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()])]
     padded = [
         torch.nn.utils.rnn.pad_sequence([x[row] for row in rows], batch_first=True).transpose(1, 2)

@@ -73,7 +73,7 @@ def _train(context: Context, precision: Precision, sequences: int) -> None:
 
 
 def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
-    """What the recipe of one GPU would pad micro-batches of this size to."""
+    """Choose the shape buckets that the recipe of one GPU would pad micro-batches of this size to."""
     longest = context.scale.model.max_position_embeddings
     count = h100_1x1().training.gradient_accumulation_steps
     lengths = drawn_lengths(20_000, longest, seed=0)
@@ -83,7 +83,7 @@ def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
 
 
 def _is_lack_of_memory(error: BaseException | None) -> bool:
-    """Also where the capture in which memory ran out fails at its end for another reason."""
+    """Tell whether memory ran out, also in a capture that fails at its end for another reason."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__ or error.__context__
     return error is not None

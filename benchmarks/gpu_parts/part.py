@@ -1,4 +1,4 @@
-"""One part of ``benchmarks/gpu.py``, in a process of its own.
+"""Run a part of ``benchmarks/gpu.py`` in a process of its own.
 
     python benchmarks/gpu_parts/part.py MODULE:FUNCTION FILE SECONDS [--device cpu] [--tiny]
 

@@ -1,4 +1,4 @@
-"""What others make of the same samples, on the same device, in the same run.
+"""Measure what others make of the same samples, on the same device, in the same run.
 
 Shape legend in ``kernels/__init__.py``.
 """
@@ -25,7 +25,7 @@ OURS = "this repository, unpadded"
 
 
 def peers(context: Context) -> None:
-    """One training step each; every peer takes fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
+    """Measure a training step of each; every peer takes fp32 weights under bf16 autocast and PyTorch's fused AdamW."""
     sides: dict[str, Callable[[Context, int], Callable[[], None]]] = {
         "plain PyTorch varlen, unpadded": _plain_varlen,
         "Hugging Face, padded, SDPA": _hugging_face,

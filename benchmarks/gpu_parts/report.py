@@ -17,7 +17,7 @@ _OWN_PACKAGES = ("benchmarks", "bert", "dataloading", "kernels")
 
 
 class NotUsableError(Exception):
-    """What is to be measured is not there, or cannot be used here."""
+    """Error for something to be measured that is not there, or cannot be used here."""
 
 
 class DeviceLostError(Exception):
@@ -26,7 +26,7 @@ class DeviceLostError(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One figure."""
+    """A row of the report: one figure."""
 
     name: str
     milliseconds: float | None = None
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether something is wrong, which is more than not being usable here."""
+        """Tell whether something is wrong, which is more than not being usable here."""
         return self.note.startswith(("failed", "WRONG"))
 
 
@@ -71,7 +71,7 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> "Report":
-        """That of a file; an empty one where there is none."""
+        """Load the report of a file; an empty one where there is none."""
         if not path.exists():
             return cls(path, {"part": path.stem})
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -82,7 +82,7 @@ class Report:
 
     @property
     def complete(self) -> bool:
-        """Whether the part ran to its end, failed rows or not."""
+        """Tell whether the part ran to its end, failed rows or not."""
         return self.error is None
 
     @property
@@ -170,7 +170,7 @@ def text(row: Row) -> str:
 
 
 def number(value: float | None) -> str:
-    """Four digits."""
+    """Format with four digits."""
     return "" if value is None else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

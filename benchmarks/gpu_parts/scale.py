@@ -1,4 +1,4 @@
-"""What is measured: the model, its batches, and the work that they are.
+"""Subject of the measurements: the model, its batches, and the work that they are.
 
 Shape legend: T tokens, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary, H heads, E head size.
 """
@@ -50,7 +50,7 @@ TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
 
 @dataclass(frozen=True)
 class Context:
-    """What every part gets."""
+    """The context that every part gets."""
 
     device: torch.device
     scale: Scale
@@ -58,7 +58,7 @@ class Context:
 
     @property
     def tiny(self) -> bool:
-        """Whether this only shows that the code runs."""
+        """Tell whether this only shows that the code runs."""
         return self.scale is TINY
 
     @property
@@ -68,7 +68,7 @@ class Context:
 
     @property
     def mesh(self) -> Mesh:
-        """One rank on the device."""
+        """A mesh of one rank on the device."""
         return Mesh(0, 1, 0, self.device)
 
     @cached_property
@@ -80,7 +80,7 @@ class Context:
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
     def capturer(self) -> CudaCapturer | None:
-        """What captures a step as training does, where there is a GPU."""
+        """The capturer of a step, the same as in training, where there is a GPU."""
         return CudaCapturer(self.device) if self.device.type == "cuda" else None
 
     def model(self, config: ModelConfig | None = None) -> BertForPreTraining:

@@ -48,7 +48,7 @@ def _sizes(context: Context) -> list[tuple[Config, int, int]]:
 
 
 def _look_into(context: Context, name: str, precision: Precision) -> Row:
-    """Where the time of a captured step goes, and whether the host waits in one."""
+    """Split the time of a captured step, and check whether the host waits in one."""
     batches = micro_batches(context, context.scale.sequences, 1, padded=True)
     trained = training_step(context, precision=precision)
     prepare(context, trained, batches)

@@ -87,7 +87,7 @@ def settle(device: torch.device) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """Such as ``NVIDIA H100 80GB HBM3``."""
+    """Name of the device, such as ``NVIDIA H100 80GB HBM3``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 

@@ -64,7 +64,7 @@ GOALS = {"loss": 3e-6, "weight matrix": 1e-5, "bias or norm": 3e-5, "gradient no
 
 @dataclass(frozen=True)
 class Settings:
-    """What is trained, and on what."""
+    """Settings: what is trained, and on what."""
 
     text: tuple[Path, ...] = ()
     """Files with one sentence a line and an empty line between documents."""
@@ -115,7 +115,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def trained_sides(settings: Settings, folder: Path) -> dict[str, Trained]:
-    """What each side leaves, by its name, the program first. Data and the program's files go to ``folder``."""
+    """Train each side; return what it leaves, by its name, the program first. Data and program files go to ``folder``."""
     vocab = settings.vocab or _vocabulary_of_full_size(folder / "vocab.txt")
     texts = settings.text or (_demo_text(folder / "text.txt"),)
     options = PretrainingOptions(max_seq_length=LENGTH, max_predictions_per_seq=20)
@@ -233,7 +233,7 @@ def _print(pairs: dict[Pair, Differences], floor: dict[str, float]) -> None:
 def _figures(
     settings: Settings, sides: dict[str, Trained], pairs: dict[Pair, Differences], floor: dict[str, float]
 ) -> dict[str, object]:
-    """What the JSON file holds."""
+    """Return the content of the JSON file."""
     return {
         "steps": settings.steps,
         "layers": settings.layers,

@@ -1,4 +1,4 @@
-"""What the default's target asks for: the same run with its attention switched off does not get there.
+"""Test what the default's target asks for: the same run with its attention switched off does not get there.
 
     python benchmarks/training/attention_ablation.py [--seed N] [--max-samples N] [--out FILE]
 
@@ -36,7 +36,7 @@ from dataloading.dataset.folder import open_dataset
 
 @dataclass(frozen=True)
 class Settings:
-    """One comparison."""
+    """Settings of a comparison."""
 
     seed: int = 0
     max_samples: int = 96_000
@@ -63,7 +63,7 @@ def main(settings: Settings) -> None:
 
 
 def _head_inputs_of_all_rows(self: BertForPreTraining, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Without the last-layer subset, where queries and values belong to different rows."""
+    """Compute the heads' inputs without the last-layer subset, where queries and values belong to different rows."""
     hidden_TD = self.encode(batch)
     return hidden_TD[batch.cu_seqlens[:-1].long()], hidden_TD[batch.masked_lm_positions]
 

@@ -94,7 +94,7 @@ class Network:
 
 
 def main(quick: bool = False, out: Path | None = None) -> None:
-    """Prints a line a case, and last the ratios. Needs root.
+    """Print a line a case, and last the ratios. Needs root.
 
     Args:
         quick: Small messages, unshaped links and few rounds: whether it works, and bytes.
@@ -127,7 +127,7 @@ def main(quick: bool = False, out: Path | None = None) -> None:
 
 
 def why_not() -> str | None:
-    """What is missing to make hosts here, or None."""
+    """Return what is missing to make hosts here, or None."""
     if os.geteuid() != 0:
         return "network namespaces need root: run it with sudo"
     absent = [program for program in ("ip", "tc", "unshare", "hostname") if shutil.which(program) is None]
@@ -175,7 +175,7 @@ def measure(case: Case) -> dict[str, Any]:
 
 
 class _Layer(torch.autograd.Function):
-    """Hands its input on; its backward computes and gives the weight a gradient."""
+    """Layer that hands its input on; its backward computes and gives the weight a gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, compute: Callable[[], None]) -> Tensor:
@@ -291,7 +291,7 @@ def _nothing() -> None:
 
 
 def _computation(kind: str, seconds: float) -> Callable[[], None]:
-    """What takes about ``seconds``, on every rank at once."""
+    """Build a function that takes about ``seconds``, on every rank at once."""
     if kind == "wait":
         return lambda: time.sleep(seconds)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""One training step on a CPU (forward, backward, optimizer): real tokens only, against padded.
+"""Measure a training step on a CPU (forward, backward, optimizer): real tokens only, against padded.
 
     python benchmarks/training/cpu_step.py [--workload tiny] [--repeats N] [--dropout P] [--out FILE]
 
@@ -48,7 +48,7 @@ OURS, OURS_PADDED, HUGGING_FACE, OURS_BF16 = "ours", "ours, padded", "Hugging Fa
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure."""
+    """Settings: what to measure."""
 
     workload: Literal["wikipedia", "tiny"] = "wikipedia"
     """wikipedia: 6 layers of 256, 30,522 words, Wikipedia's lengths, 2 threads; tiny: the built-in default, 1 thread."""
@@ -99,7 +99,7 @@ def tiny_lengths(generator: np.random.Generator) -> NDArray[np.int64]:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this processor has instructions for products in bf16: AVX-512 BF16 or AMX."""
+    """Tell whether this processor has instructions for products in bf16: AVX-512 BF16 or AMX."""
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
@@ -163,7 +163,7 @@ def hugging_face_model(model: BertForPreTraining) -> torch.nn.Module:
 
 @torch.no_grad()
 def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: Samples) -> None:
-    """Both models must be the same function; ends the benchmark otherwise."""
+    """Check that both models are the same function; end the benchmark otherwise."""
     ours.eval()
     theirs.eval()
     batch = batch_of(samples)
@@ -213,7 +213,7 @@ def measure(settings: Settings) -> tuple[dict[str, list[float]], list[int]]:
 
 
 def ratio(seconds: dict[str, list[float]], slow: str) -> float:
-    """How many times as fast our unpadded step is as ``slow``: median over the repeats."""
+    """Return how many times as fast our unpadded step is as ``slow``: median over the repeats."""
     return statistics.median(theirs / ours for ours, theirs in zip(seconds[OURS], seconds[slow], strict=True))
 
 
@@ -234,7 +234,7 @@ def report(settings: Settings, seconds: dict[str, list[float]], tokens: list[int
 
 
 def figures(settings: Settings, seconds: dict[str, list[float]], tokens: list[int]) -> dict[str, Any]:
-    """What the JSON file holds: everything that is needed to judge the ratios."""
+    """Return the content of the JSON file: everything that is needed to judge the ratios."""
     return {
         "workload": settings.workload,
         "dropout": settings.dropout,

@@ -1,4 +1,4 @@
-"""What FP8 products lose when the tensor cores add them up themselves, beside what rounding to FP8 loses anyway.
+"""Measure what FP8 products lose when the tensor cores add them up themselves, beside what rounding to FP8 loses anyway.
 
     python benchmarks/training/fp8_accumulation.py [--steps N] [--tokens N] [--out FILE]
 
@@ -42,7 +42,7 @@ PROMOTED = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure."""
+    """Settings: what to measure."""
 
     steps: int = 60
     """Of training, from random weights, before the products are taken."""
@@ -73,7 +73,7 @@ class Recording(MatrixProducts):
         return self._kept("attention output", x, dense, F.linear(x, dense.weight))
 
     def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
-        """Both."""
+        """Apply both layers."""
         wide_TF = F.gelu(self._kept("FC1", x_TD, wide, wide(x_TD)), approximate="tanh")
         return self._kept("FC2", wide_TF, narrow, F.linear(wide_TF, narrow.weight))
 
@@ -129,7 +129,7 @@ def losses(product: Product, sample: int) -> dict[str, float | int | str]:
 
 
 def fp8_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``x`` is after FP8 with a scale of its own, as fp32."""
+    """Cast ``x`` to FP8 with a scale of its own and return what it is then, as fp32."""
     scale = new_scales(x.abs().amax()[None], torch.ones(1), torch.tensor([LARGEST[dtype]]))[0]
     return cast_fp8(x, scale, torch.zeros(()), dtype).float() / scale
 

@@ -1,4 +1,4 @@
-"""How much room FP8's scales should leave for the next step: what saturates, and what it costs a gradient.
+"""Find how much room FP8's scales should leave for the next step: what saturates, and what it costs a gradient.
 
     python benchmarks/training/fp8_headroom.py [--steps N] [--out FILE]
 
@@ -48,7 +48,7 @@ CHOICES = ((0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 0, 4), (2, 2, 4), (4, 4, 8))
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure."""
+    """Settings: what to measure."""
 
     steps: int = 200
     sequences: int = 16
@@ -63,7 +63,7 @@ class Settings:
 
 @dataclass
 class Trace:
-    """What every step has shown."""
+    """Trace of what every step has shown."""
 
     amax_S: list[Tensor] = field(default_factory=list)
     """Of every site, by step."""
@@ -148,12 +148,12 @@ def set_scales_(state: Fp8State, amax_S: Tensor, choice: tuple[int, ...]) -> Non
 
 
 def name_of(choice: tuple[int, ...]) -> str:
-    """Such as ``0 0 2``."""
+    """Name of a choice, such as ``0 0 2``."""
     return " ".join(map(str, choice))
 
 
 def changes(trace: Trace) -> list[dict[str, float | str]]:
-    """By kind, how often amax grows from one step to the next by how much."""
+    """Tabulate by kind how often amax grows from one step to the next by how much."""
     rows: list[dict[str, float | str]] = []
     for place, kind in enumerate(KINDS):
         ratio = growth(trace, place)
@@ -170,7 +170,7 @@ def growth(trace: Trace, place: int) -> Tensor:
 
 
 def saturations(trace: Trace) -> list[dict[str, float | str]]:
-    """By kind, the share of tensors of which something saturates, by headroom and steps looked back on."""
+    """Tabulate by kind the share of tensors of which something saturates, by headroom and steps looked back on."""
     rows: list[dict[str, float | str]] = []
     for place, (kind, dtype) in enumerate(KINDS.items()):
         amax = torch.stack(trace.amax_S)[:, place::3]
@@ -186,7 +186,7 @@ def saturations(trace: Trace) -> list[dict[str, float | str]]:
 
 
 def effects(trace: Trace) -> list[dict[str, float | str]]:
-    """By choice, the errors of the gradients of weights, and of those whose output's gradient has just doubled its amax."""
+    """Tabulate by choice the errors of weights' gradients, and of those whose output's gradient just doubled its amax."""
     doubled = growth(trace, 2) > 2
     rows: list[dict[str, float | str]] = []
     for name, found in trace.errors.items():

@@ -9,7 +9,7 @@ from dataloading.shards.samples import Samples
 
 
 def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
-    """With both pretraining heads, scaled-dot-product attention by default, and random weights."""
+    """Build a model with both pretraining heads, scaled-dot-product attention by default, and random weights."""
     import transformers  # optional: only comparisons need it
 
     return transformers.AutoModelForPreTraining.from_config(

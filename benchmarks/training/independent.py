@@ -27,7 +27,7 @@ NOT_ADAPTED = ("LayerNorm", "layer_norm", "bias")
 
 @dataclass(frozen=True)
 class Side:
-    """What the numbers are, and in which order they are added up."""
+    """A side of a comparison: what the numbers are, and in which order they are added up."""
 
     name: str
     dtype: torch.dtype
@@ -41,7 +41,7 @@ class Side:
 
 @dataclass
 class Trained:
-    """What a run leaves: a number a step, and the weights after the last one under Hugging Face's names, float64."""
+    """Results of a run: a number a step, and the weights after the last one under Hugging Face's names, float64."""
 
     masked_lm_loss: list[float] = field(default_factory=list)
     next_sentence_loss: list[float] = field(default_factory=list)
@@ -127,7 +127,7 @@ class Lamb:
         return unbiased_momentum / (unbiased_variance.sqrt() + self._config.epsilon)
 
     def _learning_rate(self) -> float:
-        """Of the step to come: warm-up, then polynomial decay of power 1 to 0 on the absolute step."""
+        """Learning rate of the step to come: warm-up, then polynomial decay of power 1 to 0 on the absolute step."""
         config = self._config
         warmed_up = self._steps - config.start_warmup_step
         if warmed_up < config.num_warmup_steps:

@@ -50,7 +50,7 @@ MAX_LENGTH = 128
 
 @dataclass(frozen=True)
 class Settings:
-    """What is summed."""
+    """Settings: what is summed."""
 
     model: Literal["small", "large"] = "small"
     vocab: Path = Path(__file__).resolve().parents[2] / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
@@ -75,7 +75,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Figures:
-    """Of the tensors' sums in one order, over one number of ranks. Errors are relative, in norm."""
+    """Figures of the tensors' sums in one order, over one number of ranks. Errors are relative, in norm."""
 
     median_error: float
     worst_error: float
@@ -86,7 +86,7 @@ class Figures:
 
 
 def ring(contributions_RW: Tensor) -> Tensor:
-    """One after another, rounding every partial sum to the type of the contributions, [W] or [..., W] of [R, ..., W]."""
+    """Add one after another, every partial sum rounded to the contributions' type, [W] or [..., W] of [R, ..., W]."""
     partial = contributions_RW[0].clone()
     for contribution in contributions_RW[1:]:
         partial += contribution
@@ -106,26 +106,26 @@ def rings_of_nodes(contributions_RW: Tensor) -> Tensor:
 
 
 def once(contributions_RW: Tensor) -> Tensor:
-    """As ``sharded_world`` with ``reduce_dtype`` bf16: the sum stays fp32 where it is made."""
+    """Add as ``sharded_world`` does with ``reduce_dtype`` bf16: the sum stays fp32 where it is made."""
     sum_W = torch.empty(contributions_RW.shape[1:])
     add_contributions(contributions_RW, sum_W)
     return sum_W
 
 
 def flat(contributions_RW: Tensor) -> Tensor:
-    """As ``flat``: the sum is rounded for being gathered."""
+    """Add as ``flat`` does: the sum is rounded for being gathered."""
     return once(contributions_RW).to(contributions_RW.dtype)
 
 
 def hierarchical(contributions_RW: Tensor) -> Tensor:
-    """As ``hierarchical`` and ``sharded``: sums of nodes are rounded for the rails, their sum for being gathered."""
+    """Add as ``hierarchical`` and ``sharded`` do: sums of nodes are rounded for the rails, their sum for being gathered."""
     nodes = [flat(node) for node in contributions_RW.split(LOCAL_SIZE)]
     return flat(torch.stack(nodes)) if len(nodes) > 1 else nodes[0]
 
 
 @dataclass(frozen=True)
 class Order:
-    """How contributions travel and are added."""
+    """The way in which contributions travel and are added."""
 
     dtype: torch.dtype
     add: Callable[[Tensor], Tensor]
@@ -211,7 +211,7 @@ def _model(settings: Settings, vocab_size: int) -> BertForPreTraining:
 
 
 def _samples(settings: Settings, tokenizer: Tokenizer) -> Samples:
-    """All that is needed, from everywhere in the text."""
+    """Create all samples that are needed, from everywhere in the text."""
     documents = (
         read_documents(settings.text) if settings.text else [document.sentences for document in demo_documents()]
     )
@@ -224,7 +224,7 @@ def _samples(settings: Settings, tokenizer: Tokenizer) -> Samples:
 
 
 def _tensors(model: BertForPreTraining, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """By name, as the optimizer sees them: weights of query, key and value are three."""
+    """Yield the tensors by name, as the optimizer sees them: weights of query, key and value are three."""
     for name, parameter in model.named_parameters():
         tensor = parameter.grad if gradients else parameter.detach()
         assert tensor is not None
@@ -255,7 +255,7 @@ def measure(
 
 
 class _Tally:
-    """What one order did to the tensors so far."""
+    """Tally of what one order did to the tensors so far."""
 
     def __init__(self) -> None:
         self._errors: dict[str, float] = {}
@@ -276,7 +276,7 @@ class _Tally:
 
 
 def contributions(gradients_KW: Tensor, ranks: int, means: bool, generator: torch.Generator) -> Tensor:
-    """What ranks would contribute, fp32 [R, W], drawn from the gradients of micro-batches, with their means or without."""
+    """Draw what ranks would contribute, fp32 [R, W], from gradients of micro-batches, with their means or without."""
     mean_W = gradients_KW.mean(0)
     drawn_R = torch.randint(len(gradients_KW), (ranks,), generator=generator)
     factors_RW = torch.randn(ranks, len(mean_W), generator=generator)

@@ -1,1 +1,1 @@
-"""Checks of a log, and the forms in which findings are shown."""
+"""The checks of a log, and the forms in which findings are shown."""

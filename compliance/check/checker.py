@@ -1,4 +1,4 @@
-"""Is this log a valid result? The verdict of this repository's rules, and of the official checker beside it.
+"""Judge whether a log is a valid result: by this repository's rules, and by the official checker beside them.
 
 What only the official checker objects to becomes a finding as well, so that nothing passes here that fails there.
 """
@@ -69,7 +69,7 @@ def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
 
 
 def _unexplained(context: Context, own: list[Finding], opinion: official.Opinion) -> Iterator[Finding]:
-    """What the official checker says and `own` does not explain."""
+    """Yield findings for what the official checker says and `own` does not explain."""
     errors = {finding.key for finding in own if finding.severity == "error"}
     errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))
     explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
@@ -103,7 +103,7 @@ def _unexplained(context: Context, own: list[Finding], opinion: official.Opinion
 
 
 def _collapse(findings: list[Finding]) -> list[Finding]:
-    """One finding for all records with the same fault: the first, with the number of the others."""
+    """Collapse all records with the same fault into one finding: the first, with the number of the others."""
     kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         kind = (finding.key, finding.remedy, finding.rule, finding.severity)

@@ -107,7 +107,7 @@ def _check_presence(context: Context) -> Iterator[Finding]:
 
 
 def _check_time(context: Context) -> Iterator[Finding]:
-    """Times never decrease. Before run_start, only the phases themselves are held to that: several processes log there."""
+    """Check that times never decrease. Before run_start, only phases are held to that: several processes log there."""
     log, remedy = context.log, KEEP_THE_CLOCK
     start = log.first("run_start")
     run_line = start.line if start else 0
@@ -136,7 +136,7 @@ _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_s
 
 
 def _is_evaluated_offline(log: Log) -> bool:
-    """Whether all evaluations stand after all training, in order, with the times of their checkpoints (TR 9.4).
+    """Tell whether all evaluations stand after all training, in order, with the times of their checkpoints (TR 9.4).
 
     The run then ends with the checkpoint that reached the target, at the end of one of the blocks.
     """

@@ -1,4 +1,4 @@
-"""What the records of a log break, graded: as errors, as warnings where accepted submissions do the same, or not at all.
+"""Grade what the records of a log break: as errors, as warnings where accepted submissions do the same, or not at all.
 
 `compliance.log.order` says what is against each record. Others' logs are not held to all of it: their settings may stand
 anywhere, every process may log the start of the initialisation, and what follows from a fault that has been reported, such
@@ -47,17 +47,17 @@ class Context:
 
     @property
     def broken(self) -> list[tuple[Record, Violation]]:
-        """What is against the records, in their order."""
+        """Violations of the records, in their order."""
         return self._followed[1]
 
     @property
     def aborted(self) -> bool:
-        """Whether the run was ended early, by its own words."""
+        """Tell whether the run was ended early, by its own words."""
         return self.run.status == "aborted"
 
     @property
     def is_at_least_4_1(self) -> bool:
-        """Whether the ruleset is one of those since 4.1.0."""
+        """Tell whether the ruleset is one of those since 4.1.0."""
         return rules.RULESETS.index(self.ruleset) >= rules.RULESETS.index("4.1.0")
 
     @cached_property
@@ -86,12 +86,12 @@ def at(
 
 
 def finding_of(record: Record, violation: Violation, severity: Severity = "error") -> Finding:
-    """What a record breaks, as a finding."""
+    """Build the finding for what a record breaks."""
     return at(record, violation.found, violation.expected, violation.remedy, violation.rule, severity)
 
 
 def check_records(context: Context) -> Iterator[Finding]:
-    """What is against the records one by one, graded."""
+    """Yield what is against the records one by one, graded."""
     if context.disorder:
         record, earlier = context.disorder
         found = f"before {earlier} on line {context.run.first[earlier].line}"
@@ -128,7 +128,7 @@ def _grade(context: Context, record: Record, violation: Violation) -> Severity |
 
 
 def _grade_of_place(context: Context, record: Record) -> Severity | None:
-    """Absent records are reported by their absence, not by their consequences."""
+    """Grade a record's place; absent records are reported by their absence, not by their consequences."""
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
     has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"  # settings may stand anywhere
@@ -141,7 +141,7 @@ def _grade_of_place(context: Context, record: Record) -> Severity | None:
 
 
 def _grade_of_value(record: Record) -> Severity:
-    """Accepted logs have cache_clear null, seeds as text, and 0 for settings that they do not use."""
+    """Grade a value: accepted logs have cache_clear null, seeds as text, and 0 for settings that they do not use."""
     value = record.value
     if record.key == "cache_clear":
         return "warning"
@@ -153,7 +153,7 @@ def _grade_of_value(record: Record) -> Severity:
 
 
 def _grade_of_pair(context: Context, key: str) -> Severity | None:
-    """An epoch may end with the run (common.yaml); open submissions open one block for many evaluations."""
+    """Grade a pair: an epoch may end with the run (common.yaml); open submissions open one block for many evaluations."""
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
     if start in TIMELINE or start not in context.run.first or {start, stop} & context.lost_keys:
@@ -167,7 +167,7 @@ def _grade_of_pair(context: Context, key: str) -> Severity | None:
 
 
 def _check_evaluations(context: Context) -> Iterator[Finding]:
-    """Where the evaluations stand, unless what they count is no sequences at all."""
+    """Check where the evaluations stand, unless what they count is no sequences at all."""
     run, schedule, batch = context.run, context.run.schedule, context.run.global_batch_size
     samples = epoch_nums(run)
     if not samples or run.counts["eval_accuracy"] > len(samples) or "eval_accuracy" in context.lost_keys:
@@ -196,7 +196,7 @@ def epoch_nums(run: LoggedRun) -> list[int]:
 
 
 def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
-    """Whether the epoch_num of the evaluations are placeholders or count evaluations (or epochs) instead of sequences."""
+    """Tell whether the epoch_num of evaluations are placeholders or count evaluations (or epochs) instead of sequences."""
     if max(samples) < (batch or 1):
         return True
     constant, counted = [samples[0]] * len(samples), list(range(samples[0], samples[0] + len(samples)))
@@ -204,7 +204,7 @@ def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
 
 
 def _is_regular(samples: list[int], run: LoggedRun) -> bool:
-    """Whether the evaluations follow one interval of their own that is near the one of the rules.
+    """Tell whether the evaluations follow one interval of their own that is near the one of the rules.
 
     Accepted submissions count a partial last batch, round the interval in their own way, or use that of a neighbouring
     batch size: their steps are equal within 3 % or a batch, and the next multiple of 25,000 away at most.

@@ -1,4 +1,4 @@
-"""Which rulesets would accept a log, and what keeps it from the others.
+"""Find which rulesets would accept a log, and what keeps it from the others.
 
 The rulesets ask for different keys, and the same tool of today judges logs of all rounds: a log that was accepted in
 its round may fail under it, and one that holds what all of them ask passes in all.
@@ -18,7 +18,7 @@ from compliance.log.records import read_log
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What one ruleset makes of a log.
+    """A ruleset's answer for a log.
 
     Attributes:
         reasons: what keeps the official checker from accepting it; empty when it does.
@@ -28,7 +28,7 @@ class Acceptance:
     reasons: tuple[Finding, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return {
             "file": str(self.verdict.path),
             "ruleset": self.verdict.ruleset,
@@ -39,7 +39,7 @@ class Acceptance:
 
 
 def acceptance(path: Path) -> list[Acceptance]:
-    """What every ruleset makes of the log at `path`, the oldest first.
+    """Judge the log at `path` under every ruleset, the oldest first.
 
     Raises:
         ValueError: no such file, or the official checker is not installed.

@@ -27,7 +27,7 @@ ROOT = "%SRCROOT%"
 
 
 def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
-    """One SARIF log with one run.
+    """Build a SARIF log with one run.
 
     Args:
         root: the folder to which the paths are relative; a file outside of it keeps its whole path.
@@ -57,7 +57,7 @@ def write_sarif(path: Path, verdicts: Sequence[Verdict]) -> None:
 
 
 def _rule_id(finding: Finding) -> str:
-    """ "TR 24.4" becomes "TR-24.4"; the identifier must not change when a message is reworded."""
+    """Turn "TR 24.4" into "TR-24.4"; the identifier must not change when a message is reworded."""
     return re.sub(r"[^\w.]+", "-", finding.rule, flags=re.ASCII).strip("-") or "log-format"
 
 

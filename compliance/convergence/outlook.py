@@ -1,4 +1,4 @@
-"""Where a set of closed runs stands against the reference points, and what the missing runs must do (TR 13, 22).
+"""Tell where a set of closed runs stands against the reference points, and what the missing runs must do (TR 13, 22).
 
 A complete set has an outcome; of an unfinished one this says from which evaluation on the missing runs may converge, and
 predicts the mean from the runs so far and the reference's spread.
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Needed:
-    """What the missing runs of an unfinished set must do.
+    """The demands on the missing runs of an unfinished set.
 
     Attributes:
         remaining: how many are missing.
@@ -82,7 +82,7 @@ class Needed:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Where a set of runs stands.
+    """The standing of a set of runs.
 
     Attributes:
         reference: None in the open division and above the largest reference point.
@@ -110,7 +110,7 @@ def outlook(
     runs: int = SUBMISSION_RUNS,
     division: rules.Division = "closed",
 ) -> Outlook:
-    """Where a set of runs stands, and what the missing ones must do.
+    """Tell where a set of runs stands, and what the missing ones must do.
 
     Args:
         samples: sequences to the target of each run so far; None for a run that did not converge.
@@ -283,7 +283,7 @@ def _above_all(ruleset: str, global_batch_size: int) -> str:
 
 
 def _percent(probability: float) -> str:
-    """No draw of a prediction is certain."""
+    """Percentage in words; no draw of a prediction is certain."""
     return "under 1%" if probability < 0.005 else "over 99%" if probability > 0.995 else f"{probability:.0%}"
 
 

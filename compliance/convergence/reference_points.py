@@ -1,4 +1,4 @@
-"""Whether a set of closed runs converges as slowly as the reference: reference convergence points (RCP), TR 13 and 22.
+"""Tell whether a set of closed runs converges as slowly as the reference: reference convergence points (RCP), TR 13, 22.
 
 A reference point is a set of runs of the reference model at one global batch size: the samples each needed to reach
 the target. A submission whose mean is significantly below the reference's fails; one below it, but not significantly,
@@ -36,7 +36,7 @@ BISECTION_WIDTH = 1e-4
 
 @dataclass(frozen=True)
 class Point:
-    """One reference point: samples to the target of the reference's runs at one batch size.
+    """A reference point: samples to the target of the reference's runs at one batch size.
 
     Attributes:
         mean: without the fastest and the slowest run.
@@ -52,7 +52,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a submission at one global batch size is compared with. All but `runs` and sizes in samples (sequences).
+    """Reference for a submission at one global batch size. All but `runs` and sizes in samples (sequences).
 
     Attributes:
         global_batch_size: the batch size that was asked for.
@@ -86,7 +86,7 @@ class Reference:
 
 
 def reference(ruleset: str, global_batch_size: int) -> Reference | None:
-    """What a submission at `global_batch_size` is compared with; None above the largest reference point.
+    """Return what a submission at `global_batch_size` is compared with; None above the largest reference point.
 
     Raises:
         ValueError: a ruleset without points of BERT, a batch size that is not positive, or no mlperf-logging.
@@ -215,7 +215,7 @@ def _t_between(t: float, degrees_of_freedom: int) -> float:
 
 
 def describe_origin(found: Reference) -> str:
-    """Where a reference comes from, in words."""
+    """Say in words where a reference comes from."""
     if found.origin == "exact":
         return f"reference point at batch size {found.points[0]}"
     if found.origin == "interpolated":

@@ -1,4 +1,4 @@
-"""Where the runs of a folder stand against the reference: reads the logs, nothing else, also while runs are missing."""
+"""Tell where a folder's runs stand against the reference, from the logs and nothing else, also while runs are missing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RunStatus = Literal["converged", "not converged", "running"]
 
 @dataclass(frozen=True)
 class StandingRun:
-    """What counts of one log.
+    """The facts that count of one log.
 
     Attributes:
         samples: sequences to the target; None when it was not reached.
@@ -48,12 +48,12 @@ class Standing:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against these runs, as far as they go."""
+        """Tell whether nothing speaks against these runs, as far as they go."""
         verdict = self.outlook.verdict
         return verdict != "fail" and (verdict != "no reference" or self.division == "open")
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return {
             "folder": str(self.folder),
             "ruleset": self.ruleset,
@@ -90,7 +90,7 @@ def _describe_run(run: StandingRun) -> str:
 
 
 def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_train_samples: bool = False) -> Standing:
-    """Where the logs of results/<system>/bert stand.
+    """Tell where the logs of results/<system>/bert stand.
 
     Logs without run_stop are taken for runs in progress and not counted. Of more than `runs` runs those count that a
     submission takes (`compliance.package.selection`).

@@ -1,1 +1,1 @@
-"""Looks at a machine before a run, and describes it."""
+"""Look at a machine before a run, and describe it."""

@@ -1,4 +1,4 @@
-"""What `doctor` says."""
+"""Diagnoses: what `doctor` says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One thing that was looked at before a run.
+    """Diagnosis of one thing that was looked at before a run.
 
     Attributes:
         subject: a word or two.
@@ -26,22 +26,22 @@ class Diagnosis:
     remedy: str = ""
 
     def as_dict(self) -> dict[str, str]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return {"subject": self.subject, "state": self.state, "found": self.found, "remedy": self.remedy}
 
 
 def ok(subject: str, found: str) -> Diagnosis:
-    """All is well."""
+    """Diagnosis that all is well."""
     return Diagnosis(subject, "ok", found)
 
 
 def warn(subject: str, found: str, remedy: str) -> Diagnosis:
-    """The run would work, perhaps worse."""
+    """Diagnosis that the run would work, perhaps worse."""
     return Diagnosis(subject, "warn", found, remedy)
 
 
 def fail(subject: str, found: str, remedy: str) -> Diagnosis:
-    """The run would fail, or be no valid result."""
+    """Diagnosis that the run would fail, or be no valid result."""
     return Diagnosis(subject, "fail", found, remedy)
 
 

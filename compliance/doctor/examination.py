@@ -1,4 +1,4 @@
-"""Looks, before a run, at everything that would stop it, slow it down or make its result invalid.
+"""Look, before a run, at everything that would stop it, slow it down or make its result invalid.
 
 Each thing gets a line: ok, warn or fail, what was found, and what to do. Nothing is changed: caches are not dropped, no
 file is written. Every question to the machine has a time limit, and a tool that is missing is a warning at most.
@@ -159,7 +159,7 @@ def _has_bert_rules() -> bool:
 
 
 def _check_caches(about: _Examined) -> Iterator[Diagnosis]:
-    """Opening the switch for writing drops nothing, and is what root in a container with a read-only /proc/sys may not."""
+    """Open the switch for writing: that drops nothing, and root in a container with a read-only /proc/sys may not."""
     switch = about.host.path("/proc/sys/vm/drop_caches")
     remedy = "run as root, in a container with --privileged, or allow sudo sysctl for it (Slurm: see launch/slurm.sub)"
     try:
@@ -338,7 +338,7 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
 
 
 def _check_data(about: _Examined) -> Iterator[Diagnosis]:
-    """Every byte of the data against the manifest; this takes as long as reading it."""
+    """Check every byte of the data against the manifest; this takes as long as reading it."""
     for name in ("train", "evaluation"):
         folder = about.folder(name)
         if folder is None:

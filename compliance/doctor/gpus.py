@@ -1,4 +1,4 @@
-"""What nvidia-smi says about the GPUs: properties, health, who uses them, how they are linked.
+"""Ask nvidia-smi about the GPUs: properties, health, who uses them, how they are linked.
 
 Parsers are pure functions of the text. Drivers know different fields, and one unknown field makes nvidia-smi refuse the
 whole query, so `query` leaves out what the driver names as unknown and asks again.
@@ -53,7 +53,7 @@ _APPLICATION_CLOCKS = 0x02
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: what nvidia-smi says under the names in `FIELDS`; what it does not know is absent."""
+    """A GPU: what nvidia-smi says under the names in `FIELDS`; what it does not know is absent."""
 
     properties: dict[str, str]
 
@@ -68,12 +68,12 @@ class Gpu:
 
     @property
     def label(self) -> str:
-        """How messages name it."""
+        """Name for messages."""
         return f"GPU {self.text('index')}"
 
     @property
     def slowed_by(self) -> list[str]:
-        """What holds its clocks down."""
+        """Return what holds its clocks down."""
         try:
             active = int(self.text("clocks_event_reasons.active") or self.text("clocks_throttle_reasons.active"), 16)
         except ValueError:
@@ -167,7 +167,7 @@ def parse_topology(text: str) -> Counter[str]:
 
 
 def describe_topology(between_gpus: Counter[str]) -> str:
-    """How the GPUs reach each other in words, for the system description; "" for a single one."""
+    """Describe in words how the GPUs reach each other, for the system description; "" for a single one."""
     total = sum(between_gpus.values())
     kinds = between_gpus.most_common()
     if len(kinds) == 1:

@@ -1,4 +1,4 @@
-"""Asks this machine about itself: files of /proc and /sys, and the output of commands, each within a time limit.
+"""Ask this machine about itself: files of /proc and /sys, and the output of commands, each within a time limit.
 
 Nothing here raises for what a machine lacks: a missing file is empty, and a command that is missing, fails or hangs says so
 in its `Output`. Tests stand in for a machine by giving another root folder and other commands.
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Output:
-    """What a command printed.
+    """Output of a command.
 
     Attributes:
         text: standard output; also that of a command that failed.

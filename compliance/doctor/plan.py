@@ -1,4 +1,4 @@
-"""Which run is to be looked at: what is asked for, and the plan that the launchers would make of it."""
+"""The run that is to be looked at: what is asked for, and the plan that the launchers would make of it."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Plan:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the recipe trains on GPUs."""
+        """Tell whether the recipe trains on GPUs."""
         return self.setting("training", "device") == "cuda"
 
     @property
     def is_closed(self) -> bool:
-        """Whether the results are to be closed."""
+        """Tell whether the results are to be closed."""
         return self.setting("log", "division") == "closed"
 
     @property

@@ -1,4 +1,4 @@
-"""Looks for torchrun's elastic agents, which run what anybody writes who reaches their store.
+"""Look for torchrun's elastic agents, which run what anybody writes who reaches their store.
 
 An elastic agent keeps the state of its rendezvous as a pickle in a store that listens on all addresses and asks for no
 password, and unpickles what it finds there every few seconds. `--standalone` and `--rdzv-backend c10d` make agents elastic;

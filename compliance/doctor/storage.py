@@ -1,4 +1,4 @@
-"""On what a file lies: a disk, the network, or memory that a reboot forgets (TR 6.1 wants durable storage)."""
+"""Find on what a file lies: a disk, the network, or memory that a reboot forgets (TR 6.1 wants durable storage)."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Storage:
-    """On what a path lies: in words, and how durable that is."""
+    """The storage of a path: in words, and how durable it is."""
 
     durability: Literal["durable", "memory", "layer", "unknown"]
     description: str
@@ -88,7 +88,7 @@ def mount_of(path: Path, mounts: list[Mount]) -> Mount | None:
 
 
 def storage_of(path: Path, host: Host) -> Storage:
-    """On what a file or folder lies, links followed; of one that is not there yet, what it would lie on."""
+    """Find on what a file or folder lies, links followed; of one that is not there yet, what it would lie on."""
     mounts = parse_mounts(host.read("/proc/self/mountinfo"))
     return _storage(path.resolve(), mounts, host, depth=0)
 

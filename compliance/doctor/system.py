@@ -265,7 +265,7 @@ def accelerators(found: gpus.Gpus, nvlink: str, topology: str) -> dict[str, str]
 
 
 def ask_pytorch(host: Host) -> dict[str, Any]:
-    """What PyTorch was built with and the GPUs it sees, asked in a process of its own; empty when it cannot be imported."""
+    """Ask what PyTorch was built with and the GPUs it sees, in a process of its own; empty when it cannot be imported."""
     try:
         answer = json.loads(host.python("-c", _ASK_PYTORCH, timeout_s=PYTORCH_TIMEOUT_S).answer or "{}")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Writes the description of this machine to a file, and keeps what people gave in it.
+"""Write the description of this machine to a file, and keep what people gave in it.
 
 A file that is there is renewed: what the machine tells is measured anew, everything else stays as it was given. A file
 that is no description belongs to somebody else.
@@ -53,7 +53,7 @@ def renew(path: Path, given: Mapping[str, str], *, replace: bool = False, host: 
 
 
 def _read(path: Path, replace: bool) -> dict[str, Any]:
-    """What a description that is there says, its fields as text; empty when there is none to keep."""
+    """Read what a description that is there says, its fields as text; empty when there is none to keep."""
     if not os.path.lexists(path):
         return {}
     if not path.is_file():
@@ -70,7 +70,7 @@ def _read(path: Path, replace: bool) -> dict[str, Any]:
 
 
 def _foreign(fields: Mapping[str, Any]) -> str:
-    """Why a JSON object is no description, also none that was begun by hand; "" when it is one."""
+    """Say why a JSON object is no description, also none that was begun by hand; "" when it is one."""
     known = [name for name in fields if name in SYSTEM_FIELDS]
     if not known or len(known) < len(fields) / 2:
         return f"{len(known)} of its {len(fields)} names are fields of one, expected most"

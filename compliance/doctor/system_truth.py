@@ -1,4 +1,4 @@
-"""Is a system description complete, and true of the machine it is read on?"""
+"""Check whether a system description is complete, and true of the machine it is read on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MEMORY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1
 
 
 def compare(path: Path, plan: Plan, host: Host) -> Iterator[Diagnosis]:
-    """What is missing, of the wrong kind, or different here. A description that is not there yet is a warning."""
+    """Report what is missing, of the wrong kind, or different here. A description that is not there yet is a warning."""
     subject = "system file"
     again = f"python -m compliance system --out {path}"
     if not path.is_file():
@@ -71,7 +71,7 @@ def _same_number(written: str, here: str) -> bool:
 
 
 def _same_model(written: str, here: str) -> bool:
-    """Whether two names of a product share its number: "Intel Xeon 8480C" and "Intel(R) Xeon(R) Platinum 8480C"."""
+    """Tell whether two names of a product share its number: "Intel Xeon 8480C" and "Intel(R) Xeon(R) Platinum 8480C"."""
     ignored = re.compile(r"\d+-core|\d+(\.\d+)?(gb|ghz)|cpu|processor|gpu")
 
     def words(text: str) -> set[str]:
@@ -84,7 +84,7 @@ def _same_model(written: str, here: str) -> bool:
 
 
 def _same_size(written: str, here: str) -> bool:
-    """Whether two sizes of memory are the same within 10 %: part of it is never free to use."""
+    """Tell whether two sizes of memory are the same within 10 %: part of it is never free to use."""
     sizes = [_size(written), _size(here)]
     if None in sizes:
         return True
@@ -98,7 +98,7 @@ def _size(text: str) -> float | None:
 
 
 def _same_release(written: str, here: str) -> bool:
-    """Whether the first number, and a word beside it, are the same: "Ubuntu 22.04" and "Ubuntu 22.04.5 LTS"."""
+    """Tell whether the first number, and a word beside it, are the same: "Ubuntu 22.04" and "Ubuntu 22.04.5 LTS"."""
     numbers = [re.search(r"\d+(\.\d+)?", text) for text in (written, here)]
     same_number = not all(numbers) or numbers[0][0] == numbers[1][0]  # type: ignore[index]
     return same_number and written.split()[0].lower() == here.split()[0].lower()

@@ -1,4 +1,4 @@
-"""What `doctor` looks at in the machine: clock, GPUs, memory, processors, network, limits.
+"""Check what `doctor` looks at in the machine: clock, GPUs, memory, processors, network, limits.
 
 Each check takes a `Host` and the `Plan` of the run and yields at least one `Diagnosis`; none raises for what is missing.
 """
@@ -76,7 +76,7 @@ def _wall_minus_monotonic() -> float:
 
 
 def clock(host: Host, plan: Plan, reading: ClockReading, not_before: float) -> Iterator[Diagnosis]:
-    """Is the time right, does it run evenly, and is it kept so? Records of a log may not go back in time (TR 11).
+    """Check that the time is right, runs evenly, and is kept so. Records of a log may not go back in time (TR 11).
 
     Args:
         not_before: a time that has passed for sure, such as that of the last commit.
@@ -105,7 +105,7 @@ def clock(host: Host, plan: Plan, reading: ClockReading, not_before: float) -> I
 
 
 def _time_keeper(host: Host) -> str:
-    """Who says that the clock is synchronised, "" when nobody does."""
+    """Name who says that the clock is synchronised, "" when nobody does."""
     if host.run("timedatectl", "show", "--property=NTPSynchronized", "--value", timeout_s=5).answer.strip() == "yes":
         return "the system's time service"
     tracking = host.run("chronyc", "-c", "tracking", timeout_s=5).answer.strip().split(",")

@@ -41,12 +41,12 @@ class Chain:
         return line
 
     def matches(self, hexadecimal: bytes) -> bool:
-        """Whether this is the digest over everything so far."""
+        """Tell whether `hexadecimal` is the digest over everything so far."""
         return self._hash.hexdigest().encode() == hexadecimal
 
 
 class ChainCheck:
-    """Follows the chain of a log that is read line by line.
+    """Follow the chain of a log that is read line by line.
 
     Attributes:
         opened: the first line says that the log carries the chain.

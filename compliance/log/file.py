@@ -1,4 +1,4 @@
-"""Opens what holds a log: a file, plain or in gzip by its content, or standard input; bounded, however it is packed.
+"""Open what holds a log: a file, plain or in gzip by its content, or standard input; bounded, however it is packed.
 
 What cannot be read from any place in it, a pipe or packed data, is copied to a nameless file first: from then on all
 logs are read alike, and the size is known.

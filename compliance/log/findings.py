@@ -1,4 +1,4 @@
-"""What a check has to say: one `Finding` a fault, one `Verdict` a file or folder."""
+"""Results of a check: one `Finding` a fault, one `Verdict` a file or folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Outcome = Literal["pass", "fail"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One departure of a log, or of a folder of logs, from the rules.
+    """A departure of a log, or of a folder of logs, from the rules.
 
     Attributes:
         line: line in the file, from 1; None when something is absent or the fault belongs to no line.
@@ -47,7 +47,7 @@ class Finding:
         return f"{self.severity}: {where}{key}{self.sentence} [{self.rule}{logged_at}]; {self.remedy}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return {
             "line": self.line,
             "key": self.key,
@@ -83,17 +83,17 @@ class Verdict:
 
     @property
     def passed(self) -> bool:
-        """Whether it is a valid result under the rules: nothing was found beyond warnings."""
+        """Tell whether it is a valid result under the rules: nothing was found beyond warnings."""
         return not self.errors
 
     @property
     def ours(self) -> Outcome:
-        """`passed` in a word."""
+        """Word for `passed`."""
         return "pass" if self.passed else "fail"
 
     @property
     def summary(self) -> str:
-        """One line without the path."""
+        """Summary in one line, without the path."""
         errors, warnings = len(self.errors), len(self.findings) - len(self.errors)
         counts = [_count(errors, "error")] if errors else []
         counts += [_count(warnings, "warning")] if warnings else []
@@ -105,7 +105,7 @@ class Verdict:
         return f"{aborted}{said}, ruleset {self.ruleset}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return a dictionary for JSON."""
         return {
             "file": str(self.path),
             "ruleset": self.ruleset,

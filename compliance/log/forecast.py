@@ -1,4 +1,4 @@
-"""When a run will reach its target: a range of evaluations, from its own curve or from the reference's runs.
+"""Forecast when a run will reach its target: a range of evaluations, from its own curve or from the reference's runs.
 
 The run shows it as it trains, and `watch` for any run's log.
 

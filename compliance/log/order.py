@@ -1,4 +1,4 @@
-"""What is against a record as the next one of a log: the one description of what a log may do next.
+"""Tell what is against a record as the next one of a log: the one description of what a log may do next.
 
 `LoggedRun` is the state, `violations` are the steps that it forbids. Each reader makes its own of them: the writer raises,
 so that no such record is written; the check collects all, and grades them by what accepted submissions do too; the watch
@@ -63,7 +63,7 @@ class Violation(NamedTuple):
 
 
 def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> Iterator[Violation]:
-    """What is against `record` as the next one of the log of `run`.
+    """Yield what is against `record` as the next one of the log of `run`.
 
     Args:
         ruleset: the one that the log is checked under. None for a log that is to satisfy all of them, of a writer that
@@ -210,7 +210,7 @@ def _samples_before(run: LoggedRun) -> int:
 
 
 def own_settings(run: LoggedRun) -> Iterator[Violation]:
-    """What a closed run has set otherwise than the benchmark does."""
+    """Yield what a closed run has set otherwise than the benchmark does."""
     if run.division != "closed":
         return
     batch = run.global_batch_size
@@ -236,7 +236,7 @@ def left_open(run: LoggedRun) -> Iterator[Violation]:
 
 
 def unearned_success(run: LoggedRun, train_samples: object) -> Iterator[Violation]:
-    """What does not fit a run that reached its target with `train_samples`, as the log says."""
+    """Yield what does not fit a run that reached its target with `train_samples`, as the log says."""
     target, last = run.target, run.accuracies[-1] if run.accuracies else None
     if last is None:
         found, remedy = "no evaluation", "train to the target, or log the run as aborted"

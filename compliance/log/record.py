@@ -1,4 +1,4 @@
-"""One record of a log: what stands on a line that holds the token, and what is wrong with the line.
+"""A record of a log: what stands on a line that holds the token, and what is wrong with the line.
 
 What the official parser takes for a record is one here too. It decodes latin-1, cuts a line at its last token, strips it,
 and wants a JSON object with time_ms, key, value and metadata; whatever goes beyond that is a `Problem` beside the record.
@@ -24,7 +24,7 @@ _TOKEN = TOKEN.encode()
 
 
 class Record(NamedTuple):
-    """One MLLOG record.
+    """An MLLOG record.
 
     Attributes:
         line: line in the file, from 1.

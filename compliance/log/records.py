@@ -1,4 +1,4 @@
-"""Reads the text log of a run: MLLOG records with their file lines, and the plain header lines.
+"""Read the text log of a run: MLLOG records with their file lines, and the plain header lines.
 
 A log is an untrusted file. Everything that the format forbids becomes a `Problem` with its line instead of an
 exception, so that one reading reports all of them; only a file that cannot be read at all raises. The file is read
@@ -87,7 +87,7 @@ class Log:
 
     @cached_property
     def run(self) -> LoggedRun:
-        """What the log says of its run."""
+        """Return what the log says of its run."""
         run = LoggedRun(self.header)
         for record in self.records:
             run.add(record)
@@ -164,7 +164,7 @@ def read_log(path: Path) -> Log:
 
 
 def _is_utf_16(file: IO[bytes]) -> bool:
-    """Whether a file without a record that can be read holds one in UTF-16, or opens as such text does."""
+    """Tell whether a file without a record that can be read holds one in UTF-16, or opens as such text does."""
     file.seek(0)
     begin = file.read(MAX_LINE_BYTES)
     return begin.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or any(
@@ -174,7 +174,7 @@ def _is_utf_16(file: IO[bytes]) -> bool:
 
 @contextmanager
 def _without_cycle_search() -> Iterator[None]:
-    """Records hold no reference cycles; the search for them, set off by their number, takes a fifth of the time."""
+    """Stop the search for reference cycles: records hold none, but set it off by their number, for a fifth of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -70,19 +70,19 @@ INTERVALS = {
 
 @dataclass(frozen=True)
 class ValueRule:
-    """What a value must be: in words, for messages, and as a predicate."""
+    """A rule for a value: in words, for messages, and as a predicate."""
 
     wording: str
     accepts: Callable[[object], bool] = field(repr=False, compare=False)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
-    """Whether `value` is an int of at most 64 bits, and not a bool (JSON's true is an int to Python)."""
+    """Tell whether `value` is an int of at most 64 bits, and not a bool (JSON's true is an int to Python)."""
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """Whether `value` is such an integer or a finite float."""
+    """Tell whether `value` is such an integer or a finite float."""
     return is_integer(value) or (isinstance(value, float) and math.isfinite(value))
 
 
@@ -124,7 +124,7 @@ def init_limit_minutes(ruleset: str, division: Division) -> int:
 
 @dataclass(frozen=True)
 class KeyRule:
-    """One key of the log.
+    """The rule for one key of the log.
 
     Attributes:
         key: the name.
@@ -150,7 +150,7 @@ class KeyRule:
     written: bool = True
 
     def required_in(self, ruleset: str, division: Division) -> bool:
-        """Whether a complete log of `division` must hold this key under `ruleset`."""
+        """Tell whether a complete log of `division` must hold this key under `ruleset`."""
         return ruleset in (self.closed if division == "closed" else self.open)
 
 

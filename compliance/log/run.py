@@ -1,4 +1,4 @@
-"""What a log says of its run: its phase, settings, evaluations, times and end, as far as its records go.
+"""State of a run by its log: its phase, settings, evaluations, times and end, as far as its records go.
 
 The writer, the check, the watch and the reports all read a run from its records here, one by one in the order of the log.
 `compliance.log.order` says what is against the next one.
@@ -103,7 +103,7 @@ class LoggedRun:
 
     @property
     def division(self) -> rules.Division:
-        """As logged, in whatever case; until then as the head says, or closed, whose rules are stricter."""
+        """Division as logged, in whatever case; until then as the head says, or closed, whose rules are stricter."""
         text = self.value("submission_division") or self.header.get("config.log.division")
         return "open" if str(text).lower() == "open" else "closed"
 
@@ -128,7 +128,7 @@ class LoggedRun:
 
     @property
     def schedule(self) -> Schedule | None:
-        """When the run has to evaluate; None while its batch size, or an open run's interval, is not known."""
+        """Schedule of the run's evaluations; None while its batch size, or an open run's interval, is not known."""
         batch = self.global_batch_size
         if not batch:
             return None
@@ -170,24 +170,24 @@ class LoggedRun:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the log has its run_stop: without one the run goes on, or was cut off."""
+        """Tell whether the log has its run_stop: without one the run goes on, or was cut off."""
         return "run_stop" in self.first
 
     @property
     def status(self) -> Any:
-        """How the run ended by its own words, "success" or "aborted"; None without an end."""
+        """Status at the end by the run's own words, "success" or "aborted"; None without an end."""
         stop = self.last.get("run_stop")
         return stop.metadata.get("status") if stop else None
 
     @property
     def run_start_ms(self) -> int | None:
-        """When the clock was started."""
+        """Time at which the clock was started."""
         start = self.first.get("run_start")
         return start.time_ms if start else None
 
     @property
     def run_stop_ms(self) -> int | None:
-        """When the clock was stopped."""
+        """Time at which the clock was stopped."""
         stop = self.last.get("run_stop")
         return stop.time_ms if stop else None
 

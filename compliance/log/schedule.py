@@ -1,4 +1,4 @@
-"""When a run has to evaluate (TR 24.4)."""
+"""Tell when a run has to evaluate (TR 24.4)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def evaluation_samples(index: int, interval: int, global_batch_size: int) -> int
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where evaluations stand: every `interval` samples, rounded up to a whole batch."""
+    """The places of the evaluations: every `interval` samples, rounded up to a whole batch."""
 
     interval: int
     global_batch_size: int
@@ -43,7 +43,7 @@ class Schedule:
         return index - 1 if index > 1 and self.samples(index - 1) >= samples else index
 
     def allows(self, index: int, samples: int, previous: int) -> bool:
-        """Whether the `index`-th evaluation (from 1) may stand at `samples`, the one before it at `previous`.
+        """Tell whether the `index`-th evaluation (from 1) may stand at `samples`, the one before it at `previous`.
 
         Two readings of "rounded up to a whole batch" are in use and both are accepted: the multiple of the interval is
         rounded (an error under one batch for all evaluations), or the interval itself is (the distance to the previous

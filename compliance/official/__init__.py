@@ -1,1 +1,1 @@
-"""Asks the official tools of mlperf-logging and reads their answers."""
+"""Ask the official tools of mlperf-logging and read their answers."""

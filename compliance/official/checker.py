@@ -1,4 +1,4 @@
-"""Asks the official compliance checker for its verdict on a log, and reads its complaints.
+"""Ask the official compliance checker for its verdict on a log, and read its complaints.
 
 The checker of mlperf-logging prints messages for people who know its source: record indices, expressions, dumps of
 its state; on some logs it ends with a traceback. A `Complaint` is what can be learned from one message. It gets the lines
@@ -23,7 +23,7 @@ MAX_TEXT_CHARACTERS = 160
 
 @dataclass(frozen=True)
 class Complaint:
-    """One message of the official checker.
+    """A message of the official checker.
 
     Attributes:
         text: the message in short.
@@ -51,7 +51,7 @@ class Opinion:
 
 
 def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
-    """What the official checker says about a log.
+    """Return what the official checker says about a log.
 
     Args:
         lines: (line in the file, from 1; its bytes without the end) of each line that holds the token.

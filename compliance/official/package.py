@@ -1,4 +1,4 @@
-"""Asks the official package tools about the parts of a submission.
+"""Ask the official package tools about the parts of a submission.
 
 Each part gets its own answer, from the tool that judges it: a
 benchmark folder from the package checker (number of logs, compliance, seeds, power, reference convergence points), a
@@ -31,7 +31,7 @@ PARAMETERS = "package_checker_params"
 
 @dataclass(frozen=True)
 class Answer:
-    """What an official tool says of a part: its verdict, and the last of its messages in short."""
+    """An official tool's answer about a part: its verdict, and the last of its messages in short."""
 
     outcome: Outcome
     message: str = ""

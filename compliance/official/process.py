@@ -20,7 +20,7 @@ from typing import IO, Any
 
 
 def ask(tool: str, path: Path, ruleset: str, timeout_s: float) -> dict[str, Any]:
-    """What an official tool says; one that dies over it twice, or does not end, gives {"crash": why}.
+    """Ask an official tool what it says; one that dies over it twice, or does not end, gives {"crash": why}.
 
     Args:
         tool: see `compliance.official.worker.judge`.
@@ -33,7 +33,7 @@ def ask(tool: str, path: Path, ruleset: str, timeout_s: float) -> dict[str, Any]
 
 
 def ask_about(log: bytes, ruleset: str, timeout_s: float) -> dict[str, Any]:
-    """What the official checker says of the lines of a log; raises as `ask` does."""
+    """Ask the official checker about the lines of a log; raises as `ask` does."""
     path = the_worker().folder / "log.txt"
     path.write_bytes(log)
     return ask("log", path, ruleset, timeout_s)

@@ -1,4 +1,4 @@
-"""Runs the official tools on a submission tree, and says in words what they say.
+"""Run the official tools on a submission tree, and say in words what they say.
 
 Four of the five end with exit status 0 whatever they found, print their verdict in the middle of hundreds of lines, and
 skip what they do not recognise. So each one's own words decide: passed is what says that it passed and shows that it
@@ -33,7 +33,7 @@ MAX_LINE_CHARACTERS = 4000
 
 @dataclass(frozen=True)
 class Report:
-    """What one tool made of the tree.
+    """Report of one tool on the tree.
 
     Attributes:
         said: its own words for the verdict, in one line; "not asked" for a tool that does not apply.

@@ -42,7 +42,7 @@ def enqueue_config(name: str) -> None:
 
 
 class RuleFiles:
-    """In place of the module yaml: what it makes of a file, kept."""
+    """Replacement for the module yaml that keeps what it makes of a file."""
 
     BaseLoader = yaml.BaseLoader
 
@@ -57,7 +57,7 @@ class RuleFiles:
 
 
 class _Messages(logging.Handler):
-    """Keeps what the tools say."""
+    """Handler that keeps what the tools say."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)

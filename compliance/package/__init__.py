@@ -1,1 +1,1 @@
-"""Makes a submission from a folder of runs."""
+"""Make a submission from a folder of runs."""

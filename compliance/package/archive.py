@@ -1,4 +1,4 @@
-"""Packs a submission for upload: a compressed tar, encrypted with a password, and its SHA-1 (SR "How to Submit").
+"""Pack a submission for upload: a compressed tar, encrypted with a password, and its SHA-1 (SR "How to Submit").
 
 The encryption is that of the `openssl` command, `aes-256-cbc` with its default key derivation, because that is what the
 receiving side decrypts with. The derivation is weak: what protects the archive is a long random password.
@@ -96,7 +96,7 @@ def _encrypt(tree: Path, target: IO[bytes], password_file: Path) -> None:
 
 
 def _anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Who packed it on which machine is nobody's business."""
+    """Drop the owner of a member: who packed it on which machine is nobody's business."""
     member.uid = member.gid = 0
     member.uname = member.gname = ""
     return member

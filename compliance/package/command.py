@@ -68,7 +68,7 @@ def _own_check(package: Package) -> Report:
 
 
 def _comparison(package: Package, summary: Summary | None) -> Report:
-    """Whether score, scaling and samples are the official ones."""
+    """Report whether score, scaling and samples are the official ones."""
     findings = tuple(_differences(package, summary)) if summary else ()
     passed = summary is not None and not findings
     said = (

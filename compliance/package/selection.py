@@ -1,4 +1,4 @@
-"""Which runs of a longer series a submission takes: TR 12.1, "Scoring".
+"""Choose which runs of a longer series a submission takes: TR 12.1, "Scoring".
 
 A submitter may plan M > N runs, sort them by the time of their start, and submit the N consecutive ones whose Olympic
 score is the median of those of all such windows. A window with more than one failed run scores infinity and counts in

@@ -56,14 +56,14 @@ def tracked_source(root: Path = ROOT) -> Source:
 
 
 def _may_be_submitted(path: Path, name: str) -> bool:
-    """What the repository checker takes (names, sizes), and no links, which it misreads."""
+    """Tell whether the repository checker takes a file (name, size) that is no link; links it misreads."""
     parts = PurePosixPath(name).parts
     named = visible(name) == name and not any(part.startswith(".") or " " in part for part in parts)
     return named and path.is_file() and not path.is_symlink() and path.stat().st_size <= MAX_FILE_BYTES
 
 
 def _git(root: Path, *arguments: str) -> str | None:
-    """What a git command prints; None where it fails or is not there."""
+    """Return what a git command prints; None where it fails or is not there."""
     try:
         done = subprocess.run(
             ["git", *arguments],

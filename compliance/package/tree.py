@@ -1,4 +1,4 @@
-"""Makes the tree of a submission from a folder of logs, a system description and the source of this repository.
+"""Make the tree of a submission from a folder of logs, a system description and the source of this repository.
 
     <org>/README.md, LICENSE.md
     <org>/systems/<system>.json
@@ -47,7 +47,7 @@ INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "frame
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be packaged.
+    """Request to package a submission.
 
     Attributes:
         system: the system description; its name without .json names the system.
@@ -80,7 +80,7 @@ class Request:
 
 @dataclass(frozen=True)
 class SubmittedRun:
-    """One run of the submission: result_<n>.txt in the tree, and the log that it is a copy of.
+    """A run of the submission: result_<n>.txt in the tree, and the log that it is a copy of.
 
     Attributes:
         minutes: time to train; infinite when the run is no valid result.
@@ -342,7 +342,7 @@ def _text(path: Path, text: str) -> None:
 
 
 def _configuration(package: Package) -> dict[str, Any]:
-    """What the head of the first log says: versions, hardware, and the resolved configuration."""
+    """Return what the head of the first log says: versions, hardware, and the resolved configuration."""
     header = package.runs[0].log.header
     configuration = {key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")}
     head = {key: value for key, value in header.items() if not key.startswith(("config.", "seed"))}
@@ -429,7 +429,7 @@ def _row(run: SubmittedRun) -> str:
 
 
 def describe_selection(package: Package) -> str:
-    """How the runs were chosen, in words."""
+    """Say in words how the runs were chosen."""
     if len(package.selection.scores) == 1:
         return f"All {package.all_runs} runs are submitted."
     scores = ", ".join(f"{score:.4f}" if score < FAILED else "invalid" for score in package.selection.scores)

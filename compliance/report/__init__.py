@@ -1,4 +1,4 @@
-"""Reports on the runs of a folder."""
+"""Report on the runs of a folder."""
 
 from typing import Literal
 

@@ -29,7 +29,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a chart.
+    """A line of a chart.
 
     Attributes:
         points: (x, y), x increasing.
@@ -43,7 +43,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """What one run measured: a column or a dot.
+    """A column or a dot for what one run measured.
 
     Attributes:
         note: a word in the column, which the style sheet leaves hollow, such as "fastest".
@@ -74,7 +74,7 @@ class Guide:
 
 @dataclass(frozen=True)
 class Axes:
-    """What a chart shows, and how its axes read.
+    """Subject of a chart, and how its axes read.
 
     Attributes:
         description: the chart in a sentence, for those who cannot see it.
@@ -116,7 +116,7 @@ def stacked_chart(lines: Sequence[Line], axes: Axes) -> str:
 
 
 def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> str:
-    """One mark for each run, side by side: columns from zero, or dots over a range of their own."""
+    """Draw a mark for each run, side by side: columns from zero, or dots over a range of their own."""
     values = [bar.value for bar in bars]
     plot = _Plot(replace(axes, from_zero=columns), None, values if columns else _widened(values))
     width = SIDE / len(bars)
@@ -168,7 +168,7 @@ class _Plot:
             self._draw_guide(guide)
 
     def place(self, point: tuple[float, float]) -> str:
-        """Where a point lies in the drawing."""
+        """Return where a point lies in the drawing."""
         return f"{self.x_of(point[0]):.1f} {self.y_of(point[1]):.1f}"
 
     def word(self, kind: str, text: str, *, left: float | None = None, bottom: float | None = None) -> None:
@@ -232,7 +232,7 @@ def _scale(marks: Sequence[float], start: float, stop: float) -> Callable[[float
 
 
 def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
-    """At most `limit` points: the means of equally long stretches, and the last point as it is."""
+    """Thin out to at most `limit` points: the means of equally long stretches, and the last point as it is."""
     if len(points) <= limit:
         return list(points)
     size = -(-(len(points) - 1) // (limit - 1))

@@ -104,7 +104,7 @@ def render(results: Results) -> str:
 
 
 def _text(value: object, limit: int = MAX_TEXT) -> str:
-    """What may come from a file, as text of the page."""
+    """Turn what may come from a file into text of the page."""
     return escape(visible(value, limit))
 
 
@@ -301,7 +301,7 @@ def _scrolling(name: str, head: Sequence[str], rows: Iterable[Iterable[str]]) ->
 
 
 def _warnings(runs: Iterable[ReportedRun]) -> str:
-    """What the runs warned of while they ran."""
+    """List what the runs warned of while they ran."""
     said = [(run.number, entry) for run in runs for entry in run.metrics["warning"]]
     items = [
         f"<li>Run {number}, step {_text(entry.get('step'))}: {_text(entry.get('text'))}</li>"

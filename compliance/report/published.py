@@ -23,7 +23,7 @@ NEIGHBOURS = 3
 
 @dataclass(frozen=True)
 class Published:
-    """One published closed result.
+    """A published closed result.
 
     Attributes:
         accelerators: in the whole system.
@@ -42,13 +42,13 @@ class Published:
 
     @property
     def name(self) -> str:
-        """Who published it, on what, and when."""
+        """Name who published it, on what, and when."""
         return f"{self.submitter} {self.system} ({self.round})"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a time would stand.
+    """The place where a time would stand.
 
     Attributes:
         sentence: the answer in words, also when there is none.
@@ -97,7 +97,7 @@ def family(accelerator: str) -> str | None:
 
 
 def form(accelerator: str) -> str | None:
-    """How the accelerator is built in, "SXM" or "PCIe", where its name tells; a driver's name for SXM has HBM3 in it."""
+    """Tell how the accelerator is built in, "SXM" or "PCIe", if its name tells; a driver's name for SXM has HBM3 in it."""
     text = accelerator.upper()
     if "PCIE" in text or "NVL" in text:
         return "PCIe"
@@ -105,7 +105,7 @@ def form(accelerator: str) -> str | None:
 
 
 def placement(minutes: float, accelerator: str, accelerators: int) -> Placement:
-    """Where a closed run set of `minutes` on `accelerators` of this name would stand among published ones."""
+    """Find where a closed run set of `minutes` on `accelerators` of this name would stand among published ones."""
     if accelerators < 1:
         return Placement("The system has no accelerator: nothing published to compare with.")
     model = family(accelerator)

@@ -49,7 +49,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """One run of a folder.
+    """A run of a folder.
 
     Attributes:
         number: n of result_<n>.txt.
@@ -63,7 +63,7 @@ class ReportedRun:
 
     @property
     def said(self) -> LoggedRun:
-        """What the log says of it."""
+        """Return what the log says of it."""
         return self.log.run
 
     @property
@@ -105,7 +105,7 @@ class Results:
 
     @cached_property
     def dropped(self) -> dict[int, str]:
-        """Runs that the score leaves out, by number: "fastest" or "slowest"; empty without a score.
+        """Return the runs that the score leaves out, by number: "fastest" or "slowest"; empty without a score.
 
         One run that is no valid result counts as the slowest (TR 12).
         """
@@ -145,7 +145,7 @@ class Results:
 
     @cached_property
     def convergence(self) -> Outlook | None:
-        """How the runs' convergence compares with the reference's; None outside the closed division."""
+        """Compare the runs' convergence with the reference's; None outside the closed division."""
         batch = self.global_batch_size
         if self.division != "closed" or not batch:
             return None
@@ -182,7 +182,7 @@ class Results:
 
     @cached_property
     def placement(self) -> Placement:
-        """Where the score would stand among published results, or why it has no place."""
+        """Tell where the score would stand among published results, or why it has no place."""
         if self.division != "closed":
             return Placement(
                 "Only closed runs train what the published results trained: these have no place among them."

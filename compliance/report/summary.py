@@ -1,4 +1,4 @@
-"""What a results folder says in words and tables: for the terminal, Markdown, JSON, CSV, and the page of the report."""
+"""Summarise a results folder in words and tables: for the terminal, Markdown, JSON, CSV, and the page of the report."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
 
 @dataclass(frozen=True)
 class Statement:
-    """One thing that the folder says about itself.
+    """Statement of the folder about itself.
 
     Attributes:
         kind: good, warn (to look at), bad, or plain when it is neither.
@@ -105,7 +105,7 @@ def _convergence_statement(outlook: Outlook) -> tuple[Kind, str, str]:
 
 
 def cells(run: ReportedRun) -> tuple[str, ...]:
-    """One row of the table, in the order of `COLUMNS`."""
+    """Build a row of the table, in the order of `COLUMNS`."""
     return (
         str(run.number),
         run.verdict.official,
@@ -119,7 +119,7 @@ def cells(run: ReportedRun) -> tuple[str, ...]:
 
 
 def score_line(results: Results) -> str:
-    """What all runs together say, in a sentence."""
+    """Say in a sentence what all runs together say."""
     valid = sum(run.verdict.passed for run in results.runs)
     line = f"{valid} of {len(results.runs)} runs valid"
     if results.score_seconds is not None:
@@ -148,7 +148,7 @@ def print_summary(results: Results) -> None:
 
 
 def heading(results: Results) -> str:
-    """What the folder is."""
+    """Return a heading that says what the folder is."""
     return f"BERT on {visible(results.system, MAX_TEXT)}"
 
 
@@ -170,7 +170,7 @@ def _markdown(text: object) -> str:
 
 
 def as_json(results: Results) -> str:
-    """`as_dict` as text."""
+    """Return `as_dict` as text."""
     return json_document(as_dict(results)) + "\n"
 
 
@@ -227,7 +227,7 @@ def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
 
 
 def as_csv(results: Results) -> str:
-    """One row a run; an absent figure is empty. Holds numbers and words of this program only."""
+    """Return one row a run; an absent figure is empty. Holds numbers and words of this program only."""
     rows = [_figures(run, results.dropped.get(run.number)) for run in results.runs]
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")

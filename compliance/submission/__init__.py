@@ -1,1 +1,1 @@
-"""Checks folders of logs and whole submissions."""
+"""Check folders of logs and whole submissions."""

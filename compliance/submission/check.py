@@ -1,4 +1,4 @@
-"""Checks folders of logs: each log by itself, the logs against each other, and all of them against what describes them.
+"""Check folders of logs: each log by itself, the logs against each other, and all of them against what describes them.
 
 A folder gets a verdict of its own for what belongs to no single log; what does, such as the second log with the same
 seed, is added to the verdict of that log. Of ten logs one may fail: it counts as the slowest run, which the score drops.
@@ -58,7 +58,7 @@ MAX_NAMED = 3
 
 @dataclass(frozen=True)
 class FolderRun:
-    """One run of a folder, as the others are compared with it.
+    """A run of a folder, as the others are compared with it.
 
     Attributes:
         verdict: of the log by itself.
@@ -74,7 +74,7 @@ class FolderRun:
 
     @property
     def name(self) -> str:
-        """Of the file, for messages."""
+        """Name of the file, for messages."""
         return visible(self.verdict.path.name)
 
     def object(self, finding: Finding) -> None:
@@ -106,7 +106,7 @@ def check_paths(paths: Iterable[Path], ruleset: str = rules.NEWEST_RULESET) -> l
 
 
 def accepted(verdicts: Sequence[Verdict]) -> bool:
-    """Whether all pass, but for logs that are the one of ten which their folder, by its verdict, can do without."""
+    """Tell whether all pass, but for logs that are the one of ten which their folder, by its verdict, can do without."""
     folders = {verdict.path for verdict in verdicts}  # one that cannot do without the log fails itself
     return all(verdict.passed or verdict.path.parent in folders for verdict in verdicts)
 
@@ -152,7 +152,7 @@ def _read_run(path: Path, ruleset: str) -> FolderRun:
 
 
 def _division(runs: Sequence[FolderRun]) -> rules.Division:
-    """What most logs say; closed, the stricter one, when they do not."""
+    """Return the division that most logs name; closed, the stricter one, when they do not."""
     counts = Counter(run.verdict.division for run in runs)
     return "open" if counts and str(counts.most_common(1)[0][0]).lower() == "open" else "closed"
 
@@ -295,7 +295,7 @@ def _overlaps(runs: Sequence[FolderRun]) -> Iterator[Finding]:
 
 
 def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
-    """What the logs that fail mean for the folder."""
+    """Build the finding for what the logs that fail mean for the folder."""
     failed = [run for run in runs if not run.complete_verdict.passed]
     names = ", ".join(run.name for run in failed[:MAX_NAMED]) + (", ..." if len(failed) > MAX_NAMED else "")
     if len(failed) > 1:
@@ -338,7 +338,7 @@ def _check_description(path: Path, runs: Sequence[FolderRun], answer: Answer, ru
 
 
 def _against_logs(description: Description, runs: Sequence[FolderRun]) -> Iterator[Finding]:
-    """What most logs say otherwise than the description."""
+    """Yield what most logs say otherwise than the description."""
     logged = {key: _usual_text(runs, key) for key, _ in SUBMISSION_KEYS}
     comparisons: tuple[tuple[str, str, Callable[[str, str], bool], Severity], ...] = (
         ("division", "submission_division", lambda described, said: described == said, "error"),
@@ -367,7 +367,7 @@ def _usual_text(runs: Sequence[FolderRun], key: str) -> str | None:
 
 
 def _alike(described: str, said: str) -> bool:
-    """Whether two names may mean the same: letters and digits of one within the other, in any case."""
+    """Tell whether two names may mean the same: letters and digits of one within the other, in any case."""
     one, other = ("".join(filter(str.isalnum, name.casefold())) for name in (described, said))
     return one in other or other in one
 

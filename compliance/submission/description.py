@@ -1,4 +1,4 @@
-"""Is this system description complete, and of types that the official tools survive?"""
+"""Check whether a system description is complete, and of types that the official tools survive."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def read_description(path: Path) -> Description:
 
 
 def description_findings(description: Description, ruleset: str) -> Iterator[Finding]:
-    """What is wrong with a description by itself."""
+    """Yield what is wrong with a description by itself."""
     remedy = "write it again: `python -m compliance system --out FILE --replace`"
     if description.fault:
         found = f"{description.fault}, expected a JSON object with the {len(rules.SYSTEM_FIELDS)} fields"

@@ -1,4 +1,4 @@
-"""What a path holds: the runs of one system, of several, or a whole submission. Looks at names, opens no log.
+"""Find what a path holds: the runs of one system, of several, or a whole submission. Looks at names, opens no log.
 
 <org>/systems/<system>.json                  the system descriptions of a submission
 <org>/results/<system>/bert/result_<n>.txt   its logs
@@ -77,18 +77,18 @@ class BenchmarkFolder:
 
     @property
     def severity(self) -> Severity:
-        """Of what a submission must have, and bare results get in time."""
+        """Severity of lacking what a submission must have, and bare results get in time."""
         return "error" if self.submission else "warning"
 
     @property
     def named_right(self) -> bool:
-        """Whether the official package checker looks into it."""
+        """Tell whether the official package checker looks into it."""
         return absolute(self.path).name == BENCHMARK
 
 
 @dataclass(frozen=True)
 class Tree:
-    """What a path holds.
+    """The contents of a path.
 
     Attributes:
         path: as given.
@@ -103,7 +103,7 @@ class Tree:
 
     @property
     def is_submission(self) -> bool:
-        """Whether `path` is a whole submission."""
+        """Tell whether `path` is a whole submission."""
         return self.submission is not None and self.submission == self.path
 
 
@@ -143,7 +143,7 @@ def find(path: Path) -> Tree:
 
 
 def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
-    """What is wrong with the names and the number of a folder's entries, without opening one."""
+    """Yield what is wrong with the names and the number of a folder's entries, without opening one."""
     if not folder.named_right:
         found = f"the folder is named {_name(folder.path)}: the official package checker skips it and reports success"
         yield Finding(
@@ -221,7 +221,7 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
 
 
 def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:
-    """Whether power/ holds the measurements of each run, of as many nodes and switches each."""
+    """Check that power/ holds the measurements of each run, of as many nodes and switches each."""
     power = folder.path / "power"
     if not power.is_dir():
         return
@@ -248,7 +248,7 @@ def _of_system(system: Path, submission: Path | None) -> list[BenchmarkFolder]:
 
 
 def _is_benchmark(folder: Path) -> bool:
-    """Whether a folder was meant to hold logs of BERT: by its logs or by its name, unless others hold them below it."""
+    """Tell whether a folder was meant to hold logs of BERT: by its logs or its name, unless others hold them below it."""
     if folder.name in OTHER_BENCHMARKS:
         return False
     entries = _entries(folder)
@@ -308,7 +308,7 @@ def _is_counted(path: Path) -> bool:
 
 
 def _is_packed_log(path: Path) -> bool:
-    """Whether it is named result_<n>.txt.gz, and no result_<n>.txt stands beside it."""
+    """Tell whether it is named result_<n>.txt.gz, and no result_<n>.txt stands beside it."""
     match = rules.LOG_FILE.fullmatch(path.name)
     return match is not None and match[2] is not None and not os.path.lexists(path.with_suffix(""))
 
@@ -353,7 +353,7 @@ def _entries(path: Path) -> list[Path]:
 
 
 def _leads_out(path: Path) -> bool:
-    """Whether a file is a link that leaves its folder."""
+    """Tell whether a file is a link that leaves its folder."""
     return path.is_symlink() and path.resolve().parent != path.parent.resolve()
 
 

@@ -1,1 +1,1 @@
-"""Follows a run in progress."""
+"""Follow a run in progress."""

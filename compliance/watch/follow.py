@@ -1,4 +1,4 @@
-"""Reads a file that is being written: each byte once, whole lines only, through truncation and rotation."""
+"""Read a file that is being written: each byte once, whole lines only, through truncation and rotation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Follower:
 
     @property
     def unfinished(self) -> bytes:
-        """What stands after the last line end: a line that is being written, or the last of a file without one."""
+        """Return what stands after the last line end: a line that is being written, or the last of a file without one."""
         return b"" if self._is_overlong else self._partial
 
     def lines(self) -> Iterator[bytes]:

@@ -41,7 +41,7 @@ MAX_HEADER_BYTES = 4_096
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One evaluation: sequences trained, accuracy, and when its result was logged."""
+    """An evaluation: sequences trained, accuracy, and when its result was logged."""
 
     samples: int
     accuracy: float
@@ -216,7 +216,7 @@ class RunningLog(LoggedRun):
         self.add(record)
 
     def _check_settings(self) -> None:
-        """What must have been logged when the clock starts."""
+        """Check what must have been logged when the clock starts."""
         is_closed = self.division == "closed"
         if self.caches_cleared is None:
             self._complain("no cache_clear before run_start: caches must be dropped, and that logged (TR 6.1)")
@@ -259,7 +259,7 @@ class RunningLog(LoggedRun):
 
 
 def _is_fatal(violation: Violation) -> bool:
-    """Whether it costs the run its result, and is not only how somebody else's program logs."""
+    """Tell whether it costs the run its result, and is not only how somebody else's program logs."""
     if violation.kind in ("repeat", "value"):
         return violation.key in ("run_start", "run_stop", "eval_accuracy")
     return violation.kind in ("init time", "schedule", "count")

@@ -99,7 +99,7 @@ def _put(console: Console, text: str) -> None:
 
 
 def _display(watched: Watch, console: Console, stack: ExitStack) -> Callable[[], None]:
-    """What shows the news: a panel that `stack` leaves standing, or plain lines."""
+    """Choose what shows the news: a panel that `stack` leaves standing, or plain lines."""
     if not console.is_terminal:
         return PlainLines(watched, console).show
     live = stack.enter_context(Live(console=console, auto_refresh=False, vertical_overflow="crop"))
@@ -187,7 +187,7 @@ def sparkline(values: list[float], width: int = 60) -> str:
 
 
 def forecast_words(watched: Watch, now_ms: float) -> str:
-    """When the target will be reached, as a range."""
+    """Say when the target will be reached, as a range."""
     run, schedule, found = watched.run, watched.run.schedule, watched.forecast
     if watched.has_reached:
         return "reached"
@@ -237,7 +237,7 @@ def _of_target(run: RunningLog) -> str:
 
 
 def end_words(run: RunningLog) -> str:
-    """How the run ended."""
+    """Say how the run ended."""
     seconds = (run.run_stop_ms - run.run_start_ms) / 1000 if run.run_stop_ms and run.run_start_ms else None
     spent = f" after {clock(seconds)} ({seconds:.1f} s)" if seconds is not None else ""
     fault = run.header.get("ended by a fault")

@@ -50,7 +50,7 @@ class Sibling:
 
 @dataclass
 class Watch:
-    """One log that is followed.
+    """A log that is followed.
 
     Attributes:
         path: of the log.
@@ -130,7 +130,7 @@ class Watch:
 
     @property
     def forecast(self) -> Forecast | None:
-        """When the target will be reached; None before it is known what the target is, and after the end."""
+        """Forecast when the target will be reached; None before it is known what the target is, and after the end."""
         run, schedule = self.run, self.run.schedule
         if run.target is None or schedule is None or run.phase == "done" or self.has_reached:
             return None
@@ -139,12 +139,12 @@ class Watch:
 
     @property
     def has_reached(self) -> bool:
-        """Whether the last accuracy is the target's."""
+        """Tell whether the last accuracy is the target's."""
         target, evaluations = self.run.target, self.run.evaluations
         return target is not None and bool(evaluations) and evaluations[-1].accuracy >= target
 
     def outlooks(self) -> Iterator[str]:
-        """What the set of runs would come to if this one ended at the early and at the late end of its forecast."""
+        """Yield what the set of runs would come to if this one ended at the early and at the late end of its forecast."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
         others = [other for other in self.siblings if other.is_done and other.global_batch_size == batch]
         if run.division != "closed" or not batch or not schedule or len(others) >= SUBMISSION_RUNS:
@@ -182,7 +182,7 @@ _outlook = lru_cache(maxsize=64)(outlook)
 
 
 def is_record(line: bytes) -> bool:
-    """Whether a line that may be half-written is a record without a fault."""
+    """Tell whether a line that may be half-written is a record without a fault."""
     if b":::MLLOG " not in line:
         return False
     record, problems = parse_line(line, 1)
@@ -205,7 +205,7 @@ def results_in(folder: Path) -> dict[Path, float]:
 
 @lru_cache(maxsize=256)
 def _sibling(path: Path, _written: float) -> Sibling:
-    """What another log says about its seed and its end, read once unless it changes; an unreadable one says nothing."""
+    """Read what another log says about its seed and its end, once unless it changes; an unreadable one says nothing."""
     run = RunningLog()
     with Follower(path) as follower:
         for line in follower.lines():
@@ -214,7 +214,7 @@ def _sibling(path: Path, _written: float) -> Sibling:
 
 
 def is_finished(path: Path) -> bool:
-    """Whether a log has its run_stop."""
+    """Tell whether a log has its run_stop."""
     try:
         with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
