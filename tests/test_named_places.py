@@ -14,7 +14,9 @@ PATH = re.compile(
     rf"(?<![\w./<>-])(?:{'|'.join(PACKAGES)}|docs|launch)/(?:[\w./-]*\.(?:csv|json|md|py|sh|sub|toml|txt|yaml)\b|[\w/]*(?=/?`))"
 )
 MODULE = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(\))?`")
-ELSEWHERE = re.compile(r"benchmarks/(bert|a)\b|benchmarks/results/|bert/(embeddings|encoder|pooler|result_|untracked)")
+ELSEWHERE = re.compile(
+    r"benchmarks/(bert|a)\b|benchmarks/results/|\w+/__pycache__|bert/(embeddings|encoder|pooler|result_|untracked)"
+)
 """Places in a submission or in a checkpoint, and what a command makes."""
 
 
