@@ -21,7 +21,7 @@ from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle
 from bert.checkpoints.tensorflow_index import MAGIC
 from bert.checkpoints.tensorflow_names import tf1_name, tf2_names
 from bert.checkpoints.weights import VOCABULARY, Weight, stated_model
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.files import open_regular
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from bert.config import Config, flattened
-from bert.recipes import RECIPES
+from bert.configuration.config import Config, flattened
+from bert.configuration.recipes import RECIPES
 from bert.train import parse
 from compliance.doctor import system, system_file
 from compliance.log.rules import SYSTEM_FIELDS

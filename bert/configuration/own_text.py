@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from bert.config import Config
+from bert.configuration.config import Config
 
 _EVALUATIONS = 20
 _FEWEST_STEPS = 1000
