@@ -3,8 +3,9 @@
 #
 #   ./run_and_time.sh [RECIPE] [RUNS] [-- --section.field value ...]
 #
-# RECIPE (default: tiny_cpu) is a recipe of bert/recipes.py, RUNS (default: 1) the number of runs, and what follows are
-# settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the repository's root.
+# RECIPE (default: tiny_cpu) is a recipe of bert/configuration/recipes.py, RUNS (default: 1) the number of runs, and what
+# follows are settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the
+# repository's root.
 # --help prints this, --version a line with version and commit.
 # Environment: NPROC, the number of processes (default: one a GPU; for tiny_cpu two, or one on a single core);
 # OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); PYTHON, what .venv is made with;

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.evaluator import Accuracy, Evaluator
 from bert.guards.preflight import check_evaluation
 from bert.guards.triton_cache import require_private_cache

@@ -2,7 +2,7 @@
 
 import torch
 
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
 from console.program import say

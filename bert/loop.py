@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.mllog import MLLog, evaluation_samples

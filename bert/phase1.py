@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from bert.recipes import tiny_model
+from bert.configuration.recipes import tiny_model
 from console.program import accept_any_text, answer_version, complain, parsed, say
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 
 from bert.checkpoints.training_state import RunState, checkpoint_folders, find, lock
 from bert.checkpoints.weights import VOCABULARY, save_weights
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.guards.data_guard import DataGuard
 from bert.guards.faults import ended_together
 from bert.guards.interruption import Interruption, orderly

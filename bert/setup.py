@@ -8,7 +8,7 @@ from rich.console import Console
 
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
 from bert.guards.interruption import Interruption

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
 from bert.model import BertForPreTraining

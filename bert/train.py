@@ -18,12 +18,12 @@ from pathlib import Path
 
 import tyro
 
-from bert.config import Config
-from bert.config_file import arguments_of, did_you_mean, setting_names
+from bert.configuration.config import Config
+from bert.configuration.config_file import arguments_of, did_you_mean, setting_names
+from bert.configuration.own_text import FOLLOWING
+from bert.configuration.recipes import RECIPES
 from bert.guards.interruption import Interrupted
-from bert.own_text import FOLLOWING
 from bert.parallel.launch import Launch
-from bert.recipes import RECIPES
 from console.program import accept_any_text, answer_version, complain, parsed, say_document
 
 OLDEST_TORCH = (2, 11)

@@ -17,7 +17,8 @@ from console.program import Commands, accept_any_text, complain, say
 from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
-    from dataloading.dataset.folder import Dataset, Part
+    from dataloading.dataset.folder import Dataset
+    from dataloading.dataset.manifest import Part
     from dataloading.dataset.shuffle import Progress as ShuffleProgress
     from dataloading.shards.samples import Samples
     from dataloading.shards.shard import ShardRecord
@@ -136,7 +137,7 @@ def _merge(folders: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
         folders: Where the parts are; parts may share a folder.
         out: Folder to make, or the folder that all parts share.
     """
-    from dataloading.dataset.folder import merge
+    from dataloading.dataset.merge import merge
 
     say(f"{out}: {_counts(merge(list(folders), out))}")
 
@@ -150,7 +151,8 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
         vocab: The vocabulary that their ids belong to.
         out: Folder to make, with links to the shards, where nothing may be written beside them.
     """
-    from dataloading.dataset.folder import index_shards, new_folder, open_dataset
+    from dataloading.dataset.folder import new_folder, open_dataset
+    from dataloading.dataset.merge import index_shards
     from dataloading.dataset.sources import info_of, shard_names
 
     names = shard_names(folder)
@@ -350,7 +352,7 @@ def _duration(seconds: float) -> str:
 
 
 def _parse_part(text: str) -> Part:
-    from dataloading.dataset.folder import Part
+    from dataloading.dataset.manifest import Part
 
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):

@@ -105,9 +105,10 @@ def _autotune(arguments: Sequence[str]) -> None:
 def _measure(op: str, device: torch.device, dtype: torch.dtype, size: Size) -> None:
     from kernels.tuning import autotune
     from kernels.tuning.examples import example_inputs
+    from kernels.tuning.request import Request
 
     args, kwargs = example_inputs(op, device, dtype, size)
-    request = autotune.Request.of(op, args, kwargs)
+    request = Request.of(op, args, kwargs)
     del args, kwargs
     choice = autotune.measure(request)
     if choice is None:

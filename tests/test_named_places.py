@@ -15,7 +15,7 @@ PATH = re.compile(
 )
 MODULE = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)(?:\(\))?`")
 ELSEWHERE = re.compile(
-    r"benchmarks/(bert|a)\b|benchmarks/results/|dataloading/__pycache__|bert/(embeddings|encoder|pooler|result_|untracked)"
+    r"benchmarks/(bert|a)\b|benchmarks/results/|\w+/__pycache__|bert/(embeddings|encoder|pooler|result_|untracked)"
 )
 """Places in a submission or in a checkpoint, and what a command makes."""
 

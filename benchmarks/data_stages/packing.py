@@ -24,7 +24,7 @@ from scipy import optimize, sparse  # noqa: F401  # loaded before the runs
 
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import published_packing
-from dataloading.batches.packing import Strategy, pack_histogram
+from dataloading.batches.packing_strategy import Strategy, pack_histogram
 
 SHIPPED_HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"
 LIMITS = (3, 12, None)

@@ -30,7 +30,8 @@ import tyro
 from numpy.typing import NDArray
 
 from dataloading.batches.sampler import Plan, deal, work
-from dataloading.dataset.folder import open_dataset, write_metadata
+from dataloading.dataset.folder import open_dataset
+from dataloading.dataset.manifest import write_metadata
 from dataloading.shards.shard import DatasetInfo, ShardRecord
 
 SHIPPED_HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.gpu_parts.report import NotUsableError
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from bert.optimizer import FlatParameters
 from kernels import OPS, Dropout

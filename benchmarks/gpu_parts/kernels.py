@@ -19,9 +19,9 @@ from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
 from benchmarks.gpu_parts.report import NotUsableError, Row
 from benchmarks.gpu_parts.scale import Context, samples_of
 from benchmarks.gpu_parts.timing import measured, timed_row
+from bert.configuration.recipes import h100_1x1
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
-from bert.recipes import h100_1x1
 from kernels import OPS, Dropout, lamb_step
 
 _LAMB_BYTES = 48

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu_parts.report import Row
 from benchmarks.gpu_parts.scale import Context, drawn_lengths, samples_of
 from benchmarks.gpu_parts.step import Precision, training_step
-from bert.recipes import h100_1x1
+from bert.configuration.recipes import h100_1x1
 from dataloading.batches.loader import batch_of, shape_bucket_of
 from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
 

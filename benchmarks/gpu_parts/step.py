@@ -10,8 +10,8 @@ from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.report import NotUsableError, Row
 from benchmarks.gpu_parts.scale import Context, micro_batches, training_flop
 from benchmarks.gpu_parts.timing import measured, timed_row
-from bert.config import Config
-from bert.recipes import dgxa100_1x8, h100_1x1, h100_1x8
+from bert.configuration.config import Config
+from bert.configuration.recipes import dgxa100_1x8, h100_1x1, h100_1x8
 from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch

@@ -38,9 +38,9 @@ from benchmarks.conditions import write_figures
 from benchmarks.training.independent import Side, Trained, train
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.weights import save_weights
-from bert.config import ModelConfig, OptimizerConfig
+from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.configuration.recipes import ARTIFACTS
 from bert.model import BertForPreTraining, initialize_
-from bert.recipes import ARTIFACTS
 from dataloading.batches.sampler import Plan
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions

@@ -21,12 +21,12 @@ from torch import Tensor
 import bert.model
 from benchmarks.conditions import write_figures
 from bert.checkpoints.weights import load_weights
-from bert.config import Config
+from bert.configuration.config import Config
+from bert.configuration.recipes import tiny_cpu
 from bert.evaluator import Evaluator
 from bert.initial_model import build_model
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import join_mesh
-from bert.recipes import tiny_cpu
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, NumpyLoader

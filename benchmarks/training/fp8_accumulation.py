@@ -25,10 +25,10 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.conditions import write_figures
-from bert.config import ModelConfig, OptimizerConfig
+from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.configuration.recipes import tiny_cpu
 from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, initialize_
 from bert.optimizer import FlatParameters, Lamb
-from bert.recipes import tiny_cpu
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
 from dataloading.dataset.folder import Dataset, open_dataset

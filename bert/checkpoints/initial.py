@@ -6,7 +6,7 @@ import torch
 
 from bert.checkpoints.sources import Source, open_source
 from bert.checkpoints.weights import check_weights, load_weights
-from bert.config import Config, ModelConfig
+from bert.configuration.config import Config, ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.text.tokenization import Vocabulary
 

@@ -17,9 +17,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
-from bert.checkpoints.tensorflow import INDEX_SUFFIX, MAGIC, TensorBundle, tf1_name, tf2_names
+from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle
+from bert.checkpoints.tensorflow_index import MAGIC
+from bert.checkpoints.tensorflow_names import tf1_name, tf2_names
 from bert.checkpoints.weights import VOCABULARY, Weight, stated_model
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.files import open_regular
 

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.weights import Weight, write_safetensors
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.parallel.collectives import agreed_text, all_reduce_min_, broadcast_
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep

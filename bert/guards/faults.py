@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.guards.interruption import Interrupted
 from bert.mllog import MLLog
 from bert.parallel.mesh import Mesh

@@ -15,7 +15,7 @@ import torch
 from bert.checkpoints.initial import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
 from bert.checkpoints.weights import weight_shapes
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.mllog import evaluation_interval, evaluation_samples
 from bert.parallel.mesh import Mesh
 from bert.reporting.result_files import choose_files

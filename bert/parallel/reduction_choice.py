@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from bert.config import TrainingConfig
+from bert.configuration.config import TrainingConfig
 from bert.optimizer import FlatParameters
 from bert.parallel.reduction import Communicators, Reduction, Strategy, Way
 from bert.parallel.sums import ReduceDtype

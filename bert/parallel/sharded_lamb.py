@@ -10,7 +10,7 @@ the shard without a gap.
 import torch
 from torch import Tensor
 
-from bert.config import OptimizerConfig
+from bert.configuration.config import OptimizerConfig
 from bert.optimizer import FlatParameters, hyperparameters, learning_rate_tensor
 from bert.parallel.reduction import Reduction
 from bert.parallel.single import all_gather_single

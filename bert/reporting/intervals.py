@@ -2,7 +2,7 @@
 
 import time
 
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.optimizer import learning_rate
 from bert.parallel.stragglers import Stragglers
 from bert.reporting.records import Position, StepRecord

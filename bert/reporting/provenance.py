@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from bert.config import Config, flattened
+from bert.configuration.config import Config, flattened
 from bert.parallel.mesh import Mesh
 from console.version import commit
 

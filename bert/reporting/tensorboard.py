@@ -11,7 +11,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.reporting.records import EvaluationRecord, Record, Sink, StepRecord
 
 _GROUPS = {

@@ -17,7 +17,7 @@ RECIPE_TIMEOUT_S = 60.0
 _ASK_RECIPE = """
 import json, sys
 from dataclasses import asdict
-from bert.recipes import RECIPES
+from bert.configuration.recipes import RECIPES
 name = sys.argv[1]
 print(json.dumps(asdict(RECIPES[name]()) if name in RECIPES else sorted(RECIPES), default=str))
 """
@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
         recipe: its name; "" when only the machine is looked at.
-        config: the recipe's settings by section, as `bert.recipes` has them.
+        config: the recipe's settings by section, as `bert.configuration.recipes` has them.
         nodes: machines that take part.
         ranks: processes on each of them.
     """

@@ -12,7 +12,8 @@ from compliance.log.findings import Finding
 from compliance.log.rules import NOT_A_RESULT
 from compliance.official.tools import Report, Summary, ask_all, said_beside
 from compliance.package.archive import check_request, write_archive
-from compliance.package.tree import Package, Request, describe_selection, make_package
+from compliance.package.assembly import make_package
+from compliance.package.tree import Package, Request, describe_selection
 from compliance.submission.check import accepted, check_paths
 from console.program import say
 from console.text import visible

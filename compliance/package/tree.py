@@ -1,4 +1,4 @@
-"""Make the tree of a submission from a folder of logs, a system description and the source of this repository.
+"""The tree of a submission: the logs, the system description and the source of this repository.
 
     <org>/README.md, LICENSE.md
     <org>/systems/<system>.json
@@ -13,36 +13,30 @@ aside and renamed when it is whole.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compliance.artefact import MAX_FILE_BYTES, PARTIAL, sync
-from compliance.check.checker import check_log
-from compliance.convergence.outlook import Outlook, outlook
+from compliance.artefact import PARTIAL, sync
+from compliance.convergence.outlook import Outlook
 from compliance.convergence.reference_points import SUBMISSION_RUNS
-from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs
 from compliance.log import rules
-from compliance.log.findings import Finding, Verdict
+from compliance.log.findings import Finding
 from compliance.log.records import Log
-from compliance.package.selection import FAILED, Selection, select
-from compliance.package.source import Source, tracked_source
-from compliance.submission.description import description_findings, read_description
+from compliance.package.selection import FAILED, Selection
+from compliance.package.source import Source
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 """Names of folders that the repository checker and every file system take."""
 
 REPEATED_SECTIONS = ("optimizer", "training", "evaluation")
 """Sections of the configuration that make a run what it is; the others name places on one machine."""
-
-INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "framework")
 
 
 @dataclass(frozen=True)
@@ -120,153 +114,8 @@ class Package:
     findings: tuple[Finding, ...]
 
 
-def make_package(request: Request) -> Package:
-    """Write the submission tree request.out/request.org.
-
-    Raises:
-        ValueError: why these logs, this description or this place make no submission; then nothing was written.
-    """
-    if request.tree.exists() and not request.replace:
-        raise ValueError(f"{request.tree} is there already: choose another --out, or give --replace to write it anew")
-    logs = result_logs(request.runs)
-    division = division_of(logs)
-    description = _description(request, division)
-    _refuse_unsuitable(logs)
-    chosen, selection = _choose(logs, request.ruleset)
-    ahead = outlook(
-        [run.log.run.converged_samples() for run in chosen], batch_size_of(logs), request.ruleset, division=division
-    )
-    scaling = ahead.scaling if ahead.verdict == "scaled" else 1.0
-    source = tracked_source()
-    package = Package(
-        request=request,
-        tree=request.tree,
-        results=request.tree / "results" / request.system.stem / "bert",
-        division=division,
-        runs=chosen,
-        selection=selection,
-        all_runs=len(logs),
-        outlook=ahead,
-        scaling=scaling,
-        minutes=selection.score * scaling,
-        left_out=source.left_out,
-        findings=tuple(_findings(description, logs, source)),
-    )
-    _write(package, description, source)
-    return package
-
-
-# What makes no submission
-
-
-def _description(request: Request, division: rules.Division) -> dict[str, Any]:
-    path = request.system
-    description = read_description(path)
-    faults = [fault for fault in description_findings(description, request.ruleset) if fault.severity == "error"]
-    if faults:
-        more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
-        field = f"{faults[0].key}: " if faults[0].key else ""
-        raise ValueError(f"{path}: {field}{faults[0].found}; {faults[0].remedy}{more}")
-    for name in INDISPENSABLE_FIELDS:
-        if description.text(name) is None:
-            raise ValueError(f"{path}: {name} is empty: `python -m compliance system --out {path} --set {name}=...`")
-    if description.fields["division"] != division:
-        raise ValueError(
-            f"{path}: division is {description.fields['division']!r}, but the logs say {division!r}; no official "
-            "tool compares the two, and seeds and convergence are checked only where the file says 'closed': "
-            "put the wrong one right"
-        )
-    return description.fields
-
-
-def _refuse_unsuitable(logs: list[Log]) -> None:
-    folder = logs[0].path.parent
-    ended = [log for log in logs if log.run.is_ended]
-    if len(ended) < SUBMISSION_RUNS:
-        running = f", and {len(logs) - len(ended)} without an end" if len(ended) < len(logs) else ""
-        raise ValueError(
-            f"{folder}: {len(ended)} complete logs{running}, expected {SUBMISSION_RUNS} (TR 12): make the missing runs; "
-            f"`python -m compliance convergence {folder}` says what they must do"
-        )
-    digests: dict[bytes, Path] = {}
-    for log in logs:
-        if log.packed:
-            raise ValueError(f"{log.path}: packed in gzip, which no official tool reads: unpack it with `gunzip`")
-        if log.path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{log.path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most that a submission may hold")
-        same = digests.setdefault(hashlib.sha256(log.path.read_bytes()).digest(), log.path)
-        if same != log.path:
-            raise ValueError(
-                f"{log.path} is a copy of {same.name}, expected a run of its own: remove the copy and run again"
-            )
-        if log.run.resumed_from is not None:
-            raise ValueError(
-                f"{log.path}: the run was resumed from {log.run.resumed_from!a}, so its clock did not run all the "
-                "time (TR 11): no run of a submission; move the log away and run again"
-            )
-
-
-def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Selection]:
-    verdicts = [check_log(log, ruleset) for log in logs]
-    times = [minutes_of(log) if verdict.passed else FAILED for log, verdict in zip(logs, verdicts, strict=True)]
-    selection = select([log.run.start_ms or 0 for log in logs], times, SUBMISSION_RUNS)
-    failed = [verdict for verdict in verdicts if not verdict.passed]
-    if selection.score == FAILED:
-        named = "; ".join(f"{verdict.path.name}: {_why(verdict)}" for verdict in failed)
-        raise ValueError(
-            f"{logs[0].path.parent}: {len(failed)} runs are no valid results, and a set of {SUBMISSION_RUNS} may hold one "
-            f"(TR 12): {named}. Run again"
-        )
-    for run in selection.chosen:
-        if verdicts[run].official == "pass" and not verdicts[run].passed:
-            raise ValueError(
-                f"{logs[run].path}: {_why(verdicts[run])}. The official tools do not see it and would count the run: move "
-                "the log away and run again"
-            )
-    chosen = [
-        SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in enumerate(selection.chosen)
-    ]
-    return tuple(chosen), selection
-
-
-def _why(verdict: Verdict) -> str:
-    return f"{verdict.errors[0]}" if verdict.errors else verdict.summary
-
-
-# What does not stop it
-
-
-def _findings(description: Mapping[str, Any], logs: list[Log], source: Source) -> Iterator[Finding]:
-    for log in logs:
-        if not log.run.is_ended:
-            found = f"{log.path.name} has no run_stop and was counted as a failed run"
-            remedy = "if it is still running, wait for it and package again"
-            yield Finding(None, "run_stop", "TR 12", found, remedy, severity="warning")
-    empty = [name for name in rules.MEANINGFUL_SYSTEM_FIELDS if not description[name]]
-    if not description["host_processor_core_count"] and not description["host_processor_vcpu_count"]:
-        empty.append("host_processor_core_count")
-    if empty:
-        found = f"the system description leaves {', '.join(empty)} empty, expected a meaningful answer"
-        remedy = "fill them in; N/A where the system has no such thing"
-        yield Finding(None, empty[0], "SR <system_desc_id>.json metadata", found, remedy, severity="warning")
-    commits = {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}
-    if source.commit and commits:
-        found = f"a log was made at commit {min(commits)!a}, but the source is packaged at {source.commit!r}"
-        remedy = "check out the commit of the runs and package from there"
-        yield Finding(None, "", "SR Source code requirements for replication", found, remedy, severity="warning")
-    if source.modified:
-        found = f"{source.modified[0]} differs from its commit"
-        remedy = "commit it, or package from a clean checkout: what is packaged must be what ran"
-        yield Finding(
-            None, "", "SR Source code requirements for replication", found, remedy, severity="warning",
-            more=len(source.modified) - 1,
-        )  # fmt: skip
-
-
-# The tree
-
-
-def _write(package: Package, description: Mapping[str, Any], source: Source) -> None:
+def write_tree(package: Package, description: Mapping[str, Any], source: Source) -> None:
+    """Write the tree aside and put it in its place when it is whole. Raises ``ValueError``, and then nothing is left."""
     request = package.request
     try:
         request.out.mkdir(parents=True, exist_ok=True)

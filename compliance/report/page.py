@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -13,12 +12,21 @@ from compliance.convergence.outlook import Outlook
 from compliance.convergence.reference_points import Reference
 from compliance.log.rules import NEWEST_RULESET, NOT_A_RESULT
 from compliance.report import Format
-from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count, stacked_chart
+from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
+from compliance.report.markup import (
+    MAX_FACTS,
+    escaped,
+    fact_list,
+    figure,
+    number_of_runs,
+    pair,
+    scrolling_table,
+    section,
+)
 from compliance.report.published import SOURCE, Published
-from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, load_results, numbers, steps_taken
+from compliance.report.results import ReportedRun, Results, load_results
 from compliance.report.summary import (
     MAX_SENTENCE,
-    MAX_TEXT,
     as_csv,
     as_json,
     as_markdown,
@@ -29,27 +37,13 @@ from compliance.report.summary import (
     rate,
     statements,
 )
+from compliance.report.time_section import time_section
 from console.text import visible
 
 STYLE_SHEET = Path(__file__).with_name("report.css")
 
-PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True)) | {
-    "evaluation": "evaluation",
-    "other": "other",
-}
-"""Parts of a run to classes of the style sheet."""
-
 MARKS = {"good": ("✓", "good"), "warn": ("!", "to look at"), "bad": ("✕", "not good"), "plain": ("·", "")}
 """Sign of a kind of statement, and how it is read out."""
-
-MAX_LOSS = 1e6
-MAX_STEP_MS = 1e9
-MAX_RATE = 1e12
-
-MAX_BARS = 12
-MIN_LABELLED_SHARE = 12
-"""Per cent of a bar from which on its share fits into it, also on a telephone."""
-MAX_FACTS = 400
 MAX_FINDINGS = 200
 MAX_WARNINGS = 20
 MAX_DIFFERENCES = 16
@@ -78,54 +72,24 @@ def render(results: Results) -> str:
     body = [
         _header(results),
         _figures(results),
-        _section("In short", _statements(results)),
-        _section("Masked-LM accuracy", _accuracy(results)),
-        _section("Runs", _pair(_times(results), _convergence(results)), _table(results), _warnings(results.runs)),
-        _section("Findings", _findings(results)),
-        _section(
-            "Where the time went",
-            _pair(_curve(results.runs, RATE), _curve(results.runs, LOSS)),
-            _breakdown(results.runs),
-            _timeline(results.shown),
+        section("In short", _statements(results)),
+        section("Masked-LM accuracy", _accuracy(results)),
+        section("Runs", pair(_times(results), _convergence(results)), _table(results), _warnings(results.runs)),
+        section("Findings", _findings(results)),
+        time_section(results),
+        section("Among published results", _published(results)),
+        section(
+            "System", fact_list({name.replace("_", " "): value for name, value in results.description.items() if value})
         ),
-        _section("Among published results", _published(results)),
-        _section(
-            "System", _facts({name.replace("_", " "): value for name, value in results.description.items() if value})
-        ),
-        _section("Environment and configuration", _configuration(results)),
+        section("Environment and configuration", _configuration(results)),
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(title)}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
+        f"<title>{escaped(title)}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
         "<body>\n" + "\n".join(part for part in body if part) + _footer(results) + "\n</body></html>\n"
     )
-
-
-def _text(value: object, limit: int = MAX_TEXT) -> str:
-    """Turn what may come from a file into text of the page."""
-    return escape(visible(value, limit))
-
-
-def _section(title: str, *content: str) -> str:
-    text = "\n".join(part for part in content if part)
-    return f"<section><h2>{title}</h2>\n{text}</section>" if text else ""
-
-
-def _runs(number: int) -> str:
-    return f"{number} run{'' if number == 1 else 's'}"
-
-
-def _pair(*figures: str) -> str:
-    shown = [figure for figure in figures if figure]
-    return f'<div class="pair">{"".join(shown)}</div>' if shown else ""
-
-
-def _figure(title: str, chart: str, note: str = "") -> str:
-    caption = f'<p class="aside">{_text(note, MAX_SENTENCE)}</p>' if note else ""
-    head = f"<h3>{_text(title)}</h3>" if title else ""
-    return f"<figure>{head}{chart}{caption}</figure>"
 
 
 def _header(results: Results) -> str:
@@ -142,14 +106,14 @@ def _header(results: Results) -> str:
     ]
     subtitle = ", ".join(piece for piece in pieces if piece)
     return (
-        f"<header><h1>{_text(heading(results))}</h1>"
-        f'<p class="subtitle">{_text(subtitle, MAX_SENTENCE)}</p><p class="notice">{NOT_A_RESULT}</p></header>'
+        f"<header><h1>{escaped(heading(results))}</h1>"
+        f'<p class="subtitle">{escaped(subtitle, MAX_SENTENCE)}</p><p class="notice">{NOT_A_RESULT}</p></header>'
     )
 
 
 def _footer(results: Results) -> str:
     return (
-        f"<footer>Checked with the official compliance checker (mlperf-logging), ruleset {_text(results.ruleset)}, and "
+        f"<footer>Checked with the official compliance checker (mlperf-logging), ruleset {escaped(results.ruleset)}, and "
         f"this repository's stricter rules. {NOT_A_RESULT}</footer>"
     )
 
@@ -157,7 +121,11 @@ def _footer(results: Results) -> str:
 def _figures(results: Results) -> str:
     """The few numbers to see first; the time is the score where there is one."""
     shown, kept = results.shown, [run for run in results.valid if run.number not in results.dropped]
-    over = f"mean of {_runs(len(kept))}, fastest and slowest dropped" if results.dropped else f"run {shown.number}"
+    over = (
+        f"mean of {number_of_runs(len(kept))}, fastest and slowest dropped"
+        if results.dropped
+        else f"run {shown.number}"
+    )
     rates = [run.said.sequences_per_s for run in kept or [shown] if run.said.sequences_per_s]
     mean_rate = sum(rates) / len(rates) if rates else None
     each = "evaluations included"
@@ -183,7 +151,9 @@ def _figures(results: Results) -> str:
     ]
     if results.convergence is not None and results.convergence.reference is not None:
         figures.append(("Convergence", *_convergence_figure(results.convergence, results.convergence.reference)))
-    items = (f"<div><dt>{name}</dt><dd>{value}<small>{_text(note)}</small></dd></div>" for name, value, note in figures)
+    items = (
+        f"<div><dt>{name}</dt><dd>{value}<small>{escaped(note)}</small></dd></div>" for name, value, note in figures
+    )
     return f'<dl class="figures">{"".join(items)}</dl>'
 
 
@@ -200,8 +170,8 @@ def _statements(results: Results) -> str:
         sign, said = MARKS[item.kind]
         spoken = f'<span class="spoken">{said}: </span>' if said else ""
         items.append(
-            f'<li class="{item.kind}"><i aria-hidden="true">{sign}</i><div>{spoken}<strong>{_text(item.title)}</strong> '
-            f"<p>{_text(item.text, MAX_SENTENCE)}</p></div></li>"
+            f'<li class="{item.kind}"><i aria-hidden="true">{sign}</i><div>{spoken}<strong>{escaped(item.title)}</strong> '
+            f"<p>{escaped(item.text, MAX_SENTENCE)}</p></div></li>"
         )
     return f'<ul class="statements">{"".join(items)}</ul>'
 
@@ -216,13 +186,13 @@ def _accuracy(results: Results) -> str:
     targets = {run.said.target for run in results.runs if run.said.target is not None}
     guides = [Guide("target", f"target {target:g}", target) for target in targets if len(targets) == 1]
     axes = Axes(
-        f"Masked-LM accuracy over sequences trained, {_runs(len(lines))}",
+        f"Masked-LM accuracy over sequences trained, {number_of_runs(len(lines))}",
         "sequences trained",
         level,
         [*guides, *_reference_guides(results, "x")],
     )
     note = "Dashed: aborted. Dotted: no valid result." if any(line.kind != "valid" for line in lines) else ""
-    return f'<div class="wide">{_figure("", line_chart(lines, axes, dots=True), note)}</div>'
+    return f'<div class="wide">{figure("", line_chart(lines, axes, dots=True), note)}</div>'
 
 
 def _reference_guides(results: Results, along: Literal["x", "y"]) -> list[Guide]:
@@ -251,8 +221,8 @@ def _times(results: Results) -> str:
         bars.append(Bar(str(run.number), seconds / size, kind, dropped or ("" if kind == "valid" else kind)))
     score = results.score_seconds
     guides = [] if score is None else [Guide("mean", f"mean {duration(score)} without the hollow ones", score / size)]
-    axes = Axes(f"Time to train of {_runs(len(bars))} in {unit}", "run", level, guides)
-    return _figure(f"Time to train, {unit}", run_chart(bars, axes, columns=True))
+    axes = Axes(f"Time to train of {number_of_runs(len(bars))} in {unit}", "run", level, guides)
+    return figure(f"Time to train, {unit}", run_chart(bars, axes, columns=True))
 
 
 def _convergence(results: Results) -> str:
@@ -263,10 +233,12 @@ def _convergence(results: Results) -> str:
         return ""
     mean = results.convergence.mean if results.convergence else None
     guides = [*_reference_guides(results, "y"), *([Guide("mean", f"mean {short_count(mean)}", mean)] if mean else [])]
-    axes = Axes(f"Sequences to the target of {_runs(len(bars))}", "run", lambda taken: short_count(taken, 4), guides)
+    axes = Axes(
+        f"Sequences to the target of {number_of_runs(len(bars))}", "run", lambda taken: short_count(taken, 4), guides
+    )
     missing = len(samples) - len(bars)
-    note = f"{_runs(missing)} did not reach the target." if missing else ""
-    return _figure("Sequences to the target", run_chart(bars, axes, columns=False), note)
+    note = f"{number_of_runs(missing)} did not reach the target." if missing else ""
+    return figure("Sequences to the target", run_chart(bars, axes, columns=False), note)
 
 
 def _table(results: Results) -> str:
@@ -287,24 +259,14 @@ def _table(results: Results) -> str:
         verdicts = ((run.verdict.official, run.verdict.official), (run.outcome, run.outcome))
         said = "".join(f'<td class="verdict {kind}">{word}</td>' for kind, word in verdicts)
         rows.append([f'<th scope="row">{run.number}</th>{said}', *(f"<td>{value}</td>" for value in values)])
-    return _scrolling("All runs", head, rows)
-
-
-def _scrolling(name: str, head: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table that scrolls in itself when it is too wide, with the keyboard too."""
-    names = "".join(f'<th scope="col">{title}</th>' for title in head)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll" role="region" tabindex="0" aria-label="{_text(name)}">'
-        f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
+    return scrolling_table("All runs", head, rows)
 
 
 def _warnings(runs: Iterable[ReportedRun]) -> str:
     """List what the runs warned of while they ran."""
     said = [(run.number, entry) for run in runs for entry in run.metrics["warning"]]
     items = [
-        f"<li>Run {number}, step {_text(entry.get('step'))}: {_text(entry.get('text'))}</li>"
+        f"<li>Run {number}, step {escaped(entry.get('step'))}: {escaped(entry.get('text'))}</li>"
         for number, entry in said[:MAX_WARNINGS]
     ]
     if len(said) > MAX_WARNINGS:
@@ -321,84 +283,12 @@ def _findings(results: Results) -> str:
         where = about + (f", line {finding.line}" if finding.line else "")
         source = f", logged at {finding.source}" if finding.source else ""
         items.append(
-            f'<li class="{finding.severity}"><div class="where"><b>{finding.severity}</b> {_text(where)} '
-            f"<code>{_text(finding.key)}</code></div><p>{_text(finding.sentence)}</p>"
-            f'<p class="remedy">{_text(finding.remedy)} <span>{_text(finding.rule + source)}</span></p></li>'
+            f'<li class="{finding.severity}"><div class="where"><b>{finding.severity}</b> {escaped(where)} '
+            f"<code>{escaped(finding.key)}</code></div><p>{escaped(finding.sentence)}</p>"
+            f'<p class="remedy">{escaped(finding.remedy)} <span>{escaped(finding.rule + source)}</span></p></li>'
         )
     more = f'<p class="aside">and {len(found) - MAX_FINDINGS} more</p>' if len(found) > MAX_FINDINGS else ""
     return f'<ul class="findings">{"".join(items)}</ul>{more}'
-
-
-Curve = tuple[str, str, Callable[[float], bool]]
-RATE: Curve = ("Sequences per second", "sequences_per_s", lambda value: 0 <= value < MAX_RATE)
-LOSS: Curve = ("Training loss", "loss", lambda value: abs(value) < MAX_LOSS)
-
-
-def _curve(runs: Iterable[ReportedRun], curve: Curve) -> str:
-    """A figure of the step metrics over sequences trained; what has left all bounds is not drawn."""
-    title, key, drawable = curve
-    lines = []
-    for run in runs:
-        pairs = [numbers([step], "samples") + numbers([step], key) for step in run.metrics["step"]]
-        points = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] >= 0 and drawable(pair[1])]
-        if points:
-            lines.append(Line(f"run {run.number}, {run.outcome}", points, run.outcome))
-    if not lines:
-        return ""
-    axes = Axes(
-        f"{title} over sequences trained, {_runs(len(lines))}", "sequences trained", level, from_zero=curve is RATE
-    )
-    skipped = sum(sum(numbers(run.metrics["step"], "skipped_steps")) for run in runs) if key == "loss" else 0
-    note = f"{skipped:,.0f} steps changed nothing: a gradient was not finite." if skipped > 0 else ""
-    return _figure(title, line_chart(lines, axes), note)
-
-
-def _breakdown(runs: Sequence[ReportedRun]) -> str:
-    """A bar for each run, or for all together where they are many, and the key with shares and times."""
-    parts = {run.number: seconds for run in runs if (seconds := breakdown(run))}
-    if not parts:
-        return ""
-    totals = {name: sum(seconds[name] for seconds in parts.values()) for name in PART_CLASSES}
-    rows = {f"run {number}": seconds for number, seconds in parts.items()}
-    shown = rows if len(rows) <= MAX_BARS else {f"{len(rows)} runs": totals}
-    bars = "".join(_bar(name, seconds) for name, seconds in shown.items())
-    steps = sum(steps_taken(run) for run in runs if run.number in parts)
-    whole = sum(totals.values())
-    key = []
-    for name, seconds in totals.items():
-        each = f", {1000 * seconds / steps:.3g} ms a step" if name in STEP_PARTS and steps > 0 else ""
-        key.append(f'<li><i class="{PART_CLASSES[name]}"></i>{name} {100 * seconds / whole:.1f} %{each}</li>')
-    return f'<h3>Parts of the time to train</h3>{bars}<ul class="key">{"".join(key)}</ul>'
-
-
-def _bar(name: str, seconds: dict[str, float]) -> str:
-    whole = sum(seconds.values())
-    spans = []
-    for part, taken in seconds.items():
-        share = 100 * taken / whole
-        label = f"{share:.0f} %" if share >= MIN_LABELLED_SHARE else ""
-        spans.append(
-            f'<span class="{PART_CLASSES[part]}" style="width:{share:.2f}%" title="{part}: {duration(taken)}">{label}</span>'
-        )
-    return f'<div class="bar-row"><span>{_text(name)}</span><div class="bar">{"".join(spans)}</div></div>'
-
-
-def _timeline(run: ReportedRun) -> str:
-    """The parts of a step over the run, stacked; empty with fewer than two step records."""
-    keys = ("samples", "step_ms", *STEP_PARTS.values())
-    rows = [tuple(value for key in keys for value in numbers([step], key)) for step in run.metrics["step"]]
-    rows = [row for row in rows if len(row) == len(keys) and min(row) >= 0 and max(row[1:]) < MAX_STEP_MS]
-    if len(rows) < 2:
-        return ""
-    xs, wholes, *parts = zip(*rows, strict=True)
-    rests = tuple(max(0.0, whole - sum(row[2:])) for whole, row in zip(wholes, rows, strict=True))
-    lines = [
-        Line(name, list(zip(xs, heights, strict=True)), PART_CLASSES[name])
-        for name, heights in zip([*STEP_PARTS, "other"], [*parts, rests], strict=True)
-    ]
-    axes = Axes("Parts of a step over sequences trained, stacked", "sequences trained", level)
-    title = f"Parts of a step of run {run.number}, milliseconds"
-    return f'<div class="wide low">{_figure(title, stacked_chart(lines, axes))}</div>'
 
 
 def _published(results: Results) -> str:
@@ -424,19 +314,19 @@ def _published(results: Results) -> str:
     left_out = placement.compared - len(placement.faster) - len(placement.slower)
     rest = f" {left_out} further ones are not shown." if left_out else ""
     return (
-        f'<div class="standing"><p>{_text(placement.sentence, MAX_SENTENCE)}{rest}</p>'
-        f"{_scrolling('Neighbours among published results', head, rows)}"
-        f'<p class="aside">Source: {_text(SOURCE)}. Later rounds are not in it.</p></div>'
+        f'<div class="standing"><p>{escaped(placement.sentence, MAX_SENTENCE)}{rest}</p>'
+        f"{scrolling_table('Neighbours among published results', head, rows)}"
+        f'<p class="aside">Source: {escaped(SOURCE)}. Later rounds are not in it.</p></div>'
     )
 
 
 def _published_row(result: Published, longest: float, attribute: str) -> list[str]:
     bar = f'<div class="length" style="width:{6 * result.minutes / longest:.2f}rem"></div>'
-    machine = f"<small>{_text(f'{result.system}, {result.accelerator}')}</small>"
+    machine = f"<small>{escaped(f'{result.system}, {result.accelerator}')}</small>"
     return [
-        f'<th{attribute} scope="row">{_text(result.submitter)}{machine}</th>',
+        f'<th{attribute} scope="row">{escaped(result.submitter)}{machine}</th>',
         f'<td class="minutes">{bar}{result.minutes:.2f}</td>',
-        f"<td>{_text(result.round)}</td>",
+        f"<td>{escaped(result.round)}</td>",
         f"<td>{result.global_batch_size:,}</td>",
         f"<td>{rate(result.rate)}</td>",
     ]
@@ -447,12 +337,12 @@ def _configuration(results: Results) -> str:
     settings = {key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")}
     environment = {key: value for key, value in header.items() if not key.startswith("config.")}
     differing = _differences(results.runs)
-    parts = [_facts(environment)]
+    parts = [fact_list(environment)]
     if differing:
-        parts.append(f"<h3>What differs between the runs</h3>{_facts(differing)}")
+        parts.append(f"<h3>What differs between the runs</h3>{fact_list(differing)}")
     if settings:
         number = f"{len(settings)} settings of run {results.shown.number}"
-        parts.append(f"<details><summary>{number}</summary>{_facts(settings)}</details>")
+        parts.append(f"<details><summary>{number}</summary>{fact_list(settings)}</details>")
     return "\n".join(part for part in parts if part)
 
 
@@ -466,12 +356,3 @@ def _differences(runs: Sequence[ReportedRun]) -> dict[str, str]:
             few = ", ".join(visible(value, 60) for value in values[:10])
             found[key] = few if len(values) <= 10 else f"{len(values)} different values: {few}, ..."
     return dict(islice(found.items(), MAX_DIFFERENCES))
-
-
-def _facts(facts: dict[str, str]) -> str:
-    items = [
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}</dd></div>" for name, value in islice(facts.items(), MAX_FACTS)
-    ]
-    if len(facts) > MAX_FACTS:
-        items.append(f"<div><dt>and more</dt><dd>{len(facts) - MAX_FACTS} lines not shown</dd></div>")
-    return f'<dl class="facts">{"".join(items)}</dl>' if items else ""

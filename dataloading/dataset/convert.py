@@ -7,7 +7,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.batches.packing import Packs, stream_packs
-from dataloading.dataset.folder import Dataset, index_shards, new_folder, open_dataset, shard_name
+from dataloading.dataset.folder import Dataset, new_folder, open_dataset
+from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.merge import index_shards
 from dataloading.options import Compression, Layout
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.layouts import write_fixed, write_packed, write_varlength

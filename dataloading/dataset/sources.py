@@ -3,7 +3,9 @@
 from pathlib import Path
 
 from console.program import say
-from dataloading.dataset.folder import MANIFEST_NAME, Dataset, open_dataset, parts_in, scan_shards
+from dataloading.dataset.folder import Dataset, open_dataset
+from dataloading.dataset.manifest import MANIFEST_NAME, parts_in
+from dataloading.dataset.merge import scan_shards
 from dataloading.shards.formats import open_shard
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary

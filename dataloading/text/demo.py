@@ -5,14 +5,8 @@ import platform
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from dataloading.dataset.folder import (
-    LENGTHS_NAME,
-    MANIFEST_NAME,
-    open_dataset,
-    read_manifest,
-    shard_name,
-    write_dataset,
-)
+from dataloading.dataset.folder import open_dataset, write_dataset
+from dataloading.dataset.manifest import LENGTHS_NAME, MANIFEST_NAME, read_manifest, shard_name
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo

@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dataloading.dataset.folder import index_shards, new_folder, shard_name
+from dataloading.dataset.folder import new_folder
+from dataloading.dataset.manifest import shard_name
+from dataloading.dataset.merge import index_shards
 from dataloading.files import open_regular, write_atomically
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
+from dataloading.text.cleanup import sentence_splitter
 from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 from dataloading.text.vocabulary import learn_vocabulary
-from dataloading.text.wikipedia import sentence_splitter
 
 FEWEST_DOCUMENTS = 20
 """Fewer make no evaluation set that says anything."""

@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from dataloading.dataset.folder import Dataset, Part, index_shards, shard_name
+from dataloading.dataset.folder import Dataset
+from dataloading.dataset.manifest import Part, shard_name
+from dataloading.dataset.merge import index_shards
 from dataloading.files import open_regular
 from dataloading.options import Compression, PretrainingOptions
 from dataloading.shards.formats import whole_shard

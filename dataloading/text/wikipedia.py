@@ -1,11 +1,6 @@
 """WikiExtractor files to text shards, with the bytes of the reference's clean-up scripts (mlcommons/training, bert).
 
-Each file goes through four steps by itself; then neighbouring files are gathered into parts:
-
-    articles     the lines of the articles, an empty line where each began; its title and all other empty lines are gone
-    clean        what the extractor left of the wiki markup is taken out, line by line
-    segment      one sentence a line
-    hold_out     some articles go to the evaluation set
+Each file goes through the steps of `dataloading.text.cleanup` by itself; then neighbouring files are gathered into parts:
 
     OUT/extract.json                 what is being made: settings and inputs; other settings are refused
     OUT/part-00007-of-00500          training text: one sentence a line, empty lines between articles
@@ -16,8 +11,6 @@ Each file goes through four steps by itself; then neighbouring files are gathere
 
 import hashlib
 import json
-import random
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +20,7 @@ from typing import Any
 
 from dataloading.files import atomic_path, open_regular, read_bounded, read_json, write_atomically
 from dataloading.options import ExtractionOptions, Sentences
+from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
 from dataloading.text.jobs import begun, run_tasks
 
 JOB_NAME = "extract.json"
@@ -38,49 +32,6 @@ _FINISHED = ".finished"
 _MAX_INPUT_BYTES = 64 << 20
 """Of one file, which is held in memory; WikiExtractor makes 1 MB."""
 _MAX_RECORD_BYTES = 1 << 30
-
-# What `clean` does to each line, in this order. The reference has a process for each rule (clean.sh); two of its rules never
-# apply, because `articles` has dropped every line that they look for.
-_CATEGORY = re.compile(r"\[\[Category:[^\]\[]*\]\]")
-_LINK = (re.compile(r"\[\[([^\]|\[]*)\]\]"), r"\1")
-_NAMED_LINK = (re.compile(r"\[\[[^\]|\[]*\|([^\]|\[]*)\]\]"), r"\1")
-_BRACKETS = (
-    *(_LINK, _LINK, _NAMED_LINK, _NAMED_LINK),
-    (re.compile(r"\[\[:*[Ff]ile:[^\]\[]*\]\]"), ""),
-    (re.compile(r"\[\[[Mm]edia:[^\]\[]*\]\]"), ""),
-    (re.compile(r"\[\[[Ii]mage:[^\]\[]*\]\]"), ""),
-    (re.compile(r"\[([^\]|\[]*)\]"), r"\1"),
-    (re.compile(r"\[\[[^\]\[]*\]\]"), ""),
-)
-_ELEMENTS = (
-    (re.compile(r"<chem([^<]*)</chem>"), r"\1"),
-    (re.compile(r"<ins([^<]*)</ins>"), r"\1"),
-    (re.compile(r"<, ref [^<]*</ref>"), ""),
-    (re.compile(r"<includeonly[^<]*</includeonly>"), ""),
-    (re.compile(r"<graph[^<]*</graph>"), ""),
-    (re.compile(r"<section[^\\]*/>"), ""),
-    (re.compile(r"<meta[^\\]*/>"), ""),
-    (re.compile(r"<hr[^\\]*/>"), ""),
-    (re.compile(r"<gallery[^>]*>"), ""),
-    (re.compile(r"<ref[^<]*</ref>"), ""),
-    (re.compile(r"<ref[^>]*>"), ""),
-    (re.compile(r"<http[^>]*>"), ""),
-    (re.compile(r"<Ref[^>]*>"), ""),
-    # The escaped slash of the rule leaves a backslash in its set (GNU sed 4.9).
-    (re.compile(r"<mapframe [^\\/]*/>"), ""),
-    (re.compile(r"<mapframe[^>]*>"), ""),
-)
-_TAGS_BEFORE_DIV = ("</mapframe>", "<poem>", "</poem>", "<math>", "</math>", "<ref>", "</ref>")
-_DIV = (re.compile(r"<div[^>]*>"), re.compile(r"</div[^>]*>"))
-_TAGS_AFTER_DIV = (
-    *("<sup>", "</sup>", "<br>", "</br>", "<BR>", "</BR>", "<Br>", "</Br>", "<del>", "</del>", "<nowiki>", "</nowiki>"),
-    *("<NOWIKI>", "</NOWIKI>", "<onlyinclude>", "</onlyinclude>", "<includeonly>", "</includeonly>", "<small>"),
-    *("</small>", "<chem>", "</chem>", "<noinclude>", "</noinclude>", "<gallery>", "</gallery>", "<graph>{", "<graph>"),
-    *("}</graph>", "</graph>", "</references>"),
-)
-_POEM = re.compile(r"<poem [^>]*>")
-
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"(])")
 
 
 @dataclass(frozen=True)
@@ -129,91 +80,6 @@ class Progress:
     """Found finished, not made now."""
     seconds: float
     """Since the start."""
-
-
-def articles(text: str) -> str:
-    """The text of the articles of one WikiExtractor file: an empty line for each beginning, then its lines.
-
-    The line after a ``<doc`` line, the title, goes, whatever it is. (The reference's cleanup_file.py.)
-    """
-    kept = []
-    lines = iter(_lines(text))
-    for line in lines:
-        if "<doc" in line:
-            kept.append("\n")
-            next(lines, None)
-        # A single character without a line feed, at the end of the file, counts as an empty line.
-        elif "</doc>" not in line and len(line) > 1:
-            kept.append(line)
-    return "".join(kept)
-
-
-def clean(text: str) -> str:
-    """``text`` without remains of wiki markup, line by line; ends in a line feed unless it is empty. (clean.sh.)"""
-    cleaned = [_clean_line(line.removesuffix("\n")) for line in _lines(text) if not _CATEGORY.search(line)]
-    return "".join(line + "\n" for line in cleaned)
-
-
-def segment(text: str, split: Callable[[str], list[str]]) -> str:
-    """One sentence a line, empty lines kept, and an empty line at the end. (do_sentence_segmentation.py.)"""
-    lines = []
-    for line in _lines(text):
-        if len(line) == 1:
-            lines.append("\n")
-        lines += [sentence.strip() + "\n" for sentence in split(line)]
-    lines.append("\n")
-    return "".join(lines)
-
-
-def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
-    """(training, evaluation): the articles of ``text``, of which ``count`` are drawn for evaluation, both in their order.
-
-    What follows the last empty line counts as an article, an empty one usually; it can be drawn. (seperate_test_set.py.)
-
-    Raises:
-        ValueError: there are fewer articles than ``count``.
-    """
-    found = text.split("\n\n")
-    if count > len(found):
-        raise ValueError(
-            f"holds {len(found)} articles, of which {count} are to be held out; use fewer evaluation_articles"
-        )
-    rng = random.Random(seed)
-    drawn: set[int] = set()
-    while len(drawn) < count:
-        drawn.add(int(rng.random() * len(found)))
-    training = [article for index, article in enumerate(found) if index not in drawn]
-    return training, [found[index] for index in sorted(drawn)]
-
-
-def gathered(training: Sequence[str]) -> bytes:
-    """What the training articles of one file add to a part. (do_gather.py.)"""
-    # A byte order mark gets here when the first line of a file is no <doc> line.
-    return _joined(training).removeprefix("\ufeff".encode()).removesuffix(b"\n")
-
-
-def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
-    """The function that splits a line into sentences.
-
-    Raises:
-        ValueError: punkt is not installed.
-    """
-    if sentences == "plain":
-        return _split_plainly
-    try:
-        from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
-
-        sent_tokenize("")
-    except ImportError:
-        raise ValueError(
-            "sentences is punkt, and the package nltk is not installed: pip install nltk, or use plain"
-        ) from None
-    except LookupError:
-        raise ValueError(
-            "sentences is punkt, and nltk finds no data for it: python -m nltk.downloader punkt_tab (with nltk before 3.9: "
-            "punkt), and set NLTK_DATA when it is not in one of nltk's own places; or use plain"
-        ) from None
-    return sent_tokenize
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
@@ -342,7 +208,7 @@ def _make_part(task: _Task) -> tuple[int, PartRecord, bool]:
             evaluation += held_out
             articles_with_text += sum(bool(article.strip()) for article in training)
         made = FileRecord(task.path.name, file.tell(), digest.hexdigest())
-    record = PartRecord(made, tuple(sources), articles_with_text, len(evaluation), _sha256(_joined(evaluation)))
+    record = PartRecord(made, tuple(sources), articles_with_text, len(evaluation), _sha256(joined(evaluation)))
     write_atomically(task.record_path, json.dumps({"record": asdict(record), "evaluation": evaluation}).encode())
     return task.index, record, False
 
@@ -363,7 +229,7 @@ def _read_record(path: Path) -> tuple[PartRecord, list[str]] | None:
     try:
         content = read_json(path, _MAX_RECORD_BYTES, "make it again")
         record, evaluation = _part_record(content["record"]), content["evaluation"]
-        return (record, evaluation) if _sha256(_joined(evaluation)) == record.evaluation_sha256 else None
+        return (record, evaluation) if _sha256(joined(evaluation)) == record.evaluation_sha256 else None
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
@@ -384,7 +250,7 @@ def _finish(out: Path, records: Sequence[PartRecord]) -> Extraction:
     md5s = (hashlib.md5(article.rstrip().encode(), usedforsecurity=False).hexdigest() for article in evaluation)
     written = []
     for name, content in (
-        (EVALUATION_NAME, _joined(evaluation)),
+        (EVALUATION_NAME, joined(evaluation)),
         (EVALUATION_MD5_NAME, "".join(f"{md5}\n" for md5 in md5s).encode()),
     ):
         write_atomically(out / name, content)
@@ -396,38 +262,6 @@ def _finish(out: Path, records: Sequence[PartRecord]) -> Extraction:
     return extraction
 
 
-def _lines(text: str) -> list[str]:
-    """The lines of ``text`` with their ends, which are line feeds, carriage returns, or both, made line feeds."""
-    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
-    last = lines.pop()
-    return [line + "\n" for line in lines] + ([last] if last else [])
-
-
-def _clean_line(line: str) -> str:
-    if "[" in line:
-        for pattern, replacement in _BRACKETS:
-            line = pattern.sub(replacement, line)
-    line = line.replace("alt=", "")
-    if "<" not in line:
-        return line
-    # Two lines from here on, as soon as they are read again.
-    line = line.replace("</doc>", "\r")
-    for pattern, replacement in _ELEMENTS:
-        line = pattern.sub(replacement, line)
-    for tag in _TAGS_BEFORE_DIV:
-        line = line.replace(tag, "")
-    for pattern in _DIV:
-        line = pattern.sub("", line)
-    for tag in _TAGS_AFTER_DIV:
-        line = line.replace(tag, "")
-    return _POEM.sub("", line)
-
-
-def _split_plainly(line: str) -> list[str]:
-    text = line.strip()
-    return _SENTENCE_END.split(text) if text else []
-
-
 def _decoded(content: bytes) -> str:
     if (place := content.find(0)) >= 0:
         raise ValueError(f"holds a zero byte at {place:,}; expected the text that WikiExtractor writes")
@@ -435,10 +269,6 @@ def _decoded(content: bytes) -> str:
         return content.decode()
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 at byte {error.start:,}; expected the text that WikiExtractor writes") from None
-
-
-def _joined(articles: Sequence[str]) -> bytes:
-    return "".join(f"{article}\n\n" for article in articles).encode()
 
 
 def _sha256(content: bytes) -> str:

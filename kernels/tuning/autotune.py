@@ -15,9 +15,7 @@ import json
 import logging
 import math
 import platform
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,64 +25,15 @@ import torch
 from torch import Tensor
 
 from kernels import OPS
-from kernels.registry import AUTO, Implementation, Op, device_type, signature
+from kernels.registry import AUTO, Implementation, Op, device_type
 from kernels.tuning.cache import Cache, fingerprint, package_version
+from kernels.tuning.contest import Timer, contest, fastest
+from kernels.tuning.request import Request
 
 SECONDS = 3.0
 """Time that one request may take beyond the first calls, in which implementations are compiled."""
-SAME = 0.03
-"""Times that differ by less than this share count as equal; of equals the first in the order is taken."""
-HOPELESS = 20
-"""What is so many times slower than the fastest is not measured further."""
-_ROUNDS = (3, 15)
-_HEAD_START_CYCLES = 2_000_000
-"""About a millisecond in which the device waits and the host queues the work, so that the work is not waited for."""
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Request:
-    """One kind of call to choose an implementation for."""
-
-    op: str
-    signature: str
-    device: torch.device
-    autocast: torch.dtype | None
-    """What autocast computes in, where it is on."""
-    gradients: bool
-    """Whether the call was made with gradients enabled; then both ways are measured."""
-    args: tuple[Any, ...]
-    """With ``_Like`` for tensors of floating-point numbers."""
-    kwargs: dict[str, Any]
-
-    @classmethod
-    def of(cls, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Request":
-        """The request for a call with these arguments in the present state of autograd and autocast."""
-        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-        kept = tuple(_template(value) for value in args), {name: _template(value) for name, value in kwargs.items()}
-        return cls(op, signature(*args, **kwargs), device, autocast, torch.is_grad_enabled(), *kept)
-
-    @property
-    def label(self) -> str:
-        """Op, size and way, for people."""
-        first = next(value for value in self.args if isinstance(value, (_Like, Tensor)))
-        size = " x ".join(map(str, first.shape)) or "scalar"
-        return f"{self.op} ({size}, {str(first.dtype).removeprefix('torch.')}{'' if self.gradients else ', forward'})"
-
-    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments like those of the call, in memory of their own; random between 0 and 1."""
-        return tuple(_made(value) for value in self.args), {name: _made(value) for name, value in self.kwargs.items()}
-
-    @contextmanager
-    def state(self) -> Iterator[None]:
-        """Autograd and autocast as they were at the call."""
-        with (
-            torch.set_grad_enabled(self.gradients),
-            torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None),
-        ):
-            yield
 
 
 @dataclass(frozen=True)
@@ -234,7 +183,7 @@ def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
             args, kwargs = request.arguments()
             usable, errors = _usable(request, args, kwargs)
             works = {each.name: partial(_run, each, request, args, kwargs) for each in usable}
-            times, failed = contest(works, _Timer(request.device), seconds)
+            times, failed = contest(works, Timer(request.device), seconds)
             del works, args, kwargs
     except torch.OutOfMemoryError:
         _LOG.warning("%s is not measured: its arguments do not fit into the memory that is left", request.label)
@@ -259,57 +208,11 @@ def keep(request: Request, choice: Choice, cache: Cache | None = None) -> None:
     cache.store(request.op, _cache_key(request), dataclasses.asdict(choice))
 
 
-def fastest(seconds: Mapping[str, float]) -> str | None:
-    """The first, in order, of those that are as good as the fastest; None of none."""
-    best = min(seconds.values(), default=0.0)
-    return next((name for name, each in seconds.items() if each <= best * (1 + SAME)), None)
-
-
 def _taken(request: Request, seconds: Mapping[str, float]) -> str | None:
     """The fastest that may be chosen now: one that was measured may be none that can be captured."""
     op = OPS[request.op]
     permitted = [name for name in seconds if op.permits(op.implementations[name], request.device.type)]
     return fastest({name: seconds[name] for name in permitted})
-
-
-def contest(
-    works: Mapping[str, Callable[[], object]], timed: Callable[[Callable[[], object]], float], seconds: float
-) -> tuple[dict[str, float], dict[str, str]]:
-    """Median seconds of each work by name, and the error of each that raised one.
-
-    Every one is called once unmeasured; what is then far slower than the fastest is called once and, if that was short, once
-    more. The others take turns, each round begun by another, until the time is up or there are enough.
-    """
-    samples: dict[str, list[float]] = {}
-    errors: dict[str, str] = {}
-
-    def call(name: str) -> None:
-        try:
-            samples.setdefault(name, []).append(timed(works[name]))
-        except Exception as error:  # whatever one implementation raises must not stop the run
-            samples.pop(name, None)
-            errors[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-    for name in works:
-        call(name)
-        if name in samples:
-            samples[name].clear()
-            call(name)
-    best = min((each[0] for each in samples.values()), default=0.0)
-    for name in list(samples):
-        if HOPELESS * best < samples[name][0] < seconds / 10:  # so short a call may just have been interrupted
-            call(name)
-    racing = [name for name in samples if min(samples[name]) <= HOPELESS * best]
-    least, most = _ROUNDS
-    deadline = time.perf_counter() + seconds
-    for turn in range(most if len(racing) > 1 else 0):
-        if turn >= least and time.perf_counter() > deadline:
-            break
-        for index in range(len(racing)):
-            name = racing[(index + turn) % len(racing)]
-            if name not in errors:
-                call(name)
-    return {name: statistics.median(samples[name]) for name in works if name in samples}, errors
 
 
 def _usable(
@@ -344,72 +247,6 @@ def _run(implementation: Implementation, request: Request, args: tuple[Any, ...]
         leaves = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         upstream = [torch.ones_like(output) for output in outputs]
         torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
-
-
-class _Timer:
-    """Seconds of a call on a device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        if self._on_gpu:
-            cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
-            self._cache = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
-            self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-
-    def __call__(self, work: Callable[[], object]) -> float:
-        if not self._on_gpu:
-            begun = time.perf_counter()
-            work()
-            return time.perf_counter() - begun
-        self._cache.zero_()
-        torch.cuda._sleep(_HEAD_START_CYCLES)
-        self._start.record()
-        work()
-        self._stop.record()
-        self._stop.synchronize()
-        return self._start.elapsed_time(self._stop) / 1e3
-
-
-@dataclass(frozen=True)
-class _Like:
-    """A tensor of floating-point numbers, without the numbers."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    requires_grad: bool
-
-    def make(self) -> Tensor:
-        """Such a tensor, a leaf."""
-        reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        numbers = torch.rand(0 if 0 in self.shape else reach + 1, device=self.device).to(self.dtype)
-        return numbers.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
-
-
-def _template(value: Any) -> Any:
-    """The value to keep in a request: numbers that steer a call, such as lengths and rates, stay as they are."""
-    if isinstance(value, Tensor):
-        if value.dim() and value.is_floating_point():
-            return _Like(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
-        return value.detach().clone()
-    return _rebuilt(value, _template)
-
-
-def _made(value: Any) -> Any:
-    if isinstance(value, _Like):
-        return value.make()
-    return value.clone() if isinstance(value, Tensor) else _rebuilt(value, _made)
-
-
-def _rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The value with ``change`` applied to the items of a tuple or the fields of a dataclass."""
-    if isinstance(value, tuple):
-        return tuple(change(each) for each in value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **{name: change(each) for name, each in fields.items()})
-    return value
 
 
 def _pins(cache: Cache) -> dict[str, str]:

@@ -35,7 +35,7 @@ from benchmarks.gpu_parts.cases import cases, drawn_model
 from benchmarks.gpu_parts.fp8 import fp8_cases
 from benchmarks.gpu_parts.report import Report
 from benchmarks.gpu_parts.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from tests.conftest import REPOSITORY
 
 CPU = torch.device("cpu")

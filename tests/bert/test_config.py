@@ -9,8 +9,8 @@ import torch
 
 import bert.evaluate
 import bert.train
-from bert.config import Config, OptimizerConfig
-from bert.recipes import RECIPES, tiny_cpu
+from bert.configuration.config import Config, OptimizerConfig
+from bert.configuration.recipes import RECIPES, tiny_cpu
 from bert.train import OLDEST_TORCH, parse, require_torch
 from tests.conftest import REPOSITORY, SmallRun
 from tests.programs import PATIENCE_S, Program

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bert.config import Config, flattened
+from bert.configuration.config import Config, flattened
+from bert.configuration.recipes import RECIPES
 from bert.mllog import MLLog
-from bert.recipes import RECIPES
 from bert.train import parse
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bert.checkpoints.weights import load_weights, save_weights
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.evaluator import Evaluator
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
 from bert.model import BertForPreTraining, initialize_

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from bert.config import ModelConfig, OptimizerConfig
+from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.configuration.recipes import tiny_cpu
 from bert.fp8 import Fp8Dense, Fp8Products, Fp8State, _FeedForward, _Product, enable_fp8, require_fp8
 from bert.model import BertForPreTraining, Dense, EncoderLayer, initialize_
 from bert.optimizer import FlatParameters, Lamb
-from bert.recipes import tiny_cpu
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS

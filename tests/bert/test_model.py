@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.training.hugging_face import new_model
 from bert.checkpoints.hugging_face import from_hugging_face, to_hugging_face
 from bert.checkpoints.weights import copy_weights
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from bert.checkpoints.weights import save_weights
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from dataloading.batches.loader import batch_of
 from dataloading.batches.packing import Packs, pack_samples

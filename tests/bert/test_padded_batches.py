@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from bert.checkpoints.weights import model_metadata, safetensors_header
-from bert.config import Config, ModelConfig
+from bert.configuration.config import Config, ModelConfig
+from bert.configuration.recipes import RECIPES
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
-from bert.recipes import RECIPES
 from bert.train import parse
 from dataloading.batches.sampler import Plan
 from dataloading.batches.synthetic import synthetic_samples

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from bert.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.recipes import tiny_cpu
 from bert.evaluator import Accuracy, Evaluator
 from bert.initial_model import build_model, first_model
 from bert.optimizer import Lamb, learning_rate
 from bert.parallel.mesh import Mesh, join_mesh
-from bert.recipes import tiny_cpu
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import batch_of

@@ -14,7 +14,7 @@ import pytest
 from compliance.artefact import write_whole
 from compliance.package import archive
 from compliance.package.archive import write_archive
-from compliance.package.tree import make_package
+from compliance.package.assembly import make_package
 from tests.compliance import run_logs
 from tests.compliance.package.test_package import PASSING, description, request
 from tests.compliance.run_series import write_series

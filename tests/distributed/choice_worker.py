@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bert.configuration.recipes import tiny_cpu
 from bert.optimizer import FlatParameters
 from bert.parallel import reduction
 from bert.parallel.mesh import join_mesh, leave_mesh
 from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.reduction_choice import choose
-from bert.recipes import tiny_cpu
 from tests.distributed.reduction_worker import fresh_model, regrouped
 
 

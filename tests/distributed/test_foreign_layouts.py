@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from dataloading.dataset.convert import convert
-from dataloading.dataset.folder import index_shards, open_dataset
+from dataloading.dataset.folder import open_dataset
+from dataloading.dataset.merge import index_shards
 from dataloading.options import Layout
 from tests.conftest import SmallRun
 from tests.distributed.test_ranks import records, train

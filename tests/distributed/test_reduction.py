@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bert.configuration.recipes import tiny_cpu
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import CommunicationStream, Communicators, Reduction, bucket_slices
 from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import shard_pieces
-from bert.recipes import tiny_cpu
 from kernels import LambSegments
 from tests.distributed.ranks import Ranks
 

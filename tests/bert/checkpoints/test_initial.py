@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from bert import evaluate
 from bert.checkpoints.initial import check_initial_weights, load_initial_weights
 from bert.checkpoints.sources import open_source
-from bert.config import Config, ModelConfig
+from bert.configuration.config import Config, ModelConfig
+from bert.configuration.recipes import tiny_cpu
 from bert.convert import convert
 from bert.guards import preflight
 from bert.model import BertForPreTraining, initialize_
-from bert.recipes import tiny_cpu
 from bert.train import parse
 from dataloading.text.tokenization import Vocabulary
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun

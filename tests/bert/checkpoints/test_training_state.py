@@ -22,7 +22,7 @@ from bert.checkpoints import training_state as resume
 from bert.checkpoints.during_run import RunCheckpoints
 from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
-from bert.config import Config
+from bert.configuration.config import Config
 from bert.initial_model import build_model
 from bert.parallel.mesh import Mesh
 from bert.reporting.progress import Progress

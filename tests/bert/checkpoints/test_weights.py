@@ -17,7 +17,7 @@ from bert import convert as convert_module
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.sources import open_source
 from bert.checkpoints.weights import Weight, check_weights, copy_weights, load_weights, save_weights, write_safetensors
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.convert import convert
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from bert.configuration.recipes import tiny_cpu
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Way, _in_network_options
 from bert.parallel.reduction_choice import Choice, candidates, choose
-from bert.recipes import tiny_cpu
 
 pytestmark = pytest.mark.oldest_torch
 

@@ -31,6 +31,8 @@ CONFIG: dict[str, Any] = {
     "training": {"device": "cuda", "global_batch_size": 768, "gradient_accumulation_steps": 1},
     "log": {"division": "closed", "results": "results", "system": "h100_1x8", "run": None},
 }
+RECIPES = "bert.configuration.recipes"
+"""In the command that asks for a recipe."""
 READY = "h100_1x8: ready, results would go to results/h100_1x8/bert/result_0.txt\n"
 DISK = "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n28 27 0:1 / /dev/shm rw - tmpfs tmpfs rw\n"
 
@@ -44,7 +46,7 @@ def recipe(**sections: dict[str, Any]) -> str:
 def host(root: Path, files: dict[str, str] | None = None) -> FakeHost:
     """A machine on which all is well."""
     answers: dict[str, str | Output] = {
-        "bert.recipes": recipe(),
+        RECIPES: recipe(),
         "--dry-run": READY,
         "dataloading verify": "data/w/train: whole, 10 samples of 89.3 tokens in 1 shard(s)\n",
         "git status": "",
@@ -88,7 +90,7 @@ def test_the_shape_in_a_name(name: str, shape: tuple[int, int] | None) -> None:
 def test_nodes_and_ranks(
     tmp_path: Path, name: str, nodes: int | None, environment: dict[str, str], expected: tuple[int, int]
 ) -> None:
-    machine = fake_host(tmp_path, answers={"bert.recipes": recipe()}, environment=environment)
+    machine = fake_host(tmp_path, answers={RECIPES: recipe()}, environment=environment)
     plan = make_plan(IntendedRun(name, nodes=nodes), machine, gpus_here=3)
     assert (plan.nodes, plan.ranks) == expected
     assert plan.world_size == expected[0] * expected[1]
@@ -108,7 +110,7 @@ def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
 def test_recipes_that_cannot_be_read(tmp_path: Path) -> None:
     broken = Output("", "python failed with status 1", errors="Traceback\nModuleNotFoundError: No module named 'x'\n")
     with pytest.raises(ValueError, match="the recipes cannot be read: ModuleNotFoundError: No module named 'x'"):
-        make_plan(IntendedRun("h100_1x8"), fake_host(tmp_path, answers={"bert.recipes": broken}), 0)
+        make_plan(IntendedRun("h100_1x8"), fake_host(tmp_path, answers={RECIPES: broken}), 0)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def test_requests_that_make_no_sense(tmp_path: Path, request_: IntendedRun) -> N
 )
 def test_the_batch(tmp_path: Path, training: dict[str, Any], state: str, words: str) -> None:
     machine = host(tmp_path)
-    machine = dataclasses.replace(machine, answers={**machine.answers, "bert.recipes": recipe(training=training)})
+    machine = dataclasses.replace(machine, answers={**machine.answers, RECIPES: recipe(training=training)})
     one = one_about("recipe", examine(IntendedRun("h100_1x8", quick=True), machine))
     assert one.state == state
     assert words in one.found
@@ -314,7 +316,7 @@ def test_results_of_earlier_runs(tmp_path: Path) -> None:
     assert (found[1].state, "10 logs in" in found[1].found) == ("warn", True)
     machine = dataclasses.replace(
         host(tmp_path),
-        answers={"bert.recipes": recipe(log={"run": 3}), "--dry-run": READY},
+        answers={RECIPES: recipe(log={"run": 3}), "--dry-run": READY},
     )
     found = about("results", examine(request, machine))
     assert (found[1].state, "result_3.txt is there already" in found[1].found) == ("fail", True)
@@ -400,7 +402,7 @@ def test_the_dry_run_is_given_what_was_asked_for(tmp_path: Path) -> None:
 
 def test_what_the_trainer_refuses_is_passed_on(tmp_path: Path) -> None:
     refused = Output("", "python failed with status 2", errors="error: data.vocab has 7 entries\n")
-    machine = fake_host(tmp_path, answers={"bert.recipes": recipe(), "--dry-run": refused})
+    machine = fake_host(tmp_path, answers={RECIPES: recipe(), "--dry-run": refused})
     one = one_about("dry run", examine(IntendedRun("h100_1x8", quick=True), machine))
     assert (one.state, one.found) == ("fail", "data.vocab has 7 entries")
 
@@ -490,7 +492,7 @@ def test_a_description_that_is_not_there_yet(tmp_path: Path) -> None:
 
 def test_a_bare_machine_is_looked_at_without_a_crash(tmp_path: Path) -> None:
     for name in ("", "h100_1x8"):
-        machine = fake_host(tmp_path, answers={"bert.recipes": recipe()})
+        machine = fake_host(tmp_path, answers={RECIPES: recipe()})
         found = list(examine(IntendedRun(name), machine))
         assert len(found) > 8
         assert all(one.subject and one.found and bool(one.remedy) == (one.state != "ok") for one in found)
@@ -498,7 +500,7 @@ def test_a_bare_machine_is_looked_at_without_a_crash(tmp_path: Path) -> None:
 
 def test_tools_that_hang_or_fail_cost_no_more_than_their_line(tmp_path: Path) -> None:
     for trouble in ("x gave no answer within 20 s", "x failed with status 1"):
-        machine = fake_host(tmp_path, answers={"bert.recipes": recipe(), "": Output("garbage, 1\n\x00", trouble)})
+        machine = fake_host(tmp_path, answers={RECIPES: recipe(), "": Output("garbage, 1\n\x00", trouble)})
         states = [one.state for one in examine(IntendedRun("h100_1x8"), machine)]
         assert "fail" in states
 
@@ -538,7 +540,7 @@ def test_text_of_other_programs_does_not_steer_the_terminal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evil = Output("", "python failed", errors="error: \x1b[2J[red]x\n")
-    machine = fake_host(tmp_path, answers={"bert.recipes": recipe(), "--dry-run": evil})
+    machine = fake_host(tmp_path, answers={RECIPES: recipe(), "--dry-run": evil})
     whole = doctor.examine
     monkeypatch.setattr(doctor, "examine", lambda request: whole(request, machine))
     assert doctor.print_examination(IntendedRun("h100_1x8", quick=True), as_json=False) == 1

@@ -19,15 +19,16 @@ from pathlib import Path
 
 import pytest
 
-from bert.config import Config, flattened
-from bert.recipes import RECIPES
+from bert.configuration.config import Config, flattened
+from bert.configuration.recipes import RECIPES
 from bert.train import parse
 from compliance.doctor import system, system_file
 from compliance.log.rules import SYSTEM_FIELDS
 from compliance.official.tools import Summary, _complaint, _complaints, _package_checker, ask_all, said_beside
 from compliance.package.archive import write_archive
+from compliance.package.assembly import make_package
 from compliance.package.command import _comparison, run
-from compliance.package.tree import Package, Request, _script, make_package
+from compliance.package.tree import Package, Request, _script
 from tests.compliance.run_logs import write_run
 from tests.compliance.run_series import write_series
 from tests.conftest import REPOSITORY

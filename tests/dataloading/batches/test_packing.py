@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dataloading.batches.packing import Packs, Strategy, pack_histogram, pack_samples, stream_packs
+from dataloading.batches.packing import Packs, pack_samples, stream_packs
+from dataloading.batches.packing_strategy import Strategy, pack_histogram
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -215,7 +216,8 @@ def test_a_window_holds_a_sample() -> None:
 _STREAM = """
 import resource, sys
 import numpy as np
-from dataloading.batches.packing import pack_histogram, stream_packs
+from dataloading.batches.packing import stream_packs
+from dataloading.batches.packing_strategy import pack_histogram
 lengths = np.memmap(sys.argv[1], np.uint16, "r")
 slices = (np.array(lengths[start:start + 100_000]) for start in range(0, len(lengths), 100_000))
 pack_histogram(np.bincount(np.array(lengths[:100_000]), minlength=513))  # loads the solver

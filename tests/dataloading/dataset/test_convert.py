@@ -12,7 +12,8 @@ from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset import convert as convert_module
 from dataloading.dataset.convert import convert, convert_to_packed
-from dataloading.dataset.folder import Dataset, open_dataset, shard_name, write_dataset
+from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
+from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.options import Layout
 from dataloading.shards.formats import open_shard

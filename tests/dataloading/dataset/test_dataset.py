@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dataloading.dataset import folder as dataset_module
+from dataloading.dataset import manifest as manifest_module
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
+from dataloading.dataset.manifest import write_metadata
 from dataloading.shards.samples import Samples
 from dataloading.text.tokenization import Vocabulary
 from tests.dataloading.made_up_samples import INFO, make_samples
@@ -195,7 +197,7 @@ def test_a_damaged_manifest_is_refused(folder: Path, content: bytes) -> None:
 
 
 def test_an_oversized_manifest_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset_module, "_MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(manifest_module, "_MAX_MANIFEST_BYTES", 100)
     with pytest.raises(ValueError, match="expected at most 100"):
         open_dataset(folder)
 
@@ -227,7 +229,7 @@ def test_a_length_index_that_pickles_is_refused(folder: Path, tmp_path: Path) ->
 
 def test_verify_compares_the_length_index_with_the_shards(folder: Path, samples: Samples) -> None:
     dataset = open_dataset(folder)
-    dataset_module.write_metadata(folder, list(dataset.shards), samples.lengths[::-1], samples.masked_counts, INFO)
+    write_metadata(folder, list(dataset.shards), samples.lengths[::-1], samples.masked_counts, INFO)
     with pytest.raises(ValueError, match=r"lengths of part_00000_of_00004\.hdf5 differ"):
         open_dataset(folder).verify()
 

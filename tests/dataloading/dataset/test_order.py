@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bert.recipes import ARTIFACTS
+from bert.configuration.recipes import ARTIFACTS
 from dataloading.__main__ import main
 from dataloading.dataset import order
 from dataloading.dataset.folder import Dataset, open_dataset

@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dataloading.dataset.folder import Part, merge, open_dataset, shard_name
+from dataloading.dataset.folder import open_dataset
+from dataloading.dataset.manifest import Part, shard_name
+from dataloading.dataset.merge import merge
 from dataloading.options import PretrainingOptions
 from dataloading.text.prepare import Job, Progress, prepare
 

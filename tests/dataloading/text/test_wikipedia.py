@@ -13,17 +13,8 @@ from pathlib import Path
 import pytest
 
 from dataloading.options import ExtractionOptions, Sentences
-from dataloading.text.wikipedia import (
-    Progress,
-    articles,
-    clean,
-    extract,
-    find_inputs,
-    gathered,
-    hold_out,
-    segment,
-    sentence_splitter,
-)
+from dataloading.text.cleanup import articles, clean, gathered, hold_out, segment, sentence_splitter
+from dataloading.text.wikipedia import Progress, extract, find_inputs
 from tests.conftest import REPOSITORY
 
 FIXTURES = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia"

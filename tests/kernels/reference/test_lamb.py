@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert.config import ModelConfig, OptimizerConfig
+from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.configuration.recipes import RECIPES
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
 from bert.parallel.reduction import BUCKET_BYTES, bucket_slices
-from bert.recipes import RECIPES
 from kernels import LambHyperparameters, LambSegments, LambState, lamb_apply, lamb_directions, lamb_step
 
 pytestmark = pytest.mark.oldest_torch

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.config import ModelConfig
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bert.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.recipes import tiny_cpu
 from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
-from bert.recipes import tiny_cpu
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, inert_batch

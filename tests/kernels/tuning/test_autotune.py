@@ -24,9 +24,11 @@ from kernels import OPS, captured, dropout_add_layer_norm, lamb_step
 from kernels.registry import Implementation, Op
 from kernels.tuning import autotune
 from kernels.tuning import cache as autotune_cache
-from kernels.tuning.autotune import Choice, Choices, Request, apply, contest, fastest, measure, observed, tune
+from kernels.tuning.autotune import Choice, Choices, apply, measure, observed, tune
 from kernels.tuning.cache import Cache, default_folder
+from kernels.tuning.contest import Timer, contest, fastest
 from kernels.tuning.examples import example_inputs
+from kernels.tuning.request import Request
 
 SHORT = 0.05
 CPU = torch.device("cpu")
@@ -556,7 +558,7 @@ def test_a_call_on_a_gpu_is_timed_with_a_cold_cache_and_the_host_ahead(monkeypat
     monkeypatch.setattr(torch.cuda, "_sleep", lambda _cycles: order.append("sleep"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(L2_cache_size=50))
     monkeypatch.setattr(torch, "empty", empty)
-    timer = autotune._Timer(torch.device("cuda"))
+    timer = Timer(torch.device("cuda"))
     assert timer(lambda: order.append("work")) == 2e-3
     assert order == ["flush", "sleep", "record", "work", "record", "wait"]
     assert asked == [(100, torch.int8)]

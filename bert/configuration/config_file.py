@@ -6,8 +6,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from bert.config import flattened
-from bert.recipes import RECIPES
+from bert.configuration.config import flattened
+from bert.configuration.recipes import RECIPES
 from dataloading.files import open_regular, read_bounded
 
 _MOST_BYTES = 1 << 20

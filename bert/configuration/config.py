@@ -1,6 +1,6 @@
 """A run's whole configuration: frozen dataclasses, checked once, before any work.
 
-The docstring under each field is its ``--help`` text. Recipes (``bert/recipes.py``) are functions that return a ``Config``.
+The docstring under each field is its ``--help`` text. Recipes (``recipes.py``) are functions that return a ``Config``.
 """
 
 import math
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)

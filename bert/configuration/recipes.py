@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bert.config import (
+from bert.configuration.config import (
     Config,
     DataConfig,
     EvaluationConfig,
@@ -18,7 +18,7 @@ from bert.config import (
     TrainingConfig,
 )
 
-ARTIFACTS = Path(__file__).resolve().parent / "artifacts"
+ARTIFACTS = Path(__file__).resolve().parents[1] / "artifacts"
 """What ships with the program: the small default's vocabulary and phase-1 checkpoint."""
 
 
@@ -45,7 +45,7 @@ def tiny_cpu() -> Config:
 
 
 def own_text_cpu() -> Config:
-    """``tiny_cpu`` on one's own text (docs/own_text.md): what is not given follows from it (``bert/own_text.py``)."""
+    """``tiny_cpu`` on one's own text (docs/own_text.md): what is not given follows from it (``own_text.py``)."""
     tiny = tiny_cpu()
     return replace(
         tiny,

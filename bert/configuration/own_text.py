@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from bert.config import Config
+from bert.configuration.config import Config
 
 _EVALUATIONS = 20
 _FEWEST_STEPS = 1000
@@ -17,7 +17,8 @@ def _from_the_data(config: Config) -> Config:
     """The model, as the vocabulary and the initial checkpoint have it, and as many samples as there are."""
     # What reads files is large; every command line is understood with this module.
     from bert.checkpoints.sources import open_source
-    from dataloading.dataset.folder import MANIFEST_NAME, open_dataset
+    from dataloading.dataset.folder import open_dataset
+    from dataloading.dataset.manifest import MANIFEST_NAME
     from dataloading.text.tokenization import Vocabulary
 
     data, training = config.data, config.training

@@ -1,0 +1,136 @@
+"""The metadata of a data set: its manifest and its length index, and those of a part of one that is made in several."""
+
+import hashlib
+import io
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataloading.files import open_regular, read_json, shown, write_atomically
+from dataloading.shards.native import FORMAT, SCHEMA_VERSION, check_version
+from dataloading.shards.shard import REMEDY, DatasetInfo, ShardRecord
+
+MANIFEST_NAME = "manifest.json"
+LENGTHS_NAME = "lengths.npy"
+
+_MAX_MANIFEST_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of several shares of the work of making a data set, counted from 1."""
+
+    index: int
+    count: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.index <= self.count:
+            raise ValueError(f"part {self.index}/{self.count}; expected i/n with i from 1 to n")
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @property
+    def manifest_name(self) -> str:
+        """Name of the part's manifest: parts may share a folder."""
+        return f"manifest_{self.index}_of_{self.count}.json"
+
+    @property
+    def lengths_name(self) -> str:
+        """Name of the part's length index."""
+        return f"lengths_{self.index}_of_{self.count}.npy"
+
+
+def shard_name(index: int, count: int) -> str:
+    """File name of shard ``index`` of ``count``, as the data sets in circulation have it."""
+    return f"part_{index:05d}_of_{count:05d}.hdf5"
+
+
+def write_metadata(
+    folder: Path,
+    records: list[ShardRecord],
+    lengths: NDArray[np.integer],
+    masked_counts: NDArray[np.integer],
+    info: DatasetInfo,
+    part: Part | None = None,
+) -> None:
+    """Writes the length index and then the manifest, which makes the shards in ``folder`` a data set, or part of one.
+
+    ``lengths`` and ``masked_counts``: [N], in the order of ``records``.
+    """
+    index = io.BytesIO()
+    np.save(index, np.stack([lengths, masked_counts], axis=1).astype("<u2"), allow_pickle=False)
+    manifest = {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "samples": sum(record.samples for record in records),
+        "lengths_sha256": hashlib.sha256(index.getbuffer()).hexdigest(),
+        "info": asdict(info),
+        "shards": [asdict(record) for record in records],
+    }
+    write_atomically(folder / (part.lengths_name if part else LENGTHS_NAME), index.getvalue())
+    write_atomically(folder / (part.manifest_name if part else MANIFEST_NAME), json.dumps(manifest, indent=1).encode())
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What the manifest of a data set says."""
+
+    info: DatasetInfo
+    shards: tuple[ShardRecord, ...]
+    lengths_sha256: str
+
+
+def read_manifest(folder: Path, part: Part | None = None) -> Manifest:
+    """The manifest of a data set, or of one part of it; ValueError where it is missing, damaged or of another version."""
+    path = folder / (part.manifest_name if part else MANIFEST_NAME)
+    found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
+    try:
+        check_version(found["format"], found["schema_version"])
+        shards = tuple(ShardRecord(**record) for record in found["shards"])
+        return Manifest(DatasetInfo(**found["info"]), shards, found["lengths_sha256"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: damaged or of another kind ({shown(error)}); {REMEDY}") from None
+
+
+def parts_in(folder: Path) -> list[Part]:
+    """The parts whose manifests lie in ``folder``."""
+    found = []
+    for path in sorted(folder.glob("manifest_*_of_*.json")):
+        index, _, count = path.stem.removeprefix("manifest_").partition("_of_")
+        if index.isdecimal() and count.isdecimal():
+            found.append(Part(int(index), int(count)))
+    return found
+
+
+def _remedy_without_manifest(folder: Path) -> str:
+    """What to do about a folder whose manifest cannot be read."""
+    if folder.is_dir() and parts_in(folder):
+        return f"it holds parts of a data set: join them by `python -m dataloading merge {folder} ... --out DIR`"
+    if folder.is_dir() and any(folder.glob("part*")):
+        return "`python -m dataloading index` makes a data set of shards from elsewhere"
+    return "name a folder that `python -m dataloading prepare` or `from-text` made"
+
+
+def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
+    """The length index [count, 2], checked against its digest: a memory map, which the processes of a machine share."""
+    limit = 4 * count + 4096
+    try:
+        if (size := path.stat().st_size) > limit:
+            raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {REMEDY}")
+        with open_regular(path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
+    if digest != sha256:
+        raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
+    try:
+        lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {REMEDY}") from None
+    if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
+        raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")
+    return lengths
