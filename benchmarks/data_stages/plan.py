@@ -29,7 +29,7 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from dataloading.batches.sampler import Plan, deal, work
+from dataloading.batches.sampler import Plan, cost, deal
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.manifest import write_metadata
 from dataloading.shards.shard import DatasetInfo, ShardRecord
@@ -137,13 +137,13 @@ def _ours(lengths: NDArray[np.int64], ranks: int) -> Groups:
 
 
 def _unequal_numbers(lengths: NDArray[np.int64], ranks: int) -> Groups:
-    work_N = work(lengths).tolist()
+    cost_N = cost(lengths).tolist()
     shares: list[list[int]] = [[] for _ in range(ranks)]
     least = [(0, rank) for rank in range(ranks)]
     for sequence in np.argsort(-lengths, kind="stable").tolist():
         so_far, rank = least[0]
         shares[rank].append(sequence)
-        heapq.heapreplace(least, (so_far + work_N[sequence], rank))
+        heapq.heapreplace(least, (so_far + cost_N[sequence], rank))
     return [np.array(share) for share in shares]
 
 
@@ -167,7 +167,7 @@ def _imbalances(
         seconds.append(time.perf_counter() - started)
         if not np.array_equal(np.sort(np.concatenate(groups)), np.arange(len(lengths))):
             sys.exit("error: a deal left sequences out; the figures mean nothing")
-        for name, weight in (("tokens", lengths), ("work", work(lengths))):
+        for name, weight in (("tokens", lengths), ("work", cost(lengths))):
             shares = np.array([weight[group].sum() for group in groups])
             found[name].append(float(shares.max() / shares.mean()))
     figures: dict[str, Any] = {

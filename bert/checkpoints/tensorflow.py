@@ -48,7 +48,7 @@ _PUBLISHED = {
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is."""
+    """The place of a tensor."""
 
     dtype: int
     """TensorFlow's number of the type"""
@@ -120,7 +120,7 @@ class TensorBundle:
 
     @cached_property
     def variable_names(self) -> dict[str, str]:
-        """Of a TF2 checkpoint: the name that each variable had to its key here; a TF1 checkpoint has none.
+        """Map each variable's name to its key here, of a TF2 checkpoint; a TF1 checkpoint has none.
 
         Raises ``ValueError`` where two variables had one name.
         """
@@ -138,7 +138,7 @@ class TensorBundle:
         return names
 
     def published(self) -> str | None:
-        """Which of the benchmark's files this is, by the MD5 of the index: "TF1", "TF2", or None."""
+        """Name which of the benchmark's files this is, by the MD5 of the index: "TF1", "TF2", or None."""
         name, index_bytes, data_bytes = _PUBLISHED.get(self.index_md5, (None, 0, 0))
         return name if (self.index_bytes, self.data_file(0).stat().st_size) == (index_bytes, data_bytes) else None
 

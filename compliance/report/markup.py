@@ -13,7 +13,7 @@ MAX_FACTS = 400
 
 
 def escaped(value: object, limit: int = MAX_TEXT) -> str:
-    """What may come from a file, as text of the page."""
+    """Turn what may come from a file into text of the page."""
     return escape(visible(value, limit))
 
 

@@ -1,4 +1,4 @@
-"""How many packs of each combination of lengths hold the sequences of a length histogram.
+"""Strategies of packing: how many packs of each combination of lengths hold the sequences of a length histogram.
 
 This is the one-dimensional cutting-stock problem with a limit on pieces. Three answers compete: first-fit decreasing,
 a greedy search for exact fits, and, where these are not within ``_GOOD_ENOUGH`` of a lower bound, the linear program over
@@ -37,7 +37,7 @@ Combination = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Strategy:
-    """How many packs of each combination of lengths; every sequence of the histogram is in exactly one."""
+    """Counts of packs for each combination of lengths; every sequence of the histogram is in exactly one."""
 
     capacity: int
     """Tokens that a pack can hold."""
@@ -150,7 +150,7 @@ def _simple_bound(counts: NDArray[np.int64], limit: int) -> int:
 
 
 def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
-    """What first-fit decreasing makes, for all packs of equal contents at once."""
+    """Pack by first-fit decreasing, all packs of equal contents at once."""
     capacity = len(counts) - 1
     packing: Counter[Combination] = Counter()
     opened: list[tuple[int, Combination, int]] = []  # space, contents, number of such packs, in order of opening

@@ -2,7 +2,7 @@
 
 Everything follows from (seed, length index, batch sizes, world size), so every rank computes the same plan and none asks
 another. The order is a fresh random permutation every epoch; inside a global batch the samples are dealt by length, which
-balances the work and changes nothing else (sorting inside a drawn batch is accepted practice: training_rules 6.6). A step
+balances the cost and changes nothing else (sorting inside a drawn batch is accepted practice: training_rules 6.6). A step
 costs what its global batch does, however many samples there are, and nothing is held but the length index, which may be a
 memory map.
 """
@@ -14,14 +14,14 @@ from numpy.typing import NDArray
 
 from dataloading.dataset.permutation import shuffled
 
-_LINEAR_WORK = 6144
+_LINEAR_COST = 6144
 """A layer takes 24 h^2 operations a token and 4 h a pair of tokens: 6 h tokens weigh as much as one; BERT-Large's 6 h."""
 
 _EXCHANGE_UP_TO = 32
-"""Sequences a lane up to which exchanges follow the deal; with more it is within 0.1 % of balance already."""
+"""Sequences a micro-batch up to which exchanges follow the deal; with more it is within 0.1 % of balance already."""
 
 _EXCHANGES = 4
-"""Rounds of exchanges. Eight gain nothing more, at 4 to 32 sequences a lane."""
+"""Rounds of exchanges. Eight gain nothing more, at 4 to 32 sequences a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class Plan:
                 f"world size {self.world_size}, training.gradient_accumulation_steps {self.gradient_accumulation_steps} "
                 f"and training.global_batch_size {self.global_batch_size} must all be at least 1"
             )
-        if self.global_batch_size % self.lanes:
+        if self.global_batch_size % self.micro_batches:
             raise ValueError(
                 f"training.global_batch_size {self.global_batch_size} does not divide over {self.world_size} ranks x "
-                f"{self.gradient_accumulation_steps} accumulation steps: make it a multiple of {self.lanes}"
+                f"{self.gradient_accumulation_steps} accumulation steps: make it a multiple of {self.micro_batches}"
             )
 
     @property
-    def lanes(self) -> int:
+    def micro_batches(self) -> int:
         """Micro-batches in a global batch, over all ranks."""
         return self.world_size * self.gradient_accumulation_steps
 
@@ -87,54 +87,56 @@ class Plan:
         )
 
     def rank_batches(self, step: int, rank: int) -> list[MicroBatch]:
-        """The micro-batches of ``rank`` in step ``step``: equal numbers of sequences, and work as equal as may be."""
+        """The micro-batches of ``rank`` in step ``step``: equal numbers of sequences, and cost as equal as may be."""
         batch = self.global_batch(step)
-        lanes = deal(self.lengths[batch], self.lanes)
+        micro_batches = deal(self.lengths[batch], self.micro_batches)
         masked = int(self.masked_counts[batch].sum())
-        mine = lanes[rank :: self.world_size]
-        return [MicroBatch(batch[lane], len(batch), masked) for lane in mine]
+        mine = micro_batches[rank :: self.world_size]
+        return [MicroBatch(batch[rows], len(batch), masked) for rows in mine]
 
 
-def work(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the cost of training on sequences of ``lengths``: s * (6 h + s), operations of the encoder in units of 12 h."""
+def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return what training on sequences of ``lengths`` costs: s * (6 h + s), the operations of the encoder in units of 12 h."""
     tokens = lengths.astype(np.int64)
-    return tokens * (_LINEAR_WORK + tokens)
+    return tokens * (_LINEAR_COST + tokens)
 
 
-def deal(lengths: NDArray[np.integer], lanes: int) -> NDArray[np.int64]:
-    """[lanes, n / lanes] positions of ``lengths``, each lane's longest first.
+def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
+    """[micro_batches, n / micro_batches] positions of ``lengths``, each micro-batch's longest first.
 
-    Longest first, a sequence to every lane a round, the longer ones to the lanes with the least work so far; where there are
-    few rounds, exchanges between lanes follow. Each lane gets the same number of sequences, which keeps the shapes of a
-    recorded step few. Exact integers and stable sorts: equal on every machine.
+    Longest first, a sequence to every micro-batch a round, the longer ones to those with the least cost so far; where there
+    are few rounds, exchanges between micro-batches follow. Each gets the same number of sequences, which keeps the shapes of
+    a captured step few. Exact integers and stable sorts: equal on every machine.
     """
-    longest_first = np.argsort(-lengths.astype(np.int64), kind="stable").reshape(-1, lanes)
-    work_N = work(lengths)
-    dealt = np.empty((lanes, len(longest_first)), np.int64)
-    sums = np.zeros(lanes, np.int64)
+    longest_first = np.argsort(-lengths.astype(np.int64), kind="stable").reshape(-1, micro_batches)
+    cost_N = cost(lengths)
+    dealt = np.empty((micro_batches, len(longest_first)), np.int64)
+    sums = np.zeros(micro_batches, np.int64)
     for number, row in enumerate(longest_first):
         least_first = np.argsort(sums, kind="stable")
         dealt[least_first, number] = row
-        sums[least_first] += work_N[row]
+        sums[least_first] += cost_N[row]
     if 1 < dealt.shape[1] <= _EXCHANGE_UP_TO:
         for _ in range(_EXCHANGES):
-            _exchange(dealt, work_N)
-        dealt = np.take_along_axis(dealt, np.argsort(-work_N[dealt], axis=1, kind="stable"), axis=1)
+            _exchange(dealt, cost_N)
+        dealt = np.take_along_axis(dealt, np.argsort(-cost_N[dealt], axis=1, kind="stable"), axis=1)
     return dealt
 
 
-def _exchange(dealt: NDArray[np.int64], work_N: NDArray[np.int64]) -> None:
-    """Exchange sequences in place between the lane with the most work and that with the least, the second and the second to
-    last, and so on: of the two sequences that bring the sums closest together, where any do.
+def _exchange(dealt: NDArray[np.int64], cost_N: NDArray[np.int64]) -> None:
+    """Exchange in place between the micro-batch of the highest cost and that of the lowest, the second and the second
+    to last, and so on: of the two sequences that bring the sums closest together, where any do.
+
+    ``dealt`` [B, S] by micro-batch, ``cost_N`` of each of the N = B * S sequences.
     """
-    lanes, sequences = dealt.shape
-    pairs = np.arange(lanes // 2)
-    work_LS = work_N[dealt]
-    sums = work_LS.sum(axis=1)
+    micro_batches, sequences = dealt.shape
+    pairs = np.arange(micro_batches // 2)
+    cost_BS = cost_N[dealt]
+    sums = cost_BS.sum(axis=1)
     least_first = np.argsort(sums, kind="stable")
     most, least = least_first[::-1][pairs], least_first[pairs]
     gap = sums[most] - sums[least]
-    after = np.abs(2 * (work_LS[most][:, :, None] - work_LS[least][:, None, :]) - gap[:, None, None])
+    after = np.abs(2 * (cost_BS[most][:, :, None] - cost_BS[least][:, None, :]) - gap[:, None, None])
     after = after.reshape(len(pairs), sequences**2)
     best = after.argmin(axis=1)
     better = after[pairs, best] < gap

@@ -47,7 +47,7 @@ _SAMPLES_BEFORE_FORGETTING = 4096
 
 
 def write_dataset(folder: Path, samples: Samples, *, shards: int, info: DatasetInfo) -> None:
-    """Writes a data set of ``shards`` shards, the samples in order and evenly divided.
+    """Write a data set of ``shards`` shards, the samples in order and evenly divided.
 
     The folder must be absent or empty; it appears complete or not at all.
 
@@ -184,7 +184,7 @@ class Dataset:
                     shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
-        """Reads every shard and compares it with its digest and with the length index; ValueError at the first
+        """Read every shard and compare it with its digest and with the length index; ValueError at the first
         difference.
 
         ``visit`` is called with each shard and its samples.
@@ -241,7 +241,7 @@ class Dataset:
         return shard
 
     def _forget_now_and_then(self, samples: int) -> None:
-        """Keeps the memory that the system counts for mapped pages bounded; they stay in its cache."""
+        """Keep the memory that the system counts for mapped pages bounded; they stay in its cache."""
         self._samples_read += samples
         if self._samples_read >= _SAMPLES_BEFORE_FORGETTING:
             self._samples_read = 0
@@ -250,7 +250,7 @@ class Dataset:
 
 
 def _most_open_shards(count: int) -> int:
-    """How many of ``count`` shards may be open at a time; raises the process's soft limit for it as far as it may."""
+    """Return how many of ``count`` shards may be open at a time; raise the process's soft limit for it as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
     if soft < wanted and hard != soft:

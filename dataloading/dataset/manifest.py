@@ -21,7 +21,7 @@ _MAX_MANIFEST_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Part:
-    """One of several shares of the work of making a data set, counted from 1."""
+    """A share among several of the work of making a data set, counted from 1."""
 
     index: int
     count: int
@@ -57,7 +57,7 @@ def write_metadata(
     info: DatasetInfo,
     part: Part | None = None,
 ) -> None:
-    """Writes the length index and then the manifest, which makes the shards in ``folder`` a data set, or part of one.
+    """Write the length index and then the manifest, which makes the shards in ``folder`` a data set, or part of one.
 
     ``lengths`` and ``masked_counts``: [N], in the order of ``records``.
     """
@@ -77,7 +77,7 @@ def write_metadata(
 
 @dataclass(frozen=True)
 class Manifest:
-    """What the manifest of a data set says."""
+    """The content of a data set's manifest."""
 
     info: DatasetInfo
     shards: tuple[ShardRecord, ...]
@@ -107,7 +107,7 @@ def parts_in(folder: Path) -> list[Part]:
 
 
 def _remedy_without_manifest(folder: Path) -> str:
-    """What to do about a folder whose manifest cannot be read."""
+    """Say what to do about a folder whose manifest cannot be read."""
     if folder.is_dir() and parts_in(folder):
         return f"it holds parts of a data set: join them by `python -m dataloading merge {folder} ... --out DIR`"
     if folder.is_dir() and any(folder.glob("part*")):

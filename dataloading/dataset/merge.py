@@ -39,7 +39,7 @@ def scan_shards(folder: Path, names: Iterable[str], info: DatasetInfo) -> Datase
 
 
 def index_shards(folder: Path, names: Iterable[str], info: DatasetInfo, part: Part | None = None) -> Dataset:
-    """Makes the shards that `scan_shards` finds a data set, or one part of it, by a manifest and a length index."""
+    """Make the shards that `scan_shards` finds a data set, or one part of it, by a manifest and a length index."""
     found = scan_shards(folder, names, info)
     write_metadata(folder, list(found.shards), found.lengths, found.masked_counts, found.info, part)
     return open_dataset(folder, part)

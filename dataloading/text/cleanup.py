@@ -82,7 +82,7 @@ def clean(text: str) -> str:
 
 
 def segment(text: str, split: Callable[[str], list[str]]) -> str:
-    """One sentence a line, empty lines kept, and an empty line at the end. (do_sentence_segmentation.py.)"""
+    """Put one sentence on a line, empty lines kept, and an empty line at the end. (do_sentence_segmentation.py.)"""
     lines = []
     for line in _lines(text):
         if len(line) == 1:
@@ -114,7 +114,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
 
 
 def gathered(training: Sequence[str]) -> bytes:
-    """What the training articles of one file add to a part. (do_gather.py.)"""
+    """Return what the training articles of one file add to a part. (do_gather.py.)"""
     # A byte order mark gets here when the first line of a file is no <doc> line.
     return joined(training).removeprefix("\ufeff".encode()).removesuffix(b"\n")
 

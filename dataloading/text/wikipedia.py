@@ -36,7 +36,7 @@ _MAX_RECORD_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file in the manifest."""
+    """A file in the manifest."""
 
     name: str
     bytes: int
@@ -45,7 +45,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """One text shard in the manifest."""
+    """A text shard in the manifest."""
 
     output: FileRecord
     inputs: tuple[FileRecord, ...]
@@ -59,7 +59,7 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Extraction:
-    """What was made."""
+    """Result of an extraction."""
 
     parts: tuple[PartRecord, ...]
     evaluation: FileRecord
@@ -68,7 +68,7 @@ class Extraction:
 
 @dataclass(frozen=True)
 class Progress:
-    """What has been done so far, for whoever waits."""
+    """Work done so far, for whoever waits."""
 
     name: str
     """The part that was just finished."""
@@ -112,7 +112,7 @@ def extract(
     jobs: int = 1,
     report: Callable[[Progress], None] = lambda _: None,
 ) -> Extraction:
-    """Makes text shards and the evaluation text from ``inputs`` (`find_inputs`) in ``out``; goes on where it was stopped.
+    """Make text shards and the evaluation text from ``inputs`` (`find_inputs`) in ``out``; go on where it was stopped.
 
     The parts have the bytes of the reference's; their names tell how many there are, where the reference always says 500.
     Memory: for each process about 15 times its largest input and 0.1 GB for punkt, and in this one the evaluation text.
@@ -137,7 +137,7 @@ def extract(
 
 @dataclass(frozen=True)
 class _Task:
-    """One part to make."""
+    """A part to make."""
 
     index: int
     path: Path
@@ -188,7 +188,7 @@ def _results(tasks: Sequence[_Task], jobs: int, report: Callable[[Progress], Non
 
 
 def _make_part(task: _Task) -> tuple[int, PartRecord, bool]:
-    """Makes one part, unless it is there; returns its index, its record and whether it was there."""
+    """Make one part, unless it is there; return its index, its record and whether it was there."""
     if record := _finished_part(task):
         return task.index, record, True
     split = sentence_splitter(task.sentences)
@@ -240,7 +240,7 @@ def _part_record(row: dict[str, Any]) -> PartRecord:
 
 
 def _finish(out: Path, records: Sequence[PartRecord]) -> Extraction:
-    """Writes the evaluation text and the manifest."""
+    """Write the evaluation text and the manifest."""
     evaluation: list[str] = []
     for index in range(len(records)):
         finished = _read_record(out / _FINISHED / f"{index:05d}.json")

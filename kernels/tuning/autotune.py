@@ -38,7 +38,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choice:
-    """What was measured for one kind of call, and what follows from it."""
+    """Measurements of one kind of call, and what follows from it."""
 
     op: str
     signature: str
@@ -51,7 +51,7 @@ class Choice:
 
     @classmethod
     def of(cls, found: object) -> "Choice":
-        """From parsed JSON; ValueError where it is anything else than a choice for an op that there is."""
+        """Read parsed JSON; ValueError where it is anything else than a choice for an op that there is."""
         names = {field.name for field in dataclasses.fields(cls)}
         if not isinstance(found, dict) or set(found) != names:
             raise ValueError(f"expected an object with {', '.join(sorted(names))}")
@@ -83,19 +83,19 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What every process of a run is to take."""
+    """Implementations that every process of a run is to take."""
 
     measured: tuple[Choice, ...] = ()
     pins: dict[str, str] = dataclasses.field(default_factory=dict)
     """Implementation by op, in place of what was measured."""
 
     def to_json(self) -> str:
-        """For other processes of the run."""
+        """Write JSON for other processes of the run."""
         return json.dumps({"measured": [dataclasses.asdict(choice) for choice in self.measured], "pins": self.pins})
 
     @classmethod
     def from_json(cls, text: str) -> "Choices":
-        """What ``to_json`` wrote; ValueError for anything else."""
+        """Read what ``to_json`` wrote; ValueError for anything else."""
         found = json.loads(text)
         if not isinstance(found, dict) or set(found) != {"measured", "pins"}:
             raise ValueError("expected an object with measured and pins")
@@ -121,7 +121,7 @@ def check_names(op: str, name: str | None = None) -> None:
 
 @contextmanager
 def observed() -> Iterator[list[Request]]:
-    """For the length of a block, collects a request for each kind of call that is made to the ops."""
+    """Collect, for the length of a block, a request for each kind of call that is made to the ops."""
     requests: list[Request] = []
 
     def note(op: Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -157,7 +157,7 @@ def tune(requests: Iterable[Request], cache: Cache | None = None, *, seconds: fl
 
 
 def apply(choices: Choices) -> None:
-    """Makes ``auto`` take what was chosen, in place of what an earlier call said.
+    """Make ``auto`` take what was chosen, in place of what an earlier call said.
 
     A pin is an explicit choice: a call that it cannot compute raises, with the reasons. An op that the run itself asked for
     by name keeps that.
@@ -238,7 +238,7 @@ def _usable(
 
 
 def _run(implementation: Implementation, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """One call, and the gradients of what it gave where the call asks for them."""
+    """Make one call, and the gradients of what it gave where the call asks for them."""
     with request.state():
         returned = implementation.function(request.op)(*args, **kwargs)
     outputs = returned if isinstance(returned, tuple) else (returned,)

@@ -1,4 +1,4 @@
-"""Which of several functions is the fastest: they take turns, and medians count."""
+"""Contest among several functions for the fastest: they take turns, and medians count."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""One kind of call to an op, kept so that calls like it can be made and measured later."""
+"""A kind of call to an op, kept so that calls like it can be made and measured later."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -14,7 +14,7 @@ from kernels.registry import signature
 
 @dataclass(frozen=True)
 class Request:
-    """One kind of call to choose an implementation for."""
+    """A kind of call to choose an implementation for."""
 
     op: str
     signature: str

@@ -68,7 +68,7 @@ def test_a_recipe_fits_its_gpus(recipe: str, wikipedia: Path, tmp_path: Path) ->
     config = parse(arguments(recipe, wikipedia, tmp_path))
     inputs = check(config, gpus(recipe))
     training = config.training
-    lanes = gpus(recipe) * training.gradient_accumulation_steps
+    shares = gpus(recipe) * training.gradient_accumulation_steps
     plan = Plan(
         inputs.train.lengths,
         inputs.train.masked_counts,
@@ -79,7 +79,7 @@ def test_a_recipe_fits_its_gpus(recipe: str, wikipedia: Path, tmp_path: Path) ->
     )
     micro_batches = plan.rank_batches(0, gpus(recipe) - 1)
     assert [len(micro.indices) for micro in micro_batches] == (
-        [training.global_batch_size // lanes] * training.gradient_accumulation_steps
+        [training.global_batch_size // shares] * training.gradient_accumulation_steps
     )
     assert config.optimizer.learning_rate_training_steps * training.global_batch_size < training.max_samples
     assert not any(tmp_path.iterdir())
@@ -90,8 +90,8 @@ def test_a_recipe_on_a_number_of_gpus_that_does_not_fit_is_told_what_does(
     recipe: str, wikipedia: Path, tmp_path: Path
 ) -> None:
     config = parse(arguments(recipe, wikipedia, tmp_path))
-    lanes = 5 * config.training.gradient_accumulation_steps  # 5 divides no recipe's batch
-    with pytest.raises(ValueError, match=rf"does not divide over 5 ranks .* make it a multiple of {lanes}"):
+    shares = 5 * config.training.gradient_accumulation_steps  # 5 divides no recipe's batch
+    with pytest.raises(ValueError, match=rf"does not divide over 5 ranks .* make it a multiple of {shares}"):
         check(config, 5)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dataloading.batches.sampler import Plan, deal, work
+from dataloading.batches.sampler import Plan, cost, deal
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 HISTOGRAM = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
@@ -44,7 +44,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
 def test_ranks_share_the_global_batch_in_equal_numbers(made: Plan, step: int) -> None:
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
-    assert {len(micro.indices) for share in shares for micro in share} == {made.global_batch_size // made.lanes}
+    assert {len(micro.indices) for share in shares for micro in share} == {made.global_batch_size // made.micro_batches}
     union = np.concatenate([micro.indices for share in shares for micro in share])
     assert sorted(union) == sorted(made.global_batch(step))
     expected = (made.global_batch_size, int(made.masked_counts[made.global_batch(step)].sum()))
@@ -116,35 +116,36 @@ def test_tokens_are_balanced_at_64_ranks_of_48_sequences() -> None:
     for step in range(0, 20, 5):
         shares = [made.lengths[made.rank_batches(step, rank)[0].indices] for rank in range(64)]
         assert imbalance(np.array([share.sum() for share in shares])) < 1.001
-        assert imbalance(np.array([work(share).sum() for share in shares])) < 1.001
+        assert imbalance(np.array([cost(share).sum() for share in shares])) < 1.001
 
 
 @pytest.mark.parametrize(
-    ("lanes", "sequences", "most"), [(8, 56, 0.35), (128, 24, 0.2), (512, 6, 0.4), (1024, 4, 0.5), (4096, 4, 0.5)]
+    ("micro_batches", "sequences", "most"),
+    [(8, 56, 0.35), (128, 24, 0.2), (512, 6, 0.4), (1024, 4, 0.5), (4096, 4, 0.5)],
 )
-def test_work_is_better_balanced_than_by_a_snake(lanes: int, sequences: int, most: float) -> None:
+def test_cost_is_better_balanced_than_by_a_snake(micro_batches: int, sequences: int, most: float) -> None:
     ours, snakes = [], []
     for seed in range(5):
-        lengths = wikipedia_lengths(lanes * sequences, seed)
-        snake = np.argsort(-lengths, kind="stable").reshape(sequences, lanes)
+        lengths = wikipedia_lengths(micro_batches * sequences, seed)
+        snake = np.argsort(-lengths, kind="stable").reshape(sequences, micro_batches)
         snake[1::2] = snake[1::2, ::-1]
-        snakes.append(imbalance(work(lengths)[snake].sum(axis=0)))
-        ours.append(imbalance(work(lengths)[deal(lengths, lanes)].sum(axis=1)))
+        snakes.append(imbalance(cost(lengths)[snake].sum(axis=0)))
+        ours.append(imbalance(cost(lengths)[deal(lengths, micro_batches)].sum(axis=1)))
     assert np.mean(ours) - 1 < most * (np.mean(snakes) - 1)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 2**32 - 1))
-def test_a_deal_holds_everything_once_with_each_lanes_longest_first(lanes: int, sequences: int, seed: int) -> None:
-    lengths = np.random.default_rng(seed).integers(1, 513, lanes * sequences).astype(np.uint16)
-    dealt = deal(lengths, lanes)
-    assert dealt.shape == (lanes, sequences)
+def test_a_deal_holds_everything_once_longest_first(micro_batches: int, sequences: int, seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 513, micro_batches * sequences).astype(np.uint16)
+    dealt = deal(lengths, micro_batches)
+    assert dealt.shape == (micro_batches, sequences)
     assert sorted(dealt.ravel()) == list(range(len(lengths)))
     assert (np.diff(lengths[dealt].astype(np.int64), axis=1) <= 0).all()
-    assert np.array_equal(dealt, deal(lengths.astype(np.int64), lanes))
-    assert np.array_equal(dealt, deal(lengths, lanes))
+    assert np.array_equal(dealt, deal(lengths.astype(np.int64), micro_batches))
+    assert np.array_equal(dealt, deal(lengths, micro_batches))
 
 
-def test_a_round_goes_to_the_lanes_with_the_least_work() -> None:
+def test_a_round_goes_to_the_micro_batches_of_the_least_cost() -> None:
     assert deal(np.array([1, 2, 3, 4, 5, 6]), 3).tolist() == [[5, 0], [4, 1], [3, 2]]
 
 
@@ -154,12 +155,12 @@ def test_exchanges_mend_what_rounds_leave() -> None:
     assert sorted(map(tuple, lengths[deal(lengths, 2)].tolist())) == [(90, 50, 40), (100, 60, 1)]
 
 
-def test_work_is_in_proportion_to_the_encoders_operations() -> None:
+def test_cost_is_in_proportion_to_the_encoders_operations() -> None:
     layers, hidden = 24, 1024
     lengths = np.array([1, 128, 512], np.uint16)
     tokens = lengths.astype(np.int64)
     operations = 3 * layers * (24 * hidden**2 * tokens + 4 * hidden * tokens**2)
-    assert (work(lengths) * 12 * layers * hidden == operations).all()
+    assert (cost(lengths) * 12 * layers * hidden == operations).all()
 
 
 def test_the_quick_benchmark_prints_and_writes_its_figures(tmp_path: Path) -> None:
