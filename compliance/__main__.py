@@ -14,8 +14,9 @@ from tyro.conf import FlagCreatePairsOff, Positional, arg
 from compliance.log.file import STDIN
 from compliance.log.rules import NEWEST_RULESET, RULESETS, Division
 from compliance.report import Format
+from console.commands import Commands
 from console.interruption import end_in_order, reader_has_gone
-from console.program import Commands, accept_any_text, complain, say, say_document, say_json
+from console.program import accept_any_text, complain, say, say_document, say_json
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
 Folder = Annotated[Positional[Path], arg(metavar="FOLDER", help="results/<system>/bert")]

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar
 
-from tyro.extras import SubcommandApp
-
 from console.text import annotation, json_document, visible
 from console.version import version_line
 
@@ -120,25 +118,3 @@ def bound(function: Callable[..., Result]) -> Callable[..., Callable[[], Result]
         return partial(function, *arguments, **named)
 
     return bind
-
-
-class Commands(SubcommandApp):
-    """Commands of one program: the command line is understood before one of them runs."""
-
-    def command(self, function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
-        """Register a function as a command, under its own name or another."""
-
-        def register(function: Callable[..., Any]) -> Callable[..., Any]:
-            super(Commands, self).command(name=name)(bound(function))
-            return function
-
-        return register(function) if function is not None else register
-
-    def run(self, program: str, arguments: Sequence[str] | None = None) -> Any:
-        """Run the command that the command line, or `arguments`, names, and return what it returns.
-
-        Raises:
-            ValueError: see `parsed`.
-        """
-        answer_version(sys.argv[1:] if arguments is None else arguments)
-        return parsed(partial(self.cli, prog=program, args=arguments))()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from console.commands import Commands
 from console.interruption import end_in_order, reader_has_gone
-from console.program import Commands, accept_any_text, complain, say
+from console.program import accept_any_text, complain, say
 from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:

@@ -96,7 +96,7 @@ class Plan:
 
 
 def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return what training on sequences of ``lengths`` costs: s * (6 h + s), the operations of the encoder in units of 12 h."""
+    """Return the cost of training on ``lengths``: s * (6 h + s) each, operations of the encoder in units of 12 h."""
     tokens = lengths.astype(np.int64)
     return tokens * (_LINEAR_COST + tokens)
 

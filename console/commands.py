@@ -1,0 +1,34 @@
+"""Programs of several commands. Apart from `console.program`, which needs nothing that is to be installed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from tyro.extras import SubcommandApp
+
+from console.program import answer_version, bound, parsed
+
+
+class Commands(SubcommandApp):
+    """Commands of one program: the command line is understood before one of them runs."""
+
+    def command(self, function: Callable[..., Any] | None = None, *, name: str | None = None) -> Any:
+        """Register a function as a command, under its own name or another."""
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            super(Commands, self).command(name=name)(bound(function))
+            return function
+
+        return register(function) if function is not None else register
+
+    def run(self, program: str, arguments: Sequence[str] | None = None) -> Any:
+        """Run the command that the command line, or `arguments`, names, and return what it returns.
+
+        Raises:
+            ValueError: see `parsed`.
+        """
+        answer_version(sys.argv[1:] if arguments is None else arguments)
+        return parsed(partial(self.cli, prog=program, args=arguments))()
