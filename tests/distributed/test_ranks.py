@@ -115,7 +115,7 @@ def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_p
     assert len(train(small_run, tmp_path / "steps", 2, training__max_steps=6)) == 6
     endless = {"training__max_samples": 10_000_000, "training__max_minutes": 0.001}
     taken = train(small_run, tmp_path / "minutes", 2, **endless)
-    assert taken[-2]["time_s"] < 0.06 <= taken[-1]["time_s"] if len(taken) > 1 else taken[0]["time_s"] > 0.06
+    assert 1 <= len(taken) < 10_000_000 // 16, "whichever rank's time was up first has stopped both"
     assert [record["status"] for record in records(tmp_path / "minutes", "end")] == ["aborted"]
 
 
