@@ -68,21 +68,29 @@ def run_tasks(make: Callable[[Task], Result], tasks: Sequence[Task], jobs: int) 
         yield from map(make, tasks)
         return
     context = multiprocessing.get_context("fork")
-    with ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=_end_with_parent) as pool:
-        futures = [pool.submit(make, task) for task in tasks]
-        try:
-            for future in as_completed(futures):
-                yield future.result()
-        except BrokenProcessPool:
-            raise ValueError(
-                "a process was killed, for want of memory perhaps; run the same command again to go on, with fewer --jobs"
-            ) from None
-        except BaseException as error:
-            if not isinstance(error, Exception):  # this process was told to end, and a task may take minutes
-                for child in multiprocessing.active_children():
-                    child.terminate()
-            pool.shutdown(cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(min(jobs, len(tasks)), context, initializer=_end_with_parent)
+    try:  # from the first task on: a process that is told to end while it hands them out must not wait for them
+        for future in as_completed([pool.submit(_made, make, task) for task in tasks]):
+            yield future.result()
+    except BrokenProcessPool:
+        raise ValueError(
+            "a process was killed, for want of memory perhaps; run the same command again to go on, with fewer --jobs"
+        ) from None
+    except BaseException as error:
+        if not isinstance(error, Exception):  # this process was told to end, and a task may take minutes
+            for child in multiprocessing.active_children():
+                child.terminate()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _made(make: Callable[[Task], Result], task: Task) -> Result:
+    """Return what ``make`` returns; end this process where it was told to, which its pool would take for a result."""
+    try:
+        return make(task)
+    except SystemExit as told:
+        os._exit(told.code if isinstance(told.code, int) else 1)
 
 
 def _end_with_parent() -> None:
