@@ -1,6 +1,7 @@
 """Files that are written whole or not at all, and read with a bound."""
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -64,6 +65,12 @@ def open_regular(path: Path) -> BufferedReader:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a regular file, in hex. ``OSError`` as from `open_regular`."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_bounded(path: Path, limit: int, remedy: str) -> bytes:

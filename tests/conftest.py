@@ -34,19 +34,6 @@ os.environ["MLPERF_BERT_CACHE"] = tempfile.mkdtemp(prefix="mlperf-bert-tests-")
 REPOSITORY = Path(__file__).resolve().parent.parent
 SLOW_ROOMS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")
 """Folders of tests that are slow as a whole, the slowest first."""
-SLOW_FILES = {
-    *("test_package.py", "test_packing.py", "test_order.py", "test_evaluate.py", "test_sampler.py", "test_names.py"),
-    *("test_documents.py", "test_console.py", "test_fp8_training.py", "test_shuffle.py", "test_permutation.py"),
-    *("test_mutated_submissions.py", "test_initial.py", "test_private_caches.py", "test_data_guard.py"),
-    *(
-        "test_doctor_rendezvous.py",
-        "test_ahead_of_time.py",
-        "test_full_size.py",
-        "test_convert.py",
-        "test_wikipedia.py",
-    ),
-}
-"""Files elsewhere whose tests took more than nine seconds together on two busy cores."""
 VOCAB_SIZE = 200
 MAX_SEQ_LENGTH = 48
 
@@ -59,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return SLOW_ROOMS.index(folder) if folder in SLOW_ROOMS else len(SLOW_ROOMS)
 
     for item in items:
-        if room_of(item) < len(SLOW_ROOMS) or item.path.name in SLOW_FILES:
+        if room_of(item) < len(SLOW_ROOMS):
             item.add_marker("slow")
     items.sort(key=room_of)
 

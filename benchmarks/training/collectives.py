@@ -105,9 +105,9 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         print(f"error: {missing}", file=sys.stderr)
         raise SystemExit(2)
     if quick:
-        cases = [Case(2, 2, "block", None, 8, 1), Case(2, 2, "cyclic", None, 8, 1)]
+        cases = [Case(2, 2, "block", None, 8, 3), Case(2, 2, "cyclic", None, 8, 3)]
         cases += [
-            Case(2, 2, "block", None, 8, 1, reduce_dtype="bf16"),
+            Case(2, 2, "block", None, 8, 3, reduce_dtype="bf16"),
             Case(2, 1, "block", "300mbit", 4, 1, "products"),
         ]
     else:

@@ -4,7 +4,6 @@ A checkpoint is what it is by content. Each is seen as Hugging Face's BertForPre
 everything is known and checked but the numbers, which are read weight by weight, when they are needed.
 """
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -13,17 +12,17 @@ from functools import cached_property, partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle
 from bert.checkpoints.tensorflow_index import MAGIC
 from bert.checkpoints.tensorflow_names import tf1_name, tf2_names
-from bert.checkpoints.weights import VOCABULARY, Weight, stated_model
+from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
-from dataloading.files import open_regular
+from dataloading.files import open_regular, sha256_of
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Hugging Face's names of today to those in its older files."""
@@ -167,12 +166,7 @@ def _weights_file(folder: Path) -> Path:
 
 def _open_safetensors(path: Path, heads: int | None, whole: bool) -> Source:
     """Open our own file, or one of Hugging Face's."""
-    try:
-        with safe_open(path, "pt") as file:
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or make it again") from error
+    shapes, metadata = read_header(path)
     is_ours = "embeddings.word" in shapes
     layers = _layers(r"layers\.(\d+)\." if is_ours else r"(?:bert\.)?encoder\.layer\.(\d+)\.", shapes)
     weights, missing = (_from_ours if is_ours else _from_theirs)(path, shapes, layers)
@@ -197,7 +191,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> Source:
     model = _model_of(weights, layers, heads or known, str(path), stated)
     return Source(
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
-        digested=lambda: f"sha256 of {path.name}: {_sha256(path)}",
+        digested=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
         notes=(),
         weights=weights,
         ignored=len(shapes) - (len(hugging_face_names(layers)) if is_ours else len(weights)),
@@ -224,11 +218,6 @@ def _agreed(model: ModelConfig, configuration: Mapping[str, int | float], path: 
 def _of_a_head(name: str) -> bool:
     """Tell whether a weight belongs to a head on the encoder."""
     return name.startswith(("cls.", "bert.pooler."))
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _from_ours(path: Path, shapes: Mapping[str, tuple[int, ...]], layers: int) -> tuple[dict[str, Weight], list[str]]:

@@ -38,7 +38,7 @@ from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from console.program import say
 from dataloading.dataset.folder import Dataset
-from dataloading.files import atomic_path, open_regular, read_json, sync, write_atomically
+from dataloading.files import atomic_path, read_json, sha256_of, sync, write_atomically
 
 FORMAT = 1
 _FILES = ("model.safetensors", "momentum.safetensors", "variance.safetensors")
@@ -334,8 +334,7 @@ def _read_state(path: Path) -> RunState:
 
 
 def _digest(path: Path) -> dict[str, object]:
-    with open_regular(path) as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _parts(step: TrainingStep, vector_P: Tensor) -> Iterator[tuple[str, Tensor]]:

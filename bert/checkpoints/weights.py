@@ -136,14 +136,20 @@ def load_weights(model: BertForPreTraining, path: Path) -> None:
     copy_weights(model, load_file(path), str(path))
 
 
-def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Shapes by name, and the metadata."""
+def read_header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Read shapes by name, and the metadata, of a safetensors file. Raises ``ValueError`` where it is not a whole one."""
     try:
         with safe_open(path, "pt") as file:
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata() or {}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is not a whole safetensors file ({error}): fetch or make it again") from error
+    return shapes, metadata
+
+
+def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes by name, and the metadata, of a file of this program's."""
+    shapes, metadata = read_header(path)
     if any(name.startswith("bert.") for name in shapes):
         raise ValueError(f"{path} is a file of Hugging Face's: set data.initial_checkpoint to the folder that it is in")
     return shapes, metadata

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.files import open_regular, read_json, shown, write_atomically
+from dataloading.files import read_json, sha256_of, shown, write_atomically
 from dataloading.shards.native import FORMAT, SCHEMA_VERSION, check_version
 from dataloading.shards.shard import REMEDY, DatasetInfo, ShardRecord
 
@@ -121,8 +121,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     try:
         if (size := path.stat().st_size) > limit:
             raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {REMEDY}")
-        with open_regular(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = sha256_of(path)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
     if digest != sha256:

@@ -9,7 +9,7 @@ from pathlib import Path
 from dataloading.dataset.folder import new_folder
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.merge import index_shards
-from dataloading.files import open_regular, write_atomically
+from dataloading.files import sha256_of, write_atomically
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
@@ -52,7 +52,7 @@ def write_own_text(own: OwnText, out: Path) -> Split:
         vocabulary, lower = _vocabulary(own, split.train)
         write_atomically(aside / "vocab.txt", vocabulary.content)
         tokenizer = Tokenizer(vocabulary, lower)
-        sources = {path.as_posix(): _sha256(path) for path in own.text}
+        sources = {path.as_posix(): sha256_of(path) for path in own.text}
         for name, documents, dupes, seed in (
             ("train", split.train, own.dupe_factor, own.seed),
             ("evaluation", split.evaluation, 2, own.seed + _SEED_OF_EVALUATION),
@@ -150,8 +150,3 @@ def _calls(documents: list[Document]) -> list[list[Document]]:
         calls[before * count // sum(sizes)].append(document)
         before += size
     return [call for call in calls if call]
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,7 +8,6 @@ them. Each makes one shard. A finished shard tells what it was made from, so who
     OUT/manifest.json, lengths.npy   last of all (for one part of the work: manifest_1_of_4.json, lengths_1_of_4.npy)
 """
 
-import hashlib
 import os
 import time
 import unicodedata
@@ -20,7 +19,7 @@ from pathlib import Path
 from dataloading.dataset.folder import Dataset
 from dataloading.dataset.manifest import Part, shard_name
 from dataloading.dataset.merge import index_shards
-from dataloading.files import open_regular
+from dataloading.files import open_regular, sha256_of
 from dataloading.options import Compression, PretrainingOptions
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
@@ -131,7 +130,7 @@ def _make_shard(task: _Task) -> tuple[str, int, bool]:
     """Make the shard of one call, unless it is there; return its name, its samples and whether it was there."""
     job, info, out, index = task
     texts = job.calls[index]
-    info = replace(info, sources={path.as_posix(): _sha256(path) for path in texts})
+    info = replace(info, sources={path.as_posix(): sha256_of(path) for path in texts})
     path = out / shard_name(index, len(job.calls))
     if (there := whole_shard(path)) is not None:
         found, count = there
@@ -184,10 +183,5 @@ def _check_texts(texts: Sequence[Path]) -> None:
     for alike in by_size.values():
         first: dict[str, Path] = {}
         for path in alike if len(alike) > 1 else []:
-            if (other := first.setdefault(_sha256(path), path)) != path:
+            if (other := first.setdefault(sha256_of(path), path)) != path:
                 raise ValueError(f"{path} is a copy of {other}; its samples would repeat")
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dataloading.files import atomic_path, open_regular, read_bounded, read_json, write_atomically
+from dataloading.files import atomic_path, read_bounded, read_json, sha256_of, write_atomically
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
 from dataloading.text.jobs import begun, run_tasks
@@ -281,8 +281,7 @@ def _input_name(path: Path) -> str:
 
 
 def _file_record(path: Path, name: str) -> FileRecord:
-    with open_regular(path) as file:
-        return FileRecord(name, path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+    return FileRecord(name, path.stat().st_size, sha256_of(path))
 
 
 @lru_cache(maxsize=1)

@@ -16,6 +16,8 @@ from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 from tests.distributed.ranks import Ranks, torchrun
 from tests.programs import PATIENCE_S, Program
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -27,6 +27,8 @@ from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS
 from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
 
+pytestmark = pytest.mark.slow
+
 CONFIG = ModelConfig(
     num_hidden_layers=3,
     hidden_size=64,

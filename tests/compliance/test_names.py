@@ -21,6 +21,8 @@ from compliance.submission.check import check_paths
 from tests.compliance import run_logs
 from tests.hostile import FORGED, LONG, NAME, assert_harmless, run
 
+pytestmark = pytest.mark.slow
+
 UTF8 = os.environ | {"PYTHONUTF8": "1"}
 
 

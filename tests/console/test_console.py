@@ -20,6 +20,8 @@ from console.text import json_document, visible
 from tests.conftest import SmallRun
 from tests.hostile import NAME, REPOSITORY, assert_harmless
 
+pytestmark = pytest.mark.slow
+
 ROOMS = ("bert", "compliance", "dataloading")
 OTHER_WAYS = {"print", "Console", "input", "basicConfig", "print_exception"}
 ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceback is for developers

@@ -29,13 +29,12 @@ def test_between_hosts_hierarchical_sends_what_it_must(tmp_path: Path) -> None:
     assert [case["order"] for case in reduced] == ["block", "cyclic"]
     assert in_bf16["reduce_dtype"] == "bf16"
     for strategy in ("hierarchical", "sharded"):
-        assert 0.49 < in_bf16[strategy]["megabytes_per_host"] / in_bf16["megabytes"] < 0.62, strategy
+        assert 0.49 < in_bf16[strategy]["megabytes_per_host"] / in_bf16["megabytes"] < 0.53, strategy
     for name, ratio in figures["ratios"].items():
         assert f"{name}: {ratio:.2f}" in done.stdout
     for case in reduced:
         for strategy in ("hierarchical", "sharded"):  # of either, the weights take the way that the sums took
-            # On a busy machine packets are sent again, and counted again.
-            assert 0.99 < case[strategy]["megabytes_per_host"] / case["megabytes"] < 1.25, strategy
+            assert 0.99 < case[strategy]["megabytes_per_host"] / case["megabytes"] < 1.03, strategy
         for strategy in ("flat", "sharded_world"):
             assert case[strategy]["megabytes_per_host"] > 1.4 * case["megabytes"], strategy
         assert case["choice"] in ("flat", "hierarchical")

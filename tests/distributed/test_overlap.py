@@ -52,10 +52,10 @@ def test_every_order_of_the_step_gives_the_same_weights(
 
 def test_weights_come_beside_forward_on_eight_ranks(tmp_path: Path) -> None:
     found = run_worker(tmp_path / "out.json", 8, 4, 1, "sharded", worker="step_worker")
-    for name in ("sharded 1",):
-        assert found[name]["overlap_is_same"], name
-        assert found[name]["capturing_is_same"], name
-        assert_weights_came_beside_forward(name, found[name])
+    run = found["sharded 1"]
+    assert run["overlap_is_same"]
+    assert run["capturing_is_same"]
+    assert_weights_came_beside_forward("sharded 1", run)
 
 
 def assert_weights_came_beside_forward(name: str, run: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from kernels import ahead_of_time
 from kernels.ahead_of_time import BEGIN, END, Cost
 from tests.kernels.compiled import Findings
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

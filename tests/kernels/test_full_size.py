@@ -16,6 +16,8 @@ from kernels.triton import lamb as triton_lamb
 from kernels.triton import squares as triton_squares
 from tests.kernels.reference.test_lamb import HYPERPARAMETERS
 
+pytestmark = pytest.mark.slow
+
 EMBEDDING = 30_522 * 1024
 PARAMETERS = 336_226_108
 NEAR = 1e-6

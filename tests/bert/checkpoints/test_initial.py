@@ -25,6 +25,8 @@ from dataloading.text.tokenization import Vocabulary
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 from tests.programs import PATIENCE_S, Program
 
+pytestmark = pytest.mark.slow
+
 MODEL = ModelConfig(
     2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH, hidden_dropout=0.0, attention_dropout=0.0, layer_norm_eps=1e-7
 )

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import REPOSITORY, SmallRun
+
+pytestmark = pytest.mark.slow
 
 PRELUDE = """
 import os, sys

@@ -14,6 +14,8 @@ from bert.guards import triton_cache
 from dataloading.files import is_private
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 CALL = """
 import sys
 import tempfile

@@ -15,6 +15,8 @@ from compliance.doctor.host import Host
 from compliance.doctor.rendezvous import elastic_option, ports_open_to_all, rendezvous
 from tests.compliance.doctor.fake_host import fake_host
 
+pytestmark = pytest.mark.slow
+
 RUN = "python -m torch.distributed.run"
 TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retrnsmt   uid  timeout inode
    0: 00000000:{port:04X} 00000000:0000 0A 00000000:00000000 00:00000000 00000000     0        0 4711 1

@@ -33,6 +33,8 @@ from tests.compliance.run_logs import write_run
 from tests.compliance.run_series import write_series
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 SCALED = [16, 15, 16, 15, 16, 15, 16, 16, 15, 16]
 PASSING = [17, 16, 18, 17, 16, 17, 18, 16, 17, 17]
 DESCRIPTION = dict.fromkeys(SYSTEM_FIELDS, "as bought") | {

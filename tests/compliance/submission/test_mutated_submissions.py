@@ -31,6 +31,8 @@ from tests.compliance.submission.submission_trees import (
     write_submission,
 )
 
+pytestmark = pytest.mark.slow
+
 LOG = f"results/{SYSTEM}/bert/result_3.txt"
 FOLDER = f"results/{SYSTEM}/bert"
 DESCRIPTION = f"systems/{SYSTEM}.json"

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from dataloading.batches.packing import Packs, pack_samples, stream_packs
 from dataloading.batches.packing_strategy import Strategy, pack_histogram
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 

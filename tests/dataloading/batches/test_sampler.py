@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from dataloading.batches.sampler import Plan, cost, deal
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 HISTOGRAM = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
 

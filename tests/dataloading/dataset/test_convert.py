@@ -23,6 +23,8 @@ from dataloading.text.tokenization import Vocabulary
 from tests.conftest import REPOSITORY
 from tests.dataloading.shards.tfrecord.edge_samples import edge_samples
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS: tuple[Layout, ...] = ("native", "fixed", "varlength", "packed")
 COUNT = 700
 MOST_TOKENS, MOST_MASKED = 40, 8

@@ -16,6 +16,8 @@ from dataloading.options import PretrainingOptions
 from dataloading.text.documents import demo_documents
 from dataloading.text.prepare import Job, prepare
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=10, dupe_factor=4)
 
 

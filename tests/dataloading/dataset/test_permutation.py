@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from dataloading.dataset import permutation
 from dataloading.dataset.permutation import shuffled
 
+pytestmark = pytest.mark.slow
+
 COUNT = 10_000
 ORDERS = 200
 

@@ -17,6 +17,8 @@ from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.shards.samples import Samples
 from tests.dataloading.made_up_samples import INFO, make_samples
 
+pytestmark = pytest.mark.slow
+
 REPOSITORY = Path(__file__).parents[3]
 COUNT = 1000
 

@@ -13,6 +13,8 @@ from dataloading.text.documents import HELD_OUT_PERCENT, Document, demo_document
 from dataloading.text.pretraining_data import read_documents
 from tests.conftest import REPOSITORY, SmallRun
 
+pytestmark = pytest.mark.slow
+
 VOCAB = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
 
 

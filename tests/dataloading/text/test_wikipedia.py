@@ -17,6 +17,8 @@ from dataloading.text.cleanup import articles, clean, gathered, hold_out, segmen
 from dataloading.text.wikipedia import Progress, extract, find_inputs
 from tests.conftest import REPOSITORY
 
+pytestmark = pytest.mark.slow
+
 FIXTURES = REPOSITORY / "tests" / "dataloading" / "text" / "wikipedia"
 TEXT = FIXTURES / "text"
 SHARED = REPOSITORY.parent / "shared" / "data"
