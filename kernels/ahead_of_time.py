@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel for GPUs that need not be there, and says what it costs them.
+"""Compile every Triton kernel for GPUs that need not be there, and say what it costs them.
 
     python -m kernels.ahead_of_time [--out docs/kernel_costs.md]
 
@@ -64,7 +64,7 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a configuration takes of a GPU."""
+    """Registers, memory and copies that a configuration takes of a GPU."""
 
     module: str
     kernel: str
@@ -83,12 +83,12 @@ class Cost:
 
     @property
     def fits(self) -> bool:
-        """Whether the device can run it, without spills."""
+        """Tell whether the device can run it, without spills."""
         return self.spilled == 0 and self.shared <= SHARED_MEMORY_LIMITS[self.capability]
 
 
 def all_configurations() -> dict[str, list[Configuration]]:
-    """The configurations of every module of ``kernels/triton/`` that has any, by its name.
+    """Return the configurations of every module of ``kernels/triton/`` that has any, by its name.
 
     Raises:
         ValueError: Triton is missing or interprets kernels, so that there is nothing to compile.
@@ -185,7 +185,7 @@ def _number(pattern: str, text: str) -> int:
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """Markdown: a row a configuration, a column an architecture with registers / spilled bytes / KiB of shared memory.
+    """Return Markdown: a row a configuration, a column an architecture: registers / spilled bytes / KiB of shared memory.
 
     ``-`` where a configuration is not for an architecture.
     """

@@ -65,7 +65,7 @@ def varlen_attention(
     max_seqlen: int,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """Softmax attention inside each sequence; returns [Q, H, E] in the dtype of the inputs.
+    """Return softmax attention inside each sequence, [Q, H, E] in the dtype of the inputs.
 
     int32 ``cu_seqlens`` [S + 1]; no sequence has more than ``max_seqlen`` queries or keys. Rows past the last sequence are 0
     in the output and in every gradient. The element of query row q, head h and key position c (inside its sequence) has row
@@ -79,7 +79,7 @@ def varlen_attention(
 def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
-    """``varlen_attention`` of the three parts of one tensor [T, 3, H, E], with one gradient of the same shape."""
+    """Return ``varlen_attention`` of the three parts of one tensor [T, 3, H, E], with one gradient of the same shape."""
     state, p, stream = _dropout_arguments(dropout)
     return _self_attention(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream)[0]
 
@@ -93,7 +93,7 @@ def unsupported_reasons(
     max_seqlen: int,  # noqa: ARG001  the signature is the op's
     dropout: Dropout | None = None,
 ) -> list[str]:
-    """Why ``varlen_attention`` cannot take these inputs; empty where it can."""
+    """Return the reasons why ``varlen_attention`` cannot take these inputs; empty where it can."""
     reasons = []
     if query_QHE.device.type != "cuda" and not triton.knobs.runtime.interpret:
         reasons.append(f"tensors on {query_QHE.device.type}; Triton runs on cuda")
@@ -114,12 +114,12 @@ def unsupported_reasons(
 def varlen_self_attention_unsupported_reasons(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> list[str]:
-    """Why ``varlen_self_attention`` cannot take these inputs; empty where it can."""
+    """Return the reasons why ``varlen_self_attention`` cannot take these inputs; empty where it can."""
     return unsupported_reasons(*qkv_T3HE.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, dropout)
 
 
 def configurations() -> "list[Configuration]":
-    """Every kernel as BERT-Large (H = 16, E = 64) and the small default model (H = 4, E = 32) launch it in bf16."""
+    """Return every kernel as BERT-Large (H = 16, E = 64) and the small default model (H = 4, E = 32) launch it in bf16."""
     from kernels.ahead_of_time import SHARED_MEMORY_LIMITS, Configuration
 
     kernels = {"forward": attention_forward, "dq": attention_backward_queries, "dkv": attention_backward_keys}
@@ -166,7 +166,7 @@ def _constants(
     dropout: bool,
     launch: _Launch,
 ) -> dict[str, Any]:
-    """Those of a kernel's constants that it has; ``strides`` from row to row of query, key and value."""
+    """Return the constants that a kernel has among all; ``strides`` lead from row to row of query, key and value."""
     names = ("QUERY", "KEY", "VALUE")
     constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
     constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
@@ -176,7 +176,7 @@ def _constants(
 
 
 def _launch(name: str, x: Tensor) -> _Launch:
-    """That of a kernel (``forward``, ``dq``, ``dkv``) for a device and dtype."""
+    """Return the launch of a kernel (``forward``, ``dq``, ``dkv``) for the device and dtype of ``x``."""
     if x.element_size() == 4:
         return _FP32_LAUNCHES[name]
     major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
@@ -184,7 +184,7 @@ def _launch(name: str, x: Tensor) -> _Launch:
 
 
 def _oldest(capability: int) -> int:
-    """The capability whose launches are taken for this one."""
+    """Return the capability whose launches are taken for this one."""
     return max((oldest for oldest in _LAUNCHES if oldest <= capability), default=min(_LAUNCHES))
 
 
@@ -195,12 +195,12 @@ def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, i
 
 
 def _rows_of_heads(x: Tensor) -> Tensor:
-    """``x`` [N, H, E] itself where the heads of a row are contiguous, as in every part of a packed tensor; else a copy."""
+    """Return ``x`` [N, H, E] where the heads of a row are contiguous, as in every part of a packed tensor; else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _kept_shape(heads: int, queries: int, max_seqlen: int, drawn: bool) -> tuple[int, ...]:
-    """That of the bits that say what dropout kept, if any are drawn: [H, groups, Q, 8] bytes."""
+    """Return the shape of the bytes whose bits say what dropout kept, if any are drawn: [H, groups, Q, 8]."""
     return (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // 8) if drawn else (0,)
 
 
@@ -368,7 +368,7 @@ def _(_gradient: Tensor, qkv: Tensor, *_: object) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    """Both ops: tensors first, then ``max_seqlen, state, p, stream``."""
+    """Save what backward needs of either op: tensors come first, then ``max_seqlen, state, p, stream``."""
     *tensors, max_seqlen, _state, p, _stream = inputs
     ctx.save_for_backward(*tensors, *output)
     ctx.scalars = max_seqlen, p

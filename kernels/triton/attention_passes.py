@@ -27,7 +27,7 @@ _VARYING = ["queries", "keys", "groups", "stream", "threshold"]
 
 @triton.jit
 def _draw(state, stream, threshold, rows, draws):
-    """What dropout keeps, a byte a draw: uint8 [rows, draws], bit j for its place j."""
+    """Draw what dropout keeps, a byte a draw: uint8 [rows, draws], bit j for its place j."""
     seed, step = tl.load(state), tl.load(state + 1).to(tl.uint32)
     words = tl.philox(seed, draws[None, :], stream, rows[:, None], step, n_rounds=_ROUNDS)
     kept = _pair(words[0], threshold) | (_pair(words[1], threshold) << 2)
@@ -44,7 +44,7 @@ def _pair(word, threshold):
 
 @triton.jit
 def _unpack(kept):
-    """bool [rows, 8 * draws]: column j * draws + g is bit j of draw g."""
+    """Unpack bytes to bool [rows, 8 * draws]: column j * draws + g is bit j of draw g."""
     bits = kept.to(tl.int32)
     halves = tl.join(bits, bits >> 4)
     quarters = tl.join(halves, halves >> 2)
@@ -54,7 +54,7 @@ def _unpack(kept):
 
 @triton.jit
 def _byte_pointers(kept, queries, rows, draws):
-    """Where a head's bytes are, [rows, draws]: those of 64 keys stand together, for each row in turn.
+    """Return pointers to a head's bytes, [rows, draws]: those of 64 keys stand together, for each row in turn.
 
     So a block of rows by 64 keys is one piece of memory.
     """
@@ -71,7 +71,7 @@ def _product(left, right):
 
 @triton.jit
 def _load_rows(base, rows, stop, STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr):
-    """A head's ``rows``, 0 from ``stop`` on."""
+    """Load a head's ``rows``, 0 from ``stop`` on."""
     pointers = base + rows[:, None] * STRIDE + tl.arange(0, HEAD_SIZE)[None, :]
     return tl.load(pointers, mask=(rows < stop)[:, None], other=0.0)
 
@@ -118,7 +118,10 @@ def attention_forward(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A block of queries of one head of one sequence; the last program on axis 2 owns the rows past all sequences."""
+    """Attend from a block of queries of one head of one sequence.
+
+    The last program on axis 2 owns the rows past all sequences and zeroes them.
+    """
     DRAWS: tl.constexpr = BLOCK_K // _PLACES
     SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5  # base 2: exp2 is what the hardware has
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -127,7 +130,7 @@ def attention_forward(
         kept += (head * groups).to(tl.int64) * queries * 8
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
-    if sequence == tl.num_programs(2) - 1:
+    if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
         step = tl.num_programs(0) * BLOCK_Q
         _zero_rows(output, start_q + first, queries, step, HEADS * HEAD_SIZE, HEAD_SIZE, BLOCK_Q)
         return
@@ -143,6 +146,7 @@ def attention_forward(
     key += start_k.to(tl.int64) * KEY_STRIDE + head * HEAD_SIZE
     value += start_k.to(tl.int64) * VALUE_STRIDE + head * HEAD_SIZE
     query_QE = _load_rows(query, rows, length_q, QUERY_STRIDE, HEAD_SIZE)
+    # Keys in the order in which `_unpack` has their bits: sums over keys are the same in any order.
     places = tl.arange(0, BLOCK_K) % DRAWS * _PLACES + tl.arange(0, BLOCK_K) // DRAWS
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
@@ -156,7 +160,7 @@ def attention_forward(
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         weights = tl.exp2(scores - new_maximum[:, None])
         rescale = tl.exp2(maximum - new_maximum)
-        total = total * rescale + tl.sum(weights, 1)
+        total = total * rescale + tl.sum(weights, 1)  # before dropout, which takes what softmax has normalised
         if DROPOUT:
             draws = tl.arange(0, DRAWS) + first_k // _PLACES
             drawn = _draw(state, stream, threshold, (start_q + rows) * HEADS + head, draws)
@@ -164,7 +168,7 @@ def attention_forward(
             tl.store(_byte_pointers(kept, queries, start_q + rows, draws), drawn, mask=inside)
             weights = tl.where(_unpack(drawn), weights, 0.0)
         value_KE = _load_rows(value, positions, length_k, VALUE_STRIDE, HEAD_SIZE)
-        if not _INTERPRETED:
+        if not _INTERPRETED:  # whose bf16 products are wrong, and whose casts truncate
             weights = weights.to(value_KE.dtype)
         context = context * rescale[:, None] + _product(weights, value_KE)
         maximum = new_maximum
@@ -181,13 +185,14 @@ def attention_forward(
 def _weights_and_gradients(
     query_QE, key_KE, value_KE, upstream, lse_Q, delta_Q, kept, queries, rows_Q, draws, inside, DROPOUT: tl.constexpr
 ):
-    """Softmax of a tile after dropout and gradient of the scores, without the constants that are the same for all of them.
+    """Softmax of a tile after dropout, and the gradient of its scores, both without the constants that all of them share.
 
     ``rows_Q`` and ``draws`` are the places in dropout's mask, ``inside`` [Q, draws] those that there are. Keys past the
     sequence's end are zero rows here: what they get is finite, meets the zeros again and is not stored.
     """
     SCORE_SCALE: tl.constexpr = 1.4426950408889634 / query_QE.shape[1] ** 0.5
     scores = _product(query_QE, tl.trans(key_KE)) * SCORE_SCALE
+    # A weight is at most 1; the scores of keys past the end are 0 and may lie far above the logarithm of the sum.
     weights = tl.exp2(tl.minimum(scores - lse_Q[:, None], 0.0))
     weight_gradient = _product(upstream, tl.trans(value_KE))
     dropped = weights
@@ -228,7 +233,7 @@ def attention_backward_queries(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """As ``attention_forward``; also writes ``delta``, fp32 [H, Q].
+    """Gradient of a block of queries, divided as in ``attention_forward``; also writes ``delta``, fp32 [H, Q].
 
     That is each row's sum of output times its gradient, without dropout's scale.
     """
@@ -240,7 +245,7 @@ def attention_backward_queries(
         kept += (head * groups).to(tl.int64) * queries * 8
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
-    if sequence == tl.num_programs(2) - 1:
+    if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
         step = tl.num_programs(0) * BLOCK_Q
         _zero_rows(query_gradient, start_q + first, queries, step, QUERY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_Q)
         return
@@ -264,7 +269,8 @@ def attention_backward_queries(
         delta_Q /= kept_scale
     head_row = head.to(tl.int64) * queries + start_q
     tl.store(delta + head_row + rows, delta_Q, mask=valid_q)
-    lse_Q = tl.load(lse + head_row + rows, mask=valid_q, other=float("inf"))
+    lse_Q = tl.load(lse + head_row + rows, mask=valid_q, other=float("inf"))  # weights of rows that are not: 0
+    # Keys in the order in which `_unpack` has their bits: sums over keys are the same in any order.
     places = tl.arange(0, BLOCK_K) % DRAWS * _PLACES + tl.arange(0, BLOCK_K) // DRAWS
     total = tl.zeros((BLOCK_Q, HEAD_SIZE), tl.float32)
     for first_k in range(0, length_k, BLOCK_K):
@@ -312,7 +318,10 @@ def attention_backward_keys(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """A block of keys of one head of one sequence; after ``attention_backward_queries``, whose ``delta`` it reads."""
+    """Gradients of a block of keys and values of one head of one sequence.
+
+    Launched after ``attention_backward_queries``, whose ``delta`` it reads.
+    """
     DRAWS: tl.constexpr = BLOCK_K // _PLACES
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
     head, sequence = tl.program_id(1), tl.program_id(2)
@@ -322,7 +331,7 @@ def attention_backward_keys(
     value_gradient += head * HEAD_SIZE
     start_k = tl.load(cu_seqlens_k + sequence)
     first = tl.program_id(0) * BLOCK_K
-    if sequence == tl.num_programs(2) - 1:
+    if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
         step = tl.num_programs(0) * BLOCK_K
         _zero_rows(key_gradient, start_k + first, keys, step, KEY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_K)
         _zero_rows(value_gradient, start_k + first, keys, step, VALUE_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_K)

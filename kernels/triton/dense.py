@@ -34,7 +34,7 @@ _VARYING = ["rows"]  # no number of tokens is compiled anew
 
 
 def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
-    """``gelu(x @ weight.T + bias)`` in the tanh form that BERT is defined with. Returns [T, F] in the product's dtype.
+    """Return ``gelu(x @ weight.T + bias)`` in the tanh form that BERT is defined with, [T, F] in the product's dtype.
 
     The product is taken by ``torch.nn.functional.linear`` and follows autocast; ``bias_F`` may have any dtype of the three
     (bf16, fp16, fp32) and its gradient has the same.
@@ -43,7 +43,7 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
 
 
 def unsupported_reasons(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> list[str]:
-    """Why ``dense_gelu`` cannot take these; empty when it can."""
+    """Return the reasons why ``dense_gelu`` cannot take these; empty when it can."""
     reasons = []
     if not (x_TD.is_cuda or triton.knobs.runtime.interpret):
         reasons.append(f"tensors on {x_TD.device.type}: Triton needs a CUDA device")
@@ -72,7 +72,7 @@ def gelu_gates(y):
 
 @triton.jit
 def gelu_derivative(y):
-    """Of ``gelu(y)`` by ``y``."""
+    """Derivative of ``gelu(y)`` by ``y``."""
     gate, rest = gelu_gates(y)
     slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * y * y)
     return gate * (1.0 + y * rest * slope)
@@ -80,7 +80,7 @@ def gelu_derivative(y):
 
 @triton.jit(do_not_specialize=_VARYING)
 def _forward_kernel(product, bias, output, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """One [ROWS, COLUMNS] tile of ``gelu(product + bias)``."""
+    """Write one [ROWS, COLUMNS] tile of ``gelu(product + bias)``."""
     first = tl.program_id(0) * ROWS
     row = tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -130,7 +130,7 @@ def _backward_kernel(
 
 @torch.library.custom_op("mlperf_bert::bias_gelu", mutates_args=())
 def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
-    """``gelu(product + bias)`` in the tanh form, [T, F] in the product's dtype. Saves both inputs, nothing else."""
+    """Return ``gelu(product + bias)`` in the tanh form, [T, F] in the product's dtype. Saves both inputs, nothing else."""
     product_TF = product_TF.contiguous()
     output_TF = torch.empty_like(product_TF)
     rows, columns = product_TF.shape
@@ -188,7 +188,7 @@ bias_gelu.register_autograd(_backward, setup_context=_setup_context)
 
 
 def configurations() -> "list[Configuration]":
-    """What BERT-Large runs: bf16, the bias in bf16 or, under autocast, in fp32."""
+    """Return the kernels that BERT-Large runs: bf16, the bias in bf16 or, under autocast, in fp32."""
     from kernels.ahead_of_time import Configuration
 
     sizes = {"rows": "i32", "columns": "i32"}

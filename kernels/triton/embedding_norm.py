@@ -46,7 +46,7 @@ WARPS = 16
 
 @triton.jit
 def _summed_embeddings(word, position, segment, words, positions, segments, columns, mask, D: tl.constexpr):
-    """[ROWS, BLOCK / 8, 8] from ids [ROWS, 1, 1]."""
+    """Sum the rows of three tables, [ROWS, BLOCK / 8, 8], by ids [ROWS, 1, 1]."""
     summed = load_fp32(word + words * D + columns, mask) + load_fp32(position + positions * D + columns, mask)
     return summed + load_fp32(segment + segments * D + columns, mask)
 
@@ -85,7 +85,7 @@ def _embedding_norm_backward(
     state, tokens, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """``partials`` [programs, 4, D]: of weight, bias and the two segments; ``dword``, ``dposition`` fp32, added to."""
+    """Add to ``dword`` and ``dposition``, fp32; ``partials`` [programs, 4, D] are of weight, bias and the two segments."""
     columns = columns_of(BLOCK)
     inside = columns < D
     gain = load_fp32(weight + columns, inside)
@@ -108,8 +108,10 @@ def _embedding_norm_backward(
         dweight += upstream * normalised
         dbias += upstream
         gradient = norm_gradient(upstream, normalised, gain, rstd, D)
+        # Relaxed: no other memory is ordered by these sums.
         tl.atomic_add(dword + words * D + columns, gradient, mask=live & inside, sem="relaxed")
         tl.atomic_add(dposition + positions * D + columns, gradient, mask=live & inside, sem="relaxed")
+        # Two rows for all tokens: by atomics every program would wait for the same addresses.
         dsegment_0 += tl.where(segments == 0, gradient, 0.0)
         dsegment_1 += tl.where(segments == 1, gradient, 0.0)
     partial = partials + tl.program_id(0) * 4 * D + columns
@@ -193,7 +195,7 @@ def _save_embedding_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor
     *tensors, _, _, state, threshold, scale, stream = inputs
     ctx.scalars = threshold, scale, stream
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # else zeros would be made as the gradient of the statistics
     ctx.save_for_backward(*tensors, output[1], state)
 
 
@@ -240,7 +242,7 @@ def embedding_layer_norm_unsupported_reasons(
     eps: float,  # noqa: ARG001
     dropout: Dropout | None = None,
 ) -> list[str]:
-    """Why these inputs cannot be computed here, or nothing."""
+    """Return the reasons why these inputs cannot be computed here; empty when they can."""
     reasons = unsupported_rows(word_VD, dropout)
     reasons += different_dtypes("tables, weight and bias", word_VD, position_LD, segment_2D, weight_D, bias_D)
     if len(segment_2D) != 2:
@@ -252,5 +254,5 @@ def embedding_layer_norm_unsupported_reasons(
 
 
 def configurations() -> "list[Configuration]":
-    """Both kernels, in fp32."""
+    """Return both kernels, in fp32."""
     return norm_configurations("fp32", _embedding_norm_forward, _embedding_norm_backward)

@@ -57,7 +57,7 @@ def _cast_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One tile of the cast."""
+    """Cast one tile."""
     value = _tile(x, rows, columns, ROWS, COLUMNS)
     _write(value, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS)
 
@@ -76,7 +76,7 @@ def _gelu_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One tile of the cast of ``gelu(product + bias)``."""
+    """Cast one tile of ``gelu(product + bias)``."""
     y = _tile(product, rows, columns, ROWS, COLUMNS) + _bias(bias, columns, ROWS, COLUMNS)
     gate, _ = gelu_gates(y)
     _write(y * gate, scale, amax, q, transposed, None, rows, columns, LARGEST, ROWS, COLUMNS)
@@ -98,7 +98,7 @@ def _gelu_backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One tile of the cast of the product's gradient, and its sums by columns."""
+    """Cast one tile of the product's gradient, and sum its columns."""
     upstream = _tile(output_gradient, rows, columns, ROWS, COLUMNS)
     y = _tile(product, rows, columns, ROWS, COLUMNS) + _bias(bias, columns, ROWS, COLUMNS)
     gradient = upstream * gelu_derivative(y)
@@ -107,7 +107,7 @@ def _gelu_backward_kernel(
 
 @triton.jit
 def _tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """This program's [ROWS, COLUMNS] in fp32, with zeros outside of [rows, columns]."""
+    """Load this program's [ROWS, COLUMNS] in fp32, with zeros outside of [rows, columns]."""
     places, inside = _places(x, rows, columns, ROWS, COLUMNS)
     return tl.load(places, mask=inside, other=0.0).to(tl.float32)
 
@@ -134,7 +134,7 @@ def _first(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _aligned(size):
-    """The next multiple of 16, which the compiler thus knows it to be: memory is read and written 16 bytes at a time."""
+    """Round up to a multiple of 16, which the compiler sees that it is: memory is read and written 16 bytes at a time."""
     return (size + 15) // 16 * 16
 
 
@@ -160,7 +160,7 @@ def _write(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
+    """Write everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
     value = tl.where(inside, value, 0.0)
     # Magnitudes order like their bits, infinity above all numbers and every NaN above infinity. An amax that is out of date
@@ -184,7 +184,7 @@ def _write(
 
 @triton.jit
 def _quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
-    """``value`` in FP8: rounded to nearest even, saturated; NaN stays NaN."""
+    """Quantize ``value`` to FP8: rounded to nearest even, saturated; NaN stays NaN."""
     value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     # The interpreter's own conversion does not round to even, and makes a number of NaN.
     return _fp8_bits(value, DTYPE).to(DTYPE, bitcast=True) if _INTERPRETED else value.to(DTYPE)
@@ -192,7 +192,7 @@ def _quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _fp8_bits(value, DTYPE: tl.constexpr):
-    """What the GPU's conversion gives for fp32 numbers within the range of an FP8 type, by arithmetic on their bits."""
+    """Convert fp32 numbers within the range of an FP8 type as the GPU does, by arithmetic on their bits."""
     MANTISSA: tl.constexpr = DTYPE.fp_mantissa_width
     bits = value.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
@@ -209,7 +209,7 @@ def _fp8_bits(value, DTYPE: tl.constexpr):
 
 @torch.library.custom_op("mlperf_bert::cast_fp8", mutates_args=("amax",))
 def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """[R, C] in ``dtype``."""
+    """Return [R, C] in ``dtype``."""
     q_RC = x_RC.new_empty(x_RC.shape, dtype=dtype)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, None, None)
     return q_RC
@@ -217,7 +217,7 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
 
 @torch.library.custom_op("mlperf_bert::cast_transpose_fp8", mutates_args=("amax",))
 def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[R, C] and [C, padded(R)] in ``dtype``."""
+    """Return [R, C] and [C, padded(R)] in ``dtype``."""
     q_RC, q_CR = _fp8_pair(x_RC, dtype)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None)
     return q_RC, q_CR
@@ -227,7 +227,7 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
 def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[R, C] and [C, padded(R)] in ``dtype``, and the sums of x's columns, fp32 [C]."""
+    """Return [R, C] and [C, padded(R)] in ``dtype``, and the sums of x's columns, fp32 [C]."""
     q_RC, q_CR = _fp8_pair(x_RC, dtype)
     partials_PC = _partials(x_RC)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, partials_PC)
@@ -236,7 +236,7 @@ def cast_transpose_sum_fp8(
 
 @torch.library.custom_op("mlperf_bert::bias_gelu_cast_fp8", mutates_args=("amax",))
 def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-    """[T, F] and [F, padded(T)] in E4M3."""
+    """Return [T, F] and [F, padded(T)] in E4M3."""
     q_TF, q_FT = _fp8_pair(product_TF, E4M3)
     _launch(_gelu_kernel, (product_TF, bias_F), scale, amax, q_TF, q_FT)
     return q_TF, q_FT
@@ -246,7 +246,7 @@ def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: 
 def bias_gelu_backward_cast_fp8(
     output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[T, F] and [F, padded(T)] in E5M2, and the bias gradient, fp32 [F]."""
+    """Return [T, F] and [F, padded(T)] in E5M2, and the bias gradient, fp32 [F]."""
     q_TF, q_FT = _fp8_pair(product_TF, E5M2)
     partials_PF = _partials(product_TF)
     _launch(_gelu_backward_kernel, (output_gradient_TF, product_TF, bias_F), scale, amax, q_TF, q_FT, partials_PF)
@@ -318,7 +318,7 @@ def _launch(
 
 
 def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:
-    """Why an op cannot take these arguments; empty when it can."""
+    """Return the reasons why an op cannot take these arguments; empty when it can."""
     reasons = capability_reasons(x_RC.device)
     if x_RC.shape[1] % ALIGNMENT:
         reasons.append(f"{x_RC.shape[1]} columns, not a multiple of {ALIGNMENT}")
@@ -333,7 +333,7 @@ def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:
 
 
 def configurations() -> "list[Configuration]":
-    """What BERT-Large runs: activations and gradients in bf16, weights in fp32, biases in either."""
+    """Return the kernels that BERT-Large runs: activations and gradients in bf16, weights in fp32, biases in either."""
     from kernels.ahead_of_time import Configuration
 
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:

@@ -41,7 +41,7 @@ def lamb_step(
     step: Tensor,
     learning_rate: Tensor,
 ) -> Tensor:
-    """As ``kernels.reference.lamb.lamb_step``, on fp32 buffers.
+    """Do what ``kernels.reference.lamb.lamb_step`` does, on fp32 buffers.
 
     The first call for some segments makes their table of chunks on the device: make one before capturing a graph.
     """
@@ -61,7 +61,7 @@ def lamb_directions(
     norm: Tensor,
     step: Tensor,
 ) -> Tensor:
-    """As ``kernels.reference.lamb.lamb_directions``, on fp32 buffers, with a first call as in ``lamb_step``."""
+    """Do what ``kernels.reference.lamb.lamb_directions`` does, on fp32 buffers, with a first call as in ``lamb_step``."""
     chunks = _chunks(segments, parameters_P.device)
     return _lamb_directions(
         parameters_P,
@@ -88,7 +88,7 @@ def lamb_apply(
     norm: Tensor,
     learning_rate: Tensor,
 ) -> None:
-    """As ``kernels.reference.lamb.lamb_apply``, on fp32 buffers, with a first call as in ``lamb_step``."""
+    """Do what ``kernels.reference.lamb.lamb_apply`` does, on fp32 buffers, with a first call as in ``lamb_step``."""
     chunks = _chunks(segments, parameters_P.device)
     _lamb_apply(
         parameters_P,
@@ -111,7 +111,7 @@ def lamb_step_unsupported_reasons(
     step: Tensor,
     learning_rate: Tensor,
 ) -> list[str]:
-    """Why ``lamb_step`` cannot work on these arguments; empty when it can."""
+    """Return the reasons why ``lamb_step`` cannot work on these arguments; empty when it can."""
     del hyperparameters  # any numbers will do
     flat = (gradients_P, state.momentum_P, state.variance_P, state.update_P)
     return _reasons(segments, parameters_P, flat, (step, learning_rate, state.skipped))
@@ -127,7 +127,7 @@ def lamb_directions_unsupported_reasons(
     norm: Tensor,
     step: Tensor,
 ) -> list[str]:
-    """Why ``lamb_directions`` cannot work on these arguments; empty when it can."""
+    """Return the reasons why ``lamb_directions`` cannot work on these arguments; empty when it can."""
     del hyperparameters  # any numbers will do
     flat = (gradients_P, state.momentum_P, state.variance_P, state.update_P)
     return _reasons(segments, parameters_P, flat, (norm, step, state.skipped))
@@ -142,7 +142,7 @@ def lamb_apply_unsupported_reasons(
     norm: Tensor,
     learning_rate: Tensor,
 ) -> list[str]:
-    """Why ``lamb_apply`` cannot work on these arguments; empty when it can."""
+    """Return the reasons why ``lamb_apply`` cannot work on these arguments; empty when it can."""
     reasons = _reasons(segments, parameters_P, (state.update_P,), (squares_2A, norm, learning_rate))
     if squares_2A.shape != (2, sum(segments.adapted)):
         reasons.append(f"squares of shape {list(squares_2A.shape)} for {sum(segments.adapted)} adapted segments")
@@ -171,7 +171,7 @@ def _reasons(
 
 
 def configurations() -> "list[Configuration]":
-    """Every kernel as it is launched."""
+    """Return every kernel as it is launched."""
     from kernels.ahead_of_time import Configuration
 
     constants: dict[str, object] = {"CHUNK": CHUNK, "ALIGNMENT": ALIGNMENT}
@@ -195,7 +195,7 @@ def configurations() -> "list[Configuration]":
 
 @dataclass(frozen=True)
 class _Chunks:
-    """How programs divide the flat buffers among them; no chunk crosses a segment's bounds. All int32."""
+    """Division of the flat buffers among programs; no chunk crosses a segment's bounds. All int32."""
 
     table_C4: Tensor
     """Of each chunk: its segment, its start in units of ``ALIGNMENT``, and the first and the end of the places after the

@@ -91,7 +91,10 @@ def _directions(
 
 @triton.jit
 def _interpolated(old, new, weight, FAST: tl.constexpr):
-    """``beta * old + (1 - beta) * new``, from the nearer end; ``weight`` is beta where FAST, beta below 0.5, else 1 - beta.
+    """Interpolate ``beta * old + (1 - beta) * new`` from the nearer end.
+
+    ``weight`` is beta where FAST (beta below 0.5), else 1 - beta.
+
 
     As sums of two products they drift: fp32(0.999) + fp32(0.001) is not 1, and the variance would become 1.3e-5 too large.
     """
@@ -128,7 +131,7 @@ def apply_kernel(
     CHUNK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """The step of a chunk. ``squares`` has rows of ``adapted``."""
+    """Take the step of a chunk. ``squares`` has rows of ``adapted``."""
     segment, offsets, first, stop = _chunk(table, CHUNK, ALIGNMENT)
     taken = _finite(tl.load(norm))
     step_size = tl.load(learning_rate).to(tl.float32)
@@ -153,7 +156,7 @@ def _apply(parameters, update, taken, step_size, offsets, mask):
 
 @triton.jit
 def _finite(norm):
-    """Whether a norm is; False for NaN."""
+    """Tell whether a norm is finite; NaN is not."""
     return norm < float("inf")
 
 
@@ -173,7 +176,7 @@ def _inside(first, stop, CHUNK: tl.constexpr):
 
 @triton.jit
 def _load(pointers, mask):
-    """0 where the mask is False; no mask: None."""
+    """Load, with 0 where the mask is False; None stands for no mask."""
     if mask is None:
         return tl.load(pointers)
     else:  # noqa: RET505  two traces of which one is compiled, not two ways out

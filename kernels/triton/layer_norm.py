@@ -76,7 +76,7 @@ def _add_norm_backward(
     state, tokens, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """``partials`` [programs, 3, D]: of bias, weight and norm_bias. Without dropout ``dx`` is not written."""
+    """Write gradients; ``partials`` [programs, 3, D]: of bias, weight, norm_bias. Without dropout ``dx`` is left alone."""
     columns = columns_of(BLOCK)
     inside = columns < D
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
@@ -171,7 +171,7 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _save_add_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, bias, residual, weight, _, _, state, *ctx.scalars = inputs
     ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # else zeros would be made as the gradient of the statistics
     ctx.save_for_backward(x, bias, residual, weight, output[1], state)
 
 
@@ -194,7 +194,7 @@ def dropout_add_layer_norm(
     eps: float,
     dropout: Dropout | None = None,
 ) -> Tensor:
-    """``layer_norm(residual + dropout(x + bias))``; row t of the mask is token t. Returns [T, D] in x's dtype.
+    """Return ``layer_norm(residual + dropout(x + bias))``, [T, D] in x's dtype; row t of the mask is token t.
 
     x and residual share a dtype, and the three vectors another or the same. Kept for the backward pass: the inputs and
     8 bytes a token.
@@ -211,12 +211,12 @@ def dropout_add_layer_norm_unsupported_reasons(
     eps: float,  # noqa: ARG001
     dropout: Dropout | None = None,
 ) -> list[str]:
-    """Why these inputs cannot be computed here, or nothing."""
+    """Return the reasons why these inputs cannot be computed here; empty when they can."""
     reasons = unsupported_rows(x_TD, dropout)
     reasons += different_dtypes("x and residual", x_TD, residual_TD)
     return reasons + different_dtypes("bias, weight and norm_bias", weight_D, bias_D, norm_bias_D)
 
 
 def configurations() -> "list[Configuration]":
-    """Both kernels; the residual stream is bf16."""
+    """Return both kernels; the residual stream is bf16."""
     return norm_configurations("bf16", _add_norm_forward, _add_norm_backward)

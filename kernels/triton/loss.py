@@ -73,7 +73,7 @@ def unsupported_reasons(
     ignore_index: int = -1,
     count_correct: bool = True,
 ) -> list[str]:
-    """Why ``masked_lm_loss`` cannot take these; empty when it can."""
+    """Return the reasons why ``masked_lm_loss`` cannot take these; empty when it can."""
     reasons = []
     if not (hidden_MD.is_cuda or triton.knobs.runtime.interpret):
         reasons.append(f"tensors on {hidden_MD.device.type}: Triton needs a CUDA device")
@@ -91,7 +91,7 @@ def unsupported_reasons(
 
 @triton.jit
 def _load(logits, bias, column, vocabulary, width):
-    """Logits with their bias in fp32, -inf past the vocabulary.
+    """Load logits with their bias in fp32, -inf past the vocabulary.
 
     Not kept in the L1, where the bias of all rows shall stay.
     """
@@ -115,7 +115,7 @@ def _kernel(
     COUNT_CORRECT: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """One row: its loss, whether its label is first, and its logits overwritten by the gradient of its loss."""
+    """Compute a row's loss, whether its label is first, and overwrite its logits by the gradient of its loss."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * width
     label = tl.load(labels + row).to(tl.int32)
@@ -217,12 +217,12 @@ def _masked_lm_loss_backward(
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """The product taken in fp32 and rounded once: in one pass, because a factor of one dimension takes part in promotion."""
+    """Scale in fp32 and round once: in one pass, because a factor of one dimension takes part in promotion."""
     return torch.mul(x, factor.reshape(1), out=x.new_empty(x.shape))
 
 
 def _logits_dtype(hidden_MD: Tensor, count_correct: bool) -> torch.dtype:
-    """The definition's rule: what is counted has not been rounded to 16 bits."""
+    """Return the dtype by the definition's rule: what is counted has not been rounded to 16 bits."""
     return torch.float32 if count_correct else hidden_MD.dtype
 
 
@@ -277,7 +277,7 @@ _masked_lm_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
 def configurations() -> "list[Configuration]":
-    """What BERT-Large runs: logits bf16 in training and fp32 in evaluation, the bias bf16 or, under autocast, fp32."""
+    """Return what BERT-Large runs: logits bf16 in training and fp32 in evaluation, bias bf16 or, under autocast, fp32."""
     from kernels.ahead_of_time import Configuration
 
     return [

@@ -1,4 +1,4 @@
-"""What layer norms in Triton share: tiles of rows, their statistics and gradients, sums over programs, and the launch.
+"""Parts that layer norms in Triton share: tiles of rows, statistics and gradients, sums over programs, and the launch.
 
 A program's tile is [ROWS, BLOCK / 8, 8]: eight neighbouring columns are a thread's 16 bytes of bf16, and one draw of the
 generator. Statistics and gradients are summed in fp32: those of vectors (biases, gains, the two segment rows) in registers
@@ -31,26 +31,26 @@ VARYING = ["tokens", "threshold", "stream"]
 
 @triton.jit
 def columns_of(BLOCK: tl.constexpr):
-    """[1, BLOCK / 8, 8] column numbers."""
+    """Column numbers, [1, BLOCK / 8, 8]."""
     columns = tl.arange(0, BLOCK // PLACES)[:, None] * PLACES + tl.arange(0, PLACES)[None, :]
     return columns[None, :, :]
 
 
 @triton.jit
 def load_fp32(pointers, mask):
-    """Values in fp32, 0 where the mask is False."""
+    """Load values as fp32, 0 where the mask is False."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def row_means(tile, D: tl.constexpr):
-    """[ROWS, 1, 1] from [ROWS, BLOCK / 8, 8], zero past the last column."""
+    """Means [ROWS, 1, 1] of rows [ROWS, BLOCK / 8, 8], which are zero past the last column."""
     return (tl.sum(tl.sum(tile, axis=2), axis=1) / D)[:, None, None]
 
 
 @triton.jit
 def kept_places(rows, state, threshold, stream, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """[ROWS, BLOCK / 8, 8] what ``Dropout.mask`` keeps, one draw for each eight columns."""
+    """Draw what ``Dropout.mask`` keeps, bool [ROWS, BLOCK / 8, 8], one draw for each eight columns."""
     zeros = tl.zeros([ROWS, BLOCK // PLACES], tl.int32)
     draws, calls = zeros + tl.arange(0, BLOCK // PLACES)[None, :], zeros + stream
     steps = zeros + tl.load(state + 1).to(tl.int32)
@@ -64,7 +64,7 @@ def kept_places(rows, state, threshold, stream, ROWS: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def normalised_rows(summed, inside, eps, D: tl.constexpr):
-    """The normalised rows and their mean and reciprocal deviation, both [ROWS, 1, 1]."""
+    """Normalise rows; return them, their means and their reciprocal deviations, both [ROWS, 1, 1]."""
     mean = row_means(summed, D)
     centred = tl.where(inside, summed - mean, 0.0)
     rstd = tl.rsqrt(row_means(centred * centred, D) + eps)
@@ -73,7 +73,7 @@ def normalised_rows(summed, inside, eps, D: tl.constexpr):
 
 @triton.jit
 def store_statistics(statistics, mean, rstd, rows, tokens):
-    """``statistics`` [2, T]: means, then reciprocal deviations."""
+    """Store ``statistics`` [2, T]: means, then reciprocal deviations."""
     rows = rows[:, None, None]
     tl.store(statistics + rows, mean, mask=rows < tokens)
     tl.store(statistics + tokens + rows, rstd, mask=rows < tokens)
@@ -81,7 +81,7 @@ def store_statistics(statistics, mean, rstd, rows, tokens):
 
 @triton.jit
 def load_statistics(statistics, rows, tokens):
-    """Zeros past the last row, so that its gradients are zero too."""
+    """Load means and reciprocal deviations: zeros past the last row, so that its gradients are zero too."""
     rows = rows[:, None, None]
     return load_fp32(statistics + rows, rows < tokens), load_fp32(statistics + tokens + rows, rows < tokens)
 
@@ -102,7 +102,7 @@ def store_partial(pointers, accumulator, inside):
 
 @triton.jit
 def sum_partials(partials, sums, programs, width, PROGRAMS: tl.constexpr, COLUMNS: tl.constexpr):
-    """``sums`` [width] from ``partials`` [programs, width]."""
+    """Sum ``partials`` [programs, width] into ``sums`` [width]."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([PROGRAMS, COLUMNS], tl.float32)
     for start in range(0, programs, PROGRAMS):
@@ -122,7 +122,7 @@ class Layout:
 
     @classmethod
     def of(cls, columns: int) -> "Layout":
-        """At least 1024 values a tile, eight of them a thread's."""
+        """Choose the layout for rows of so many columns: at least 1024 values a tile, eight of them a thread's."""
         block = max(64, triton.next_power_of_2(columns))
         return cls(block, max(1, 1024 // block), max(4, block // 256))
 
@@ -137,7 +137,7 @@ SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
 
 
 def backward_programs(device: torch.device, tokens: int, layout: Layout, warps: int) -> int:
-    """How many programs share the rows."""
+    """Return how many programs share the rows."""
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     return max(1, min(multiprocessors * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
 
@@ -148,7 +148,7 @@ def forward_grid(tokens: int, layout: Layout) -> tuple[int]:
 
 
 def sums_over_programs(partials_PND: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N, D] over the programs."""
+    """Return the sums over the programs, [N, D]."""
     programs, vectors, columns = partials_PND.shape
     sums_ND = partials_PND.new_empty(vectors, columns, dtype=dtype)
     width = vectors * columns
@@ -161,14 +161,14 @@ Scalars = tuple[Tensor | None, int, float, int]
 
 
 def dropout_scalars(dropout: Dropout | None) -> Scalars:
-    """State, threshold, scale and stream; no state where nothing is dropped."""
+    """Return state, threshold, scale and stream; no state where nothing is dropped."""
     if dropout is None or dropout.p == 0:
         return None, 0, 1.0, 0
     return dropout.state, dropout.threshold, dropout.scale, dropout.stream
 
 
 def unsupported_rows(rows: Tensor, dropout: Dropout | None) -> list[str]:
-    """Reasons why rows of this kind cannot be normalised here, or nothing."""
+    """Return the reasons why rows of this kind cannot be normalised here; empty when they can."""
     reasons = []
     if not rows.is_cuda and not triton.knobs.runtime.interpret:
         reasons.append(f"the inputs are on {rows.device.type}, and Triton needs a CUDA device")
@@ -180,7 +180,7 @@ def unsupported_rows(rows: Tensor, dropout: Dropout | None) -> list[str]:
 
 
 def different_dtypes(names: str, *tensors: Tensor) -> list[str]:
-    """Why these do not share one dtype that the kernels take, or nothing."""
+    """Return why these do not share one dtype that the kernels take; empty when they do."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) == 1 and dtypes <= set(_DTYPES):
         return []
@@ -197,7 +197,7 @@ _TYPES |= {"programs": "i32", "width": "i32"}
 
 
 def norm_configurations(stream: str, *kernels: Any) -> "list[Configuration]":
-    """Each of ``kernels`` as training launches it under autocast, for the hidden sizes of BERT-Large and the small default.
+    """Return ``kernels`` as training launches them under autocast, for the hidden sizes of BERT-Large and the small default.
 
     Parameters and embeddings are fp32, and the stream of y and dy is of type ``stream``.
     """
@@ -218,7 +218,7 @@ def norm_configurations(stream: str, *kernels: Any) -> "list[Configuration]":
 
 
 def configurations() -> "list[Configuration]":
-    """The sum over programs, which both norms launch."""
+    """Return the sum over programs, which both norms launch."""
     from kernels.ahead_of_time import Configuration
 
     types = _TYPES | dict.fromkeys(SUM_TILE, "constexpr")

@@ -21,12 +21,12 @@ WARPS = 8
 
 
 def sum_of_squares(vector_P: Tensor) -> Tensor:
-    """As ``kernels.reference.lamb.sum_of_squares``, of an fp32 vector."""
+    """Do what ``kernels.reference.lamb.sum_of_squares`` does, of an fp32 vector."""
     return _partial_sums(vector_P).sum()
 
 
 def unsupported_reasons(vector_P: Tensor) -> list[str]:
-    """Why ``sum_of_squares`` cannot take this; empty when it can."""
+    """Return the reasons why ``sum_of_squares`` cannot take this; empty when it can."""
     reasons = []
     if not vector_P.is_cuda and not triton.knobs.runtime.interpret:
         reasons.append(f"a vector on {vector_P.device.type}, expected a CUDA device")
@@ -38,7 +38,7 @@ def unsupported_reasons(vector_P: Tensor) -> list[str]:
 
 
 def configurations() -> "list[Configuration]":
-    """The kernel as it is launched."""
+    """Return the kernel as it is launched."""
     from kernels.ahead_of_time import Configuration
 
     signature = {"vector": "*fp32", "partial_sums": "*fp64", "size": "i32", "BLOCK": "constexpr"}
@@ -47,7 +47,7 @@ def configurations() -> "list[Configuration]":
 
 @torch.library.custom_op("mlperf_bert::partial_sums_of_squares", mutates_args=())
 def _partial_sums(vector_P: Tensor) -> Tensor:
-    """fp64 [B]."""
+    """Return the sums of squares of B blocks, fp64 [B]."""
     partial_sums_B = vector_P.new_empty(-(-len(vector_P) // BLOCK), dtype=torch.float64)
     if len(vector_P):
         _kernel[(len(partial_sums_B),)](
@@ -63,7 +63,7 @@ def _(vector_P: Tensor) -> Tensor:
 
 @triton.jit
 def _kernel(vector, partial_sums, size, BLOCK: tl.constexpr):
-    """The sum of the squares of a block."""
+    """Sum the squares of a block."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
     x = tl.load(vector + offsets, mask=offsets < size, other=0.0).to(tl.float64)
