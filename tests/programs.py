@@ -1,10 +1,11 @@
 """Programs of the repository as processes that need not import PyTorch: two seconds of a processor less for each.
 
 A server imports ``bert.run`` once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
-environment, output, signals and an exit status of its own. Fresh interpreters are started by the tests of launchers, of
-scripts and of torchrun.
+environment, output, signals and an exit status of its own; only the interpreter is not taken down when all else has ended,
+which would copy its whole memory. Fresh interpreters are started by the tests of launchers, of scripts and of torchrun.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -90,8 +91,11 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> str:
     """Fork for every request; returns in each fork, with the module to run."""
+    atexit.register(_end)  # the first, so that it is called after all others
     import bert.run  # noqa: F401  what programs import is there
+    from bert.train import parse
 
+    parse(["tiny_cpu"])  # and what tyro finds out about the settings, a fifth of a second
     gc.freeze()  # or each fork copies all memory as it looks for garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -127,5 +131,25 @@ def _forked(status: int) -> bool:
     os._exit(0)
 
 
+def _run(module: str) -> None:
+    """Run it, and note the exit status of an orderly end."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            _statuses.append(end.code)
+        raise
+    _statuses.append(0)
+
+
+def _end() -> None:
+    for status in _statuses:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+_statuses: list[int] = []
+
 if __name__ == "__main__":
-    runpy.run_module(_serve(socket.socket(fileno=int(sys.argv[1]))), run_name="__main__", alter_sys=True)
+    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
