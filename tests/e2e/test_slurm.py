@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, SmallRun
 from tests.e2e.slurm_cluster import Cluster, missing
 
-SHORT = ("--", "--evaluation.interval-samples", "320", "--log.interval-steps", "5", "--evaluation.target")
-REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
+SHORT = ("--", "--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target", "0.02")
+"""Settings with which the recipe as it is reaches its target at once."""
 RESULTS = Path("results/tiny_cpu/bert")
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -46,6 +46,12 @@ def submit(cluster: Cluster, checkout: Path, *arguments: str, options: tuple[str
     return cluster.run(*command, cwd=checkout, **({"OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"} | env)).strip()
 
 
+def small(run: SmallRun, results: str = "results", samples: int = 10_000_000, **changes: object) -> list[str]:
+    """Settings of a very small run, without an end and with a target that it does not reach."""
+    settings = {"training__max_samples": samples, "evaluation__interval_samples": 1600} | changes
+    return ["--", *run.arguments(Path(results), **settings)[1:]]
+
+
 def output(checkout: Path, job: str) -> str:
     path = checkout / f"results/slurm-{job}.out"
     return path.read_text() if path.exists() else ""
@@ -63,13 +69,8 @@ def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESUL
     cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text(), 240)
 
 
-def numbers(checkout: Path) -> list[int]:
-    """Of the logs, in order."""
-    return sorted(int(path.stem.removeprefix("result_")) for path in (checkout / RESULTS).glob("result_*.txt"))
-
-
 def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, REACHED_AT_ONCE, CLEAR_CACHES="1")
+    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, CLEAR_CACHES="1")
     ended = cluster.finish(job)
     assert ended["ExitCode"] == "0:0", output(checkout, job)
     shown = output(checkout, job)
@@ -84,8 +85,8 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
     assert (checkout / RESULTS / "report.html").exists()
 
 
-def test_scancel_leaves_an_aborted_log(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "3", *SHORT, NEVER_REACHED)
+def test_scancel_leaves_an_aborted_log(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
+    job = submit(cluster, checkout, "tiny_cpu", "3", *small(small_run))
     training(cluster, checkout, 0)
     cluster.run("scancel", job)
     assert cluster.finish(job)["JobState"] == "CANCELLED"
@@ -94,9 +95,9 @@ def test_scancel_leaves_an_aborted_log(cluster: Cluster, checkout: Path) -> None
     assert "not a valid result (aborted)" in output(checkout, job)
 
 
-def test_time_limit_ahead_ends_the_run_in_order(cluster: Cluster, checkout: Path) -> None:
+def test_time_limit_ahead_ends_the_run_in_order(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     """What ``#SBATCH --signal=B:TERM@120`` sends: a signal to the batch script alone."""
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED)
+    job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
     training(cluster, checkout, 0)
     cluster.run("scancel", "--batch", "--signal=TERM", job)
     assert cluster.finish(job)["ExitCode"] == "143:0", output(checkout, job)
@@ -105,38 +106,34 @@ def test_time_limit_ahead_ends_the_run_in_order(cluster: Cluster, checkout: Path
     assert "not a valid result (aborted)" in output(checkout, job)
 
 
-def test_a_job_takes_the_numbers_that_are_free_and_touches_no_other_file(cluster: Cluster, checkout: Path) -> None:
+def test_jobs_at_once_take_the_numbers_that_are_free_and_report_their_own(
+    cluster: Cluster, checkout: Path, small_run: SmallRun
+) -> None:
     (checkout / RESULTS).mkdir(parents=True)
-    earlier = {
-        checkout / RESULTS / f"{name}": name for run in (0, 2) for name in (f"result_{run}.txt", f"metrics_{run}.jsonl")
-    }
+    names = [f"{name}_{run}.{kind}" for run in (0, 2) for name, kind in (("result", "txt"), ("metrics", "jsonl"))]
+    earlier = {checkout / RESULTS / name: name for name in names}
     for path, text in earlier.items():
         path.write_text(text)
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, REACHED_AT_ONCE, options=("-N1",))
-    assert cluster.finish(job)["ExitCode"] == "0:0", output(checkout, job)
-    assert numbers(checkout) == [0, 1, 2, 3]
-    assert re.findall(r"^PASS (.*?):", output(checkout, job), re.M) == [f"{RESULTS}/result_{run}.txt" for run in (1, 3)]
-    assert {path: path.read_text() for path in earlier} == earlier
-    assert not list((checkout / RESULTS).glob("*cut-off*"))
-
-
-def test_jobs_at_once_in_one_folder_each_report_their_own(cluster: Cluster, checkout: Path) -> None:
-    jobs = [submit(cluster, checkout, "tiny_cpu", "1", *SHORT, REACHED_AT_ONCE, options=("-N1",)) for _ in range(2)]
+    settings = small(small_run, evaluation__interval_samples=80, evaluation__target=0.001)
+    jobs = [submit(cluster, checkout, "tiny_cpu", "1", *settings, options=("-N1",)) for _ in range(2)]
     cluster.wait_for(lambda: [cluster.job(job)["JobState"] for job in jobs] == ["RUNNING"] * 2, 60)
     assert [cluster.finish(job)["ExitCode"] for job in jobs] == ["0:0", "0:0"], [output(checkout, job) for job in jobs]
     checked = [re.findall(r"^(?:PASS|FAIL) (.*?):", output(checkout, job), re.M) for job in jobs]
-    assert sorted(checked[0] + checked[1]) == [f"{RESULTS}/result_{run}.txt" for run in range(2)]
+    assert sorted(checked[0] + checked[1]) == [f"{RESULTS}/result_{run}.txt" for run in (1, 3)]
     for job, logs in zip(jobs, checked, strict=True):
         assert (checkout / f"results/slurm-{job}.runs").read_text().splitlines() == logs
         assert re.findall(r"^log in (.*)$", output(checkout, job), re.M) == logs
+    assert {path: path.read_text() for path in earlier} == earlier
+    logs = sorted(int(path.stem.removeprefix("result_")) for path in (checkout / RESULTS).glob("result_*.txt"))
+    assert logs == [0, 1, 2, 3]
     assert not list((checkout / RESULTS).glob("*cut-off*"))
 
 
-def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path) -> None:
+def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     """Run 0 ends by itself at its sample limit, run 1 is cut off: only run 1 is repeated, under its number."""
-    limits = ("--training.max-samples", "1600", "--log.results", "results/of us all")
+    settings = small(small_run, "results/of us all", samples=4800)
     folder = Path("results/of us all/tiny_cpu/bert")
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED, *limits, options=("-N1",))
+    job = submit(cluster, checkout, "tiny_cpu", "2", *settings, options=("-N1",))
     training(cluster, checkout, 1, folder)
     first = (checkout / folder / "result_0.txt").read_bytes()
     (checkout / folder / "result_2.txt").write_text("of somebody else\n")
@@ -169,8 +166,8 @@ def test_notes_of_an_earlier_job_with_the_same_number_are_left_alone(cluster: Cl
     assert notes.read_text() == "results/other/bert/result_0.txt\n"
 
 
-def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED)
+def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
+    job = submit(cluster, checkout, "tiny_cpu", "2", *small(small_run))
     training(cluster, checkout, 0)
     (victim, *_) = (
         int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_task(path, cluster, job, rank=1)
