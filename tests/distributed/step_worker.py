@@ -29,7 +29,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
-from tests.bert.test_cuda_graphs import Repeating
+from tests.bert.repeating import Repeating
 from tests.convergence.golden import predictable_samples
 from tests.distributed.reduction_worker import regrouped
 
