@@ -28,7 +28,9 @@ PATIENCE_S = 600.0
 class Program:
     """A running ``python -m MODULE ARGUMENTS``, as ``subprocess.Popen`` would have it; stdout and stderr go to one file."""
 
-    def __init__(self, module: str, arguments: list[str], inside: tuple[str, ...] = (), **environment: object) -> None:
+    def __init__(
+        self, module: str, arguments: list[str], inside: tuple[str, ...] = (), /, **environment: object
+    ) -> None:
         """``inside``: the command in which the server is to run, as one that enters a network namespace; ``environment``:
         what differs from the tests' own.
         """
@@ -145,10 +147,10 @@ def _run(module: str) -> None:
 
 
 def _end() -> None:
-    for status in _statuses:
+    if _statuses:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(status)
+        os._exit(_statuses[0])
 
 
 _statuses: list[int] = []
