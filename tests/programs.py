@@ -100,6 +100,7 @@ def _serve(requests: socket.socket) -> str:
     from bert.train import parse
 
     parse(["tiny_cpu"])  # and what tyro finds out about the settings, a fifth of a second
+    del sys.modules["bert.train"]  # which may be what is to run
     gc.freeze()  # or each fork copies all memory as it looks for garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
