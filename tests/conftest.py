@@ -19,6 +19,10 @@ from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
 
+# Hundreds of processes would each compile what they import, PyTorch's modules among it, which is half of their time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")

@@ -1,10 +1,11 @@
 """Programs of the repository as processes that need not import PyTorch: two seconds of a processor less for each.
 
 A server imports ``bert.run`` once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
-environment, output, signals and an exit status of its own. Fresh interpreters are started by the tests of launchers, of
-scripts and of torchrun.
+environment, output, signals and an exit status of its own; only the interpreter is not taken down when all else has ended,
+which would copy its whole memory. Fresh interpreters are started by the tests of launchers, of scripts and of torchrun.
 """
 
+import atexit
 import gc
 import json
 import os
@@ -27,14 +28,18 @@ PATIENCE_S = 600.0
 class Program:
     """A running ``python -m MODULE ARGUMENTS``, as ``subprocess.Popen`` would have it; stdout and stderr go to one file."""
 
-    def __init__(self, module: str, arguments: list[str], **environment: object) -> None:
-        """``environment``: what differs from the tests' own."""
+    def __init__(
+        self, module: str, arguments: list[str], inside: tuple[str, ...] = (), /, **environment: object
+    ) -> None:
+        """``inside``: the command in which the server is to run, as one that enters a network namespace; ``environment``:
+        what differs from the tests' own.
+        """
         variables = os.environ | {name: str(value) for name, value in environment.items()}
         self.returncode: int | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the program that it belongs to
         self._status, status = os.pipe()
         request = json.dumps([module, arguments, variables]).encode()
-        socket.send_fds(_server(), [request], [self._output.fileno(), status])
+        socket.send_fds(_server(inside), [request], [self._output.fileno(), status])
         os.close(status)
         self.pid = self._number()
 
@@ -78,11 +83,11 @@ class Program:
 
 
 @cache
-def _server() -> socket.socket:
-    """A connection to the server, which ends with the tests."""
+def _server(inside: tuple[str, ...]) -> socket.socket:
+    """A connection to a server, which ends with the tests."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
-    command = [sys.executable, "-m", "tests.programs", str(theirs.fileno())]
+    command = [*inside, sys.executable, "-m", "tests.programs", str(theirs.fileno())]
     subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()], env=os.environ | {"OMP_NUM_THREADS": "1"})
     theirs.close()
     return ours
@@ -90,8 +95,12 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> str:
     """Fork for every request; returns in each fork, with the module to run."""
+    atexit.register(_end)  # the first, so that it is called after all others
     import bert.run  # noqa: F401  what programs import is there
+    from bert.train import parse
 
+    parse(["tiny_cpu"])  # and what tyro finds out about the settings, a fifth of a second
+    del sys.modules["bert.train"]  # which may be what is to run
     gc.freeze()  # or each fork copies all memory as it looks for garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
@@ -127,5 +136,25 @@ def _forked(status: int) -> bool:
     os._exit(0)
 
 
+def _run(module: str) -> None:
+    """Run it, and note the exit status of an orderly end."""
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, int):
+            _statuses.append(end.code)
+        raise
+    _statuses.append(0)
+
+
+def _end() -> None:
+    if _statuses:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_statuses[0])
+
+
+_statuses: list[int] = []
+
 if __name__ == "__main__":
-    runpy.run_module(_serve(socket.socket(fileno=int(sys.argv[1]))), run_name="__main__", alter_sys=True)
+    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))

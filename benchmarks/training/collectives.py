@@ -11,6 +11,7 @@ cores that gloo's threads need as well; what they slow it down by counts as expo
 """
 
 import json
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -142,36 +143,44 @@ def why_not() -> str | None:
 
 def measure(case: Case) -> dict[str, Any]:
     """Run one case on namespaces of its own."""
-    world = case.hosts * case.local_size
     with Network(case) as names, tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
-        ranks = []
-        for rank in range(world):
-            host, local = (
-                divmod(rank, case.local_size) if case.order == "block" else (rank % case.hosts, rank // case.hosts)
-            )
-            environment = os.environ | {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(case.local_size),
-                "MASTER_ADDR": "10.77.0.1",
-                "MASTER_PORT": "29600",
-                "GLOO_SOCKET_IFNAME": "v0",
-                "OMP_NUM_THREADS": "1",
-            }
-            script = f'hostname h{host} && exec "$0" "$@"'
-            inside = ["ip", "netns", "exec", names[host], "unshare", "--uts", "sh", "-c", script]
-            command = [*inside, sys.executable, __file__, "--rank", json.dumps(case.__dict__), str(found)]
-            ranks.append(subprocess.Popen(command, env=environment))
+        hosts = []
+        for host, name in enumerate(names):
+            inside = [
+                "ip",
+                "netns",
+                "exec",
+                name,
+                "unshare",
+                "--uts",
+                "sh",
+                "-c",
+                f'hostname h{host} && exec "$0" "$@"',
+            ]
+            command = [*inside, sys.executable, __file__, "--host", str(host), json.dumps(case.__dict__), str(found)]
+            hosts.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
         try:
-            codes = [rank.wait(timeout=300) for rank in ranks]
+            codes = [host.wait(timeout=300) for host in hosts]
         finally:
-            for rank in ranks:
-                rank.kill()
+            for host in hosts:
+                host.kill()
         if any(codes):
-            raise RuntimeError(f"ranks ended with {codes}")
+            raise RuntimeError(f"hosts ended with {codes}")
         return case.__dict__ | json.loads(found.read_text())
+
+
+def _host(host: int, case: Case, found: Path) -> int:
+    """Fork the ranks of a host, as each would import PyTorch for seconds; returns how many failed."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [
+        fork.Process(target=_rank, args=(host, local, case, found), daemon=True) for local in range(case.local_size)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return sum(rank.exitcode != 0 for rank in ranks)
 
 
 class _Layer(torch.autograd.Function):
@@ -188,7 +197,17 @@ class _Layer(torch.autograd.Function):
         return gradients[0], torch.ones(()).expand_as(ctx.weight), None
 
 
-def _rank(case: Case, found: Path) -> None:
+def _rank(host: int, local: int, case: Case, found: Path) -> None:
+    place = {
+        "RANK": host * case.local_size + local if case.order == "block" else local * case.hosts + host,
+        "WORLD_SIZE": case.hosts * case.local_size,
+        "LOCAL_RANK": local,
+        "LOCAL_WORLD_SIZE": case.local_size,
+        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_PORT": 29600,
+        "GLOO_SOCKET_IFNAME": "v0",
+    }
+    os.environ |= {name: str(value) for name, value in place.items()}
     mesh = join_mesh("cpu")
     communicators = Communicators.create(mesh)
     size = case.megabytes * 250_000 // LAYERS
@@ -352,7 +371,7 @@ def _run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--rank"]:
-        _rank(Case(**json.loads(sys.argv[2])), Path(sys.argv[3]))
+    if sys.argv[1:2] == ["--host"]:
+        sys.exit(_host(int(sys.argv[2]), Case(**json.loads(sys.argv[3])), Path(sys.argv[4])))
     else:
         tyro.cli(main)

@@ -82,7 +82,7 @@ class Plan:
         return np.concatenate(
             [
                 shuffled(positions[epochs == epoch] % samples, samples, self.seed, epoch)
-                for epoch in np.unique(epochs).tolist()
+                for epoch in range(epochs[0], epochs[-1] + 1)
             ]
         )
 

@@ -23,6 +23,7 @@ from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import open_dataset
 from kernels import OPS, cast_fp8
 from kernels.tuning import autotune
+from tests.bert.repeating import Repeating
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 
 pytestmark = pytest.mark.oldest_torch
@@ -30,31 +31,6 @@ pytestmark = pytest.mark.oldest_torch
 SHAPE_BUCKETS = [ShapeBucket(192, 8, 48, MAX_SEQ_LENGTH), ShapeBucket(320, 8, 64, MAX_SEQ_LENGTH)]
 LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
 """Which nothing is captured for."""
-
-
-class Repeating:
-    """Captures by running, replays by running again: on what the first run saw, as a device would."""
-
-    def __init__(self) -> None:
-        self.prepared: list[Callable[[], None]] = []
-        self.captured = 0
-        """How many of them."""
-        self.replays: list[int] = []
-
-    def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
-        function()
-        number = len(self.prepared)
-        self.prepared.append(function)
-
-        def replay() -> None:
-            assert number < self.captured
-            self.replays.append(number)
-            function()
-
-        return replay
-
-    def capture(self) -> None:
-        self.captured = len(self.prepared)
 
 
 def config(precision: Literal["fp32", "fp8"]) -> Config:

@@ -1,18 +1,13 @@
 """Ranks of one run on this machine, without a launcher that would end the others when one ends; and torchrun."""
 
 import contextlib
-import os
 import random
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 
-from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S, Program
-
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 class Ranks:
@@ -66,18 +61,10 @@ def wait_for(condition: Callable[[], object], process: Program | subprocess.Pope
         time.sleep(0.05)
 
 
-def torchrun(ranks: int, arguments: list[str], *options: str, module: str = "bert.train") -> subprocess.Popen[str]:
+def torchrun(ranks: int, arguments: list[str], *options: str, module: str = "bert.train") -> Program:
     """torchrun itself, with ranks of its own."""
     place = (f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1", f"--master-port={free_port()}")
-    command = [sys.executable, "-m", "torch.distributed.run", *place, *options]
-    return subprocess.Popen(
-        [*command, "-m", module, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=REPOSITORY,
-        env=ENVIRONMENT,
-    )
+    return Program("torch.distributed.run", [*place, *options, "-m", module, *arguments], OMP_NUM_THREADS=1)
 
 
 def free_port() -> int:

@@ -4,6 +4,7 @@ python -m tests.distributed.reduction_worker OUT.json STRATEGY REDUCE_DTYPE ORDE
 """
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -150,7 +151,7 @@ def difference_from_unsharded(mesh: Mesh, communicators: Communicators, strategy
         divided.gradients_P.copy_(gradients * mesh.is_main)  # a sum without rounding
         norm = lamb.step()
         reduction.finish()
-        torch.testing.assert_close(sharded.step(), norm, rtol=1e-6, atol=0)
+        assert math.isclose(sharded.step(), norm, rel_tol=1e-6)  # torch.testing imports for seconds
         gather()
         for one, other in zip(*(flat.segments.views(flat.weights_P) for flat in (whole, divided)), strict=True):
             worst = max(worst, float((one - other).norm() / one.norm()))
@@ -166,9 +167,10 @@ def differences_and_choice(mesh: Mesh, strategy: Strategy) -> dict[str, object]:
     if dist.is_initialized():
         dist.all_gather_object(ways, str(choice.way))
     over: Strategy = "sharded_world" if strategy == "sharded_world" else "sharded"
-    return {
-        "difference": difference_from_unsharded(mesh, communicators, over, 40_000),
-        "undivided_difference": difference_from_unsharded(mesh, communicators, over, 10**9),
+    found: dict[str, object] = {"difference": difference_from_unsharded(mesh, communicators, over, 40_000)}
+    if len(mesh.nodes) == mesh.world_size:
+        found["undivided_difference"] = difference_from_unsharded(mesh, communicators, over, 10**9)
+    return found | {
         "agreed": len(set(ways)) == 1,
         "choice": str(choice),
     }

@@ -29,7 +29,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
-from tests.bert.test_cuda_graphs import Repeating
+from tests.bert.repeating import Repeating
 from tests.convergence.golden import predictable_samples
 from tests.distributed.reduction_worker import regrouped
 
@@ -48,8 +48,8 @@ def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], li
     """This rank's micro-batches, padded to one of two captured sizes or, one in seven, to one that is not captured."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
-    kinds = [ShapeBucket(size, 16, 256, longest) for size in (640, 896, 1024)]
-    plan = Plan(samples.lengths, samples.masked_counts, 16, mesh.world_size, accumulation, 2)
+    kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]
+    plan = Plan(samples.lengths, samples.masked_counts, 8, mesh.world_size, accumulation, 2)
     batches = []
     for step in range(STEPS):
         batches.append([])

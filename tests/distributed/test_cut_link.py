@@ -3,10 +3,8 @@
 Hosts are network namespaces, with host names of their own, as in ``benchmarks/training/collectives.py``.
 """
 
-import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +13,10 @@ import pytest
 
 from benchmarks.training.collectives import Case, Network, why_not
 from bert.parallel.watchdog import FAULT_STATUS
-from tests.conftest import REPOSITORY, SmallRun
-from tests.distributed.ranks import wait_for
+from tests.conftest import SmallRun
+from tests.distributed.ranks import free_port, wait_for
 from tests.distributed.test_faults import last_record
-from tests.programs import PATIENCE_S
+from tests.programs import PATIENCE_S, Program
 
 SECONDS = 3.0
 """The setting ``training.fault_seconds``."""
@@ -27,7 +25,7 @@ MISSING = why_not()
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[list[str], str]]:
     """The namespaces of two hosts, host 0 at 10.77.0.1, and of the switch between them."""
     network = Network(Case(hosts=2, local_size=2, order="block", rate=None, megabytes=1, rounds=1))
@@ -35,26 +33,20 @@ def hosts() -> Iterator[tuple[list[str], str]]:
         yield names, network._switch
 
 
-def start(hosts: list[str], arguments: list[str], folder: Path) -> list[subprocess.Popen[str]]:
-    """Two ranks on each host; what they say on stderr goes to ``folder/stderr_RANK``."""
-    ranks = []
-    script = 'hostname "$0" && exec "$@"'
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
+
+
+def start(hosts: list[str], arguments: list[str]) -> list[Program]:
+    """Two ranks on each host."""
+    ranks, port = [], free_port()
     for rank in range(4):
         host, local = divmod(rank, 2)
-        place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2, "OMP_NUM_THREADS": 1}
-        place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": 29600, "GLOO_SOCKET_IFNAME": "v0"}
-        inside = ["ip", "netns", "exec", hosts[host], "unshare", "--uts", "sh", "-c", script, f"h{host}"]
-        with (folder / f"stderr_{rank}").open("wb") as errors:
-            ranks.append(
-                subprocess.Popen(
-                    [*inside, sys.executable, "-m", "bert.train", *arguments],
-                    stdout=subprocess.DEVNULL,
-                    stderr=errors,
-                    cwd=REPOSITORY,
-                    text=True,
-                    env=os.environ | {name: str(value) for name, value in place.items()},
-                )
-            )
+        place = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local, "LOCAL_WORLD_SIZE": 2}
+        place |= {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "v0"}
+        named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', f"h{host}")
+        inside = ("ip", "netns", "exec", hosts[host], *named)
+        ranks.append(Program("bert.train", arguments, inside, **place))
     return ranks
 
 
@@ -65,23 +57,21 @@ def test_both_ends_of_a_cut_link_end_in_time_and_name_the_other(
     """Host 1's interface goes down, or all seems well there but the switch hands nothing on."""
     names, switch = hosts
     changes = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 1600, "log__interval_steps": 10}
-    ranks = start(names, small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **changes), tmp_path)
+    ranks = start(names, small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **changes))
     result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
     try:
         wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), ranks[0])
-        cut = (
-            ["-n", switch, "link", "set", "p1", "nomaster"] if silent else ["-n", names[1], "link", "set", "v0", "down"]
-        )
-        subprocess.run(["ip", *cut], check=True)
+        ip("-n", switch, "link", "set", "p1", "nomaster") if silent else ip("-n", names[1], "link", "set", "v0", "down")
         begin = time.monotonic()
         statuses = [rank.wait(PATIENCE_S) for rank in ranks]
         assert time.monotonic() - begin > SECONDS / 2
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
+        ip("-n", names[1], "link", "set", "v0", "up")
+        ip("-n", switch, "link", "set", "p1", "master", "br0")
     assert statuses == [FAULT_STATUS] * 4
-    said = [(tmp_path / f"stderr_{rank}").read_text() for rank in range(4)]
+    said = [rank.output for rank in ranks]
     errors = [[line for line in text.splitlines() if line.startswith("error: ")] for text in said]
     assert errors[1] == errors[3] == []
     [here], [there] = errors[0], errors[2]

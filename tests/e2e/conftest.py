@@ -3,11 +3,13 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.e2e.slurm_cluster import Cluster
 
 COMMITTED_RESULTS = "cpu_2cores"
 
@@ -42,3 +44,21 @@ def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
     subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
     return copy
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A Slurm cluster of two nodes, for jobs from the checkout."""
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture
+def no_results(checkout: Path) -> None:
+    """The checkout has none, nor anything else that a job has left there."""
+    shutil.rmtree(checkout / "results", ignore_errors=True)
+    (checkout / "results").mkdir()

@@ -1,75 +1,25 @@
 """``launch/slurm.sub`` on a real Slurm cluster of this machine: two nodes, a task each, from sbatch to the report."""
 
-import contextlib
-import json
-import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY
+from tests.conftest import SmallRun
 from tests.e2e.slurm_cluster import Cluster, missing
+from tests.e2e.slurm_jobs import RESULTS, output, small, submit, training
 
-SHORT = ("--", "--evaluation.interval-samples", "320", "--log.interval-steps", "5", "--evaluation.target")
-REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
-RESULTS = Path("results/tiny_cpu/bert")
+SHORT = ("--", "--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target", "0.02")
+"""Settings with which the recipe as it is reaches its target at once."""
 
-pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"), nodes=2)
-    try:
-        cluster.start()
-        yield cluster
-    finally:
-        cluster.stop()
-
-
-@pytest.fixture(autouse=True)
-def no_results(checkout: Path) -> None:
-    shutil.rmtree(checkout / "results", ignore_errors=True)
-    (checkout / "results").mkdir()
-
-
-def submit(cluster: Cluster, checkout: Path, *arguments: str, options: tuple[str, ...] = ("-N2",), **env: str) -> str:
-    """Submit ``launch/slurm.sub`` from the checkout; the job's number."""
-    command = ("sbatch", "--parsable", *options, "launch/slurm.sub", *arguments)
-    return cluster.run(*command, cwd=checkout, **({"OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"} | env)).strip()
-
-
-def output(checkout: Path, job: str) -> str:
-    path = checkout / f"results/slurm-{job}.out"
-    return path.read_text() if path.exists() else ""
-
-
-def status_of(log: Path) -> str:
-    """The status of the only ``run_stop`` of a log."""
-    (line,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
-    return json.loads(line.partition(":::MLLOG ")[2])["metadata"]["status"]
-
-
-def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESULTS) -> None:
-    """Wait until run ``number`` has trained for some steps."""
-    path = checkout / folder / f"metrics_{number}.jsonl"
-    cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text(), 240)
-
-
-def numbers(checkout: Path) -> list[int]:
-    """Of the logs, in order."""
-    return sorted(int(path.stem.removeprefix("result_")) for path in (checkout / RESULTS).glob("result_*.txt"))
+pytestmark = [
+    pytest.mark.skipif(missing() is not None, reason=str(missing())),
+    pytest.mark.usefixtures("no_results"),
+]
 
 
 def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, REACHED_AT_ONCE, CLEAR_CACHES="1")
+    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, CLEAR_CACHES="1")
     ended = cluster.finish(job)
     assert ended["ExitCode"] == "0:0", output(checkout, job)
     shown = output(checkout, job)
@@ -84,59 +34,34 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
     assert (checkout / RESULTS / "report.html").exists()
 
 
-def test_scancel_leaves_an_aborted_log(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "3", *SHORT, NEVER_REACHED)
-    training(cluster, checkout, 0)
-    cluster.run("scancel", job)
-    assert cluster.finish(job)["JobState"] == "CANCELLED"
-    assert status_of(checkout / RESULTS / "result_0.txt") == "aborted"
-    assert not (checkout / RESULTS / "result_1.txt").exists()
-    assert "not a valid result (aborted)" in output(checkout, job)
-
-
-def test_time_limit_ahead_ends_the_run_in_order(cluster: Cluster, checkout: Path) -> None:
-    """What ``#SBATCH --signal=B:TERM@120`` sends: a signal to the batch script alone."""
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED)
-    training(cluster, checkout, 0)
-    cluster.run("scancel", "--batch", "--signal=TERM", job)
-    assert cluster.finish(job)["ExitCode"] == "143:0", output(checkout, job)
-    assert status_of(checkout / RESULTS / "result_0.txt") == "aborted"
-    assert not (checkout / RESULTS / "result_1.txt").exists()
-    assert "not a valid result (aborted)" in output(checkout, job)
-
-
-def test_a_job_takes_the_numbers_that_are_free_and_touches_no_other_file(cluster: Cluster, checkout: Path) -> None:
+def test_jobs_at_once_take_the_numbers_that_are_free_and_report_their_own(
+    cluster: Cluster, checkout: Path, small_run: SmallRun
+) -> None:
     (checkout / RESULTS).mkdir(parents=True)
-    earlier = {
-        checkout / RESULTS / f"{name}": name for run in (0, 2) for name in (f"result_{run}.txt", f"metrics_{run}.jsonl")
-    }
+    names = [f"{name}_{run}.{kind}" for run in (0, 2) for name, kind in (("result", "txt"), ("metrics", "jsonl"))]
+    earlier = {checkout / RESULTS / name: name for name in names}
     for path, text in earlier.items():
         path.write_text(text)
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, REACHED_AT_ONCE, options=("-N1",))
-    assert cluster.finish(job)["ExitCode"] == "0:0", output(checkout, job)
-    assert numbers(checkout) == [0, 1, 2, 3]
-    assert re.findall(r"^PASS (.*?):", output(checkout, job), re.M) == [f"{RESULTS}/result_{run}.txt" for run in (1, 3)]
-    assert {path: path.read_text() for path in earlier} == earlier
-    assert not list((checkout / RESULTS).glob("*cut-off*"))
-
-
-def test_jobs_at_once_in_one_folder_each_report_their_own(cluster: Cluster, checkout: Path) -> None:
-    jobs = [submit(cluster, checkout, "tiny_cpu", "1", *SHORT, REACHED_AT_ONCE, options=("-N1",)) for _ in range(2)]
+    settings = small(small_run, evaluation__interval_samples=80, evaluation__target=0.001)
+    jobs = [submit(cluster, checkout, "tiny_cpu", "1", *settings, options=("-N1",)) for _ in range(2)]
     cluster.wait_for(lambda: [cluster.job(job)["JobState"] for job in jobs] == ["RUNNING"] * 2, 60)
     assert [cluster.finish(job)["ExitCode"] for job in jobs] == ["0:0", "0:0"], [output(checkout, job) for job in jobs]
     checked = [re.findall(r"^(?:PASS|FAIL) (.*?):", output(checkout, job), re.M) for job in jobs]
-    assert sorted(checked[0] + checked[1]) == [f"{RESULTS}/result_{run}.txt" for run in range(2)]
+    assert sorted(checked[0] + checked[1]) == [f"{RESULTS}/result_{run}.txt" for run in (1, 3)]
     for job, logs in zip(jobs, checked, strict=True):
         assert (checkout / f"results/slurm-{job}.runs").read_text().splitlines() == logs
         assert re.findall(r"^log in (.*)$", output(checkout, job), re.M) == logs
+    assert {path: path.read_text() for path in earlier} == earlier
+    logs = sorted(int(path.stem.removeprefix("result_")) for path in (checkout / RESULTS).glob("result_*.txt"))
+    assert logs == [0, 1, 2, 3]
     assert not list((checkout / RESULTS).glob("*cut-off*"))
 
 
-def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path) -> None:
+def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path, small_run: SmallRun) -> None:
     """Run 0 ends by itself at its sample limit, run 1 is cut off: only run 1 is repeated, under its number."""
-    limits = ("--training.max-samples", "1600", "--log.results", "results/of us all")
+    settings = small(small_run, "results/of us all", samples=4800)
     folder = Path("results/of us all/tiny_cpu/bert")
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED, *limits, options=("-N1",))
+    job = submit(cluster, checkout, "tiny_cpu", "2", *settings, options=("-N1",))
     training(cluster, checkout, 1, folder)
     first = (checkout / folder / "result_0.txt").read_bytes()
     (checkout / folder / "result_2.txt").write_text("of somebody else\n")
@@ -169,33 +94,6 @@ def test_notes_of_an_earlier_job_with_the_same_number_are_left_alone(cluster: Cl
     assert notes.read_text() == "results/other/bert/result_0.txt\n"
 
 
-def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path) -> None:
-    job = submit(cluster, checkout, "tiny_cpu", "2", *SHORT, NEVER_REACHED)
-    training(cluster, checkout, 0)
-    (victim, *_) = (
-        int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_task(path, cluster, job, rank=1)
-    )
-    started = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
-    ended = cluster.finish(job)
-    assert re.fullmatch(r"[1-9]\d*:0", ended["ExitCode"]), output(checkout, job)
-    assert time.monotonic() - started < 100
-    assert not (checkout / RESULTS / "result_1.txt").exists()
-
-
-def is_task(environ: Path, cluster: Cluster, job: str, rank: int) -> bool:
-    """Whether a process is that task; another cluster of this machine may have a job of the same number."""
-    try:
-        variables = environ.read_bytes().split(b"\0")
-        command = (environ.parent / "cmdline").read_bytes()
-    except OSError:
-        return False
-    expected = cluster.environment | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank)}
-    return b"bert.train" in command and {f"{name}={value}".encode() for name, value in expected.items()} <= set(
-        variables
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "complaint"),
     [
@@ -214,40 +112,6 @@ def test_nonsense_is_one_line_and_trains_nothing(
     (error,) = (line for line in output(checkout, job).splitlines() if line.startswith("error: "))
     assert complaint in error
     assert not list(checkout.glob("results/*/bert/result_*"))
-
-
-def test_killed_tests_leave_no_daemons_and_no_jobs(tmp_path: Path) -> None:
-    script = f"""
-from pathlib import Path
-from tests.e2e.slurm_cluster import Cluster
-cluster = Cluster(Path({str(tmp_path)!r}), nodes=2)
-cluster.start()
-cluster.run("sbatch", "--output=/dev/null", "--wrap", "exec tail -f {tmp_path}/slurm.conf")
-cluster.wait_for(lambda: cluster.run("squeue", "-h", "-o", "%T").strip() == "RUNNING", 30)
-print("started", flush=True)
-input()
-"""
-    tests = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert tests.stdout
-    assert tests.stdout.readline() == "started\n"
-    assert len(mentioning(tmp_path)) >= 5  # munged, slurmctld, two slurmd, the job
-    tests.kill()
-    tests.communicate()
-    deadline = time.monotonic() + 60
-    while mentioning(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert mentioning(tmp_path) == []
-
-
-def mentioning(folder: Path) -> list[str]:
-    """The command lines of processes that name a folder."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            lines.append(path.read_bytes().replace(b"\0", b" ").decode())
-    return [line for line in lines if str(folder) in line]
 
 
 def test_submitted_from_elsewhere_is_one_line(cluster: Cluster, checkout: Path, tmp_path: Path) -> None:

@@ -212,6 +212,7 @@ def test_rows_are_found_in_large_and_small_heap_collections(tmp_path: Path) -> N
     np.testing.assert_array_equal(found.take(chosen, starts, lengths), np.concatenate(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["fixed", "varlength", "packed"])
 def test_truncated_and_flipped_files_are_refused_or_read_right(tmp_path: Path, layout: str) -> None:
     samples = made_up()
