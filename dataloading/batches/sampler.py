@@ -17,11 +17,11 @@ from dataloading.dataset.permutation import shuffled
 _LINEAR_COST = 6144
 """A layer takes 24 h^2 operations a token and 4 h a pair of tokens: 6 h tokens weigh as much as one; BERT-Large's 6 h."""
 
-_EXCHANGE_UP_TO = 32
-"""Sequences a micro-batch up to which exchanges follow the deal; with more it is within 0.1 % of balance already."""
+_MATCHED_UP_TO = 16
+"""Sequences a micro-batch up to which halves are matched anew after the deal; with more it is within 0.1 % of balance."""
 
-_EXCHANGES = 4
-"""Rounds of exchanges. Eight gain nothing more, at 4 to 32 sequences a micro-batch."""
+_MATCHINGS = 2
+"""Rounds of matching: each brings the highest cost closer to the mean, by less and less, for half the time of the deal."""
 
 
 @dataclass(frozen=True)
@@ -102,44 +102,44 @@ def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
-    """[micro_batches, n / micro_batches] positions of ``lengths``, each micro-batch's longest first.
+    """[micro_batches, n / micro_batches] positions of ``lengths`` < 65,536, each micro-batch's longest first.
 
-    Longest first, a sequence to every micro-batch a round, the longer ones to those with the least cost so far; where there
-    are few rounds, exchanges between micro-batches follow. Each gets the same number of sequences, which keeps the shapes of
-    a captured step few. Exact integers and stable sorts: equal on every machine.
+    Longest first, each to the micro-batch with the least cost so far among those with room: for half of the micro-batches
+    at a time, since some need a second long sequence before others have a short one. Where a micro-batch has few sequences,
+    rounds of `_match` follow. Each gets the same number of sequences, which keeps the shapes of a captured step few. Exact
+    integers and stable sorts: equal on every machine.
     """
-    longest_first = np.argsort(-lengths.astype(np.int64), kind="stable").reshape(-1, micro_batches)
+    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")
     cost_N = cost(lengths)
-    dealt = np.empty((micro_batches, len(longest_first)), np.int64)
-    sums = np.zeros(micro_batches, np.int64)
-    for number, row in enumerate(longest_first):
-        least_first = np.argsort(sums, kind="stable")
-        dealt[least_first, number] = row
-        sums[least_first] += cost_N[row]
-    if 1 < dealt.shape[1] <= _EXCHANGE_UP_TO:
-        for _ in range(_EXCHANGES):
-            _exchange(dealt, cost_N)
+    sequences, at_once = len(lengths) // micro_batches, max(1, micro_batches // 2)
+    dealt = np.empty((micro_batches, sequences), np.int64)
+    sums, filled = np.zeros(micro_batches, np.int64), np.zeros(micro_batches, np.int64)
+    start = 0
+    while start < len(lengths):
+        with_room = np.flatnonzero(filled < sequences)
+        least = with_room[np.argsort(sums[with_room], kind="stable")[:at_once]]
+        given = longest_first[start : start + at_once][: len(least)]
+        least = least[: len(given)]
+        dealt[least, filled[least]] = given
+        sums[least] += cost_N[given]
+        filled[least] += 1
+        start += len(given)
+    if 1 < sequences <= _MATCHED_UP_TO and micro_batches > 1:
+        for number in range(_MATCHINGS):
+            dealt = _match(dealt, cost_N, number)
         dealt = np.take_along_axis(dealt, np.argsort(-cost_N[dealt], axis=1, kind="stable"), axis=1)
     return dealt
 
 
-def _exchange(dealt: NDArray[np.int64], cost_N: NDArray[np.int64]) -> None:
-    """Exchange in place between the micro-batch of the highest cost and that of the lowest, the second and the second
-    to last, and so on: of the two sequences that bring the sums closest together, where any do.
-
-    ``dealt`` [B, S] by micro-batch, ``cost_N`` of each of the N = B * S sequences.
+def _match(dealt_BS: NDArray[np.int64], cost_N: NDArray[np.int64], number: int) -> NDArray[np.int64]:
+    """Halve every micro-batch, in another place each round, and join the costliest left half with the cheapest right one,
+    the second with the second, and so on: of all ways to join them, none has a lower highest cost, nor a higher lowest.
     """
-    micro_batches, sequences = dealt.shape
-    pairs = np.arange(micro_batches // 2)
-    cost_BS = cost_N[dealt]
-    sums = cost_BS.sum(axis=1)
-    least_first = np.argsort(sums, kind="stable")
-    most, least = least_first[::-1][pairs], least_first[pairs]
-    gap = sums[most] - sums[least]
-    after = np.abs(2 * (cost_BS[most][:, :, None] - cost_BS[least][:, None, :]) - gap[:, None, None])
-    after = after.reshape(len(pairs), sequences**2)
-    best = after.argmin(axis=1)
-    better = after[pairs, best] < gap
-    given = most[better], best[better] // sequences
-    taken = least[better], best[better] % sequences
-    dealt[given], dealt[taken] = dealt[taken], dealt[given]
+    micro_batches, sequences = dealt_BS.shape
+    rows = np.arange(micro_batches)[:, None]
+    turned = (np.arange(sequences) + rows * (number + 1) + (rows >> (number + 1))) % sequences
+    dealt_BS = np.take_along_axis(dealt_BS, turned, axis=1)
+    cost_BS = cost_N[dealt_BS]
+    left, right = cost_BS[:, : sequences // 2].sum(axis=1), cost_BS[:, sequences // 2 :].sum(axis=1)
+    costliest_left, cheapest_right = np.argsort(-left, kind="stable"), np.argsort(right, kind="stable")
+    return np.hstack([dealt_BS[costliest_left, : sequences // 2], dealt_BS[cheapest_right, sequences // 2 :]])
