@@ -6,6 +6,9 @@
 # shellcheck source=launch/environment.sh
 source "${BASH_SOURCE[0]%/*}/environment.sh"
 
+# pip leaves it to the first start to compile a package. A start of PyTorch that must compile it takes three times as long.
+unset PYTHONDONTWRITEBYTECODE
+
 # prepare_venv [EXTRA...]: install the dependencies of pyproject.toml, of training and of these extras, at the versions of
 # constraints.txt, unless they are there. Runs in the root of the repository.
 prepare_venv() {

@@ -33,6 +33,16 @@ def checkout(bare_checkout: Path, demo_data: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
+def checkout_with_results(checkout: Path) -> Path:
+    """A copy in which ``./run_and_time.sh`` has run before: the committed results are of tiny_cpu."""
+    results = checkout / "results"
+    (results / "systems").mkdir()
+    shutil.copytree(results / COMMITTED_RESULTS, results / "tiny_cpu")
+    shutil.copy(REPOSITORY / f"results/systems/{COMMITTED_RESULTS}.json", results / "systems/tiny_cpu.json")
+    return checkout
+
+
+@pytest.fixture(scope="module")
 def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the sources with this interpreter's packages as its .venv, marked as installed."""
     copy = tmp_path_factory.mktemp("checkout") / "with a space"

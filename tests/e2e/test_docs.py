@@ -1,79 +1,18 @@
-"""Every command of the README and the pages runs as it stands there, in a fresh copy of the repository.
+"""The commands of the README, and links and results of all pages; the pages' commands are in files of their own."""
 
-Commands are the lines of the blocks marked ``sh``. They run in order, in one copy, so that later ones find what earlier ones
-made. Long ones get settings that make them short, named here.
-"""
-
-import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from compliance.check.checker import check_file
 from tests.conftest import REPOSITORY
-from tests.distributed.ranks import free_port
-
-PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-EASY = " --evaluation.interval-samples 320 --evaluation.target 0.02"
-"""Reached at the first evaluation. ``.ci/run`` runs the commands at the top of the README unchanged."""
-BRIEF = " --training.max-samples 640 --evaluation.interval-samples 320"
-SHORT = " --training.max-samples 640 --evaluation.interval-samples 320 --evaluation.target 0.0001"
-"""Trained to the end, and one masked token of some hundreds found then."""
-SHORTENED = {
-    "./run_tests.sh": "./run_tests.sh --collect-only tests/test_imports.py",  # this is that command
-    "./run_and_time.sh": "./run_and_time.sh --" + EASY,
-    "./run_and_time.sh tiny_cpu 3": "NPROC=1 ./run_and_time.sh tiny_cpu 2 --" + EASY,
-    "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
-    "python -m bert.train tiny_cpu --training.max-samples 9600 --log.tensorboard data/tensorboard": (
-        "python -m bert.train tiny_cpu --log.tensorboard data/tensorboard" + BRIEF
-    ),
-    "torchrun --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 2 -m bert.train tiny_cpu"
-    " --training.max-samples 9600": (
-        f"torchrun --master-addr 127.0.0.1 --master-port {free_port()} --nproc-per-node 2 -m bert.train tiny_cpu"
-        + BRIEF
-    ),
-    "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50": (
-        "NPROC=1 ./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY
-    ),
-    "./run_and_time.sh own_text_cpu 1 -- --save-checkpoint data/own/trained.safetensors": (
-        "./run_and_time.sh own_text_cpu 1 -- --save-checkpoint data/own/trained.safetensors" + SHORT
-    ),
-    "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model": (
-        "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model" + SHORT
-    ),
-    "python benchmarks/training/attention_ablation.py": "python benchmarks/training/attention_ablation.py --max-samples 320",
-    "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "
-    "--text README.md docs/data.md",
-    "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
-    "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
-}
-MAY_MISS_TARGET = re.compile(r"-m bert\.train tiny_cpu --training\.max-samples")
-"""Shown with too few samples on purpose: exit status 1 says that the target was not reached."""
+from tests.e2e.documented import FIRST, PAGES, SHORTENED, assert_works, commands
 
 
-def commands() -> list[str]:
-    blocks = [
-        block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
-    ]
-    lines = [line for block in blocks for line in block.splitlines() if line and not line.startswith("#")]
-    return list(dict.fromkeys(lines))
-
-
-@pytest.mark.parametrize("command", commands())
-def test_a_documented_command_works(command: str, bare_checkout: Path) -> None:
-    # One thread a process: two beside another busy test are many times slower than one.
-    # The page cache stays: other tests read from it.
-    path = f"{bare_checkout}/.venv/bin:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"}
-    shown = SHORTENED.get(command, command)
-    done = subprocess.run(
-        ["bash", "-c", shown], cwd=bare_checkout, env=environment, capture_output=True, text=True, check=False
-    )
-    allowed = {0, 1} if MAY_MISS_TARGET.search(command) else {0}
-    assert done.returncode in allowed, done.stdout[-2000:] + done.stderr[-4000:]
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("command", [line for line in commands("README.md") if line != FIRST])
+def test_a_command_of_the_readme_works(command: str, checkout: Path) -> None:
+    assert_works(command, checkout)
 
 
 def test_links_between_the_pages_lead_somewhere() -> None:
@@ -82,8 +21,8 @@ def test_links_between_the_pages_lead_somewhere() -> None:
             assert target.startswith("https://") or (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_the_shortened_commands_are_documented_ones() -> None:
-    assert set(SHORTENED) <= set(commands())
+def test_the_commands_that_are_named_are_documented_ones() -> None:
+    assert {FIRST, *SHORTENED} <= set(commands())
 
 
 @pytest.mark.parametrize(

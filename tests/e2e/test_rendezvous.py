@@ -15,7 +15,7 @@ from compliance.doctor.host import Host
 from compliance.doctor.rendezvous import ports_open_to_all
 from tests.e2e.test_scripts import NEVER_REACHED, SHORT, environment, read, wait_for
 
-STEPS = ("--training.max-samples", "3200", "--evaluation.interval-samples", "3200")
+STEPS = ("--training.max-samples", "1600", "--evaluation.interval-samples", "1600", "--log.interval-steps", "1")
 
 
 class Opens:

@@ -1,24 +1,20 @@
-"""The two commands, in a copy of the checkout: from a first start to verdict and report, signals, and wrong input."""
+"""The two commands: packages and environment that they set up, wrong input, help; and what tests of their runs share."""
 
-import json
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import SmallRun
-
 ROOT = Path(__file__).resolve().parents[2]
-SHORT = ("--evaluation.interval-samples", "320", "--log.interval-steps", "5", "--evaluation.target")
+SHORT = ("--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target")
 REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
 
 
@@ -72,104 +68,6 @@ def one_error(done: subprocess.CompletedProcess[str]) -> str:
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ")
     return line
-
-
-def test_run_ends_with_verdict_and_report(checkout: Path, tmp_path: Path) -> None:
-    done = start(checkout / "run_and_time.sh", "--", *SHORT, REACHED_AT_ONCE, cwd=tmp_path, NPROC="2", CLEAR_CACHES="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "installing" not in done.stdout
-    assert "PASS results/tiny_cpu/bert/result_0.txt" in done.stdout
-    assert "1 of 1 runs valid" in done.stdout
-    log = (checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
-    assert "# processes: 2 x " in log
-    assert f"# config.log.cache_cleared: {os.access('/proc/sys/vm/drop_caches', os.W_OK)}" in log
-    assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
-    assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
-
-
-def test_tiny_cpu_with_other_data_makes_none_of_its_own(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
-    arguments = ("--prepare", *small_run.arguments(tmp_path))
-    done = start(checkout / "run_and_time.sh", *arguments, cwd=tmp_path, NPROC="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "data of tiny_cpu" not in done.stdout
-    assert f"ready, results would go to {tmp_path}" in done.stdout
-
-
-def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tmp_path: Path) -> None:
-    """Both find no data and make them."""
-    shutil.rmtree(checkout / "data", ignore_errors=True)
-    folder = tmp_path / "my results" / "tiny_cpu" / "bert"
-    folder.mkdir(parents=True)
-    earlier = {folder / name: f"{name} of an earlier run\n" for name in ("result_0.txt", "metrics_2.jsonl")}
-    for path, text in earlier.items():
-        path.write_text(text)
-    settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path / "my results"))
-    runs = [
-        subprocess.Popen(
-            [checkout / "run_and_time.sh", "tiny_cpu", "1", *settings],
-            env=environment(NPROC="1", OMP_NUM_THREADS="1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [run.communicate(timeout=300)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], outputs
-    assert all("error" not in output for output in outputs)
-    logs = [re.findall(r"^log in (.*)$", output, re.M) for output in outputs]
-    assert sorted(logs) == [[str(folder / "result_1.txt")], [str(folder / "result_3.txt")]]
-    for output, (log,) in zip(outputs, logs, strict=True):
-        assert re.findall(r"^(?:PASS|FAIL) (.*?): official", output, re.M) == [log]
-        assert "end: success" in output
-    assert {path: path.read_text() for path in earlier} == earlier
-
-
-@pytest.fixture
-def training(checkout: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
-    """A run of as many processes as the parameter says, after its first steps; results are in ``tmp_path``."""
-    settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
-    process = subprocess.Popen(
-        [checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings],
-        env=environment(NPROC=str(request.param)),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # Where the tests run in the background, SIGINT is ignored, and a shell cannot trap what was ignored when it began.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert process.stdout
-    for line in process.stdout:
-        if line.startswith("step "):
-            break
-    yield process
-    if process.poll() is None:
-        process.terminate()
-        process.communicate(timeout=60)
-
-
-@pytest.mark.parametrize(
-    ("training", "number", "status"), [(2, signal.SIGTERM, 143), (1, signal.SIGINT, 130)], indirect=["training"]
-)
-def test_signal_ends_run_as_aborted(
-    training: subprocess.Popen[str], number: signal.Signals, status: int, tmp_path: Path
-) -> None:
-    training.send_signal(number)
-    try:
-        output, _ = training.communicate(timeout=120)
-    except subprocess.TimeoutExpired as late:
-        pytest.fail(f"still running after {late.timeout} s: {(late.stdout or b'')[-2000:].decode()}")
-    assert training.returncode == status, output
-    assert "Traceback" not in output
-    failed = next(line for line in output.splitlines() if line.startswith("FAIL"))
-    assert f"{tmp_path}/tiny_cpu/bert/result_0.txt: official " in failed
-    assert "ours fail: not a valid result (aborted)" in failed
-    (log,) = (tmp_path / "tiny_cpu/bert").glob("result_*.txt")
-    (stop,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
-    assert '"status": "aborted"' in stop
-    assert (tmp_path / "tiny_cpu/bert/report.html").exists()
-    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read(path)]
 
 
 def read(path: Path) -> bytes:
@@ -307,6 +205,12 @@ def test_tests_hand_on_the_status_of_pytest(checkout: Path, tmp_path: Path) -> N
     assert start(checkout / "run_tests.sh", "--quick", *slow, cwd=tmp_path).returncode == 5  # no tests were left
 
 
+def test_what_python_compiles_is_kept_though_the_environment_says_not_to(bare: Path) -> None:
+    command = "source launch/venv.sh; ./python -c 'import sys; print(sys.dont_write_bytecode)'"
+    done = start(Path("/bin/bash"), "-c", command, cwd=bare, PYTHONDONTWRITEBYTECODE="1")
+    assert done.stdout == "False\n"
+
+
 def test_venv_is_made_once_and_again_for_new_pins(bare: Path) -> None:
     assert prepare(bare).returncode == 0
     assert calls(bare) == ["venv", "pip"]
@@ -408,27 +312,3 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_data_whose_making_is_stopped_are_not_left_half_made(checkout: Path, tmp_path: Path) -> None:
-    """Here the script has a place of its own for its data: a link in the checkout."""
-    (checkout / "data").mkdir(exist_ok=True)
-    (tmp_path / "tiny_cpu").mkdir()
-    shutil.rmtree(checkout / "data/tiny_cpu", ignore_errors=True)
-    (checkout / "data/tiny_cpu").symlink_to(tmp_path / "tiny_cpu")
-    try:
-        process = subprocess.Popen(
-            [checkout / "run_and_time.sh"],
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        wait_for(lambda: any((tmp_path / "tiny_cpu").iterdir()))
-        process.terminate()
-        assert process.wait(timeout=60) == 143
-        assert not [path for path in (tmp_path / "tiny_cpu").iterdir() if path.name.endswith(".partial")]
-        makers = (path for path in Path("/proc").glob("[0-9]*/cmdline") if b"dataloading\0demo" in read(path))
-        assert not [path for path in makers if (path.parent / "cwd").resolve() == checkout.resolve()]
-    finally:
-        (checkout / "data/tiny_cpu").unlink()

@@ -1,0 +1,82 @@
+"""Every command of the README and the pages runs as it stands there, in a fresh copy of the repository.
+
+Commands are the lines of the blocks marked ``sh``. Those of a group of pages run in order, in one copy, so that later ones
+find what earlier ones made; each group has a file of tests, so that workers share them. Long commands get settings that make
+them short, named here.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+from tests.conftest import REPOSITORY
+from tests.distributed.ranks import free_port
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+TRAINING = ("training.md", "tiny_cpu.md")
+DATA = ("data.md", "own_text.md", "checkpoints.md")
+RESULTS = tuple(page.name for page in PAGES if page.name not in ("README.md", *TRAINING, *DATA))
+
+EASY = " --evaluation.interval-samples 64 --evaluation.target 0.02"
+"""Reached at the first evaluation. ``.ci/run`` runs the commands at the top of the README unchanged."""
+BRIEF = " --training.max-samples 64 --evaluation.interval-samples 64"
+SHORT = " --training.max-samples 320 --evaluation.interval-samples 320 --evaluation.target 0.0001"
+"""Trained to the end, and one masked token of some hundreds found then."""
+SHORTENED = {
+    "./run_tests.sh": "./run_tests.sh --collect-only tests/test_imports.py",  # this is that command
+    "./run_and_time.sh tiny_cpu 3": "NPROC=1 ./run_and_time.sh tiny_cpu 2 --" + EASY,
+    "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
+    "python -m bert.train tiny_cpu --training.max-samples 9600 --log.tensorboard data/tensorboard": (
+        "python -m bert.train tiny_cpu --log.tensorboard data/tensorboard" + BRIEF
+    ),
+    "torchrun --master-addr 127.0.0.1 --master-port 29500 --nproc-per-node 2 -m bert.train tiny_cpu"
+    " --training.max-samples 9600": (
+        f"torchrun --master-addr 127.0.0.1 --master-port {free_port()} --nproc-per-node 2 -m bert.train tiny_cpu"
+        + BRIEF
+    ),
+    "./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50": (
+        "NPROC=1 ./run_and_time.sh tiny_cpu 1 -- --training.seed 5 --log.interval-steps 50" + EASY
+    ),
+    "./run_and_time.sh own_text_cpu 1 -- --save-checkpoint data/own/trained.safetensors": (
+        "./run_and_time.sh own_text_cpu 1 -- --save-checkpoint data/own/trained.safetensors" + SHORT
+    ),
+    "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model": (
+        "./run_and_time.sh own_text_cpu 1 -- --data.initial-checkpoint data/own/model" + SHORT
+    ),
+    "python benchmarks/training/attention_ablation.py": "python benchmarks/training/attention_ablation.py --max-samples 64",
+    "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "
+    "--text README.md docs/data.md",
+    "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
+    "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
+}
+FIRST = "./run_and_time.sh"
+"""``tests/e2e/test_runs.py`` runs it, and looks at what it prints and leaves."""
+MAY_MISS_TARGET = re.compile(r"-m bert\.train tiny_cpu --training\.max-samples")
+"""Shown with too few samples on purpose: exit status 1 says that the target was not reached."""
+
+
+def commands(*names: str) -> list[str]:
+    """The commands of these pages, in their order; what stands on an earlier page runs there alone."""
+    first: dict[str, str] = {}
+    for page in PAGES:
+        for block in re.findall(r"```sh\n(.*?)```", page.read_text(encoding="utf-8"), re.S):
+            for line in block.splitlines():
+                if line and not line.startswith("#"):
+                    first.setdefault(line, page.name)
+    return [line for line, name in first.items() if not names or name in names]
+
+
+def assert_works(command: str, checkout: Path) -> None:
+    """Run a command in a copy of the repository as a reader would, with the environment's programs in reach."""
+    # One thread a process: two beside another busy test are many times slower than one.
+    # The page cache stays: other tests read from it.
+    path = f"{checkout}/.venv/bin:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CLEAR_CACHES": "0"}
+    shown = SHORTENED.get(command, command)
+    done = subprocess.run(
+        ["bash", "-c", shown], cwd=checkout, env=environment, capture_output=True, text=True, check=False
+    )
+    allowed = {0, 1} if MAY_MISS_TARGET.search(command) else {0}
+    assert done.returncode in allowed, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,12 @@
+"""The commands of the pages on data and weights."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.documented import DATA, assert_works, commands
+
+
+@pytest.mark.parametrize("command", commands(*DATA))
+def test_a_command_works(command: str, bare_checkout: Path) -> None:
+    assert_works(command, bare_checkout)

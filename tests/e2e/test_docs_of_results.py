@@ -1,0 +1,12 @@
+"""The commands of the pages on logs, reports, machines and launchers."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.documented import RESULTS, assert_works, commands
+
+
+@pytest.mark.parametrize("command", commands(*RESULTS))
+def test_a_command_works(command: str, checkout_with_results: Path) -> None:
+    assert_works(command, checkout_with_results)

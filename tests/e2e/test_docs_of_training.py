@@ -1,0 +1,12 @@
+"""The commands of the pages that train."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.documented import TRAINING, assert_works, commands
+
+
+@pytest.mark.parametrize("command", commands(*TRAINING))
+def test_a_command_works(command: str, checkout: Path) -> None:
+    assert_works(command, checkout)

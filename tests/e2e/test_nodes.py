@@ -1,0 +1,101 @@
+"""Several nodes without a cluster manager: by hand, by mpirun, and what launchers call before and after a run."""
+
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY
+from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, environment, one_error, start, wait_for
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
+    """The command on each of two nodes, both of which are this machine."""
+    shared = {
+        "NNODES": "2",
+        "NPROC": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": free_port(),
+        "OMP_NUM_THREADS": "1",
+    }
+    return [
+        subprocess.Popen(
+            [checkout / "run_and_time.sh", "tiny_cpu", "1", "--", *SHORT, *settings],
+            env=environment(NODE_RANK=str(node), **shared),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in (0, 1)
+    ]
+
+
+def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
+    nodes = two_nodes(checkout, REACHED_AT_ONCE, "--log.results", str(tmp_path))
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outputs
+    assert ["1 of 1 runs valid" in output for output in outputs] == [True, False]
+    assert "# processes: 2 x 1 threads" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
+
+
+def test_a_signal_to_another_node_ends_the_run_in_order(checkout: Path, tmp_path: Path) -> None:
+    nodes = two_nodes(checkout, NEVER_REACHED, "--log.results", str(tmp_path))
+    metrics = tmp_path / "tiny_cpu/bert/metrics_0.jsonl"
+    wait_for(lambda: metrics.exists() and '"event": "step"' in metrics.read_text())
+    nodes[1].terminate()
+    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [1, 143], outputs
+    assert "ours fail: not a valid result (aborted)" in outputs[0]
+    assert not re.findall("^error: .*", "".join(outputs), re.M)
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun here: apt-get install openmpi-bin")
+def test_mpirun_starts_the_processes_of_one_run(checkout: Path, tmp_path: Path) -> None:
+    settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path))
+    ready = start(checkout / "run_and_time.sh", "--prepare", "tiny_cpu", *settings, cwd=checkout, WORLD_SIZE="2")
+    assert ready.stdout.endswith(f"results would go to {tmp_path}/tiny_cpu/bert/result_0.txt\n"), ready.stderr
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    command = ("--oversubscribe", "-np", "2", "launch/bind.sh", "./run_and_time.sh", "tiny_cpu", "1", *settings)
+    done = start(Path("mpirun"), *command, cwd=checkout, **root, **address)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = tmp_path / "tiny_cpu/bert/result_0.txt"
+    assert "# processes: 2 x 1 threads" in result.read_text()
+    shown = start(checkout / "run_and_time.sh", "--verdict", str(result), cwd=checkout)
+    assert shown.returncode == 0
+    assert "1 of 1 runs valid" in shown.stdout
+
+
+def test_verdict_of_a_bad_log_is_its_status(checkout: Path, tmp_path: Path) -> None:
+    log = tmp_path / "system/bert/result_0.txt"
+    log.parent.mkdir(parents=True)
+    log.write_text("# config.log.division: open\n")
+    done = start(checkout / "run_and_time.sh", "--verdict", str(log), cwd=checkout)
+    assert done.returncode == 1
+    assert f"FAIL {log}" in done.stdout
+
+
+def test_a_verdict_that_cannot_describe_the_system_fails(checkout: Path, tmp_path: Path) -> None:
+    log = tmp_path / "results/system/bert/result_0.txt"
+    log.parent.mkdir(parents=True)
+    shutil.copy(REPOSITORY / "results/cpu_2cores/bert/result_0.txt", log)
+    (tmp_path / "results/systems").write_text("no folder\n")
+    done = start(checkout / "run_and_time.sh", "--verdict", str(log), cwd=checkout)
+    assert f"PASS {log}" in done.stdout
+    assert "</html>" in log.with_name("report.html").read_text()
+    assert done.returncode == 1
+    assert "systems/system.json cannot be written" in done.stderr
+
+
+def test_wrong_settings_are_found_in_preparation(checkout: Path, tmp_path: Path) -> None:
+    done = start(checkout / "run_and_time.sh", "--prepare", "tiny_cpu", cwd=tmp_path, WORLD_SIZE="5")
+    assert "does not divide over 5 ranks" in one_error(done)

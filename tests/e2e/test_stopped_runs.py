@@ -1,0 +1,82 @@
+"""``run_and_time.sh`` that is told to end: while it makes data, and while one or two processes train."""
+
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_scripts import NEVER_REACHED, SHORT, environment, read, wait_for
+
+
+@pytest.fixture
+def training(checkout: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A run of as many processes as the parameter says, after its first steps; results are in ``tmp_path``."""
+    settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
+    process = subprocess.Popen(
+        [checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings],
+        env=environment(NPROC=str(request.param), OMP_NUM_THREADS="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # Where the tests run in the background, SIGINT is ignored, and a shell cannot trap what was ignored when it began.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("step "):
+            break
+    yield process
+    if process.poll() is None:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("training", "number", "status"), [(2, signal.SIGTERM, 143), (1, signal.SIGINT, 130)], indirect=["training"]
+)
+def test_signal_ends_run_as_aborted(
+    training: subprocess.Popen[str], number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    training.send_signal(number)
+    try:
+        output, _ = training.communicate(timeout=120)
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"still running after {late.timeout} s: {(late.stdout or b'')[-2000:].decode()}")
+    assert training.returncode == status, output
+    assert "Traceback" not in output
+    failed = next(line for line in output.splitlines() if line.startswith("FAIL"))
+    assert f"{tmp_path}/tiny_cpu/bert/result_0.txt: official " in failed
+    assert "ours fail: not a valid result (aborted)" in failed
+    (log,) = (tmp_path / "tiny_cpu/bert").glob("result_*.txt")
+    (stop,) = (line for line in log.read_text().splitlines() if '"run_stop"' in line)
+    assert '"status": "aborted"' in stop
+    assert (tmp_path / "tiny_cpu/bert/report.html").exists()
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read(path)]
+
+
+def test_data_whose_making_is_stopped_are_not_left_half_made(checkout: Path, tmp_path: Path) -> None:
+    """Here the script has a place of its own for its data: a link in the checkout."""
+    (checkout / "data").mkdir(exist_ok=True)
+    (tmp_path / "tiny_cpu").mkdir()
+    shutil.rmtree(checkout / "data/tiny_cpu", ignore_errors=True)
+    (checkout / "data/tiny_cpu").symlink_to(tmp_path / "tiny_cpu")
+    try:
+        process = subprocess.Popen(
+            [checkout / "run_and_time.sh"],
+            env=environment(),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        wait_for(lambda: any((tmp_path / "tiny_cpu").iterdir()))
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+        assert not [path for path in (tmp_path / "tiny_cpu").iterdir() if path.name.endswith(".partial")]
+        makers = (path for path in Path("/proc").glob("[0-9]*/cmdline") if b"dataloading\0demo" in read(path))
+        assert not [path for path in makers if (path.parent / "cwd").resolve() == checkout.resolve()]
+    finally:
+        (checkout / "data/tiny_cpu").unlink()
