@@ -32,7 +32,7 @@ from bert.reporting.stopwatch import Stage, Stopwatch
 from bert.step import TrainingStep
 from bert.train import parse
 from compliance.log.forecast import Schedule
-from dataloading import files
+from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
 from tests.conftest import REPOSITORY, SmallRun
