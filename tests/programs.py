@@ -1,6 +1,6 @@
 """Programs of the repository as processes that need not import PyTorch: two seconds of a processor less for each.
 
-A server imports ``bert.run`` once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
+A server imports ``bert.runs.run`` once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
 environment, output, signals and an exit status of its own. Fresh interpreters are started by the tests of launchers, of
 scripts and of torchrun.
 """
@@ -90,7 +90,7 @@ def _server() -> socket.socket:
 
 def _serve(requests: socket.socket) -> str:
     """Fork for every request; returns in each fork, with the module to run."""
-    import bert.run  # noqa: F401  what programs import is there
+    import bert.runs.run  # noqa: F401  what programs import is there
 
     gc.freeze()  # or each fork copies all memory as it looks for garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)

@@ -16,9 +16,9 @@ from benchmarks.gpu_parts.report import Report
 from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import h100_1x1
 from bert.cuda_graphs import CudaCapturer
-from bert.initial_model import build_model
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
+from bert.runs.initial_model import build_model
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
