@@ -112,8 +112,10 @@ def cases(
         tuple(lengths), max(lengths), masked, hidden, config.num_attention_heads, wide, vocabulary=config.vocab_size
     )
     with torch.autocast(device.type, dtype, enabled=autocast is not None):
-        after_norm = F.layer_norm(torch.zeros(1, hidden, device=device), (hidden,), norm.weight, norm.bias).dtype
-    products = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
+        after_norm = F.layer_norm(
+            torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
+        ).dtype
+    feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
     scores = 4.0 * hidden * sum(length**2 for length in lengths)
     row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, tables.word.element_size()))
     attention = Work((scores, 3 * scores), (4 * row, 12 * row))
@@ -126,9 +128,7 @@ def cases(
         placed = (weights.get(place, value) for place, value in enumerate(arguments))
         return Case(op, tuple(map(_leaf, placed)), autocast, work)
 
-    loss = case(
-        "masked_lm_loss", Work((products[1], 3 * products[1])), {1: tables.word, 2: model.decoder_bias, 5: counting}
-    )
+    loss = case("masked_lm_loss", Work((decoder, 3 * decoder)), {1: tables.word, 2: model.decoder_bias, 5: counting})
     states, *others = loss.arguments
     labels = others[2]
     assert isinstance(states, Tensor)
@@ -147,7 +147,7 @@ def cases(
         ),
         case(
             "dense_gelu",
-            Work((products[0], 3 * products[0])),
+            Work((feed_forward, 3 * feed_forward)),
             {1: layer.intermediate.weight, 2: layer.intermediate.bias},
         ),
         replace(loss, arguments=(_leaf(states, after_norm), *others)),
