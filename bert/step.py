@@ -24,8 +24,7 @@ from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.reduction_choice import choose
-from bert.parallel.sharded_lamb import ShardedLamb
-from bert.parallel.weight_gather import WeightGather
+from bert.parallel.sharded_lamb import ShardedLamb, WeightGather
 from bert.reporting.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket

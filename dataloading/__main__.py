@@ -305,8 +305,8 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     """
     import numpy as np
 
+    from console.files import atomic_path
     from dataloading.dataset.sources import shards_of
-    from dataloading.files import atomic_path
     from dataloading.shards.formats import open_shard
     from dataloading.shards.samples import concatenate
 

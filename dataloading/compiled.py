@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numba
 
-from dataloading.files import is_private
+from console.files import is_private
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 """PyTorch's names, which is imported when a command runs."""
-_MASKED_PER_SEQUENCE = 38
-"""Wikipedia's mean."""
+_MEAN_LENGTH, _MASKED_PER_SEQUENCE = 256, 38
+"""Wikipedia's means."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,8 +96,8 @@ def _autotune(arguments: Sequence[str]) -> None:
     if min(counts) < 1:
         raise ValueError(f"--sequences {min(counts)}, expected at least 1")
     for count in counts:
-        size = Size(sequences=count, masked=_MASKED_PER_SEQUENCE * count)
-        print(f"{count} sequences of {size.mean_length} tokens on {device}, {_short(dtype)}")
+        size = Size(lengths=(_MEAN_LENGTH,) * count, masked=_MASKED_PER_SEQUENCE * count)
+        print(f"{count} sequences of {_MEAN_LENGTH} tokens on {device}, {_short(dtype)}")
         for op in chosen.ops or OPS:
             _measure(op, device, dtype, size)
 

@@ -7,7 +7,6 @@ anew from their description (``published_packing.py``). All pack the same histog
 hold every sequence. Runs alternate; least squares, which takes long, runs once. Loading SciPy is not part of the runs.
 """
 
-import csv
 import os
 import statistics
 import sys
@@ -24,13 +23,13 @@ from scipy import optimize, sparse  # noqa: F401  # loaded before the runs
 
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import published_packing
+from benchmarks.lengths import HISTOGRAM, length_counts
 from dataloading.batches.packing_strategy import Strategy, pack_histogram
 
-SHIPPED_HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"
 LIMITS = (3, 12, None)
 
 
-def main(histogram: Path = SHIPPED_HISTOGRAM, rounds: int = 5, out: Path | None = None) -> None:
+def main(histogram: Path = HISTOGRAM, rounds: int = 5, out: Path | None = None) -> None:
     """Print a table of efficiencies and times, and last what the packs of the best published one cost over ours.
 
     Args:
@@ -70,12 +69,10 @@ def main(histogram: Path = SHIPPED_HISTOGRAM, rounds: int = 5, out: Path | None 
 
 def read_histogram(path: Path) -> NDArray[np.int64]:
     """[longest + 1] sequences of each length."""
-    with path.open(encoding="utf-8", newline="") as file:
-        rows = [(int(row["length"]), int(row["count"])) for row in csv.DictReader(file)]
-    counts = np.zeros(max(length for length, _ in rows) + 1, np.int64)
-    for length, count in rows:
-        counts[length] = count
-    return counts
+    lengths, counts = length_counts(path)
+    by_length = np.zeros(lengths.max() + 1, np.int64)
+    by_length[lengths] = counts
+    return by_length
 
 
 def _algorithms(counts: NDArray[np.int64]) -> dict[tuple[str, int | None], Callable[[], published_packing.Packing]]:

@@ -29,12 +29,12 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
+from benchmarks.lengths import HISTOGRAM, drawn_lengths
 from dataloading.batches.sampler import Plan, cost, deal
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.manifest import write_metadata
 from dataloading.shards.shard import DatasetInfo, ShardRecord
 
-SHIPPED_HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"
 SAMPLES = 156_000_000
 STEPS = 20
 QUICK_SAMPLES = 100_000
@@ -61,7 +61,7 @@ Groups = list[NDArray[np.int64]]
 
 
 def main(
-    histogram: Path = SHIPPED_HISTOGRAM,
+    histogram: Path = HISTOGRAM,
     batches: int = 100,
     samples: int = SAMPLES,
     quick: bool = False,
@@ -79,20 +79,19 @@ def main(
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if quick:
         batches, samples = 3, QUICK_SAMPLES
-    lengths, chances = _read_histogram(histogram)
     generator = np.random.default_rng(0)
     print(f"imbalance (largest share over the mean one) of tokens / of work; means over {batches} global batches")
     print(f"{'ranks':>6}{'each':>6}" + "".join(f"{name:>20}" for name in DEALS) + f"{'ours, worst':>20}{'ms':>8}")
     rows = []
     for ranks, sequences in SHARES:
-        drawn = [generator.choice(lengths, ranks * sequences, p=chances) for _ in range(batches)]
+        drawn = [drawn_lengths(generator, ranks * sequences, histogram) for _ in range(batches)]
         row: dict[str, Any] = {"ranks": ranks, "sequences": sequences} | {
             name: _imbalances(drawn, ranks, DEALS[name]) for name in DEALS
         }
         rows.append(row)
         means = "".join(f"{_pair(row[name], 'mean'):>20}" for name in DEALS)
         print(f"{ranks:6}{sequences:6}{means}{_pair(row['ours'], 'worst'):>20}{row['ours']['ms']:8.2f}", flush=True)
-    plans = _timed_plans(generator.choice(lengths, min(samples, 1 << 20), p=chances), samples)
+    plans = _timed_plans(drawn_lengths(generator, min(samples, 1 << 20), histogram), samples)
     if out:
         from benchmarks.conditions import (
             write_figures,
@@ -213,12 +212,6 @@ def _write_made_up_index(folder: Path, lengths: NDArray[np.int64], samples: int)
     masked = np.maximum(1, tokens * np.float32(0.15)).astype(np.uint16)
     record = ShardRecord("part_00000_of_00001.hdf5", samples, int(tokens.sum()), int(masked.sum()), "", 0)
     write_metadata(folder, [record], tokens, masked, DatasetInfo(30522, 512, 76, "", "", {}, {}))
-
-
-def _read_histogram(path: Path) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Lengths, and the share of sequences that have each."""
-    lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
-    return lengths, counts / counts.sum()
 
 
 def _peak_bytes() -> int:

@@ -10,7 +10,6 @@ thread, into ``Batch``, with opening and verification counted. Lengths are those
 are random; every side reads each of its samples once, in random order, and runs alternate.
 """
 
-import csv
 import statistics
 import sys
 import tempfile
@@ -29,13 +28,13 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from benchmarks.conditions import write_figures
+from benchmarks.lengths import drawn_lengths
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.convert import convert
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.shards.shard import DatasetInfo
 
-HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"
 SHARDS = 8
 MAX_SEQ_LENGTH = 512
 COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels")
@@ -93,10 +92,7 @@ def main(
 
 
 def _make(folder: Path, count: int) -> Dataset:
-    with HISTOGRAM.open(encoding="utf-8") as file:
-        rows = [(int(row["length"]), int(row["count"])) for row in csv.DictReader(file)]
-    lengths, weights = np.array(rows).T
-    drawn = np.random.default_rng(0).choice(lengths, count, p=weights / weights.sum())
+    drawn = drawn_lengths(np.random.default_rng(0), count)
     info = DatasetInfo(30522, 512, 80, vocabulary_md5="", vocabulary_sha256="", options={}, sources={})
     write_dataset(folder, synthetic_samples(drawn, 30522), shards=SHARDS, info=info)
     return open_dataset(folder)

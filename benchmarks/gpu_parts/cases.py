@@ -4,7 +4,7 @@ Parameters are fp32 and views of a flat buffer, also where the matrix products a
 has the type that the model hands on there. Shape legend in ``kernels/__init__.py``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -16,10 +16,18 @@ from benchmarks.gpu_parts.report import NotUsableError
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from bert.optimizer import FlatParameters
-from kernels import OPS, Dropout
+from kernels import OPS
+from kernels.tuning.examples import Size, example_inputs
 
-_P = 0.1
-_EPS = 1e-12
+
+@dataclass(frozen=True)
+class Work:
+    """The least work that a call can be: forward, and both ways."""
+
+    flop: tuple[float, float] = (0.0, 0.0)
+    """Of the matrix products."""
+    moved: tuple[float, float] = (0.0, 0.0)
+    """Bytes that must be read and written."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +38,7 @@ class Case:
     arguments: tuple[object, ...]
     autocast: torch.dtype | None
     """The type of matrix products, where it is not that of the arguments."""
-    flop: tuple[float, float] = (0.0, 0.0)
-    """Of the matrix products: forward, and both ways."""
-    moved: tuple[float, float] = (0.0, 0.0)
-    """Bytes that must be read and written: forward, and both ways."""
+    work: Work
 
     def fresh(self) -> "Case":
         """The same values as new leaves of the graph."""
@@ -99,92 +104,53 @@ def cases(
     ``dtype`` is that of matrix products and of the residual stream. A length may be 0. Labels of the last two masked tokens
     are -1: slots that are not in use. ``counting``: right answers are counted too, as in evaluation.
     """
-    device = model.decoder_bias.device
-    generator = torch.Generator(device).manual_seed(0)
     autocast = dtype if dtype.itemsize < 4 else None
-
-    def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_()
-
-    def ids(limit: int, count: int) -> Tensor:
-        return torch.randint(0, limit, (count,), generator=generator, device=device)
-
-    def dropout(stream: int) -> Dropout:
-        return Dropout(_P, torch.tensor([1234567, 5], device=device), stream)
-
-    config, layer, tables = model.config, model.layers[0], model.embeddings
+    config, layer, tables, norm = model.config, model.layers[0], model.embeddings, model.transform_norm
     assert isinstance(layer, EncoderLayer)
-    tokens, hidden, wide, vocabulary = sum(lengths), config.hidden_size, config.intermediate_size, config.vocab_size
-    heads = config.num_attention_heads
-    row, row_of_tables = tokens * hidden * dtype.itemsize, tokens * hidden * tables.word.element_size()
-    bounds = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    packed = normal(tokens, 3, heads, hidden // heads)
-    scores = 2 * hidden * float(sum(length**2 for length in lengths))
-    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
-    labels = ids(vocabulary, masked)
-    labels[-2:] = -1
-    norm = model.transform_norm
+    device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
+    size = Size(
+        tuple(lengths), max(lengths), masked, hidden, config.num_attention_heads, wide, vocabulary=config.vocab_size
+    )
     with torch.autocast(device.type, dtype, enabled=autocast is not None):
-        after_norm = F.layer_norm(normal(1, hidden), norm.weight.shape, norm.weight, norm.bias).dtype
+        after_norm = F.layer_norm(
+            torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
+        ).dtype
+    feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
+    scores = 4.0 * hidden * sum(length**2 for length in lengths)
+    row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, tables.word.element_size()))
+    attention = Work((scores, 3 * scores), (4 * row, 12 * row))
     dropped_norm = layer.attention_norm
+    embeddings = tables.word, tables.position, tables.segment, tables.norm.weight, tables.norm.bias
+
+    def case(op: str, work: Work, weights: Mapping[int, object]) -> Case:
+        """The op with the model's own weights, and what else is not drawn, in their places."""
+        arguments, _ = example_inputs(op, device, dtype, size)
+        placed = (weights.get(place, value) for place, value in enumerate(arguments))
+        return Case(op, tuple(map(_leaf, placed)), autocast, work)
+
+    loss = case("masked_lm_loss", Work((decoder, 3 * decoder)), {1: tables.word, 2: model.decoder_bias, 5: counting})
+    states, *others = loss.arguments
+    labels = others[2]
+    assert isinstance(states, Tensor)
+    assert isinstance(labels, Tensor)
+    labels[-2:] = -1
     return [
-        Case(
-            "varlen_attention",
-            (*(part.detach().requires_grad_() for part in packed.unbind(1)), bounds, bounds, max(lengths), dropout(1)),
-            autocast,
-            flop=(2 * scores, 6 * scores),
-            moved=(4 * row, 12 * row),
-        ),
-        Case(
-            "varlen_self_attention",
-            (packed, bounds, max(lengths), dropout(1)),
-            autocast,
-            flop=(2 * scores, 6 * scores),
-            moved=(4 * row, 12 * row),
-        ),
-        Case(
+        case("varlen_attention", attention, {}),
+        case("varlen_self_attention", attention, {}),
+        case(
             "dropout_add_layer_norm",
-            (
-                normal(tokens, hidden),
-                layer.attention_output.bias,
-                normal(tokens, hidden),
-                dropped_norm.weight,
-                dropped_norm.bias,
-                _EPS,
-                dropout(2),
-            ),
-            autocast,
-            moved=(3 * row, 7 * row),
+            Work(moved=(3 * row, 7 * row)),
+            {1: layer.attention_output.bias, 3: dropped_norm.weight, 4: dropped_norm.bias},
         ),
-        Case(
-            "embedding_layer_norm",
-            (
-                ids(vocabulary, tokens),
-                positions,
-                ids(2, tokens),
-                tables.word,
-                tables.position,
-                tables.segment,
-                tables.norm.weight,
-                tables.norm.bias,
-                _EPS,
-                dropout(0),
-            ),
-            autocast,
-            moved=(2 * row_of_tables, 6 * row_of_tables),
+        case(
+            "embedding_layer_norm", Work(moved=(2 * row_of_tables, 6 * row_of_tables)), dict(enumerate(embeddings, 3))
         ),
-        Case(
+        case(
             "dense_gelu",
-            (normal(tokens, hidden), layer.intermediate.weight, layer.intermediate.bias),
-            autocast,
-            flop=(2.0 * tokens * hidden * wide, 6.0 * tokens * hidden * wide),
+            Work((feed_forward, 3 * feed_forward)),
+            {1: layer.intermediate.weight, 2: layer.intermediate.bias},
         ),
-        Case(
-            "masked_lm_loss",
-            (normal(masked, hidden, dtype=after_norm), tables.word, model.decoder_bias, labels, -1, counting),
-            autocast,
-            flop=(2.0 * masked * hidden * vocabulary, 6.0 * masked * hidden * vocabulary),
-        ),
+        replace(loss, arguments=(_leaf(states, after_norm), *others)),
     ]
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_parts.report import NotUsableError, Report, Row
-from benchmarks.gpu_parts.scale import Context, drawn_lengths
+from benchmarks.gpu_parts.scale import Context, clipped_lengths
 from dataloading.batches.synthetic import synthetic_samples
 
 NEEDS = ("h5py", "mlperf_logging", "rich", "safetensors", "tokenizers", "tyro")
@@ -89,7 +89,7 @@ def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
     path.write_text("\n".join([*_SPECIAL, *words]) + "\n", encoding="utf-8")
     vocabulary = Vocabulary.from_file(path)
     for seed, (split, count) in enumerate(counts.items(), 1):
-        samples = synthetic_samples(drawn_lengths(count, longest, seed), size, seed)
+        samples = synthetic_samples(clipped_lengths(count, longest, seed), size, seed)
         info = DatasetInfo(
             vocab_size=size,
             max_seq_length=longest,

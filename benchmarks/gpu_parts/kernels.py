@@ -93,7 +93,7 @@ def _time_row(
         case.outputs(side)
 
     seconds = measured(both if both_ways else forward, context.device, 3 * context.scale.repeats, cold=True)
-    flop, moved = case.flop[both_ways], case.moved[both_ways]
+    flop, moved = case.work.flop[both_ways], case.work.moved[both_ways]
     floor, ceiling = ceilings.floor(flop, moved)
     amount, unit = (moved, "TB/s") if not flop or "copy" in ceiling else (flop, "TFLOP/s")
     return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)

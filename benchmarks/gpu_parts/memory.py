@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu_parts.report import Row
-from benchmarks.gpu_parts.scale import Context, drawn_lengths, samples_of
+from benchmarks.gpu_parts.scale import Context, clipped_lengths, samples_of
 from benchmarks.gpu_parts.step import Precision, training_step
 from bert.configuration.recipes import h100_1x1
 from dataloading.batches.loader import batch_of, shape_bucket_of
@@ -76,7 +76,7 @@ def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
     """Choose the shape buckets that the recipe of one GPU would pad micro-batches of this size to."""
     longest = context.scale.model.max_position_embeddings
     count = h100_1x1().training.gradient_accumulation_steps
-    lengths = drawn_lengths(20_000, longest, seed=0)
+    lengths = clipped_lengths(20_000, longest, seed=0)
     masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
     tokens, masked_tokens = draw_sizes(lengths, masked, count * sequences, count)
     return choose_shape_buckets(tokens, masked_tokens, sequences, longest, _SHAPE_BUCKETS)

@@ -5,7 +5,6 @@ Shape legend: T tokens, S sequences, M masked tokens, D hidden, F intermediate, 
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,18 +12,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu_parts.report import Report
+from benchmarks.lengths import drawn_lengths, length_counts
 from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import h100_1x1
 from bert.cuda_graphs import CudaCapturer
-from bert.initial_model import build_model
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
+from bert.runs.initial_model import build_model
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
-
-HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"
 
 
 @dataclass(frozen=True)
@@ -91,16 +89,14 @@ class Context:
         return model.train()
 
 
-def drawn_lengths(count: int, longest: int, seed: int) -> NDArray[np.int64]:
-    """Lengths [count] drawn from Wikipedia's histogram."""
-    length, weight = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
-    drawn = np.random.default_rng(seed).choice(length, count, p=weight / weight.sum())
-    return np.clip(drawn, 3, longest)
+def clipped_lengths(count: int, longest: int, seed: int) -> NDArray[np.int64]:
+    """Lengths [count] drawn from Wikipedia's."""
+    return np.clip(drawn_lengths(np.random.default_rng(seed), count), 3, longest)
 
 
 def wikipedia_lengths(sequences: int, longest: int) -> NDArray[np.int64]:
     """Lengths [sequences], longest first, spread over Wikipedia's as evenly as so many can be."""
-    length, count = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    length, count = length_counts()
     below = np.cumsum(count) / count.sum()
     quantiles = (np.arange(sequences) + 0.5) / sequences
     return np.clip(length[np.searchsorted(below, quantiles)][::-1], 3, longest)

@@ -24,10 +24,10 @@ from bert.checkpoints.weights import load_weights
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.evaluator import Evaluator
-from bert.initial_model import build_model
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import join_mesh
 from bert.reporting.stopwatch import Stopwatch
+from bert.runs.initial_model import build_model
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, NumpyLoader
 from dataloading.batches.sampler import Plan

@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.conditions import write_figures
+from benchmarks.lengths import drawn_lengths
 from benchmarks.training.hugging_face import new_model, padded
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.configuration.config import ModelConfig, OptimizerConfig
@@ -41,7 +42,6 @@ from dataloading.shards.samples import Samples
 Prepare = Callable[[Samples], Callable[[], None]]
 """Collates samples, and returns the step to time."""
 
-HISTOGRAM = Path(__file__).resolve().parents[1] / "data" / "wikipedia_length_histogram.csv"
 SEQUENCES = 32
 OURS, OURS_PADDED, HUGGING_FACE, OURS_BF16 = "ours", "ours, padded", "Hugging Face, padded", "ours, bf16"
 
@@ -68,12 +68,12 @@ class Workload:
     """A model, the lengths that it meets, and the threads that it runs on."""
 
     model: ModelConfig
-    draw_lengths: Callable[[np.random.Generator], NDArray[np.int64]]
+    draw_lengths: Callable[[np.random.Generator, int], NDArray[np.int64]]
     threads: int
 
     def samples(self, seed: int) -> Samples:
         """``SEQUENCES`` synthetic samples, longest first as the loader has them."""
-        lengths = self.draw_lengths(np.random.default_rng(seed))
+        lengths = self.draw_lengths(np.random.default_rng(seed), SEQUENCES)
         return synthetic_samples(-np.sort(-lengths), self.model.vocab_size, seed)
 
 
@@ -82,20 +82,14 @@ def workload(settings: Settings) -> Workload:
     if settings.workload == "tiny":
         load = Workload(ModelConfig(2, 128, 4, 512, 1024, 128), tiny_lengths, threads=1)
     else:
-        load = Workload(ModelConfig(6, 256, 4, 1024, 30522, 512), wikipedia_lengths, threads=2)
+        load = Workload(ModelConfig(6, 256, 4, 1024, 30522, 512), drawn_lengths, threads=2)
     return replace(load, model=replace(load.model, hidden_dropout=settings.dropout, attention_dropout=settings.dropout))
 
 
-def wikipedia_lengths(generator: np.random.Generator) -> NDArray[np.int64]:
-    """Lengths [SEQUENCES] as frequent as in Wikipedia at maximum length 512 (``benchmarks/data``)."""
-    length, count = np.loadtxt(HISTOGRAM, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
-    return generator.choice(length, SEQUENCES, p=count / count.sum())
-
-
-def tiny_lengths(generator: np.random.Generator) -> NDArray[np.int64]:
-    """Lengths [SEQUENCES] like the built-in default's: two in five full at 128, the rest short; mean 90."""
-    short = generator.integers(8, 121, SEQUENCES)
-    return np.where(generator.random(SEQUENCES) < 0.4, 128, short)
+def tiny_lengths(generator: np.random.Generator, count: int) -> NDArray[np.int64]:
+    """Lengths [count] like the built-in default's: two in five full at 128, the rest short; mean 90."""
+    short = generator.integers(8, 121, count)
+    return np.where(generator.random(count) < 0.4, 128, short)
 
 
 def multiplies_bf16() -> bool:

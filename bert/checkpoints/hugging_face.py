@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bert.checkpoints.weights import Weight, write_safetensors
 from bert.configuration.config import ModelConfig
-from dataloading.files import atomic_path, read_json, shown, sync
+from console.files import atomic_path, read_json, shown, sync
 from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, Vocabulary
 
 _MOST_CONFIG_BYTES = 1 << 20

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from dataloading.files import is_temporary, shown
+from console.files import is_temporary, shown
 
 NAME = ".lock"
 _NOTE_BYTES = 200

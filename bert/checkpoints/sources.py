@@ -22,7 +22,7 @@ from bert.checkpoints.tensorflow_names import tf1_name, tf2_names
 from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
-from dataloading.files import open_regular, sha256_of
+from console.files import open_regular, sha256_of
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Hugging Face's names of today to those in its older files."""

@@ -27,7 +27,7 @@ from bert.checkpoints.tensorflow_index import (
     sorted_table,
     varint,
 )
-from dataloading.files import open_regular, read_bounded
+from console.files import open_regular, read_bounded
 
 INDEX_SUFFIX = ".index"
 _MOST_TEXT_BYTES = 64 << 20

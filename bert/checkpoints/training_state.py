@@ -36,9 +36,9 @@ from bert.configuration.config import Config
 from bert.parallel.collectives import agreed_text, all_reduce_min_, broadcast_
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
+from console.files import atomic_path, read_json, sha256_of, sync, write_atomically
 from console.program import say
 from dataloading.dataset.folder import Dataset
-from dataloading.files import atomic_path, read_json, sha256_of, sync, write_atomically
 
 FORMAT = 1
 _FILES = ("model.safetensors", "momentum.safetensors", "variance.safetensors")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
-from dataloading.files import atomic_path
+from console.files import atomic_path
 
 
 @dataclass(frozen=True)

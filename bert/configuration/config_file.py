@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bert.configuration.config import flattened
 from bert.configuration.recipes import RECIPES
-from dataloading.files import open_regular, read_bounded
+from console.files import open_regular, read_bounded
 
 _MOST_BYTES = 1 << 20
 _HEAD_BYTES = 1 << 16

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from dataloading.files import is_private
+from console.files import is_private
 
 VARIABLE = "TRITON_CACHE_DIR"
 

@@ -4,12 +4,12 @@ from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from bert.reporting.progress import Progress, clock_text
+from bert.reporting.progress import Progress
 from bert.reporting.records import EndRecord, EvaluationRecord, Record, StepRecord, WarningRecord
+from console.live import Row, clock, grid
 from console.text import visible
 
 
@@ -64,27 +64,22 @@ class LivePanel:
         self._live.stop()
 
     def _table(self, record: Record) -> Table:
-        table = Table.grid(padding=(0, 2))
-        step = self._progress.latest
-        rows = []
-        if step is not None:
+        rows: list[Row] = []
+        if (step := self._progress.latest) is not None:
             rows = [
                 ("samples", f"{step.samples:,} of at most {self._progress.max_samples:,}  (step {step.step:,})"),
                 ("rate", f"{step.sequences_per_s:,.1f} sequences/s   {step.tokens_per_s:,.0f} tokens/s"),
                 ("step", f"{step.step_ms:.1f} ms, of it {step.data_wait_ms:.2f} ms waiting for data"),
                 ("loss", f"{step.loss:.4f}   (masked LM {step.masked_lm_loss:.4f})   lr {step.learning_rate:.2e}"),
             ]
-        rows += [("accuracy", self._progress.accuracy), ("time left", self._progress.eta)]
-        if isinstance(record, EndRecord):
-            rows[-1] = ("ended", f"{record.status} after {clock_text(record.time_s)}")
-        if self._progress.warning is not None:
-            rows.append(
-                ("warning", f"step {self._progress.warning.step}: {escape(visible(self._progress.warning.text))}")
-            )
-        for name, value in rows:
-            table.add_row(f"[dim]{name}[/dim]", value)
-        reached = self._progress.evaluations[-1].masked_lm_accuracy if self._progress.evaluations else 0.0
-        table.add_row(
-            "", ProgressBar(total=self._progress.target, completed=min(reached, self._progress.target), width=48)
+        ended = isinstance(record, EndRecord)
+        left = (
+            ("ended", f"{record.status} after {clock(record.time_s)}") if ended else ("time left", self._progress.eta)
         )
-        return table
+        rows += [("accuracy", self._progress.accuracy), left]
+        if (warning := self._progress.warning) is not None:
+            rows.append(("warning", f"step {warning.step}: {warning.text}"))
+        target, evaluations = self._progress.target, self._progress.evaluations
+        reached = evaluations[-1].masked_lm_accuracy if evaluations else 0.0
+        rows.append(("", ProgressBar(total=target, completed=min(reached, target), width=48)))
+        return grid(rows)

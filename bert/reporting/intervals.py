@@ -1,14 +1,45 @@
 """The steps of an interval, reported: the one place of the loop where the host waits for the device."""
 
 import time
+from collections.abc import Sequence
+from statistics import median
 
 from bert.configuration.config import Config
 from bert.optimizer import learning_rate
-from bert.parallel.stragglers import Stragglers
 from bert.reporting.records import Position, StepRecord
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import Statistics
+
+SLOW_RATIO = 1.2
+"""A rank is slow if it takes so many times the median."""
+SLOW_INTERVALS = 3
+"""Before a rank is named, it is slow in so many intervals in a row."""
+
+
+class Stragglers:
+    """Search for ranks that hold up the others, by the time of each one's own work; ``hosts`` are their names by rank."""
+
+    def __init__(self, hosts: Sequence[str]) -> None:
+        self._hosts = hosts
+        self._in_a_row = [0] * len(hosts)
+        """Intervals in which each was slow, or no longer slow if it has been named."""
+        self._named = [False] * len(hosts)
+
+    def add(self, seconds: Sequence[float]) -> list[str]:
+        """Take in an interval's seconds a step, by rank; returns what to say, if anything."""
+        middle = median(seconds)
+        lines = []
+        for rank, (host, own) in enumerate(zip(self._hosts, seconds, strict=True)):
+            changed = (own > SLOW_RATIO * middle) != self._named[rank]
+            self._in_a_row[rank] = self._in_a_row[rank] + 1 if changed else 0
+            if self._in_a_row[rank] == SLOW_INTERVALS:
+                self._in_a_row[rank], self._named[rank] = 0, not self._named[rank]
+                times = own / middle if middle else float("inf")
+                state = "is slow" if self._named[rank] else "is no longer slow"
+                spent = f"{1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
+                lines.append(f"rank {rank} on host {host} {state}: {spent}")
+        return lines
 
 
 class Intervals:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from bert.reporting.records import EvaluationRecord, Record, StepRecord, WarningRecord
 from compliance.log.forecast import Schedule, forecast
+from console.live import clock
 
 
 @dataclass
@@ -45,15 +46,8 @@ class Progress:
         curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.evaluations]
         expected = forecast(curve, self.target, self.schedule, None)
         if expected.earliest is None:
-            return f"at most {clock_text(limit)}"
+            return f"at most {clock(limit)}"
         samples = [self.schedule.samples(index) for index in (expected.earliest, expected.latest) if index is not None]
         early, late = ((one - self.latest.samples) / rate for one in (samples[0], samples[-1]))
         late = limit if expected.latest is None else min(late, limit)
-        return f"{clock_text(max(0.0, min(early, late)))} to {clock_text(max(0.0, late))}"
-
-
-def clock_text(seconds: float) -> str:
-    """Seconds as ``minutes:seconds``, or with hours before them."""
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+        return f"{clock(min(early, late))} to {clock(late)}"

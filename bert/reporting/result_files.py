@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from bert.mllog import MLLog, ResultExists
-from dataloading.files import write_atomically
+from console.files import write_atomically
 
 CLAIM = "MLPERF_BERT_CLAIM"
 

@@ -11,10 +11,13 @@ import shutil
 import subprocess
 import tarfile
 from contextlib import suppress
+from functools import partial
+from io import BufferedRandom
 from pathlib import Path
 from typing import IO
 
-from compliance.artefact import write_whole, written_aside
+from compliance.artefact import write_whole
+from console.files import atomic_path
 
 MIN_PASSWORD_CHARACTERS = 16
 TIMEOUT_S = 600
@@ -56,7 +59,7 @@ def write_archive(tree: Path, archive: Path, password_file: Path) -> str:
     check_request(archive, password_file)
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(archive) as file:
+        with atomic_path(archive) as aside, aside.open("x+b") as file:
             _encrypt(tree, file, password_file)
             digest = _sha1(file)
         write_whole(_sum_of(archive), f"{digest}  {archive.name}\n")
@@ -65,12 +68,9 @@ def write_archive(tree: Path, archive: Path, password_file: Path) -> str:
     return digest
 
 
-def _sha1(file: IO[bytes]) -> str:
+def _sha1(file: BufferedRandom) -> str:
     file.seek(0)
-    digest = hashlib.sha1(usedforsecurity=False)
-    while block := file.read(2**20):
-        digest.update(block)
-    return digest.hexdigest()
+    return hashlib.file_digest(file, partial(hashlib.sha1, usedforsecurity=False)).hexdigest()
 
 
 def _sum_of(archive: Path) -> Path:

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compliance.artefact import PARTIAL, sync
 from compliance.convergence.outlook import Outlook
 from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log import rules
@@ -31,6 +30,7 @@ from compliance.log.findings import Finding
 from compliance.log.records import Log
 from compliance.package.selection import FAILED, Selection
 from compliance.package.source import Source
+from console.files import sync
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
 """Names of folders that the repository checker and every file system take."""
@@ -119,7 +119,7 @@ def write_tree(package: Package, description: Mapping[str, Any], source: Source)
     request = package.request
     try:
         request.out.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=PARTIAL, dir=request.out))
+        aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=request.out))
     except OSError as error:
         raise ValueError(f"{request.out} cannot be written: {error.strerror}; choose another --out") from error
     try:

@@ -6,7 +6,6 @@ elsewhere a line is printed for each evaluation and each complaint.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -17,20 +16,17 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 from compliance.log import rules
 from compliance.watch.running import RunningLog
 from compliance.watch.watched import Watch, choose
+from console.live import Row, clock, grid, sparkline, styled
 from console.text import visible
 
 POLL_S = 1.0
 INIT_STALE_S = 3600.0
 """A run that compiles and tunes may be silent for long; the rules end its initialisation sooner."""
 MAX_COMPLAINTS_SHOWN = 8
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: Console | None = None) -> int:
@@ -148,42 +144,25 @@ class PlainLines:
 def panel(watched: Watch, now_ms: float) -> Panel:
     """Everything that is known, for a terminal."""
     run = watched.run
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-
-    def row(name: str, text: str, style: str = "") -> None:
-        table.add_row(name, Text(visible(text), style=style))  # no markup: some of it comes from the log
-
-    row("phase", _phase_words(watched, now_ms))
+    rows: list[Row] = [("phase", _phase_words(watched, now_ms))]
     if run.evaluations:
         last = run.evaluations[-1]
         at = f"at {last.samples:,} samples, evaluation {len(run.evaluations)}"
-        row("accuracy", f"{last.accuracy:.4f} {_of_target(run)} {at}")
-        row("", sparkline([evaluation.accuracy for evaluation in run.evaluations]), "cyan")
+        curve = sparkline([evaluation.accuracy for evaluation in run.evaluations])
+        rows += [("accuracy", f"{last.accuracy:.4f} {_of_target(run)} {at}"), ("", styled(curve, "cyan"))]
     if run.phase == "run":
-        row("samples", _progress_words(run, now_ms))
+        rows.append(("samples", _progress_words(run, now_ms)))
         if run.rate:
             now = f", now {run.step_rate:,.1f}" if run.step_rate else ""
-            row("rate", f"{run.rate:,.1f} sequences/s with evaluations{now}")
-        row("target", forecast_words(watched, now_ms))
-    for name, line in zip(["outlook", *[""] * 9], watched.outlooks(), strict=False):
-        row(name, line)
+            rows.append(("rate", f"{run.rate:,.1f} sequences/s with evaluations{now}"))
+        rows.append(("target", forecast_words(watched, now_ms)))
+    rows += zip(["outlook", *[""] * 9], watched.outlooks(), strict=False)
     if run.phase == "done":
-        row("end", end_words(run), "green" if run.status == "success" else "bold red")
-    for text in list(run.complaints)[-MAX_COMPLAINTS_SHOWN:]:
-        row("!", text, "yellow")
+        rows.append(("end", styled(end_words(run), "green" if run.status == "success" else "bold red")))
+    rows += [("!", styled(text, "yellow")) for text in list(run.complaints)[-MAX_COMPLAINTS_SHOWN:]]
     recipe = run.header.get("recipe")
     title = f"{watched.path.name}{f' · {recipe}' if recipe else ''} · {run.division}"
-    return Panel(table, title=Text(visible(title)), title_align="left")
-
-
-def sparkline(values: list[float], width: int = 60) -> str:
-    """The last values as a row of bars between their smallest and largest."""
-    shown = values[-width:]
-    low, high = min(shown), max(shown)
-    steps = len(_BARS) - 1
-    return "".join(_BARS[round(steps * (value - low) / (high - low)) if high > low else 0] for value in shown)
+    return Panel(grid(rows), title=styled(title), title_align="left")
 
 
 def forecast_words(watched: Watch, now_ms: float) -> str:
@@ -242,12 +221,3 @@ def end_words(run: RunningLog) -> str:
     spent = f" after {clock(seconds)} ({seconds:.1f} s)" if seconds is not None else ""
     fault = run.header.get("ended by a fault")
     return f"{run.status}{spent}" + (f": {fault}" if fault else "")
-
-
-def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from console.files import atomic_path
 from dataloading.dataset.manifest import (
     LENGTHS_NAME,
     MANIFEST_NAME,
@@ -26,7 +27,6 @@ from dataloading.dataset.manifest import (
     shard_name,
     write_metadata,
 )
-from dataloading.files import atomic_path
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.samples import SampleBuilder, Samples, concatenate

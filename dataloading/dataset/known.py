@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from console.files import read_bounded
 from dataloading.dataset.folder import Dataset
-from dataloading.files import read_bounded
 from dataloading.options import EVALUATION_SAMPLES, PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo

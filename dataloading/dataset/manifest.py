@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.files import read_json, sha256_of, shown, write_atomically
+from console.files import read_json, sha256_of, shown, write_atomically
 from dataloading.shards.native import FORMAT, SCHEMA_VERSION, check_version
 from dataloading.shards.shard import REMEDY, DatasetInfo, ShardRecord
 

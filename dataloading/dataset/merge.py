@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from console.files import sync
 from dataloading.dataset.folder import Dataset, new_folder, open_dataset
 from dataloading.dataset.manifest import Part, parts_in, shard_name, write_metadata
-from dataloading.files import sync
 from dataloading.shards.formats import open_shard
 from dataloading.shards.shard import DatasetInfo, ShardRecord
 

@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from console.files import read_json, write_atomically
 from dataloading.dataset.folder import Dataset
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.merge import index_shards
-from dataloading.files import read_json, write_atomically
 from dataloading.options import Compression
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from mmap import mmap
 from pathlib import Path
 
-from dataloading.files import shown
+from console.files import shown
 from dataloading.shards.hdf5_file import HDF5File
 from dataloading.shards.layouts import RaggedShard, open_fixed, unknown_info
 from dataloading.shards.native import open_native

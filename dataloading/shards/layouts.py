@@ -19,7 +19,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.files import write_atomically
+from console.files import write_atomically
 from dataloading.shards.hdf5_file import HDF5Array, HDF5File
 from dataloading.shards.samples import SampleBuilder, Samples, concatenate, offsets_of
 from dataloading.shards.shard import MAX_ID, REMEDY, DatasetInfo, FlatShard, Shard, check_content, check_offsets

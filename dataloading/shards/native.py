@@ -12,7 +12,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from dataloading.files import write_atomically
+from console.files import write_atomically
 from dataloading.options import Compression
 from dataloading.shards.hdf5_file import HDF5Array, HDF5File
 from dataloading.shards.samples import Samples

@@ -13,7 +13,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.files import open_regular
+from console.files import open_regular
 from dataloading.shards.samples import SampleBuilder, Samples
 
 REMEDY = "copy or prepare the data set again"

@@ -18,8 +18,8 @@ import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
+from console.files import open_regular
 from dataloading.compiled import compiled
-from dataloading.files import open_regular
 from dataloading.shards.samples import Samples, concatenate
 
 _HEADER = struct.Struct("<QI")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from dataloading.files import is_temporary, read_json, write_atomically
+from console.files import is_temporary, read_json, write_atomically
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from console.files import sha256_of, write_atomically
 from dataloading.dataset.folder import new_folder
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.merge import index_shards
-from dataloading.files import sha256_of, write_atomically
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
+from console.files import open_regular, sha256_of
 from dataloading.dataset.folder import Dataset
 from dataloading.dataset.manifest import Part, shard_name
 from dataloading.dataset.merge import index_shards
-from dataloading.files import open_regular, sha256_of
 from dataloading.options import Compression, PretrainingOptions
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from console.files import read_bounded
 from dataloading.compiled import compiled
-from dataloading.files import read_bounded
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples, offsets_of
 from dataloading.text.tokenization import Tokenizer, Vocabulary, text_lines

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import models
 
-from dataloading.files import read_bounded, read_json
+from console.files import read_bounded, read_json
 
 MAX_CHARACTERS_PER_WORD = 200
 """A longer word is [UNK] as a whole."""

@@ -18,7 +18,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from dataloading.files import atomic_path, read_bounded, read_json, sha256_of, write_atomically
+from console.files import atomic_path, read_bounded, read_json, sha256_of, write_atomically
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
 from dataloading.text.jobs import begun, run_tasks

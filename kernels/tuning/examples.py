@@ -19,8 +19,8 @@ from kernels.reference.random import Dropout
 class Size:
     """Sizes of the model and batch whose inputs these are; the default is BERT-Large with 96 sequences of Wikipedia."""
 
-    sequences: int = 96
-    mean_length: int = 256
+    lengths: tuple[int, ...] = (256,) * 96
+    """Tokens of each sequence; a length may be 0."""
     max_seqlen: int = 512
     masked: int = 3648
     hidden: int = 1024
@@ -29,9 +29,7 @@ class Size:
     vocabulary: int = 30522
 
 
-SMALL = Size(
-    sequences=4, mean_length=12, max_seqlen=16, masked=6, hidden=128, heads=2, intermediate=256, vocabulary=512
-)
+SMALL = Size(lengths=(12,) * 4, max_seqlen=16, masked=6, hidden=128, heads=2, intermediate=256, vocabulary=512)
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -68,12 +66,15 @@ class _Maker:
 
     @property
     def tokens(self) -> int:
-        return self.size.sequences * self.size.mean_length
+        return sum(self.size.lengths)
 
     def cu_seqlens(self) -> Tensor:
-        """Equal lengths; int32 [S + 1]."""
-        bounds = torch.arange(self.size.sequences + 1, dtype=torch.int32) * self.size.mean_length
-        return bounds.to(self.device)
+        """Bounds of the sequences; int32 [S + 1]."""
+        return torch.tensor([0, *self.size.lengths], device=self.device).cumsum(0, dtype=torch.int32)
+
+    def positions(self) -> Tensor:
+        """Place of each token in its sequence, int64."""
+        return torch.cat([torch.arange(length, device=self.device) for length in self.size.lengths])
 
 
 def _varlen_attention(make: _Maker) -> tuple[Any, ...]:
@@ -105,7 +106,7 @@ def _dense_gelu(make: _Maker) -> tuple[Any, ...]:
 
 def _embedding_layer_norm(make: _Maker) -> tuple[Any, ...]:
     rows = (make.size.vocabulary, make.size.max_seqlen, 2)
-    ids = (make.ids(most, make.tokens) for most in rows)
+    ids = make.ids(make.size.vocabulary, make.tokens), make.positions(), make.ids(2, make.tokens)
     tables = (make.values(most, make.size.hidden) for most in rows)
     gains = (make.values(make.size.hidden) for _ in range(2))
     return (*ids, *tables, *gains, 1e-12, make.dropout())

@@ -34,7 +34,7 @@ OWN = {
     "bert.parallel.launch",
     "bert.train",
     "dataloading",
-    "dataloading.files",
+    "console.files",
 }
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from bert.checkpoints.sources import open_source
+from console.files import atomic_path, open_regular, read_json, write_atomically
 from dataloading.__main__ import main
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.dataset.known import check_published
-from dataloading.files import atomic_path, open_regular, read_json, write_atomically
 from dataloading.options import PretrainingOptions
 from dataloading.shards.formats import open_shard
 from dataloading.text.prepare import Job, prepare
@@ -183,7 +183,7 @@ for read in (dataset.take, shard.take, lambda _: shard.read(0, 9), lambda _: sha
 STOPPED = r"""
 import os, sys, time
 from pathlib import Path
-from dataloading.files import atomic_path
+from console.files import atomic_path
 from console.interruption import end_in_order
 from dataloading.text.jobs import begun, run_tasks
 

@@ -18,9 +18,8 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Communicators, Reduction, Strategy
 from bert.parallel.reduction_choice import measured_choice
-from bert.parallel.sharded_lamb import ShardedLamb
+from bert.parallel.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.sums import ReduceDtype
-from bert.parallel.weight_gather import WeightGather
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import Plan
 from tests.convergence.golden import predictable_samples

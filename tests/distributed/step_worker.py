@@ -20,10 +20,10 @@ import torch.distributed as dist
 import bert.step
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
-from bert.initial_model import build_model
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Reduction, Strategy
 from bert.reporting.stopwatch import Stopwatch
+from bert.runs.initial_model import build_model
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan

@@ -23,16 +23,16 @@ from bert.checkpoints.during_run import RunCheckpoints
 from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.configuration.config import Config
-from bert.initial_model import build_model
 from bert.parallel.mesh import Mesh
 from bert.reporting.progress import Progress
 from bert.reporting.records import Position, Record, WarningRecord
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import Stage, Stopwatch
+from bert.runs.initial_model import build_model
 from bert.step import TrainingStep
 from bert.train import parse
 from compliance.log.forecast import Schedule
-from dataloading import files
+from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
 from tests.conftest import REPOSITORY, SmallRun

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert.guards import triton_cache
-from dataloading.files import is_private
+from console.files import is_private
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from compliance import artefact
 from compliance.doctor import system, system_file
 from compliance.doctor.gpus import Gpus
 from compliance.doctor.host import Host, Output
 from compliance.log.rules import SYSTEM_FIELDS
+from console import files
 from tests.compliance.doctor import fake_host as fake
 from tests.compliance.doctor.fake_host import fake_host
 
@@ -247,7 +247,7 @@ def test_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.Mo
     def full_disk(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(artefact.os, "fsync", full_disk)
+    monkeypatch.setattr(files.os, "fsync", full_disk)
     with pytest.raises(ValueError, match="No space left on device; choose another folder"):
         system_file.write(path, {"a": "new"})
     assert json.loads(path.read_text()) == {"a": "old"}

@@ -16,8 +16,9 @@ from rich.console import Console
 
 from bert.mllog import MLLog, evaluation_samples
 from compliance.watch import screen as watching
-from compliance.watch.screen import clock, sparkline, watch
+from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
+from console.live import clock, sparkline
 from tests.compliance import run_logs
 from tests.compliance.watch.test_running import line
 from tests.conftest import REPOSITORY

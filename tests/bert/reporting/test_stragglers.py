@@ -1,6 +1,6 @@
 """Who is named as slow, when, and when no longer."""
 
-from bert.parallel.stragglers import Stragglers
+from bert.reporting.intervals import Stragglers
 
 INTERVALS, RATIO = 3, 1.2
 HOSTS = ["n0", "n0", "n1", "n1"]

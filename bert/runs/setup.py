@@ -13,19 +13,19 @@ from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs, plan_of
-from bert.initial_model import first_model
-from bert.loop import Run
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
-from bert.parallel.stragglers import Stragglers
 from bert.reporting.displays import LivePanel, PlainLines
+from bert.reporting.intervals import Stragglers
 from bert.reporting.json_lines import JsonLines
 from bert.reporting.progress import Progress
 from bert.reporting.records import Position, Sink
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.reporting.tensorboard import tensorboard_sinks
+from bert.runs.initial_model import first_model
+from bert.runs.loop import Run
 from bert.step import TrainingStep
 from compliance.log.forecast import Schedule
 from console.program import say

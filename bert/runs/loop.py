@@ -10,9 +10,8 @@ from bert.configuration.config import Config
 from bert.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.mllog import MLLog, evaluation_samples
-from bert.parallel.stragglers import Stragglers
 from bert.reporting.evaluations import Evaluations
-from bert.reporting.intervals import Intervals
+from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.records import EndRecord, Position
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import Stopwatch

@@ -54,13 +54,17 @@ def is_temporary(path: Path) -> bool:
     return _TEMPORARY.fullmatch(path.name) is not None
 
 
+class NotAFileError(OSError):
+    """A pipe or a device stands where a file is expected."""
+
+
 def open_regular(path: Path) -> BufferedReader:
     """A file open for reading; OSError for what is none, such as a pipe, which may never answer, or a device without end."""
     # Opening a pipe would wait for somebody to write to it.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode) and not stat.S_ISDIR(mode):
-            raise OSError(errno.EINVAL, "a pipe or a device, expected a file", str(path))
+            raise NotAFileError(errno.EINVAL, "a pipe or a device, expected a file", str(path))
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

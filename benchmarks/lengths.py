@@ -1,0 +1,23 @@
+"""Lengths of sequences as Wikipedia has them at maximum length 512, from the histogram beside the results."""
+
+import functools
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+HISTOGRAM = Path(__file__).resolve().parent / "data" / "wikipedia_length_histogram.csv"
+"""CSV file with columns ``length`` and ``count``."""
+
+
+@functools.cache
+def length_counts(path: Path = HISTOGRAM) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Lengths that occur, ascending, and the number of sequences of each."""
+    lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    return lengths, counts
+
+
+def drawn_lengths(generator: np.random.Generator, count: int, path: Path = HISTOGRAM) -> NDArray[np.int64]:
+    """Lengths [count] drawn as often as they occur."""
+    lengths, counts = length_counts(path)
+    return generator.choice(lengths, count, p=counts / counts.sum())
