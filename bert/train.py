@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
-    from bert.runs.run import (
+    from bert.run import (
         leave_mesh,
         run,
     )  # PyTorch and kernels: seconds that a wrong command line need not wait for

@@ -1,6 +1,6 @@
 """Programs of the repository as processes that need not import PyTorch: two seconds of a processor less for each.
 
-A server imports ``bert.runs.run`` once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
+A server imports ``bert.run`` once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
 environment, output, signals and an exit status of its own; only the interpreter is not taken down when all else has ended,
 which would copy its whole memory. Fresh interpreters are started by the tests of launchers, of scripts and of torchrun.
 """
@@ -96,7 +96,7 @@ def _server(inside: tuple[str, ...]) -> socket.socket:
 def _serve(requests: socket.socket) -> str:
     """Fork for every request; returns in each fork, with the module to run."""
     atexit.register(_end)  # the first, so that it is called after all others
-    import bert.runs.run  # noqa: F401  what programs import is there
+    import bert.run  # noqa: F401  what programs import is there
     from bert.train import parse
 
     parse(["tiny_cpu"])  # and what tyro finds out about the settings, a fifth of a second

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import bert.model
 from benchmarks.conditions import write_figures
+from bert.checkpoints.initial_model import build_model
 from bert.checkpoints.weights import load_weights
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
@@ -27,7 +28,6 @@ from bert.evaluator import Evaluator
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import join_mesh
 from bert.reporting.stopwatch import Stopwatch
-from bert.runs.initial_model import build_model
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, NumpyLoader
 from dataloading.batches.sampler import Plan

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
 from bert.cuda_graphs import BatchGraphs, Capturer, CudaCapturer
 from bert.evaluator import Evaluator
 from bert.parallel.mesh import Mesh
 from bert.reporting.stopwatch import Stopwatch
-from bert.runs.initial_model import build_model
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from bert.checkpoints.initial_model import build_model, first_model
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
 from bert.evaluator import Accuracy, Evaluator
 from bert.optimizer import Lamb, learning_rate
 from bert.parallel.mesh import Mesh, join_mesh
 from bert.reporting.stopwatch import Stopwatch
-from bert.runs.initial_model import build_model, first_model
 from bert.step import TrainingStep
 from dataloading.batches.loader import batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -312,7 +312,7 @@ def test_random_weights_are_drawn_where_the_model_is(monkeypatch: pytest.MonkeyP
         seen.extend({(tensor.device, generator.device) for tensor in (*model.parameters(), *model.buffers())})
 
     monkeypatch.setattr(torch, "Generator", Generator)
-    monkeypatch.setattr("bert.runs.initial_model.initialize_", draw)
+    monkeypatch.setattr("bert.checkpoints.initial_model.initialize_", draw)
     model = build_model(small_config(), Mesh(0, 1, 0, device), seed=3)
     assert seen == [(device, 3), (device, device)]
     assert model.training
@@ -326,7 +326,7 @@ def test_weights_that_a_checkpoint_brings_are_not_drawn_first(monkeypatch: pytes
     drawn = first_model(replace(config, data=replace(config.data, initial_checkpoint=None)), mesh, seed=3)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(map(torch.equal, drawn.parameters(), build_model(config, mesh, seed=3).parameters()))
-    monkeypatch.setattr("bert.runs.initial_model.initialize_", None)
+    monkeypatch.setattr("bert.checkpoints.initial_model.initialize_", None)
     loaded = first_model(config, mesh, seed=3)
     assert torch.equal(torch.get_rng_state(), random_state)
     state = loaded.state_dict()

@@ -27,7 +27,7 @@ OTHER_WAYS = {"print", "Console", "input", "basicConfig", "print_exception"}
 ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceback is for developers
     "bert/reporting/displays.py": set(),
     "bert/parallel/watchdog.py": {"print_exception"},
-    "bert/runs/setup.py": {"Console"},
+    "bert/setup.py": {"Console"},
     "compliance/doctor/examination.py": {"Console", "print"},
     "compliance/official/worker.py": {"print"},  # JSON to the program that asked
     "compliance/report/summary.py": {"Console", "print"},

@@ -3,10 +3,10 @@
 import sys
 from dataclasses import replace
 
-import bert.runs.run
-from bert.runs.loop import train
+import bert.run
+from bert.loop import train
 from bert.train import main
 
 if __name__ == "__main__":
-    bert.runs.run.train = lambda run: train(replace(run, overlapping=True))
+    bert.run.train = lambda run: train(replace(run, overlapping=True))
     sys.exit(main(sys.argv[1:]))

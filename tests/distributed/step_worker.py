@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 import bert.step
+from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Reduction, Strategy
 from bert.reporting.stopwatch import Stopwatch
-from bert.runs.initial_model import build_model
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bert.checkpoints import training_state as resume
 from bert.checkpoints.during_run import RunCheckpoints
+from bert.checkpoints.initial_model import build_model
 from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.configuration.config import Config
@@ -28,7 +29,6 @@ from bert.reporting.progress import Progress
 from bert.reporting.records import Position, Record, WarningRecord
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import Stage, Stopwatch
-from bert.runs.initial_model import build_model
 from bert.step import TrainingStep
 from bert.train import parse
 from compliance.log.forecast import Schedule

@@ -15,14 +15,14 @@ from bert.guards.faults import ended_together
 from bert.guards.interruption import Interruption, orderly
 from bert.guards.preflight import Inputs, check, refuse_others, result_folder
 from bert.guards.triton_cache import require_private_cache
+from bert.loop import train
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
 from bert.parallel.launch import launched_world_size
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.reporting.provenance import provenance
 from bert.reporting.result_files import claim, create_log
-from bert.runs.loop import train
-from bert.runs.setup import build_run, log_settings
+from bert.setup import build_run, log_settings
 from console.program import complain, say
 from console.version import commit
 

@@ -7,12 +7,14 @@ import torch
 from rich.console import Console
 
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
+from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
 from bert.configuration.config import Config
 from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs, plan_of
+from bert.loop import Run
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
@@ -24,8 +26,6 @@ from bert.reporting.records import Position, Sink
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.reporting.tensorboard import tensorboard_sinks
-from bert.runs.initial_model import first_model
-from bert.runs.loop import Run
 from bert.step import TrainingStep
 from compliance.log.forecast import Schedule
 from console.program import say
