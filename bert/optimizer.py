@@ -14,7 +14,7 @@ from bert.model import BertForPreTraining, EncoderLayer
 from kernels import LambHyperparameters, LambSegments, LambState, lamb_step
 
 ALIGNMENT = 16
-"""Every parameter, and every rank's piece of a bucket, starts at a multiple of this many elements: 64 bytes. Kernels that
+"""Every parameter, and every rank's shard of a bucket, starts at a multiple of this many elements: 64 bytes. Kernels that
 find pointers at multiples of 16 bytes read 16 bytes at a time."""
 
 
@@ -58,7 +58,7 @@ class FlatParameters:
 
 
 def padded(size: int, shards: int = 1) -> int:
-    """The next number of elements that ``shards`` ranks divide into equal pieces that are aligned."""
+    """The next number of elements that ``shards`` ranks divide into equal shards that are aligned."""
     multiple = ALIGNMENT * shards
     return -(-size // multiple) * multiple
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import TIMEOUT, Mesh
 from bert.parallel.single import all_gather_single
-from bert.parallel.sums import Bf16Sums, Fp32Sums, ReduceDtype, Sums, piece_of
+from bert.parallel.sums import Bf16Sums, Fp32Sums, ReduceDtype, Sums, shard_of
 
 Strategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
@@ -45,7 +45,7 @@ class Communicators:
 
     None where this rank would be alone. They are not made by PyTorch's DeviceMesh, which sorts the ranks of a node: where
     local ranks are in another order on one host than on the next, a rank's place in its node would not be that of its
-    rail, and pieces of different places would be added. For a node that is the world it also takes the default group.
+    rail, and shards of different places would be added. For a node that is the world it also takes the default group.
     """
 
     world: dist.ProcessGroup | None
@@ -147,7 +147,7 @@ class CommunicationStream:
         Returns what makes all that is computed from then on come after the work; it raises what the work raised.
         """
         if self._stream:
-            self._stream.wait_stream(torch.cuda.current_stream())
+            self._stream.wait_stream(torch.cuda.current_stream())  # gradients must be there before they are sent
             with torch.cuda.stream(self._stream):
                 work()
             done = torch.cuda.Event()
@@ -170,7 +170,7 @@ class CommunicationStream:
 def bucket_slices(size: int, shards: int, bucket_bytes: int) -> list[slice]:
     """Slices of a flat fp32 vector in the order in which backward fills it, from its end to its start.
 
-    Each divides into ``shards`` equal and aligned pieces, as ``size`` must.
+    Each divides into ``shards`` equal and aligned shards, as ``size`` must.
     """
     multiple = ALIGNMENT * shards
     assert size % multiple == 0
@@ -222,24 +222,24 @@ class Reduction:
             self._armed = False
 
     def finish(self) -> None:
-        """Reduce what has not been started; afterwards the gradients, or with sharded this rank's pieces, are the sums."""
+        """Reduce what has not been started; afterwards the gradients, or with sharded this rank's shards, are the sums."""
         self._start(len(self.buckets))
         self._started = 0
         self.stream.join()
 
-    def piece(self, flat_N: Tensor, bucket: slice) -> Tensor:
-        """This rank's part of a bucket of a flat vector, as a view."""
-        return piece_of(flat_N[bucket], self.shard_group)
+    def shard(self, flat_N: Tensor, bucket: slice) -> Tensor:
+        """Return this rank's shard of a bucket of a flat vector, as a view."""
+        return shard_of(flat_N[bucket], self.shard_group)
 
     @torch.no_grad()
     def gather(self, flat_N: Tensor, bucket: slice) -> None:
-        """Fill a bucket of a flat vector with the pieces of all ranks that share it."""
+        """Fill a bucket of a flat vector with the shards of all ranks that share it."""
         if self.shard_group is not None:
-            all_gather_single(flat_N[bucket], self.piece(flat_N, bucket), group=self.shard_group)
+            all_gather_single(flat_N[bucket], self.shard(flat_N, bucket), group=self.shard_group)
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that each have a piece of a bucket; None where this one has all of it."""
+        """The ranks that each have a shard of a bucket; None where this one has all of it."""
         return self.communicators.world if self.strategy == "sharded_world" else self.communicators.node
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class Reduction:
             touched = [
                 i for i, bucket in enumerate(self.buckets) if bucket.start < place.stop and place.start < bucket.stop
             ]
-            for bucket in touched:
+            for bucket in touched:  # a parameter may lie across a boundary, and long ones across several
                 self._parameters_of[bucket] += 1
             # Of a shared parameter all uses have been added up when its hook runs.
             yield parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._filled(touched))
@@ -281,6 +281,6 @@ class Reduction:
             return
         sums.reduce_scatter_(gradients, self.shard_group)
         if self.strategy != "sharded_world":
-            sums.all_reduce_(piece_of(gradients, groups.node), groups.rail)
+            sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
         if self.strategy == "hierarchical":
             sums.all_gather_(gradients, groups.node)

@@ -1,9 +1,9 @@
 """LAMB with its state divided among the ranks of a node, so that every node holds the whole of it, or among all ranks.
 
 Shape legend: N flat parameters with padding, R ranks that share the state, W = N / R elements of a shard, G segments, K
-pieces.
+spans.
 
-A rank's shard is its piece of every bucket of the reduction, one after the other. A piece here is what one segment has in
+A rank's shard is its part of every bucket of the reduction, one after the other. A span is what one segment has in
 the shard without a gap.
 """
 
@@ -44,9 +44,9 @@ class ShardedLamb:
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], the steps not taken because a gradient was not finite."""
         self._state = LambState(self.momentum_W, self.variance_W, self._update_W, self.skipped)
-        pieces = shard_pieces(flat.segments.sizes, [self._own(bucket) for bucket in reduction.buckets])
-        self._pieces = _layout(pieces, flat.segments.adapted, shard)
-        adapted = [segment for segment, _, _ in pieces if flat.segments.adapted[segment]]
+        spans = segment_spans(flat.segments.sizes, [self._own(bucket) for bucket in reduction.buckets])
+        self._spans = _layout(spans, flat.segments.adapted, shard)
+        adapted = [segment for segment, _, _ in spans if flat.segments.adapted[segment]]
         self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
         self._rows_GK = _rows(adapted, len(flat.segments.sizes)).to(device)
 
@@ -65,7 +65,7 @@ class ShardedLamb:
             weight_W,
             gradient_W,
             self._state,
-            self._pieces,
+            self._spans,
             hyperparameters(config),
             norm=norm,
             step=self.steps + 1,
@@ -75,7 +75,7 @@ class ShardedLamb:
         squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1))
         rate = learning_rate_tensor(config, self.steps)
         squares_2K = squares_2G[:, self._segments_K]
-        lamb_apply(weight_W, self._state, self._pieces, squares_2K, norm=norm, learning_rate=rate)
+        lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
         self._spread(weight_W, flat.weights_N)
         flat.gradients_N.zero_()
@@ -116,15 +116,15 @@ class ShardedLamb:
         return gathered.view(self._group.size(), *squares.shape).sum(0)
 
     def _collect(self, flat_N: Tensor, shard_W: Tensor) -> None:
-        torch.cat([self._reduction.piece(flat_N, bucket) for bucket in self._reduction.buckets], out=shard_W)
+        torch.cat([self._reduction.shard(flat_N, bucket) for bucket in self._reduction.buckets], out=shard_W)
 
     def _spread(self, shard_W: Tensor, flat_N: Tensor) -> None:
-        """Put the shard's pieces into their places in the flat vector."""
+        """Put the shard's parts into their places in the flat vector."""
         start = 0
         for bucket in self._reduction.buckets:
-            piece = self._reduction.piece(flat_N, bucket)
-            piece.copy_(shard_W[start : start + len(piece)])
-            start += len(piece)
+            own = self._reduction.shard(flat_N, bucket)
+            own.copy_(shard_W[start : start + len(own)])
+            start += len(own)
 
     def _own(self, bucket: slice) -> tuple[int, int]:
         if self._group is None:
@@ -134,27 +134,27 @@ class ShardedLamb:
         return start, start + size
 
 
-def shard_pieces(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(segment, start, stop) of each piece: places in the shard that ``owned`` ranges of the flat vector make in order."""
-    pieces = []
+def segment_spans(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Return (segment, start, stop) of each span: places in the shard that ``owned`` ranges of the flat vector make."""
+    spans = []
     base = 0
     for begin, end in owned:
         segment_start = 0
         for segment, size in enumerate(sizes):
             start, stop = max(begin, segment_start), min(end, segment_start + size)
             if start < stop:
-                pieces.append((segment, base + start - begin, base + stop - begin))
+                spans.append((segment, base + start - begin, base + stop - begin))
             segment_start += size
         base += end - begin
-    return pieces
+    return spans
 
 
-def _layout(pieces: list[tuple[int, int, int]], adapted: tuple[bool, ...], size: int) -> LambSegments:
-    """A shard of ``size`` elements as segments: its pieces, and between them the padding, which is not adapted."""
+def _layout(spans: list[tuple[int, int, int]], adapted: tuple[bool, ...], size: int) -> LambSegments:
+    """Describe a shard of ``size`` elements as segments: its spans, and between them the padding, which is not adapted."""
     sizes: list[int] = []
     flags: list[bool] = []
     end = 0
-    for segment, start, stop in [*pieces, (-1, size, size)]:
+    for segment, start, stop in [*spans, (-1, size, size)]:
         if start > end:
             sizes.append(start - end)
             flags.append(False)
@@ -166,7 +166,7 @@ def _layout(pieces: list[tuple[int, int, int]], adapted: tuple[bool, ...], size:
 
 
 def _rows(segments: list[int], count: int) -> Tensor:
-    """[G, longest] places of each segment's pieces, filled up with the place after the last: a sum in a fixed order."""
+    """Return [G, longest] places of each segment's spans, filled up with the place after the last: sums in a fixed order."""
     rows = [[place for place, other in enumerate(segments) if other == segment] for segment in range(count)]
     longest = max(1, *map(len, rows))
     return torch.tensor([row + [len(segments)] * (longest - len(row)) for row in rows], dtype=torch.int64)

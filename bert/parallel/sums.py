@@ -1,6 +1,6 @@
 """Sums of a vector over the ranks of a group, by the type in which vectors travel.
 
-Shape legend: N elements of a vector, R ranks of the group, W = N / R elements of a piece.
+Shape legend: N elements of a vector, R ranks of the group, W = N / R elements of a shard.
 
 PyTorch's own collectives in bf16 leave the rounding of partial sums to whatever carries them: a ring or a tree rounds at
 every hop, so that the error grows with the number of ranks (``benchmarks/training/reduction_error.py``).
@@ -17,20 +17,20 @@ from bert.parallel.single import all_gather_single, reduce_scatter_single
 ReduceDtype = Literal["fp32", "bf16"]
 
 
-def piece_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """This rank's piece of a vector, [W], as a view; all of it where ``group`` is None, which stands for one rank."""
+def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return this rank's shard of a vector, [W], as a view; all of it where ``group`` is None, which stands for one rank."""
     return vector_N if group is None else vector_N.chunk(group.size())[group.rank()]
 
 
 class Sums(Protocol):
-    """Collectives in place on fp32 vectors [N] that divide into a piece for each rank. Without a group each does nothing."""
+    """Collectives in place on fp32 vectors [N] that divide into a shard for each rank. Without a group each does nothing."""
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Leave this rank's piece as the sum over the ranks; what the others hold is left undefined."""
+        """Leave this rank's shard as the sum over the ranks; what the others hold is left undefined."""
         ...
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Fill the vector with the pieces of all ranks, the same on each."""
+        """Fill the vector with the shards of all ranks, the same on each."""
         ...
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -44,12 +44,12 @@ class Fp32Sums:
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
         """Reduce and scatter as ``Sums`` has it."""
         if group is not None:
-            reduce_scatter_single(piece_of(vector_N, group), vector_N, group=group)
+            reduce_scatter_single(shard_of(vector_N, group), vector_N, group=group)
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
         """Gather as ``Sums`` has it."""
         if group is not None:
-            all_gather_single(vector_N, piece_of(vector_N, group), group=group)
+            all_gather_single(vector_N, shard_of(vector_N, group), group=group)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
         """Reduce as ``Sums`` has it."""
@@ -74,14 +74,14 @@ class Bf16Sums:
             return
         received_N = self._received[: len(vector_N)]
         dist.all_to_all_single(received_N, self._sent[: len(vector_N)].copy_(vector_N), group=group)
-        add_contributions(received_N.view(group.size(), -1), out_W=piece_of(vector_N, group))
+        add_contributions(received_N.view(group.size(), -1), out_W=shard_of(vector_N, group))
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Gather as ``Sums`` has it; pieces are rounded."""
+        """Gather as ``Sums`` has it; shards are rounded."""
         if group is None:
             return
-        piece_W, received_N = piece_of(vector_N, group), self._received[: len(vector_N)]
-        all_gather_single(received_N, self._sent[: len(piece_W)].copy_(piece_W), group=group)
+        shard_W, received_N = shard_of(vector_N, group), self._received[: len(vector_N)]
+        all_gather_single(received_N, self._sent[: len(shard_W)].copy_(shard_W), group=group)
         vector_N.copy_(received_N)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -16,7 +16,7 @@ from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import CommunicationStream, Communicators, Reduction, bucket_slices
 from bert.parallel.reduction_choice import choose
-from bert.parallel.sharded_lamb import shard_pieces
+from bert.parallel.sharded_lamb import segment_spans
 from kernels import LambSegments
 from tests.distributed.ranks import Ranks
 
@@ -159,10 +159,10 @@ def test_without_other_ranks_nothing_is_chosen_and_nothing_held() -> None:
     assert not any("reduction" in thread.name for thread in threading.enumerate())
 
 
-def test_pieces_cover_the_shard_and_know_their_segment() -> None:
-    pieces = shard_pieces((5, 1, 6), [(8, 10), (3, 7)])
-    assert pieces == [(2, 0, 2), (0, 2, 4), (1, 4, 5), (2, 5, 6)]
-    assert shard_pieces((5,), [(6, 8)]) == []  # padding
+def test_spans_cover_the_shard_and_know_their_segment() -> None:
+    spans = segment_spans((5, 1, 6), [(8, 10), (3, 7)])
+    assert spans == [(2, 0, 2), (0, 2, 4), (1, 4, 5), (2, 5, 6)]
+    assert segment_spans((5,), [(6, 8)]) == []  # padding
 
 
 def test_a_stream_keeps_order_and_hands_on_what_went_wrong() -> None:
