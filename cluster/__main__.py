@@ -1,0 +1,50 @@
+"""Command line of what machines can do: ``python -m cluster COMMAND``.
+
+A command imports what it needs when it runs, so that --help and a wrong option cost no second.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from console.commands import Commands
+from console.interruption import end_in_order, reader_has_gone
+from console.program import accept_any_text, complain, say
+
+app = Commands()
+
+
+@app.command(name="devices")
+def _devices() -> None:
+    """List the devices of the facts file: dense peak rates, memory, links one way, power."""
+    from cluster.devices import devices
+
+    say(
+        f"{'device':16}{'bf16':>8}{'fp8':>8} TFLOP/s{'memory':>8} GB{'':6}GB/s{'link':>6} GB/s{'host':>6} GB/s{'power':>8}"
+    )
+    for each in devices():
+        fp8 = f"{each.fp8_tflops:.0f}" if each.fp8_tflops else "-"
+        say(
+            f"{each.name:16}{each.bf16_tflops:8.0f}{fp8:>8}{'':8}{each.memory_gb:8.0f}{'':3}{each.memory_gb_s:10.0f}"
+            f"{each.link_gb_s:6.0f}{'':5}{each.host_gb_s:6.0f}{'':5}{each.tdp_w:6.0f} W"
+        )
+    say()
+    for each in devices():
+        say(f"{each.name}: {each.link}; {each.source}")
+
+
+def main() -> int:
+    """Run the command; a user's error is one line on stderr and exit code 2."""
+    accept_any_text()
+    try:
+        return app.run("python -m cluster") or 0
+    except BrokenPipeError:
+        return reader_has_gone()
+    except (ValueError, OSError) as error:
+        complain(error)
+    return 2
+
+
+if __name__ == "__main__":
+    end_in_order()
+    sys.exit(main())
