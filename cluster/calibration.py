@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from cluster.cost_model import Run, run_time, samples_needed
-from cluster.parameters import PRIORS, Parameters, chip_parameter, prior_of
+from cluster.cost_model import Run, log_samples_needed, run_time, step_time, time_of_steps
+from cluster.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
 from cluster.published import TABLE, Result, results
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
@@ -51,20 +51,29 @@ class Calibration:
 
     def interval(self, run: Run) -> tuple[float, float]:
         """Factors on a predicted time between which a result lies in `INTERVAL` of cases."""
-        low, high = self.known if run.machine.device.model in self.models else self.unknown
-        width = spread(self, run)
-        return math.exp(low * width), math.exp(high * width)
+        low, high = self.bounds(run.machine.device.model in self.models, spread(self, run))
+        return math.exp(low), math.exp(high)
+
+    def bounds(self, model_seen: bool, spread: float) -> tuple[float, float]:
+        """Logarithms of those factors. Nobody knows more of a model by its data sheet than by its results."""
+        usual = math.hypot(TIME_SCALE, SAMPLES_SCALE)
+        if model_seen:
+            return self.known[0] * spread, self.known[1] * spread
+        return min(self.unknown[0] * spread, self.known[0] * usual), max(
+            self.unknown[1] * spread, self.known[1] * usual
+        )
 
 
 Fit = tuple[dict[str, float], tuple[tuple[float, ...], ...]]
 """Parameters and their covariance."""
 
 
-def fit(observed: Sequence[Result], start: Parameters | None = None) -> Fit:
+def fit(observed: Sequence[Result], start: Parameters | None = None, tolerance: float = 1e-7) -> Fit:
     """Return the parameters that results make most plausible, and their covariance.
 
     Args:
         start: where to begin; the priors if None.
+        tolerance: relative change of the loss at which to stop.
     """
     import numpy as np
     from scipy.optimize import least_squares
@@ -84,19 +93,20 @@ def fit(observed: Sequence[Result], start: Parameters | None = None) -> Fit:
         return np.concatenate([found, (x - mean) / deviation])
 
     begin = mean if start is None else np.array([start.get(name, prior_of(name).mean) for name in names])
-    solution = least_squares(residuals, begin, x_scale=deviation, diff_step=1e-4, ftol=1e-6, xtol=1e-6)
+    solution = least_squares(residuals, begin, x_scale=deviation, diff_step=1e-4, ftol=tolerance, xtol=1e-8)
     covariance = np.linalg.inv(solution.jac.T @ solution.jac)
     return dict(zip(names, solution.x.tolist(), strict=True)), tuple(map(tuple, covariance.tolist()))
 
 
 def _misfits(parameters: Parameters, result: Result) -> list[float]:
     """How far a result is from the model, in usual spreads: in time for its samples, and in samples."""
+    step = step_time(parameters, result.run)
+    log_samples = log_samples_needed(parameters, result.run, step)
     if result.samples is None:
-        total = run_time(parameters, result.run).total
+        total = time_of_steps(parameters, result.run, step, math.exp(log_samples)).total
         return [math.log(result.seconds / total) / math.hypot(TIME_SCALE, SAMPLES_SCALE)]
-    total = run_time(parameters, result.run, result.samples).total
-    samples = math.log(result.samples) - samples_needed(parameters, result.run)
-    return [math.log(result.seconds / total) / TIME_SCALE, samples / SAMPLES_SCALE]
+    total = time_of_steps(parameters, result.run, step, result.samples).total
+    return [math.log(result.seconds / total) / TIME_SCALE, (math.log(result.samples) - log_samples) / SAMPLES_SCALE]
 
 
 def _saturated(residual: float) -> float:
@@ -118,9 +128,8 @@ def spread(calibration: Calibration, run: Run) -> float:
         for a, row in zip(slopes, calibration.covariance, strict=True)
         for b, c in zip(slopes, row, strict=True)
     )
-    own = chip_parameter(run.machine.device.chip)
-    if own not in calibration.parameters:
-        variance += prior_of(own).deviation ** 2
+    if run.machine.device.model not in calibration.models:
+        variance += CHIP.deviation**2
     return math.sqrt(variance + TIME_SCALE**2 + SAMPLES_SCALE**2)
 
 
@@ -145,13 +154,18 @@ class Held:
         """Logarithm of observed over predicted."""
         return math.log(self.result.seconds / self.seconds)
 
+    def is_inside(self, calibration: Calibration) -> bool:
+        """Tell whether the result lies in the interval about the prediction."""
+        low, high = calibration.bounds(self.model_seen, self.spread)
+        return low <= self.deviation <= high
+
 
 def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Held]:
     """Predict every result by a model that has seen no result of its group, for each group in turn."""
     found = []
     for left_out in sorted({group(result) for result in results()}, key=str):
         seen = [result for result in results() if group(result) != left_out]
-        parameters, covariance = fit(seen, start)
+        parameters, covariance = fit(seen, start, tolerance=1e-4)
         models = tuple(sorted({result.run.machine.device.model for result in seen}))
         scales = {(r.run.machine.device.model, r.run.machine.accelerators) for r in seen}
         calibration = Calibration(parameters, covariance, models, (0, 0), (0, 0), "")

@@ -22,7 +22,7 @@ REFERENCE_POINTS = (
     (13056, 4_645_333),
     (16384, 5_505_422),
 )
-"""Global batch size and mean samples, of mlperf-logging's `rcps_bert.json`, the same in rulesets 2.1.0 to 5.1.0."""
+"""Global batch size and mean samples, of mlperf-logging's `rcps_bert.json`, the same in rulesets 2.1.0 to 5.0.0."""
 
 SEQUENCES_PER_GB = 1.2
 """Sequences of a micro-batch that fit in a GB of memory with 16-bit activations: published runs with 24 to 80 GB."""

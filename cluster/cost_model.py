@@ -44,6 +44,9 @@ FP8_SEQUENCES_PER_GB = 3.2
 LARGEST_BATCH = 8 * REFERENCE_POINTS[-1][0]
 """Far above what has converged; the reference says nothing there."""
 
+SWITCHED = 8
+"""Devices of a node from which their board has PCIe switches."""
+
 OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
 
 
@@ -179,12 +182,16 @@ def _link(p: Parameters, machine: Machine) -> float:
 
 
 def _network(p: Parameters, machine: Machine) -> float:
-    """Bytes a second that a group sends to the next. A port that devices share is fed by way of the host's memory."""
+    """Bytes a second that a group sends to the next.
+
+    Boards of eight join devices and ports by PCIe switches. Smaller nodes have them on the processors' own lanes, where a
+    port that devices share is fed by way of the host's memory.
+    """
     device, network = machine.device, machine.network
     if device.network_gb_s is not None:
         return exp(p["network_efficiency"]) * device.network_gb_s * machine.group * 1e9
     byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)
-    if network.ports < machine.per_node:
+    if network.ports < machine.per_node < SWITCHED:
         byte_seconds = _larger(byte_seconds, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
     return network.ports * machine.group / machine.per_node / byte_seconds * 1e9
 
@@ -213,21 +220,21 @@ class RunTime:
         return sum(self.parts.values())
 
 
-def samples_needed(p: Parameters, run: Run) -> float:
-    """Logarithm of the samples to the target."""
+def log_samples_needed(p: Parameters, run: Run, step: StepTime) -> float:
+    """Logarithm of the samples to the target, of a run with such steps."""
     machine = run.machine
-    rate = run.batch / step_time(p, run).total
+    rate = run.batch / step.total
     return log_samples(p, run.batch, machine.accelerators, machine.device.memory_gb, rate, run.is_old)
 
 
-def run_time(p: Parameters, run: Run, samples: float | None = None) -> RunTime:
-    """Return where a run's seconds go.
-
-    Args:
-        samples: to the target; None for what the model holds.
-    """
-    samples = exp(samples_needed(p, run)) if samples is None else samples
+def run_time(p: Parameters, run: Run) -> RunTime:
+    """Return where a run's seconds go."""
     step = step_time(p, run)
+    return time_of_steps(p, run, step, exp(log_samples_needed(p, run, step)))
+
+
+def time_of_steps(p: Parameters, run: Run, step: StepTime, samples: float) -> RunTime:
+    """Return where the seconds of a run go that takes so many samples in such steps."""
     steps = samples / run.batch
     evaluations = samples / evaluation_interval(run.batch)
     passes = ceil(EVALUATION_SEQUENCES / run.machine.accelerators) * step.sequence + step.launch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from cluster.devices import Device
 
@@ -47,17 +48,17 @@ class Machine:
     is_bridged: bool
     network: Network
 
-    @property
+    @cached_property
     def accelerators(self) -> int:
         """Devices of all nodes."""
         return self.nodes * self.per_node
 
-    @property
+    @cached_property
     def group(self) -> int:
         """Devices that the fast link joins: a node's, or a rack's where it reaches further."""
         return min(self.accelerators, max(self.per_node, self.device.link_domain or 0))
 
-    @property
+    @cached_property
     def groups(self) -> int:
         """Number of groups that only the network joins."""
         return -(-self.accelerators // self.group)

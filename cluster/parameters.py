@@ -58,7 +58,7 @@ PRIORS = {
         0.05, 0.03, "log of the samples that each doubling of the run above 17 minutes costs, for want of trials"
     ),
 } | {
-    f"practice_{batch}": Prior(0.01, 0.04, f"log of the samples in practice over the reference at a batch of {batch}")
+    f"practice_{batch}": Prior(0.0, 0.02, f"log of the samples in practice over the reference at a batch of {batch}")
     for batch in BATCH_KNOTS
 }
 

@@ -54,7 +54,7 @@ def predict_table(source: Path, out: Path) -> list[Row]:
     Raises:
         ValueError: the file is no such table, or nothing in it can be predicted.
     """
-    rows = [_predicted(number, cells) for number, cells in _read(source)]
+    rows = [_predicted(number, cells) for number, cells in list(_read(source))]
     if all(row.prediction is None for row in rows):
         first = f", row {rows[0].number} because {rows[0].reason}" if rows else ""
         raise ValueError(f"{source}: no row can be predicted{first or ': it has none'}")
