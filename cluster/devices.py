@@ -76,7 +76,7 @@ def device_named(name: str) -> Device:
     Raises:
         ValueError: no model of the facts file is in the name; the message names the nearest.
     """
-    words = re.sub(r"[^A-Z0-9+]+", " ", name[:_LONGEST_NAME].upper().replace("GAUDI 2", "GAUDI2"))
+    words = re.sub(r"[^A-Z0-9+]+", " ", name[:_LONGEST_NAME].upper()).replace("GAUDI 2", "GAUDI2")
     alike = [device for device in devices() if re.search(rf"\b{device.model.upper()}\b", words)]
     if not alike:
         alike = [device for device in devices() if device.name.upper() in name.upper()]

@@ -102,9 +102,9 @@ def _network(text: str) -> Network | None:
 
 def _ports(part: str) -> Network | None:
     """Ports of one kind: "8x ConnectX-6 IB HDR 200Gb/Sec", "1x ConnectX-5 IB EDR"."""
-    count = re.search(r"\b(\d{1,3}) ?x\b", part)
+    count = re.search(r"\b(\d{1,3}) ?x(?![a-z])", part)
     ports = min(max(int(count[1]), 1), _MOST_PORTS) if count else 1
-    if rate := re.search(r"\b(\d{1,4}) ?G(?:b|B|igabit|\b)", part):
+    if rate := re.search(r"(?<!\d)(\d{1,4}) ?G(?:b|B|igabit|\b)", part):
         return Network(ports, float(rate[1])) if int(rate[1]) else None
     named = next((bits for word, bits in _BITS.items() if re.search(rf"\b{word}\b", part)), None)
     return Network(ports, named) if named else None

@@ -72,12 +72,12 @@ def described_machine(row: Mapping[str, str]) -> Machine:
 
 
 def whole_number(row: Mapping[str, str], column: str) -> int:
-    """Return the number of a column.
+    """Return the number of a column, which programs with gaps in it may have written as "8.0".
 
     Raises:
         ValueError: it is no whole number of at most nine digits.
     """
-    text = row[column].strip()
+    text = row[column].strip().removesuffix(".0")
     if not (text.isascii() and text.isdecimal() and len(text) <= 9):
         raise ValueError(f"{column} is {text[:40]!r}, expected a whole number")
     return int(text)

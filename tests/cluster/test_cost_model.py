@@ -142,6 +142,8 @@ def test_a_machine_that_nobody_has_is_refused(nodes: int, per_node: int) -> None
         ("8x NVIDIA NDR (400Gb/s)", 8, 400),
         ("1x ConnectX-5 IB EDR", 1, 100),
         ("8x Quantum-X800 XDR", 8, 800),
+        ("2x25GbE, 8x400GbE", 8, 400),
+        ("400 Gbps Infiniband (4x), 10GbE", 4, 400),
     ],
 )  # fmt: skip
 def test_descriptions_of_networks_are_understood(text: str, ports: int, gbit_s: float) -> None:

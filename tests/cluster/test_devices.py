@@ -69,6 +69,9 @@ def test_names_are_unique_and_mean_their_device() -> None:
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L40", "L40"),
         ("Intel Gaudi 2", "Gaudi2"),
+        ("Intel\u00ae Gaudi\u00ae 2 AI accelerator", "Gaudi2"),
+        ("NVIDIA GB200-NVL72", "GB200-186GB"),
+        ("NVIDIA B200-SXM-192GB", "B200-SXM-180GB"),
         ("CPU", "Xeon-8480+"),
     ],
 )

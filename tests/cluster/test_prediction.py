@@ -143,9 +143,9 @@ def write(folder: Path, *lines: str) -> Path:
 
 
 def test_a_table_needs_only_its_columns_and_may_leave_the_batch_open(tmp_path: Path) -> None:
-    source = write(tmp_path, HEADER, GOOD, "NVIDIA H200,1,8,,,")
+    source = write(tmp_path, HEADER, GOOD, "NVIDIA H200,1.0,8.0,,,", "NVIDIA H200,1,8,,,768.0")
     rows = predict_table(source, tmp_path / "out.csv")
-    assert [row.prediction.run.batch for row in rows if row.prediction] == [4608, 768]
+    assert [row.prediction.run.batch for row in rows if row.prediction] == [4608, 768, 768]
     header = (tmp_path / "out.csv").read_text().splitlines()[0]
     assert header == ",".join([*COLUMNS, *ADDED])
 
