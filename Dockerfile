@@ -30,7 +30,7 @@ RUN --mount=type=secret,id=pip,target=/run/secrets/pip.conf \
     .venv/bin/python -c 'import torch; print("PyTorch", torch.__version__, torch.__file__)'
 
 COPY . .
-RUN mkdir data results && chown bert: data results && .venv/bin/python -m compileall -qq bert compliance console dataloading kernels
+RUN mkdir data results && chown bert: data results && .venv/bin/python -m compileall -qq bert cluster compliance console dataloading kernels
 
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="mlperf-bert" \

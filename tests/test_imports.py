@@ -13,6 +13,7 @@ ALLOWED = {
     "dataloading": {"dataloading", "console"},
     "compliance": {"compliance", "console"},
     "bert": {"bert", "kernels", "dataloading", "console", "compliance.log"},
+    "cluster": {"cluster", "bert", "kernels", "dataloading", "console", "compliance.log"},
 }
 """Packages, or rooms of them, that modules of a package may import."""
 PROGRAMS_OF_KERNELS = {"kernels.__main__", "kernels.ahead_of_time"}

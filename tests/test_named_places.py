@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("benchmarks", "bert", "compliance", "console", "dataloading", "kernels", "tests")
+PACKAGES = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 PATH = re.compile(
     rf"(?<![\w./<>-])(?:{'|'.join(PACKAGES)}|docs|launch)/(?:[\w./-]*\.(?:csv|json|md|py|sh|sub|toml|txt|yaml)\b|[\w/]*(?=/?`))"
 )

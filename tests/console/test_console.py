@@ -22,7 +22,7 @@ from tests.hostile import NAME, REPOSITORY, assert_harmless
 
 pytestmark = pytest.mark.slow
 
-ROOMS = ("bert", "compliance", "dataloading")
+ROOMS = ("bert", "cluster", "compliance", "dataloading")
 OTHER_WAYS = {"print", "Console", "input", "basicConfig", "print_exception"}
 ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceback is for developers
     "bert/reporting/displays.py": set(),

@@ -40,6 +40,7 @@ COMPLIANCE = ("check", "report", "summary", "system", "convergence", "doctor", "
 COMMANDS = {  # the empty one is the program itself
     "dataloading": ("", *DATALOADING),
     "compliance": ("", *COMPLIANCE),
+    "cluster": ("", "devices", "predict", "calibrate"),
     "kernels": ("", "autotune", "show", "pin", "clear"),
     "kernels.ahead_of_time": ("",),
     "bert.convert": ("",),

@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.e2e.conftest import left_behind
 
-PACKAGES = ("bert", "compliance", "console", "dataloading", "kernels")
+PACKAGES = ("bert", "cluster", "compliance", "console", "dataloading", "kernels")
 OF_EXTRAS = ("torch", "triton", "h5py", "numba", "safetensors", "tokenizers", "google_crc32c", "scipy")
 PROGRAMS = (
     "bert.train",

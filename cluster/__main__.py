@@ -1,0 +1,128 @@
+"""Command line of what machines can do: ``python -m cluster COMMAND``.
+
+A command imports what it needs when it runs, so that --help and a wrong option cost no second.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import FlagCreatePairsOff, arg
+
+from console.commands import Commands
+from console.interruption import end_in_order, reader_has_gone
+from console.program import accept_any_text, complain, say, say_json
+
+app = Commands()
+
+
+@app.command(name="devices")
+def _devices() -> None:
+    """List the devices of the facts file: dense peak rates, memory, links one way, power."""
+    from cluster.devices import devices
+
+    say(
+        f"{'device':16}{'bf16':>8}{'fp8':>8} TFLOP/s{'memory':>8} GB{'':6}GB/s{'link':>6} GB/s{'host':>6} GB/s{'power':>8}"
+    )
+    for each in devices():
+        fp8 = f"{each.fp8_tflops:.0f}" if each.fp8_tflops else "-"
+        say(
+            f"{each.name:16}{each.bf16_tflops:8.0f}{fp8:>8}{'':8}{each.memory_gb:8.0f}{'':3}{each.memory_gb_s:10.0f}"
+            f"{each.link_gb_s:6.0f}{'':5}{each.host_gb_s:6.0f}{'':5}{each.tdp_w:6.0f} W"
+        )
+    say()
+    for each in devices():
+        say(f"{each.name}: {each.link}; {each.source}")
+
+
+@app.command(name="predict")
+def _predict(
+    accelerator: str | None = None,
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    batch: Annotated[
+        int | None, arg(help="Global batch size; of those published at this scale the fastest if none.")
+    ] = None,
+    interconnect: str = "",
+    networking: str = "",
+    round: str | None = None,
+    json: FlagCreatePairsOff[bool] = False,
+    table: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Predict the time to train BERT to 0.720, with an 80 % interval, split into its parts.
+
+    Args:
+        accelerator: Its name, such as H100-SXM; `devices` lists those that are known.
+        nodes: How many.
+        gpus_per_node: Accelerators in each; sockets where the accelerator is CPU.
+        interconnect: Of the accelerators of a node, in words: "NVLINK BRIDGE" between cards counts.
+        networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        round: Round of MLPerf Training whose software and recipes are used, the newest if none.
+        json: Print one JSON document.
+        table: A CSV file of machines to predict instead, with the columns of published_results.csv.
+        out: Where to write that table with the predictions.
+    """
+    from cluster.cost_model import Run
+    from cluster.devices import device_named
+    from cluster.machine import describe_machine
+    from cluster.prediction import as_document, as_lines, predict, usual_run
+
+    if table is not None or out is not None:
+        if table is None or out is None or accelerator is not None or json:
+            raise ValueError("--table and --out go together, without --accelerator and --json")
+        _predict_table(table, out)
+        return
+    if accelerator is None:
+        raise ValueError("no --accelerator given; `python -m cluster devices` lists those that are known")
+    machine = describe_machine(device_named(accelerator), nodes, gpus_per_node, interconnect, networking)
+    prediction = predict(usual_run(machine, round) if batch is None else Run(machine, batch, round))
+    if json:
+        say_json(as_document(prediction))
+        return
+    for line in as_lines(prediction):
+        say(line)
+
+
+def _predict_table(table: Path, out: Path) -> None:
+    from cluster.prediction_table import predict_table
+
+    rows = predict_table(table, out)
+    for row in rows:
+        if row.prediction is None:
+            complain(f"{table}: row {row.number} is left empty: {row.reason}", "warning")
+    say(f"{out}: {sum(row.prediction is not None for row in rows):,} of {len(rows):,} rows predicted")
+
+
+@app.command(name="calibrate")
+def _calibrate(out: Path) -> None:
+    """Fit the cost model to the published results again, which takes a minute or two.
+
+    Args:
+        out: Where to write what `cluster/calibration.json` holds.
+    """
+    from cluster.calibration import calibrate, to_json
+    from dataloading.files import write_atomically
+
+    made, _ = calibrate()
+    write_atomically(out, to_json(made).encode())
+    say(f"{out}: {len(made.parameters)} parameters")
+
+
+def main() -> int:
+    """Run the command; a user's error is one line on stderr and exit code 2."""
+    accept_any_text()
+    try:
+        return app.run("python -m cluster") or 0
+    except BrokenPipeError:
+        return reader_has_gone()
+    except (ValueError, OSError) as error:
+        complain(error)
+    return 2
+
+
+if __name__ == "__main__":
+    end_in_order()
+    sys.exit(main())
