@@ -6,6 +6,7 @@ A command imports what it needs when it runs, so that --help and a wrong option 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 from console.commands import Commands
 from console.interruption import end_in_order, reader_has_gone
@@ -31,6 +32,29 @@ def _devices() -> None:
     say()
     for each in devices():
         say(f"{each.name}: {each.link}; {each.source}")
+
+
+@app.command
+def probe(
+    out: Path,
+    data: Path | None = None,
+    seconds: float = 30.0,
+    limit: float = 60.0,
+    hosts: tuple[str, ...] = (),
+) -> int:
+    """Measure hosts, devices and links, and name what is slow: exit status 1 then. One process, or one a device.
+
+    Args:
+        out: The file to write, such as cluster.json.
+        data: Also time the reading of this folder, on every rank.
+        seconds: About how long measuring may take; suspicions are looked at once more beyond that.
+        limit: Seconds within which all processes must have come.
+        hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
+    """
+    from cluster.probe.command import Request
+    from cluster.probe.command import probe as measure
+
+    return measure(Request(out, data, seconds, limit, hosts))
 
 
 def main() -> int:
