@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from tyro.conf import Positional
+
 from console.commands import Commands
 from console.interruption import end_in_order, reader_has_gone
 from console.program import accept_any_text, complain, say
@@ -55,6 +57,25 @@ def probe(
     from cluster.probe.command import probe as measure
 
     return measure(Request(out, data, seconds, limit, hosts))
+
+
+@app.command
+def show(view: Positional[Path], out: Path | None = None) -> None:
+    """Print what a probe found, and write a page beside it: links, switches, devices, and what is slow.
+
+    Args:
+        view: The file of a probe, such as cluster.json.
+        out: The page to write; by default the file's name with .html.
+    """
+    from cluster.display.page import write_page
+    from cluster.display.terminal import print_view
+    from cluster.view import read_view
+
+    found = read_view(view)
+    print_view(found)
+    page = out or view.with_suffix(".html")
+    write_page(found, page)
+    say(page)
 
 
 def main() -> int:

@@ -54,11 +54,12 @@ class Judgement:
         return np.exp(self.excess)
 
 
-def judge(times_TP: Array, comparisons: int, chance: int = CHANCE) -> Judgement:
+def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int = 1) -> Judgement:
     """Compare parts P by logarithms of times of turns T, NaN where there is none.
 
     Args:
         comparisons: all that are made together, of which one in ``chance`` may name something wrongly.
+        fitted: numbers that were fitted to the parts before, which makes what is left of them smaller than it was.
     """
     turns, parts = times_TP.shape
     with warnings.catch_warnings():
@@ -69,14 +70,15 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE) -> Judgement:
         rest_TP = np.abs(centred_TP - np.nanmedian(centred_TP, axis=0))
         taken_P = np.maximum(1, np.isfinite(times_TP).sum(axis=0))
         # A turn's deviation from the median of its own few turns is too small on the average.
-        few = _TO_SIGMA * _small_sample(turns) * _MEDIAN_ERROR
+        free = max(1, parts - fitted)
+        few = _TO_SIGMA * _small_sample(turns) * _MEDIAN_ERROR * np.sqrt(max(1, parts - 1) / free)
         own_P = few * np.nanmedian(rest_TP, axis=0) / np.sqrt(taken_P)
         repeated_P = np.maximum(own_P, few * np.nanmedian(rest_TP) / np.sqrt(taken_P))
-        between = _TO_SIGMA * _small_sample(parts) * np.nanmedian(np.abs(excess_P))
+        between = _TO_SIGMA * _small_sample(parts) * np.nanmedian(np.abs(excess_P)) * np.sqrt(max(1, parts - 1) / free)
     # What parts differ by holds the error of measuring them: beyond that they differ by this much.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
-    freedom_P = _freedom(repeated_P**2, _EFFICIENCY * parts * (turns - 1), beyond_P, parts - 1)
+    freedom_P = _freedom(repeated_P**2, _EFFICIENCY * free * (turns - 1), beyond_P, free)
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations_P = np.where(excess_P == 0, 0.0, excess_P / scale_P)
     enough = turns >= _FEWEST_TURNS and parts > 2
@@ -111,7 +113,8 @@ def take_apart(
 ) -> Ends:
     """Take logarithms of times of paths E apart into shares of their ends N and rests, by turns T.
 
-    Paths of one ``kind_E`` are compared among themselves: those under one leaf switch, and those through several. The fit is one of medians (Tukey's median polish), so that a single slow path moves no end, nor a slow end the others.
+    Paths of one ``kind_E`` are compared among themselves: those under one leaf switch, and those through several. The
+    fit is one of medians (Tukey's median polish), so that a single slow path moves no end, nor a slow end the others.
     """
     rest_TE = times_TE.copy()
     kinds_E = np.zeros(times_TE.shape[1]) if kind_E is None else np.asarray(kind_E)

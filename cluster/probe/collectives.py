@@ -25,7 +25,7 @@ from cluster.view import Collective, Operation, Scope
 SMALLEST_BYTES, LARGEST_BYTES = 64 * 2**10, 256 * 2**20
 _FACTOR = 4
 """From one size to the next."""
-_REPEATS = 5
+_REPEATS, _FEWEST_REPEATS = 5, 3
 _PERIOD = 61
 """Values repeat after so many elements; a prime number, so that pieces of equal size differ."""
 
@@ -49,7 +49,7 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
     groups = Communicators.create(mesh)
     every = list(range(mesh.world_size))
     scopes: list[tuple[Scope, dist.ProcessGroup | None, list[int]]] = [("world", groups.world, every)]
-    if len(mesh.node_ranks) < mesh.world_size:
+    if 1 < len(mesh.node_ranks) < mesh.world_size:
         scopes += [("node", groups.node, list(mesh.node_ranks)), ("rail", groups.rail, list(mesh.rail_ranks))]
     operations: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "all-gather")
     measured = [(scope, group, ranks) for scope, group, ranks in scopes if group is not None]
@@ -75,9 +75,12 @@ def _times(
     mesh: Mesh, group: dist.ProcessGroup, ranks: list[int], operation: Operation, scope: Scope, seconds: float
 ) -> tuple[list[tuple[int, float]], list[WrongResult]]:
     points, wrong, spent, size = [], [], 0.0, SMALLEST_BYTES
-    while size <= LARGEST_BYTES and (len(points) < 2 or spent + _FACTOR * _REPEATS * points[-1][1] < seconds):
+    while size <= LARGEST_BYTES:
+        left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
+        if len(points) >= 2 and left < _FEWEST_REPEATS * next_one:
+            break
         trial = _Trial(mesh.device, group, ranks, mesh.rank, operation, size)
-        took, bad = trial.run(mesh)
+        took, bad = trial.run(mesh, _REPEATS if left > 2 * _REPEATS * next_one else _FEWEST_REPEATS)
         points.append((trial.bytes, float(np.median(took))))
         spent += float(np.sum(took))
         wrong += [WrongResult(operation, scope, *each) for each in bad]
@@ -119,10 +122,10 @@ class _Trial:
             piece_of_mine = self._right[mine].clone()
             self._run = lambda: all_gather_single(self._out, piece_of_mine, group=group)
 
-    def run(self, mesh: Mesh) -> tuple[list[float], list[tuple[int, int, int]]]:
+    def run(self, mesh: Mesh, repeats: int) -> tuple[list[float], list[tuple[int, int, int]]]:
         """Seconds of each repetition on the slowest rank; and rank, source and wrong elements of what was wrong."""
         took, wrong_elements, source = [], 0, -1
-        for repeat in range(_REPEATS + 1):  # the first one connects
+        for repeat in range(repeats + 1):  # the first one connects
             self._out.copy_(self._own) if self._operation == "all-reduce" else self._out.zero_()
             dist.barrier()
             start = time.perf_counter()

@@ -182,11 +182,13 @@ def _slow_paths(
             found += [
                 _found((ends[n],), way, quantity, judgement, n, step) for n in np.flatnonzero(judgement.is_outlier)
             ]
-        judgement = judge(parts.rest_TE, comparisons, chance)
-        found += [
-            _found((int(paths.source_E[e]), int(paths.target_E[e])), "path", quantity, judgement, e, step)
-            for e in np.flatnonzero(judgement.is_outlier)
-        ]
+        # Of a slow end another path is worth a word only if it is slower by as much again.
+        slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
+        judgement = judge(parts.rest_TE, comparisons, chance, fitted=2 * len(ends) - 1)
+        for e in np.flatnonzero(judgement.is_outlier):
+            pair = (int(paths.source_E[e]), int(paths.target_E[e]))
+            if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
+                found.append(_found(pair, "path", quantity, judgement, int(e), step))
     return found
 
 

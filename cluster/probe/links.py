@@ -50,7 +50,12 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
     message = _Message(mesh, _agreed_bytes(mesh, partners))
     start, rows = time.perf_counter(), []
     for turn in range(turns):
-        rows.append([message.both_ways(pair) if pair else (np.nan,) * 3 for pair in partners])
+        row = [(np.nan,) * 3] * len(rounds)
+        # Another order in each turn, so that what a round leaves behind falls on others than before.
+        for number in np.random.default_rng(turn).permutation(len(rounds)):
+            if pair := partners[number]:
+                row[number] = message.both_ways(pair)
+        rows.append(row)
         spent = _max_of_all(mesh, time.perf_counter() - start)
         if spent > seconds and turn >= 2:
             break
