@@ -87,6 +87,8 @@ def duration(seconds: float) -> str:
 def bandwidth(seconds_per_byte: float) -> str:
     """Bytes a second with three digits."""
     rate = 1 / max(seconds_per_byte, 1e-15)
+    if rate >= 1e12:
+        return f"{rate / 1e12:.3g} TB/s"
     return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
 
 
