@@ -17,7 +17,7 @@ from cluster.probe.links import Paths
 from cluster.probe.machine import Facts
 from cluster.view import Outlier, Part
 
-SCREENING = 20
+SCREENING = 4
 """One even cluster in so many is looked at a second time."""
 
 STEP_OPERATIONS = 56 * 0.5e12

@@ -84,8 +84,14 @@ DAMAGE = {
     "uneven hosts": (change("view", "ranks", 0, "host", to=1), "different numbers of ranks"),
     "a link to nowhere": (change("view", "links", 0, "target", to=8), "to rank 8 of 8"),
     "a link twice": (change("view", "links", 1, "target", to=1), "a link is there twice"),
-    "an outlier elsewhere": (change("view", "outliers", 0, "ranks", to=[99]), "an outlier is about more than the 8 ranks"),
-    "an unknown word": (change("view", "outliers", 0, "part", to="moon"), "view.outliers[0].part is moon, expected one of"),
+    "an outlier elsewhere": (
+        change("view", "outliers", 0, "ranks", to=[99]),
+        "an outlier is about more than the 8 ranks",
+    ),
+    "an unknown word": (
+        change("view", "outliers", 0, "part", to="moon"),
+        "view.outliers[0].part is moon, expected one of",
+    ),
     "a list as a word": (change("view", "outliers", 0, "part", to=[1]), "expected one of"),
     "a text without end": (change("view", "hosts", 0, "name", to="x" * 1000), "no text of at most 400"),
     "a part missing": (change("view", "hosts", 0, to={}), "view.hosts[0] has"),
