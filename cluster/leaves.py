@@ -1,8 +1,9 @@
 """Leaf switches, told from measurements where no file tells them: hosts whose paths to one another are shorter.
 
-Hosts are joined by their shortest measured paths first (single linkage), which needs only some of the pairs; the widest gap in
-the lengths at which groups join is where leaves end. That there are leaves at all is believed only when paths between groups
-are longer than those within by more than measuring the same path again differs by, for the middle half of either kind.
+Hosts are joined by their shortest measured paths first (single linkage), which needs only some of the pairs; the widest
+gap in the lengths at which groups join is where leaves end. That there are leaves at all is believed only when paths
+between groups are longer than those within by more than measuring the same path again differs by, for the middle half of
+either kind.
 """
 
 from __future__ import annotations

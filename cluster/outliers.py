@@ -1,15 +1,17 @@
 """Slow parts of a cluster, found by comparing its parts with one another.
 
-Every quantity is measured several times in turns, so that what disturbs all parts at a time disturbs none more than others.
-Times are compared as logarithms, each with the median of its turn. Of a part counts the median of its turns; it is an outlier
-when it lies further from the other parts than chance explains, where the scale is the larger of what the parts differ by
-(median absolute deviation) and of what measuring the same part again differs by. How far that is comes from Student's
-distribution, with as many degrees of freedom as there are other parts, for one wrong name in `CHANCE` probes over all that is
-compared. So nothing is a fixed threshold: what is slow by 3 % is named where parts agree within 0.1 %, and what is slow by 20 %
-is not where they differ by 10 %. Two parts can not be judged by one another, and of three only gross faults are seen.
+Every quantity is measured several times in turns, so that what disturbs all parts at a time disturbs none more than
+others. Times are compared as logarithms, each with the median of its turn. Of a part counts the median of its turns; it
+is an outlier when it lies further from the other parts than chance explains. The scale is made of two: what measuring the
+same part again differs by, and what the parts differ by beyond that, both as median absolute deviations. How far is too
+far comes from Student's distribution with the degrees of freedom of both, for one wrong name in `CHANCE` probes over all
+that is compared. So nothing is a fixed threshold: what is slow by 3 % is named where parts agree within 0.1 %, and what is
+slow by 20 % is not where they differ by 10 %. Two parts cannot be judged by one another, and of three only gross faults
+are seen.
 
-The time of a path is taken apart into the sending end's share, the receiving end's share, and the rest, by medians over the
-partners: that tells a slow network card from a slow path. An end with fewer than three partners is not told from its paths.
+The time of a path is taken apart into the sending end's share, the receiving end's share, and the rest, by medians over
+the partners: that tells a slow network card from a slow path. An end with fewer than three partners is not told from its
+paths.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
+Integers = NDArray[np.int64] | Sequence[int]
 
 CHANCE = 1000
 """One probe in so many names something that is not slow, if noise is as bell-shaped as the test takes it to be."""
@@ -82,7 +85,7 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations_P = np.where(excess_P == 0, 0.0, excess_P / scale_P)
     enough = turns >= _FEWEST_TURNS and parts > 2
-    limit_P = stats.t.isf(1 / (chance * max(1, comparisons)), np.maximum(1.0, freedom_P)) if enough else np.inf
+    limit_P = -stdtrit(np.maximum(1.0, freedom_P), 1 / (chance * max(1, comparisons))) if enough else np.inf
     # A tie of all others would make anything an outlier, such as a clock's last digit.
     is_outlier = (deviations_P > limit_P) & (excess_P > 1e-3)
     return Judgement(np.nan_to_num(excess_P), np.nan_to_num(deviations_P, posinf=1e6, neginf=-1e6), is_outlier)
@@ -109,7 +112,7 @@ class Ends:
 
 
 def take_apart(
-    times_TE: Array, source_E: Sequence[int], target_E: Sequence[int], nodes: int, kind_E: Sequence[int] | None = None
+    times_TE: Array, source_E: Integers, target_E: Integers, nodes: int, kind_E: Integers | None = None
 ) -> Ends:
     """Take logarithms of times of paths E apart into shares of their ends N and rests, by turns T.
 
@@ -135,7 +138,7 @@ def take_apart(
     return Ends(shares[0], shares[1], rest_TE)
 
 
-def _partners(end_E: Sequence[int], nodes: int) -> NDArray[np.int64]:
+def _partners(end_E: Integers, nodes: int) -> NDArray[np.int64]:
     """The paths at each node, as rows of the same length: filled up with the number of paths, which is none's."""
     order = np.argsort(end_E, kind="stable")
     counts = np.bincount(end_E, minlength=nodes)

@@ -1,7 +1,7 @@
 """View of a cluster: what a probe measured, in one file, ``cluster.json``, that model, planner and people read.
 
-Hosts and ranks are named by their place in `View.hosts` and `View.ranks`; ranks are those of the probe. All times are seconds,
-all sizes bytes unless an attribute says otherwise.
+Hosts and ranks are named by their place in `View.hosts` and `View.ranks`; ranks are those of the probe. All times are
+seconds, all sizes bytes unless an attribute says otherwise.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ Operation = Literal["all-reduce", "reduce-scatter", "all-gather"]
 Scope = Literal["node", "rail", "world"]
 Quantity = Literal["product", "copy", "launch", "to device", "from device", "read"]
 Part = Literal["rank", "host", "link"]
+Source = Literal["slurm", "measured", "unknown"]
 
 
 @dataclass(frozen=True)
 class Card:
-    """A network card of a host. ``gbit_s`` is what its driver says of its link, 0 where it says nothing; ``numa`` may be -1."""
+    """A network card of a host. ``gbit_s`` is what its driver says of its link, or 0; ``numa`` may be -1."""
 
     name: str
     numa: int
@@ -96,7 +97,8 @@ class Link:
 
 @dataclass(frozen=True)
 class Collective:
-    """Time of a collective over ``ranks`` ranks: latency_s + seconds_per_byte x bytes, within ``residual`` (relative, rms).
+    """Time of a collective over ``ranks`` ranks: latency_s + seconds_per_byte x bytes, within ``residual`` (relative,
+    rms).
 
     Bytes are those of the whole vector: what all-reduce sums on each rank, reduce-scatter reads, all-gather writes.
     """
@@ -141,7 +143,7 @@ class View:
     torch: str
     backend: str
     seconds: float
-    switches_from: Literal["slurm", "measured", "unknown"]
+    switches_from: Source
     hosts: tuple[Host, ...]
     ranks: tuple[Rank, ...]
     links: tuple[Link, ...]
@@ -161,13 +163,13 @@ def write_view(view: View, path: Path) -> None:
 
 
 def read_view(path: Path) -> View:
-    """Read and check a file. Raises ``ValueError``, in one line, where it is not exactly what a probe of this version wrote."""
+    """Read and check a file. Raises ``ValueError``, in one line, where it is not what a probe of this version wrote."""
     document = read_json(path, LARGEST_BYTES, _REMEDY)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise ValueError(f"{path}: no view of a cluster, expected a file of `python -m cluster probe`")
     if document.get("version") != VERSION:
         raise ValueError(
-            f"{path}: version {shown(document.get('version'))}, expected {VERSION}: this file is another release's; {_REMEDY}"
+            f"{path}: version {shown(document.get('version'))}, expected {VERSION}, as another release has it; {_REMEDY}"
         )
     try:
         view = _decoded(View, document.get("view"), "view")
@@ -186,7 +188,7 @@ def _digest(body: dict[str, Any]) -> str:
 def _decoded(kind: Any, value: Any, where: str) -> Any:
     """``value``, as JSON has it, as an object of the type ``kind``; ``where`` names it in errors."""
     origin, arguments = get_origin(kind), get_args(kind)
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         hints = get_type_hints(kind)
         if not isinstance(value, dict) or set(value) != set(hints):
             found = ", ".join(sorted(map(shown, value))) if isinstance(value, dict) else type(value).__name__

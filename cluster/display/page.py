@@ -80,7 +80,8 @@ def _header(view: View) -> str:
     made = view.made.replace("T", " ")[:16]
     return (
         f"<header><h1>Cluster of {counted(len(view.hosts), 'host')}</h1>"
-        f'<p class="subtitle">{_text(heading(view))}, {_text(view.backend)}; measured {_text(made)} in {view.seconds:.0f} s</p>'
+        f'<p class="subtitle">{_text(heading(view))}, {_text(view.backend)}; '
+        f"measured {_text(made)} in {view.seconds:.0f} s</p>"
         "</header>"
     )
 
@@ -118,8 +119,8 @@ def _statements(view: View) -> str:
     note = ""
     if any(outlier.step_share for outlier in view.outliers):
         note = (
-            '<p class="aside">A step is taken as 56 sequences a rank, gradients of 336 million parameters reduced in fp32, and '
-            "nothing overlapped.</p>"
+            '<p class="aside">A step is taken as 56 sequences a rank, gradients of 336 million parameters reduced in '
+            "fp32, and nothing overlapped.</p>"
         )
     return f'<ul class="statements">{"".join(items)}</ul>{note}'
 
@@ -178,7 +179,8 @@ def _heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names:
     drawing = f'<svg viewBox="0 0 {cells} {cells}" role="img" aria-label="{_text(title)}">{"".join(marks)}</svg>'
     return (
         f'<figure><h3>{_text(title)}: {bandwidth(typical)} in the median</h3><div class="heatmap" style="--cells:{cells}">'
-        f'<div class="rows">{rows}</div><div class="grid">{drawing}</div><div></div><div class="columns">{columns}</div></div>'
+        f'<div class="rows">{rows}</div><div class="grid">{drawing}</div><div></div>'
+        f'<div class="columns">{columns}</div></div>'
         f'<p class="aside">{note}</p></figure>'
     )
 

@@ -1,7 +1,7 @@
 """Arrival of all ranks, with a limit: who does not come is named, with the host that it should be on.
 
-PyTorch's own rendezvous ends after its limit too, but says numbers only and dumps stacks on every rank that did come. So rank 0
-opens the store that PyTorch takes afterwards, as torchrun's agent does, and all ranks answer a roll call in it.
+PyTorch's own rendezvous ends after its limit too, but says numbers only and dumps stacks on every rank that did come. So
+rank 0 opens the store that PyTorch takes afterwards, as torchrun's agent does, and all ranks answer a roll call in it.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def _present(store: Store, absent: Sequence[int], world_size: int) -> dict[int, 
 def describe_absent(absent: Sequence[int], present: dict[int, str], launch: Launch, hosts: Sequence[str]) -> str:
     """Say which hosts have not come, and which of their ranks.
 
-    A rank's host is the one in ``hosts``, in blocks of the local size; else that of its neighbours in the same block that did
-    come; else the block's number is told.
+    A rank's host is the one in ``hosts``, in blocks of the local size; else that of its neighbours in the same block that
+    did come; else the block's number is told.
     """
     size = launch.local_size or (launch.world_size // len(hosts) if hosts else 0)
     by_host: dict[str, list[int]] = {}

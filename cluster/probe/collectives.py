@@ -1,7 +1,7 @@
 """Collectives as training uses them: in the node, along rails, over all ranks; what each costs, and whether it is right.
 
-All nodes, and all rails, work at the same time, as in a step. Values are whole numbers that fp32 adds exactly, so every element
-of every timed result is compared with the one right value.
+All nodes, and all rails, work at the same time, as in a step. Values are whole numbers that fp32 adds exactly, so every
+element of every timed result is compared with the one right value.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
     """
     groups = Communicators.create(mesh)
     every = list(range(mesh.world_size))
-    scopes: list[tuple[Scope, dist.ProcessGroup | None, list[int]]] = [("world", groups.world, every)]
+    scopes: dict[Scope, tuple[dist.ProcessGroup | None, list[int]]] = {"world": (groups.world, every)}
     if 1 < len(mesh.node_ranks) < mesh.world_size:
-        scopes += [("node", groups.node, list(mesh.node_ranks)), ("rail", groups.rail, list(mesh.rail_ranks))]
+        scopes["node"] = (groups.node, list(mesh.node_ranks))
+        scopes["rail"] = (groups.rail, list(mesh.rail_ranks))
     operations: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "all-gather")
-    measured = [(scope, group, ranks) for scope, group, ranks in scopes if group is not None]
+    measured = [(scope, group, ranks) for scope, (group, ranks) in scopes.items() if group is not None]
     share = seconds / max(1, len(measured) * len(operations))
     collectives, wrong = [], []
     for scope, group, ranks in measured:

@@ -25,7 +25,7 @@ from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outlie
 from cluster.probe.links import Paths, measure_paths
 from cluster.probe.machine import FACTS_BYTES, Facts, facts_of
 from cluster.probe.schedule import Pairs, rounds_of_pairs
-from cluster.view import Collective, Link, Rank, Rate, View, write_view
+from cluster.view import Collective, Link, Rate, View, write_view
 from console.program import say
 from console.version import commit
 

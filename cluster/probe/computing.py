@@ -1,8 +1,8 @@
 """Rates of a device: matrix products, copies, launches, transfers from and to the host, reading of data.
 
 A device is measured over windows of time, not over single operations: half a processor is given in slices, within which an
-operation is as fast as ever. Ranks that share a machine's cores take turns, since two at a time would measure each other; those
-with a GPU each measure all at once. Every turn of measuring visits all ranks before the next one begins.
+operation is as fast as ever. Ranks that share a machine's cores take turns, since two at a time would measure each other;
+those with a GPU each measure all at once. Every turn of measuring visits all ranks before the next one begins.
 """
 
 from __future__ import annotations

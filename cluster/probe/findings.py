@@ -15,7 +15,7 @@ from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
 from cluster.probe.machine import Facts
-from cluster.view import Outlier, Part
+from cluster.view import Outlier, Part, Source
 
 SCREENING = 4
 """One even cluster in so many is looked at a second time."""
@@ -74,7 +74,7 @@ class _Found:
     share: float
 
 
-def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], str]:
+def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
     """The switches above each host, and where that is from: Slurm, measuring, or unknown."""
     first = [measured.host_of.index(host) for host in range(measured.hosts)]
     told = [measured.facts[rank].switches for rank in first]
@@ -180,7 +180,7 @@ def _slow_paths(
         for way, times_TN in (("sending", parts.sending_TN), ("receiving", parts.receiving_TN)):
             judgement = judge(times_TN, comparisons, chance)
             found += [
-                _found((ends[n],), way, quantity, judgement, n, step) for n in np.flatnonzero(judgement.is_outlier)
+                _found((ends[n],), way, quantity, judgement, int(n), step) for n in np.flatnonzero(judgement.is_outlier)
             ]
         # Of a slow end another path is worth a word only if it is slower by as much again.
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}

@@ -1,8 +1,8 @@
 """Latency and bandwidth of paths between ranks, by pairs that talk at the same time as other pairs but with nobody else.
 
 A path is measured one way at a time, on the receiver's clock: from the end of a message's first quarter to the end of the
-rest. So neither latency counts, nor what buffers and shapers let through at once, nor when the sender began. Latency is half of
-a round trip of eight bytes, the median of several.
+rest. So neither latency counts, nor what buffers and shapers let through at once, nor when the sender began. Latency is
+half of a round trip of eight bytes, the median of several.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Paths:
 
 
 def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: float) -> Paths:
-    """Measure every path of ``rounds``, pairs of ranks, in each of so many turns. Every rank must call it at the same time.
+    """Measure every path of ``rounds``, pairs of ranks, in each of so many turns. Every rank must call it at the same
+    time.
 
     No turn begins after ``seconds``, but for the third, without which nothing could be judged.
     """
@@ -94,7 +95,8 @@ def _max_of_all(mesh: Mesh, value: float) -> float:
 def _agreed_bytes(mesh: Mesh, partners: Sequence[tuple[int, int] | None]) -> int:
     """A size of message that suits most paths, and that the slowest can bear.
 
-    It is tried out in the first two rounds, in which every rank has a partner; a pair stops by what both of its ends have seen.
+    It is tried out in the first two rounds, in which every rank has a partner; a pair stops by what both of its ends have
+    seen.
     """
     liked = torch.zeros(1, dtype=torch.int64, device=mesh.device)
     for pair in filter(None, partners[:2]):
@@ -175,8 +177,8 @@ class _Message:
     def _receive(self, peer: int) -> float:
         """Have the message sent, and return the seconds that a byte of its rest takes.
 
-        Gloo takes what arrives into memory that is waiting for it; what came before would pass for fast. NCCL works in the order
-        of its stream, and sends nothing before the receiver is there.
+        Gloo takes what arrives into memory that is waiting for it; what came before would pass for fast. NCCL works in
+        the order of its stream, and sends nothing before the receiver is there.
         """
         receive = [dist.P2POp(dist.irecv, part, peer) for part in (self._first, self._rest)]
         ready = dist.P2POp(dist.isend, self._small, peer)

@@ -1,7 +1,7 @@
 """Facts of the machine that a rank runs on: sockets, NUMA nodes, network cards, its device, NVLink, switches of Slurm.
 
-Everything is read where the system states it, under /sys and /proc and from NVIDIA's management library when it is installed;
-what is not stated is "", 0 or -1. A rank tells its own facts, and rank 0 puts all together.
+Everything is read where the system states it, under /sys and /proc and from NVIDIA's management library when it is
+installed; what is not stated is "", 0 or -1. A rank tells its own facts, and rank 0 puts all together.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import socket
 import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ _SCONTROL_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Facts:
-    """A rank's host and device. ``machine`` is the same for all ranks that share cores; ``cores`` are those of the machine."""
+    """A rank's host and device. ``machine`` is the same for all ranks that share its ``cores``."""
 
     host: str
     machine: str
@@ -143,7 +144,7 @@ def _own_numa(sys: Path) -> int:
 
 
 def network_cards(sys: Path) -> list[Card]:
-    """InfiniBand and RoCE cards with an active port; without any, Ethernet interfaces that are up. At most ``_MOST_CARDS``."""
+    """InfiniBand and RoCE cards with an active port; without any, interfaces that are up. At most ``_MOST_CARDS``."""
     cards = []
     for card in sorted((sys / "class/infiniband").glob("*")):
         ports = [port for port in card.glob("ports/*") if "ACTIVE" in _text(port / "state")]
@@ -168,7 +169,8 @@ def nearest_card(sys: Path, address: str, cards: Sequence[Card]) -> str:
         for kind in ("infiniband", "net"):
             place = sys / "class" / kind / card.name / "device"
             if place.exists():
-                return len(os.path.commonprefix([device, place.resolve().parts]))
+                pairs = zip(device, place.resolve().parts, strict=False)
+                return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return 0
 
     return max(cards, key=closeness).name if cards else ""

@@ -1,14 +1,14 @@
 """Schedule of pairs: who measures the path to whom, in rounds in which everybody has at most one partner.
 
-With n nodes in a circle, a round holds pairs at one distance; each distance d takes two rounds, or three where the circle of
-steps of d has an odd number of nodes, and one where d is half of n. Distances are the powers of two, and ``SAMPLED`` others. So
-the number of rounds grows with the logarithm of n: up to 8 nodes every pair is there, 32 nodes have 13 rounds and 13 partners
-each, 4,096 nodes 27 rounds and 27 partners. More than that is sampled: of 4,095 paths that a node has, 27.
+With n nodes in a circle, a round holds pairs at one distance; each distance d takes two rounds, or three where the circle
+of steps of d has an odd number of nodes, and one where d is half of n. Distances are the powers of two, and ``SAMPLED``
+others. So the number of rounds grows with the logarithm of n: up to 8 nodes every pair is there, 32 nodes have 13 rounds
+and 13 partners each, 4,096 nodes 27 rounds and 27 partners. More than that is sampled: of 4,095 paths that a node has, 27.
 
-That is enough to judge every node's own link, because all nodes have the same number of partners, and a fault of its link shows
-with all of them, in whichever direction it lies. It is enough to find the leaf switches, because nodes are in the order of
-their names, which leaves follow, and neighbours are among the pairs. A fault of a single path deep in the network is seen only
-if the path is among the sampled ones.
+That is enough to judge every node's own link, because all nodes have the same number of partners, and a fault of its link
+shows with all of them, in whichever direction it lies. It is enough to find the leaf switches, because nodes are in the
+order of their names, which leaves follow, and neighbours are among the pairs. A fault of a single path deep in the
+network is seen only if the path is among the sampled ones.
 """
 
 from math import gcd
