@@ -1,4 +1,4 @@
-"""View of a cluster: what a probe measured, in one file, ``cluster.json``, that model, planner and people read.
+"""View of a cluster: what a probe measured, in one file that model, planner and people read.
 
 Hosts and ranks are named by their place in `View.hosts` and `View.ranks`; ranks are those of the probe. All times are
 seconds, all sizes bytes unless an attribute says otherwise.

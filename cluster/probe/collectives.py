@@ -53,7 +53,9 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
         scopes["node"] = (groups.node, list(mesh.node_ranks))
         scopes["rail"] = (groups.rail, list(mesh.rail_ranks))
     operations: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "all-gather")
-    measured = [(scope, group, ranks) for scope, (group, ranks) in scopes.items() if group is not None]
+    measured: list[tuple[Scope, dist.ProcessGroup, list[int]]] = [
+        (scope, group, ranks) for scope, (group, ranks) in scopes.items() if group is not None
+    ]
     share = seconds / max(1, len(measured) * len(operations))
     collectives, wrong = [], []
     for scope, group, ranks in measured:
