@@ -22,6 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 from scipy.special import stdtrit
 
 Array = NDArray[np.float64]
@@ -36,6 +38,8 @@ _TO_SIGMA = 1.4826
 """Standard deviations in a median absolute deviation of the normal distribution."""
 _MEDIAN_ERROR = 1.2533
 """Standard error of a median over that of a mean: the root of pi / 2."""
+_OWN_MEDIAN = 1.4
+"""Deviations from the median of so few turns are too small on the average: as if this many turns were missing (simulated)."""
 _EFFICIENCY = 0.37
 """Of a median absolute deviation: so much of a sample would do for a standard deviation of the same accuracy."""
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
@@ -74,7 +78,13 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
         taken_P = np.maximum(1, np.isfinite(times_TP).sum(axis=0))
         # A turn's deviation from the median of its own few turns is too small on the average.
         free = max(1, parts - fitted)
-        few = _TO_SIGMA * _small_sample(turns) * _MEDIAN_ERROR * np.sqrt(max(1, parts - 1) / free)
+        few = (
+            _TO_SIGMA
+            * turns
+            / (turns - _OWN_MEDIAN if turns > 2 else 1)
+            * _MEDIAN_ERROR
+            * np.sqrt(max(1, parts - 1) / free)
+        )
         own_P = few * np.nanmedian(rest_TP, axis=0) / np.sqrt(taken_P)
         repeated_P = np.maximum(own_P, few * np.nanmedian(rest_TP) / np.sqrt(taken_P))
         between = _TO_SIGMA * _small_sample(parts) * np.nanmedian(np.abs(excess_P)) * np.sqrt(max(1, parts - 1) / free)
@@ -104,11 +114,14 @@ def _small_sample(number: int) -> float:
 
 @dataclass(frozen=True)
 class Ends:
-    """Times of paths, taken apart: logarithms, by turn."""
+    """Times of paths, taken apart: logarithms, by turns T. Parts K of the network are those that no path joins."""
 
     sending_TN: Array
     receiving_TN: Array
     rest_TE: Array
+    level_TK: Array
+    part_N: NDArray[np.int64]
+    """The part that each end is in: of its rail, or its host."""
 
 
 def take_apart(
@@ -116,15 +129,20 @@ def take_apart(
 ) -> Ends:
     """Take logarithms of times of paths E apart into shares of their ends N and rests, by turns T.
 
-    Paths of one ``kind_E`` are compared among themselves: those under one leaf switch, and those through several. The
-    fit is one of medians (Tukey's median polish), so that a single slow path moves no end, nor a slow end the others.
+    Paths of one ``kind_E`` are compared among themselves: those under one leaf switch, and those through several. Ends are
+    compared with those that paths join them to; what such a part of the network has in common is its level. The fit is one of medians (Tukey's median polish), so that a single slow path moves no end, nor a slow end the others.
     """
-    rest_TE = times_TE.copy()
+    rest_TE, source_E, target_E = times_TE.copy(), np.asarray(source_E), np.asarray(target_E)
     kinds_E = np.zeros(times_TE.shape[1]) if kind_E is None else np.asarray(kind_E)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for kind in np.unique(kinds_E):
             rest_TE[:, kinds_E == kind] -= np.nanmedian(rest_TE[:, kinds_E == kind], axis=1, keepdims=True)
+        joined = coo_matrix((np.ones(len(source_E)), (source_E, target_E)), shape=(nodes, nodes))
+        parts, part_N = connected_components(joined, directed=False)
+        members = [part_N == part for part in range(parts)]
+        level_TK = np.stack([np.nanmedian(rest_TE[:, inside[source_E]], axis=1) for inside in members], axis=1)
+        rest_TE -= level_TK[:, part_N[source_E]]
         ends = [_partners(source_E, nodes), _partners(target_E, nodes)]
         shares = [np.zeros((len(rest_TE), nodes)) for _ in ends]
         for _ in range(8):
@@ -132,10 +150,11 @@ def take_apart(
                 padded = np.concatenate([rest_TE, np.full((len(rest_TE), 1), np.nan)], axis=1)
                 step_TN = np.nan_to_num(np.nanmedian(padded[:, paths_NK], axis=2))
                 step_TN[:, (paths_NK < rest_TE.shape[1]).sum(axis=1) < _FEWEST_PARTNERS] = 0.0
-                step_TN -= np.median(step_TN, axis=1, keepdims=True)
+                for inside in members:
+                    step_TN[:, inside] -= np.median(step_TN[:, inside], axis=1, keepdims=True)
                 share_TN += step_TN
                 rest_TE = rest_TE - step_TN[:, np.asarray(of_E)]
-    return Ends(shares[0], shares[1], rest_TE)
+    return Ends(shares[0], shares[1], rest_TE, level_TK, part_N)
 
 
 def _partners(end_E: Integers, nodes: int) -> NDArray[np.int64]:

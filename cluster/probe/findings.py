@@ -67,7 +67,7 @@ class _Found:
 
     ranks: tuple[int, ...]
     way: str
-    """Of a link: sending, receiving, path. "" of a device."""
+    """Of a link: sending, receiving, path, or part of the network. "" of a device."""
     quantity: str
     ratio: float
     deviations: float
@@ -182,6 +182,10 @@ def _slow_paths(
             found += [
                 _found((ends[n],), way, quantity, judgement, int(n), step) for n in np.flatnonzero(judgement.is_outlier)
             ]
+        judgement = judge(parts.level_TK, comparisons, chance)
+        for k in np.flatnonzero(judgement.is_outlier):
+            members = tuple(end for end, part in zip(ends, parts.part_N, strict=True) if part == k)
+            found.append(_found(members, "part", quantity, judgement, int(k), step))
         # Of a slow end another path is worth a word only if it is slower by as much again.
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
         judgement = judge(parts.rest_TE, comparisons, chance, fitted=2 * len(ends) - 1)
@@ -202,7 +206,7 @@ def _described(measured: Measured, found: Sequence[_Found]) -> list[Outlier]:
     """Put together what is about one thing: both directions of a link, all ranks of a host."""
     about: dict[tuple[str, tuple[int, ...]], list[_Found]] = {}
     for each in found:
-        kind = "device" if not each.way else "path" if each.way == "path" else "end"
+        kind = {"": "device", "path": "path", "part": "part"}.get(each.way, "end")
         about.setdefault((kind, tuple(sorted(each.ranks))), []).append(each)
     outliers = []
     slow_of = [
@@ -222,6 +226,8 @@ def _described(measured: Measured, found: Sequence[_Found]) -> list[Outlier]:
             part = "host" if whole else "rank"
             name = f"host {measured.facts[ranks[0]].host}" if whole else _name(measured, ranks[0])
             ranks = tuple(r for r, of in enumerate(measured.host_of) if of == host) if whole else ranks
+        elif kind == "part":
+            name = _part(measured, ranks)
         elif kind == "end":
             ways = {one.way for one in each if one.quantity == worst.quantity}
             way = "both directions" if len(ways) > 1 else ways.pop()
@@ -237,6 +243,14 @@ def _described(measured: Measured, found: Sequence[_Found]) -> list[Outlier]:
 
 def _name(measured: Measured, rank: int) -> str:
     return f"rank {rank} on host {measured.facts[rank].host}"
+
+
+def _part(measured: Measured, ranks: Sequence[int]) -> str:
+    """The part of the network that only these ranks are in: a host's inside, or a rail."""
+    facts = measured.facts[ranks[0]]
+    if len({measured.host_of[rank] for rank in ranks}) == 1:
+        return f"links in host {facts.host}"
+    return f"rail of card {facts.card or measured.host_of[ranks[0]]}"
 
 
 def _card(measured: Measured, rank: int) -> str:

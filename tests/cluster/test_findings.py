@@ -90,6 +90,11 @@ def slow_path(measured: Measured) -> None:
     measured.between_hosts.seconds_per_byte_TE[:, at] *= 3
 
 
+def slow_inside(measured: Measured) -> None:
+    assert measured.in_hosts
+    measured.in_hosts.seconds_per_byte_TE[:, measured.in_hosts.source_E // 2 == 5] *= 2
+
+
 def slow_rank_and_its_own_path(measured: Measured) -> None:
     """What a slow processor does to the paths that it serves is not named beside it."""
     assert measured.between_hosts
@@ -106,6 +111,7 @@ def slow_rank_and_its_own_path(measured: Measured) -> None:
         (slow_host, "host h1"),
         (slow_sending, "network link of host h2, card v0, sending"),
         (slow_card, "network link of host h2, card v0, both directions"),
+        (slow_inside, "links in host h5"),
         (slow_path, "path from rank 0 on host h0 to rank 6 on host h3"),
         (slow_rank_and_its_own_path, "rank 4 on host h2"),
     ],
