@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import FlagCreatePairsOff, arg
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from console.commands import Commands
 from console.interruption import end_in_order, reader_has_gone
@@ -104,11 +104,141 @@ def _calibrate(out: Path) -> None:
         out: Where to write what `cluster/calibration.json` holds.
     """
     from cluster.calibration import calibrate, to_json
-    from dataloading.files import write_atomically
+    from console.files import write_atomically
 
     made, _ = calibrate()
     write_atomically(out, to_json(made).encode())
     say(f"{out}: {len(made.parameters)} parameters")
+
+
+@app.command
+def probe(
+    out: Path,
+    data: Path | None = None,
+    seconds: float = 30.0,
+    limit: float = 60.0,
+    hosts: tuple[str, ...] = (),
+) -> int:
+    """Measure hosts, devices and links, and name what is slow: exit status 1 then. One process, or one a device.
+
+    Args:
+        out: The file to write, such as cluster.json.
+        data: Also time the reading of this folder, on every rank.
+        seconds: About how long measuring may take; suspicions are looked at once more beyond that.
+        limit: Seconds within which all processes must have come.
+        hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
+    """
+    from cluster.probe.command import Request
+    from cluster.probe.command import probe as measure
+
+    return measure(Request(out, data, seconds, limit, hosts))
+
+
+@app.command
+def show(view: Positional[Path], out: Path | None = None) -> None:
+    """Print what a probe found, and write a page beside it: links, switches, devices, and what is slow.
+
+    Args:
+        view: The file of a probe, such as cluster.json.
+        out: The page to write; by default the file's name with .html.
+    """
+    from cluster.display.page import write_page
+    from cluster.display.terminal import print_view
+    from cluster.view import read_view
+
+    found = read_view(view)
+    print_view(found)
+    page = out or view.with_suffix(".html")
+    write_page(found, page)
+    say(page)
+
+
+@app.command(name="place")
+def _place(
+    view: Positional[Path],
+    nodes: int | None = None,
+    group: int = 1,
+    apart: bool = False,
+    tasks_per_node: int = 1,
+    out: Path | None = None,
+) -> None:
+    """Order hosts so that neighbours in the order are neighbours in the network: a file for srun, node ranks for torchrun.
+
+    Args:
+        view: cluster.json, as `probe` writes it.
+        nodes: Hosts to take; all of them unless given.
+        group: Hosts next to each other in the order that talk the most, such as the stages of a pipeline.
+        apart: The hosts of a group go under different leaves, so that one switch does not take all of them.
+        tasks_per_node: Lines for each host in the file.
+        out: File for `SLURM_HOSTFILE`, which srun and sbatch read with `--distribution=arbitrary`.
+    """
+    from cluster.placement import Placing, cost, place
+    from cluster.view import read_view
+    from console.files import write_atomically
+
+    seen = read_view(view)
+    if seen.switches_from == "unknown":
+        raise ValueError(f"{view}: it says nothing of switches; there is no order to prefer")
+    if tasks_per_node < 1:
+        raise ValueError(f"--tasks-per-node is {tasks_per_node}, expected at least 1")
+    placing = Placing(nodes or len(seen.hosts), group, apart)
+    paths = [host.switches for host in seen.hosts]
+    order = place(paths, placing)
+    width = max(len(seen.hosts[host].name) for host in order)
+    say(f"{'node rank':>9}  {'host':{width}}  switches, from the top to the leaf")
+    for number, host in enumerate(order):
+        say(f"{number:9}  {seen.hosts[host].name:{width}}  {' / '.join(paths[host])}")
+    say()
+    before, after = (cost([paths[host] for host in each], placing) for each in (range(placing.nodes), order))
+    say(f"levels that traffic climbs: {after}, in the order of {view} {before}")
+    if out is not None:
+        lines = [seen.hosts[host].name for host in order for _ in range(tasks_per_node)]
+        write_atomically(out, "".join(f"{line}\n" for line in lines).encode())
+        say(f"{out}: {len(lines)} lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub")
+
+
+@app.command(name="scale")
+def _scale(
+    accelerator: str,
+    gpus_per_node: int = 8,
+    networking: str = "",
+    out: Path | None = None,
+    page: Path | None = None,
+) -> None:
+    """Draw the time to train against the number of accelerators, to 16,384, with the published points and what takes the time.
+
+    Args:
+        accelerator: Its name, such as H100-SXM; `devices` lists those that are known.
+        gpus_per_node: Accelerators in each node.
+        networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        out: CSV file to write.
+        page: HTML page to write.
+    """
+    from cluster.devices import device_named
+    from cluster.scaling import CAUSES, published_on, scale, write_table
+
+    device = device_named(accelerator)
+    points = scale(device, gpus_per_node, networking=networking)
+    names = [cause.split()[0] for cause in CAUSES]
+    say(
+        f"{device.name:>14}{'batch':>8}{'minutes':>9}{'80 % between':>18}{'efficiency':>12}"
+        + "".join(f"{n:>11}" for n in names)
+    )
+    for point in points:
+        found = point.prediction
+        between = f"{found.low:.3g} and {found.high:.3g}"
+        shares = "".join(f"{point.share(cause):11.1%}" for cause in CAUSES)
+        say(
+            f"{point.accelerators:14,}{found.run.batch:8,}{found.minutes:9.3g}{between:>18}{point.efficiency:12.0%}{shares}"
+        )
+    if out is not None:
+        write_table(points, out)
+        say(out)
+    if page is not None:
+        from cluster.display.scaling_page import write_page
+
+        write_page(device, points, published_on(device), page)
+        say(page)
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.cost_model import Run
 from cluster.prediction import Prediction, predict, usual_run
 from cluster.published import described_machine, whole_number
-from dataloading.files import read_bounded, write_atomically
+from console.files import read_bounded, write_atomically
 
 COLUMNS = (
     "accelerator",

@@ -56,7 +56,7 @@ class Mesh:
         return tuple(sorted(ranks[place] for ranks in self.nodes)) or (self.rank,)
 
 
-def join_mesh(device: str) -> Mesh:
+def join_mesh(device: str, timeout: timedelta = TIMEOUT) -> Mesh:
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
     NCCL between GPUs, gloo between CPUs. From here on products are as precise as training asks (``set_product_precision``).
@@ -89,10 +89,10 @@ def join_mesh(device: str) -> Mesh:
             # All ranks are on this host. Gloo would listen on the address of the host's name, and lets anybody in.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"
-        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=TIMEOUT))
-        attempt = agree_on_attempt(store, launch.rank, launch.world_size, TIMEOUT.total_seconds())
+        store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
+        attempt = agree_on_attempt(store, launch.rank, launch.world_size, timeout.total_seconds())
         store = PrefixStore(attempt, store)
-        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
         nodes = group_by_host(_all_identities(launch, place), one_launcher=device == "cuda")
     return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes)
 

@@ -1,0 +1,157 @@
+"""Time to train against the number of accelerators as one HTML page that needs nothing but itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from cluster.devices import Device
+from cluster.display.page import STYLE_SHEETS
+from cluster.published import Result
+from cluster.scaling import CAUSES, Point
+from console.files import write_atomically
+from console.text import visible
+
+_CLASSES = dict(zip(CAUSES, ("compute", "data-wait", "reduce", "update", "evaluation", "other"), strict=True))
+"""Colours of the report, by cause."""
+
+
+def write_page(device: Device, points: Sequence[Point], published: Sequence[Result], path: Path) -> None:
+    """Write the page whole or not at all."""
+    write_atomically(path, render(device, points, published).encode())
+
+
+def render(device: Device, points: Sequence[Point], published: Sequence[Result]) -> str:
+    """Return the page; a policy forbids it to run or load anything."""
+    style = "".join(sheet.read_text(encoding="utf-8") for sheet in STYLE_SHEETS)
+    title = f"BERT on up to {points[-1].accelerators:,} {_text(device.name)}"
+    fastest = min(points, key=lambda point: point.prediction.minutes)
+    figures = (
+        ("Fastest", f"{_minutes(fastest.prediction.minutes)} min", f"on {fastest.accelerators:,} accelerators"),
+        ("One node", f"{_minutes(points[0].prediction.minutes)} min", f"{points[0].accelerators:,} accelerators"),
+        ("Published", str(len(published)), "closed results, MLPerf Training v2.0 to v3.1"),
+    )
+    items = "".join(f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in figures)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{style}</style></head>\n<body>\n"
+        f'<header><h1>{title}</h1><p class="subtitle">Predicted time to train to 0.720, with the intervals that hold 80 % '
+        "of results. Not an MLPerf result.</p></header>\n"
+        f'<dl class="figures">{items}</dl>\n'
+        f"<section><h2>Time to train</h2>{_curve(points, published)}</section>\n"
+        f"<section><h2>What takes the time</h2>{_shares(points)}</section>\n"
+        f"<section><h2>Figures</h2>{_table(points)}</section>\n"
+        "<footer>Made by python -m cluster scale, from facts of devices and published results.</footer>\n</body></html>\n"
+    )
+
+
+def _curve(points: Sequence[Point], published: Sequence[Result]) -> str:
+    """Minutes over accelerators, both in logarithms: the band, the line, and the published results as dots."""
+    minutes = [bound for point in points for bound in (point.prediction.low, point.prediction.high)]
+    minutes += [result.seconds / 60 for result in published]
+    low, high = math.floor(math.log10(min(minutes)) * 2) / 2, math.ceil(math.log10(max(minutes)) * 2) / 2
+
+    def y(value: float) -> float:
+        return 100 * (high - math.log10(value)) / (high - low)
+
+    x = _across(points)
+    upper = [(x(point.accelerators), y(point.prediction.high)) for point in points]
+    lower = [(x(point.accelerators), y(point.prediction.low)) for point in reversed(points)]
+    line = [(x(point.accelerators), y(point.prediction.minutes)) for point in points]
+    shown = [result for result in published if result.run.machine.accelerators >= points[0].accelerators]
+    dots = "".join(f"M{x(result.run.machine.accelerators):.2f} {y(result.seconds / 60):.2f}h0" for result in shown)
+    ticks = [10 ** (step / 2) for step in range(round(2 * low), round(2 * high) + 1)]
+    drawing = (
+        "".join(f'<path class="grid" d="M0 {y(tick):.2f}H100"/>' for tick in ticks)
+        + f'<polygon style="fill:var(--band)" points="{_places(upper + lower)}"/>'
+        + f'<g class="mark"><path class="stroke" d="M{_places(line, "L")}"/></g>'
+        + f'<g class="mark invalid"><path class="dots" d="{dots}"/></g>'
+    )
+    labels = "".join(f'<span class="y" style="bottom:{100 - y(tick):.2f}%">{_minutes(tick)}</span>' for tick in ticks)
+    key = (
+        '<ul class="key"><li><i class="compute"></i>predicted, with its interval</li>'
+        f'<li><i style="background:var(--bad)"></i>{len(shown)} published results</li></ul>'
+    )
+    return _chart(drawing, labels + _numbers(points), "minutes to 0.720, by accelerators") + key
+
+
+def _shares(points: Sequence[Point]) -> str:
+    """Shares of the time, one cause upon the other, over accelerators."""
+    x = _across(points)
+    floor = [0.0] * len(points)
+    drawing = key = ""
+    for cause in CAUSES:
+        top = [below + point.share(cause) for below, point in zip(floor, points, strict=True)]
+        upper = [(x(point.accelerators), 100 - 100 * share) for point, share in zip(points, top, strict=True)]
+        lower = [(x(point.accelerators), 100 - 100 * share) for point, share in zip(points, floor, strict=True)]
+        drawing += f'<polygon class="{_CLASSES[cause]}" points="{_places(upper + lower[::-1])}"/>'
+        key += f'<li><i class="{_CLASSES[cause]}"></i>{cause}</li>'
+        floor = top
+    labels = "".join(f'<span class="y" style="bottom:{share}%">{share} %</span>' for share in (0, 50, 100))
+    return (
+        _chart(drawing, labels + _numbers(points), "share of the time, by accelerators") + f'<ul class="key">{key}</ul>'
+    )
+
+
+def _table(points: Sequence[Point]) -> str:
+    head = ("accelerators", "batch", "minutes", "80 % between", "efficiency", "samples", *CAUSES)
+    rows = (
+        (
+            f"{point.accelerators:,}",
+            f"{point.prediction.run.batch:,}",
+            _minutes(point.prediction.minutes),
+            f"{_minutes(point.prediction.low)} and {_minutes(point.prediction.high)}",
+            f"{point.efficiency:.0%}",
+            f"{point.samples_factor:.2f}x",
+            *(f"{point.share(cause):.0%}" for cause in CAUSES),
+        )
+        for point in points
+    )
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    head_cells = "".join(f"<th>{name}</th>" for name in head)
+    note = (
+        "Efficiency is sequences a second and accelerator over those of one node; samples are those to converge over what one "
+        "node's batch needs."
+    )
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'<p class="aside">{note}</p>'
+    )
+
+
+def _across(points: Sequence[Point]):
+    first, last = math.log2(points[0].accelerators), math.log2(points[-1].accelerators)
+
+    def x(accelerators: int) -> float:
+        return 100 * (math.log2(accelerators) - first) / max(1e-9, last - first)
+
+    return x
+
+
+def _numbers(points: Sequence[Point]) -> str:
+    x = _across(points)
+    return "".join(
+        f'<span class="x" style="left:{x(point.accelerators):.2f}%">{point.accelerators:,}</span>'
+        for point in points[::2]
+    )
+
+
+def _chart(drawing: str, labels: str, axis: str) -> str:
+    svg = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{drawing}</svg>'
+    return f'<figure class="wide"><div class="chart"><div class="plot">{svg}{labels}</div><p class="axis">{axis}</p></div></figure>'
+
+
+def _places(places: Iterable[tuple[float, float]], between: str = " ") -> str:
+    return between.join(f"{x:.2f},{y:.2f}" for x, y in places)
+
+
+def _minutes(minutes: float) -> str:
+    return f"{minutes:.3g}" if minutes < 100 else f"{minutes:,.0f}"
+
+
+def _text(value: object) -> str:
+    return escape(visible(value, 200))

@@ -1,0 +1,161 @@
+"""Collectives as training uses them: in the node, along rails, over all ranks; what each costs, and whether it is right.
+
+All nodes, and all rails, work at the same time, as in a step. Values are whole numbers that fp32 adds exactly, so every
+element of every timed result is compared with the one right value.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+from torch import Tensor
+
+from bert.parallel.mesh import Mesh
+from bert.parallel.reduction import Communicators
+from bert.parallel.single import all_gather_single, reduce_scatter_single
+from cluster.view import Collective, Operation, Scope
+
+SMALLEST_BYTES, LARGEST_BYTES = 64 * 2**10, 256 * 2**20
+_FACTOR = 4
+"""From one size to the next."""
+_REPEATS, _FEWEST_REPEATS = 5, 3
+_PERIOD = 61
+"""Values repeat after so many elements; a prime number, so that pieces of equal size differ."""
+
+
+@dataclass(frozen=True)
+class WrongResult:
+    """What a rank found wrong in a collective; ``source``: whose data is wrong, where that can be told, else -1."""
+
+    operation: Operation
+    scope: Scope
+    rank: int
+    source: int
+    elements: int
+
+
+def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], list[WrongResult]]:
+    """Time all collectives in all scopes. Every rank must call it at the same time; all get the same answer.
+
+    The sizes of each go up from ``SMALLEST_BYTES`` until the next would take longer than its part of ``seconds``.
+    """
+    groups = Communicators.create(mesh)
+    every = list(range(mesh.world_size))
+    scopes: dict[Scope, tuple[dist.ProcessGroup | None, list[int]]] = {"world": (groups.world, every)}
+    if 1 < len(mesh.node_ranks) < mesh.world_size:
+        scopes["node"] = (groups.node, list(mesh.node_ranks))
+        scopes["rail"] = (groups.rail, list(mesh.rail_ranks))
+    operations: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "all-gather")
+    measured: list[tuple[Scope, dist.ProcessGroup, list[int]]] = [
+        (scope, group, ranks) for scope, (group, ranks) in scopes.items() if group is not None
+    ]
+    share = seconds / max(1, len(measured) * len(operations))
+    collectives, wrong = [], []
+    for scope, group, ranks in measured:
+        for operation in operations:
+            points, errors = _times(mesh, group, ranks, operation, scope, share)
+            latency, rate, residual = fit(points)
+            collectives.append(Collective(operation, scope, len(ranks), latency, rate, residual, tuple(points)))
+            wrong += errors
+    return collectives, wrong
+
+
+def fit(points: list[tuple[int, float]]) -> tuple[float, float, float]:
+    """Latency, seconds a byte, and the relative residual (rms): least squares of relative errors, neither negative."""
+    size_K, seconds_K = np.array(points, dtype=np.float64).T
+    coefficients, norm = nnls(np.stack([1 / seconds_K, size_K / seconds_K], axis=1), np.ones(len(points)))
+    return float(coefficients[0]), float(coefficients[1]), float(norm / np.sqrt(len(points)))
+
+
+def _times(
+    mesh: Mesh, group: dist.ProcessGroup, ranks: list[int], operation: Operation, scope: Scope, seconds: float
+) -> tuple[list[tuple[int, float]], list[WrongResult]]:
+    points, wrong, spent, size = [], [], 0.0, SMALLEST_BYTES
+    while size <= LARGEST_BYTES:
+        left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
+        if len(points) >= 2 and left < _FEWEST_REPEATS * next_one:
+            break
+        trial = _Trial(mesh.device, group, ranks, mesh.rank, operation, size)
+        took, bad = trial.run(mesh, _REPEATS if left > 2 * _REPEATS * next_one else _FEWEST_REPEATS)
+        points.append((trial.bytes, float(np.median(took))))
+        spent += float(np.sum(took))
+        wrong += [WrongResult(operation, scope, *each) for each in bad]
+        size *= _FACTOR
+    return points, wrong
+
+
+class _Trial:
+    """One collective at one size."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        ranks: list[int],
+        rank: int,
+        operation: Operation,
+        size: int,
+    ) -> None:
+        many, place = len(ranks), ranks.index(rank)
+        piece = max(1, size // 4 // many)
+        count = piece * many
+        self.bytes = 4 * count
+        self._ranks, self._rank, self._operation = ranks, rank, operation
+        whole = torch.arange(count, device=device) % _PERIOD
+        mine = slice(place * piece, (place + 1) * piece)
+        self._own = (whole + place % _PERIOD).float()
+        # The sum over places of (element + place % period), which fp32 holds exactly.
+        total = (whole * many + sum(other % _PERIOD for other in range(many))).float()
+        self._run: Callable[[], object]
+        if operation == "all-reduce":
+            self._out, self._right = torch.empty_like(self._own), total
+            self._run = lambda: dist.all_reduce(self._out, group=group)
+        elif operation == "reduce-scatter":
+            self._out, self._right = torch.empty_like(self._own[mine]), total[mine]
+            self._run = lambda: reduce_scatter_single(self._out, self._own, group=group)
+        else:
+            self._out, self._right = torch.empty_like(self._own), whole.float()
+            piece_of_mine = self._right[mine].clone()
+            self._run = lambda: all_gather_single(self._out, piece_of_mine, group=group)
+
+    def run(self, mesh: Mesh, repeats: int) -> tuple[list[float], list[tuple[int, int, int]]]:
+        """Seconds of each repetition on the slowest rank; and rank, source and wrong elements of what was wrong."""
+        took, wrong_elements, source = [], 0, -1
+        for repeat in range(repeats + 1):  # the first one connects
+            self._out.copy_(self._own) if self._operation == "all-reduce" else self._out.zero_()
+            dist.barrier()
+            start = time.perf_counter()
+            self._run()
+            if mesh.device.type == "cuda":
+                torch.cuda.synchronize(mesh.device)
+            if repeat:
+                took.append(time.perf_counter() - start)
+            is_wrong = self._out != self._right
+            found = int(is_wrong.sum().item())
+            if found > wrong_elements:
+                wrong_elements, source = found, self._source(is_wrong)
+        return self._agreed(mesh, took, wrong_elements, source)
+
+    def _source(self, is_wrong: Tensor) -> int:
+        """Whose piece is wrong: an all-gather's pieces come from one rank each."""
+        if self._operation != "all-gather":
+            return -1
+        first = int(is_wrong.nonzero()[0].item())
+        return self._ranks[first // (len(is_wrong) // len(self._ranks))]
+
+    def _agreed(
+        self, mesh: Mesh, took: list[float], wrong: int, source: int
+    ) -> tuple[list[float], list[tuple[int, int, int]]]:
+        own = torch.tensor([*took, wrong, source], dtype=torch.float64, device=mesh.device)
+        every = own.new_empty(mesh.world_size * own.numel())
+        all_gather_single(every, own)
+        found: NDArray[np.float64] = every.view(mesh.world_size, -1).cpu().numpy()
+        bad = [(rank, int(row[-1]), int(row[-2])) for rank, row in enumerate(found) if row[-2]]
+        return found[:, : len(took)].max(axis=0).tolist(), bad

@@ -1,0 +1,254 @@
+"""The probe from arrival to file: measure in turns, compare, look a second time at what is suspicious, write the view."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+
+from bert.parallel.collectives import agreed_integer
+from bert.parallel.launch import Launch
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.single import all_gather_single
+from cluster.probe.arrival import meet
+from cluster.probe.collectives import WrongResult, measure_collectives
+from cluster.probe.computing import cells_of, measure_rates
+from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers, sentence
+from cluster.probe.links import Paths, measure_paths
+from cluster.probe.machine import FACTS_BYTES, Facts, facts_of
+from cluster.probe.schedule import Pairs, rounds_of_pairs
+from cluster.view import Collective, Link, Rate, View, write_view
+from console.program import say
+from console.version import commit
+
+TURNS = 5
+"""Of measuring; as many again where something is suspicious, which all count then."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a probe is asked for.
+
+    Attributes:
+        data: folder of which reading is timed.
+        seconds: about how long measuring may take; a second look takes as long again as devices and links took.
+        limit: seconds within which all ranks must have come.
+        hosts: names of the hosts in the order of nodes, to name those that do not come.
+    """
+
+    out: Path
+    data: Path | None = None
+    seconds: float = 30.0
+    limit: float = 60.0
+    hosts: tuple[str, ...] = ()
+
+
+def probe(request: Request) -> int:
+    """Measure, write the view, and say what is slow; returns the exit status: 1 where something is.
+
+    Raises:
+        ValueError: the launch does not fit, ranks do not come, or one is lost on the way.
+    """
+    if not request.out.absolute().parent.is_dir():
+        raise ValueError(f"--out is {request.out}: there is no folder {request.out.absolute().parent}")
+    if request.seconds < 1 or request.limit < 1:
+        raise ValueError(f"--seconds is {request.seconds:g} and --limit {request.limit:g}, expected at least 1 of each")
+    launch = Launch.from_environment()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    store = meet(launch, request.limit, request.hosts)
+    try:
+        mesh = join_mesh(device.type, timeout=timedelta(seconds=max(60.0, 4 * request.seconds)))
+        view = _measure(request, mesh)
+        status = 0
+        if view is not None:
+            write_view(view, request.out)
+            for line in report(view):
+                say(line)
+            say(request.out)
+            status = 1 if view.outliers else 0
+        return agreed_integer(status, mesh) if mesh.world_size > 1 else status
+    except RuntimeError as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise ValueError(f"rank {launch.rank}: another rank was lost, or the device failed ({reason})") from None
+    finally:
+        leave_mesh()
+        del store
+
+
+def report(view: View) -> list[str]:
+    """Lines that say what was found."""
+    many = len(view.ranks)
+    lines = [f"{len(view.hosts)} host(s), {many} rank(s), {view.backend}, measured in {view.seconds:.0f} s"]
+    lines += [sentence(outlier) for outlier in view.outliers]
+    if not view.outliers:
+        lines.append("no part is slower than the others" if many > 2 else "too few parts to compare with one another")
+    return lines
+
+
+def _measure(request: Request, mesh: Mesh) -> View | None:
+    """The view, on rank 0; None on the others."""
+    start = time.perf_counter()
+    torch.set_grad_enabled(False)
+    every = [Facts.decoded(content) for content in _gather_bytes(facts_of(mesh).encoded(), mesh)]
+    nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
+    host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
+    sharers = _sharers(mesh, every)
+    cells = cells_of(mesh.device, request.data)
+    in_hosts, between = _schedules(nodes, every)
+
+    def once() -> Measured:
+        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), TURNS, 0.3 * request.seconds)
+        return Measured(
+            every,
+            host_of,
+            cells,
+            _gather_numbers(rates_TC, mesh),
+            measure_paths(mesh, in_hosts, TURNS, 0.1 * request.seconds) if in_hosts else None,
+            measure_paths(mesh, between, TURNS, 0.2 * request.seconds) if between else None,
+        )
+
+    measured = once()
+    suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING)) if mesh.is_main else False
+    if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
+        measured = _together(measured, once())
+    collectives: list[Collective] = []
+    wrong: list[WrongResult] = []
+    if mesh.world_size > 1:
+        collectives, wrong = measure_collectives(mesh, 0.4 * request.seconds)
+    if not mesh.is_main:
+        return None
+    return _view(mesh, nodes, measured, collectives, wrong, time.perf_counter() - start)
+
+
+def _sharers(mesh: Mesh, every: Sequence[Facts]) -> list[int]:
+    """The ranks that share this one's cores, or itself alone where each has a GPU. Hosts may be parts of one machine."""
+    if mesh.device.type == "cuda":
+        return [mesh.rank]
+    return [rank for rank, facts in enumerate(every) if facts.machine == every[mesh.rank].machine]
+
+
+def _slots(mesh: Mesh, every: Sequence[Facts]) -> int:
+    """Ranks that measure at a time: hardware threads share cores, hence half of them."""
+    return max(1, every[mesh.rank].cores // 2 // torch.get_num_threads())
+
+
+def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[list[Pairs], list[Pairs]]:
+    """Rounds of pairs of ranks: within the hosts, all hosts at once; and between hosts, all network cards at once.
+
+    Ranks that share a card would measure each other, so the first at each card stands for it.
+    """
+    place_rounds = rounds_of_pairs(len(nodes[0]))
+    within = [[_ordered(ranks[a], ranks[b]) for ranks in nodes for a, b in pairs] for pairs in place_rounds]
+    by_name = sorted(nodes, key=lambda ranks: _natural(every[ranks[0]].host))
+    at_cards = [list({every[rank].card: rank for rank in reversed(ranks)}.values())[::-1] for ranks in by_name]
+    rails = list(zip(*at_cards, strict=False))  # as many as every host has cards
+    between = [
+        [_ordered(rail[a], rail[b]) for rail in rails for a, b in pairs] for pairs in rounds_of_pairs(len(by_name))
+    ]
+    return within, between
+
+
+def _ordered(one: int, other: int) -> tuple[int, int]:
+    return (one, other) if one < other else (other, one)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Order of names in which node9 comes before node10."""
+    return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _together(first: Measured, second: Measured) -> Measured:
+    """All turns of two measurements."""
+
+    def paths(one: Paths | None, other: Paths | None) -> Paths | None:
+        if one is None or other is None:
+            return None
+        return replace(
+            one,
+            latency_TE=np.concatenate([one.latency_TE, other.latency_TE]),
+            seconds_per_byte_TE=np.concatenate([one.seconds_per_byte_TE, other.seconds_per_byte_TE]),
+        )
+
+    return replace(
+        first,
+        rates_RTC=np.concatenate([first.rates_RTC, second.rates_RTC], axis=1),
+        in_hosts=paths(first.in_hosts, second.in_hosts),
+        between_hosts=paths(first.between_hosts, second.between_hosts),
+    )
+
+
+def _gather_bytes(content: bytes, mesh: Mesh) -> list[bytes]:
+    """Every rank's ``content``, by rank; as bytes of fixed size, so that nothing is unpickled."""
+    if mesh.world_size == 1:
+        return [content]
+    sent = torch.tensor(list(content.ljust(FACTS_BYTES)), dtype=torch.uint8, device=mesh.device)
+    received = sent.new_empty(mesh.world_size * FACTS_BYTES)
+    all_gather_single(received, sent)
+    return [row.tobytes() for row in received.view(mesh.world_size, -1).cpu().numpy()]
+
+
+def _gather_numbers(own: NDArray[np.float64], mesh: Mesh) -> NDArray[np.float64]:
+    """Every rank's array, of the same shape on all, by rank."""
+    if mesh.world_size == 1:
+        return own[None]
+    sent = torch.from_numpy(own).to(mesh.device).reshape(-1)
+    received = sent.new_empty(mesh.world_size * sent.numel())
+    all_gather_single(received, sent)
+    return received.cpu().numpy().reshape(mesh.world_size, *own.shape)
+
+
+def _view(
+    mesh: Mesh,
+    nodes: Sequence[Sequence[int]],
+    measured: Measured,
+    collectives: Sequence[Collective],
+    wrong: Sequence[WrongResult],
+    seconds: float,
+) -> View:
+    switches, source = find_leaves(measured)
+    outliers = find_outliers(measured, switches, wrong)
+    hosts = [
+        replace(measured.facts[ranks[0]].as_host(), switches=path) for ranks, path in zip(nodes, switches, strict=True)
+    ]
+    ranks = []
+    for rank, (facts, host) in enumerate(zip(measured.facts, measured.host_of, strict=True)):
+        rates = [
+            Rate(cell.quantity, cell.dtype, cell.size, float(np.median(times_T)), _spread(times_T))
+            for cell, times_T in zip(measured.cells, measured.rates_RTC[rank].T, strict=True)
+        ]
+        ranks.append(replace(facts.as_rank(host, nodes[host].index(rank)), rates=tuple(rates)))
+    links = [
+        Link(int(one), int(other), float(np.median(latency_T)), float(np.median(times_T)), _spread(times_T))
+        for paths in (measured.in_hosts, measured.between_hosts)
+        if paths is not None
+        for one, other, latency_T, times_T in zip(
+            paths.source_E, paths.target_E, paths.latency_TE.T, paths.seconds_per_byte_TE.T, strict=True
+        )
+    ]
+    return View(
+        datetime.now(UTC).isoformat(timespec="seconds"),
+        commit(),
+        torch.__version__,
+        "none" if mesh.world_size == 1 else dist.get_backend(),
+        seconds,
+        source,
+        tuple(hosts),
+        tuple(ranks),
+        tuple(links),
+        tuple(collectives),
+        tuple(outliers),
+    )
+
+
+def _spread(times_T: NDArray[np.float64]) -> float:
+    """The relative standard deviation of repeated times, from the median absolute deviation of their logarithms."""
+    logarithms = np.log(times_T)
+    return float(1.4826 * np.median(np.abs(logarithms - np.median(logarithms))))

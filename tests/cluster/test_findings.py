@@ -1,0 +1,176 @@
+"""Findings in words: which part, how slow, what it costs a step; made-up measurements stand for a cluster."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cluster.probe.collectives import WrongResult, fit
+from cluster.probe.computing import Cell
+from cluster.probe.findings import Measured, find_leaves, find_outliers, sentence
+from cluster.probe.links import Paths
+from cluster.probe.machine import Facts
+from cluster.probe.schedule import rounds_of_pairs
+from cluster.view import Card
+
+TURNS = 10
+
+
+def facts(host: int, switches: tuple[str, ...] = ()) -> Facts:
+    return Facts(f"h{host}", "boot", 1, 1, 8, 1 << 30, (Card("v0", -1, 0.0),), switches, "CPU", 1 << 30, 0, "v0", "")
+
+
+def paths(rng: np.random.Generator, ranks: list[int], seconds_per_byte: float) -> Paths:
+    pairs = [(ranks[a], ranks[b]) for pairs in rounds_of_pairs(len(ranks)) for a, b in pairs]
+    source, target = np.array([*pairs, *(pair[::-1] for pair in pairs)]).T
+    shape = (TURNS, len(source))
+    return Paths(
+        source, target, 1e-5 * np.exp(rng.normal(0, 0.1, shape)), seconds_per_byte * np.exp(rng.normal(0, 0.03, shape))
+    )
+
+
+def cluster(hosts: int = 4, size: int = 2, seed: int = 0) -> Measured:
+    """An even cluster of CPUs with a network card a host."""
+    rng = np.random.default_rng(seed)
+    cells = [
+        Cell("product", "fp32", 512, lambda: None, judged=True),
+        Cell("copy", "fp32", 1 << 25, lambda: None, judged=True),
+    ]
+    rates = np.array([5e-3, 4e-3]) * np.exp(rng.normal(0, 0.04, (hosts * size, TURNS, 2)))
+    host_of = [rank // size for rank in range(hosts * size)]
+    inside = (
+        [paths(rng, list(range(host * size, (host + 1) * size)), 1e-10) for host in range(hosts)] if size > 1 else []
+    )
+    in_hosts = (
+        Paths(
+            np.concatenate([each.source_E for each in inside]),
+            np.concatenate([each.target_E for each in inside]),
+            np.concatenate([each.latency_TE for each in inside], axis=1),
+            np.concatenate([each.seconds_per_byte_TE for each in inside], axis=1),
+        )
+        if inside
+        else None
+    )
+    between = paths(rng, [host * size for host in range(hosts)], 1e-9) if hosts > 1 else None
+    return Measured([facts(host) for host in host_of], host_of, cells, rates, in_hosts, between)
+
+
+def names(measured: Measured) -> list[str]:
+    return [each.name for each in find_outliers(measured, find_leaves(measured)[0])]
+
+
+@pytest.mark.parametrize(("hosts", "size"), [(1, 1), (1, 8), (2, 1), (4, 1), (4, 2), (3, 4), (16, 8)])
+def test_an_even_cluster_has_no_outliers(hosts: int, size: int) -> None:
+    assert [name for seed in range(10) for name in names(cluster(hosts, size, seed))] == []
+
+
+def slow_rank(measured: Measured) -> None:
+    measured.rates_RTC[3, :, 0] *= 2
+
+
+def slow_host(measured: Measured) -> None:
+    measured.rates_RTC[2:4, :, 0] *= 2
+
+
+def slow_sending(measured: Measured) -> None:
+    assert measured.between_hosts
+    measured.between_hosts.seconds_per_byte_TE[:, measured.between_hosts.source_E == 4] *= 3
+
+
+def slow_card(measured: Measured) -> None:
+    assert measured.between_hosts
+    at = (measured.between_hosts.source_E == 4) | (measured.between_hosts.target_E == 4)
+    measured.between_hosts.seconds_per_byte_TE[:, at] *= 3
+
+
+def slow_path(measured: Measured) -> None:
+    assert measured.between_hosts
+    at = (measured.between_hosts.source_E == 0) & (measured.between_hosts.target_E == 6)
+    measured.between_hosts.seconds_per_byte_TE[:, at] *= 3
+
+
+def slow_inside(measured: Measured) -> None:
+    assert measured.in_hosts
+    measured.in_hosts.seconds_per_byte_TE[:, measured.in_hosts.source_E // 2 == 5] *= 2
+
+
+def slow_rank_and_its_own_path(measured: Measured) -> None:
+    """What a slow processor does to the paths that it serves is not named beside it."""
+    assert measured.between_hosts
+    measured.rates_RTC[4, :, 0] *= 2
+    at = (measured.between_hosts.source_E == 4) | (measured.between_hosts.target_E == 4)
+    measured.between_hosts.seconds_per_byte_TE[:, at] *= 1.9
+    measured.between_hosts.latency_TE[:, at] *= 30
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        (slow_rank, "rank 3 on host h1"),
+        (slow_host, "host h1"),
+        (slow_sending, "network link of host h2, card v0, sending"),
+        (slow_card, "network link of host h2, card v0, both directions"),
+        (slow_inside, "links in host h5"),
+        (slow_path, "path from rank 0 on host h0 to rank 6 on host h3"),
+        (slow_rank_and_its_own_path, "rank 4 on host h2"),
+    ],
+)
+def test_the_part_is_named(fault: Callable[[Measured], None], expected: str) -> None:
+    for seed in range(5):
+        measured = cluster(hosts=8, seed=seed)
+        fault(measured)
+        assert names(measured) == [expected]
+
+
+def test_the_cost_of_a_step_is_that_of_its_part() -> None:
+    measured = cluster(hosts=8)
+    slow_sending(measured)
+    [link] = find_outliers(measured, [()] * 8)
+    compute, update = 56 * 0.5e12 / (2 * 512**3 / 5e-3), 7 * 4 * 336e6 / (2 * 2**25 / 4e-3)
+    reduce = 2 * 7 / 8 * 4 * 336e6 * 1e-9
+    assert link.step_share == pytest.approx(2 * reduce / (compute + update + reduce), rel=0.1)
+    assert sentence(link).startswith("SLOW  network link of host h2, card v0, sending: bandwidth, time ")
+
+
+def test_devices_are_compared_with_their_like() -> None:
+    measured = cluster(hosts=8)
+    measured.rates_RTC[:8] *= 3
+    newer = [replace(each, device="newer") if rank >= 8 else each for rank, each in enumerate(measured.facts)]
+    assert names(replace(measured, facts=newer)) == []
+
+
+def test_switches_are_slurms_where_it_tells_them() -> None:
+    measured = cluster(hosts=4)
+    told = replace(measured, facts=[facts(host, ("top", f"leaf{host % 2}")) for host in measured.host_of])
+    assert find_leaves(told) == ([("top", "leaf0"), ("top", "leaf1")] * 2, "slurm")
+    assert find_leaves(measured) == ([()] * 4, "unknown")
+
+
+def test_switches_are_found_by_bandwidth_or_by_latency() -> None:
+    for quantity in ("seconds_per_byte_TE", "latency_TE"):
+        measured = cluster(hosts=8)
+        assert measured.between_hosts
+        far = measured.between_hosts.source_E // 8 != measured.between_hosts.target_E // 8
+        getattr(measured.between_hosts, quantity)[:, far] *= 2
+        assert find_leaves(measured) == ([("leaf 0",)] * 4 + [("leaf 1",)] * 4, "measured")
+        assert names(measured) == []
+
+
+def test_a_wrong_result_names_its_rank_and_whose_data_it_is() -> None:
+    measured = cluster()
+    found = find_outliers(measured, [()] * 4, [WrongResult("all-gather", "world", 1, 5, 7)])
+    assert [sentence(each) for each in found] == [
+        "BROKEN  rank 1 on host h0 got 7 wrong elements from all-gather (world), in the piece of rank 5 on host h2"
+    ]
+    assert found[0].ranks == (1, 5)
+
+
+def test_a_fit_is_latency_and_bandwidth_and_says_how_well_it_fits() -> None:
+    points = [(65536 * 4**power, 1e-4 + 65536 * 4**power / 1e10) for power in range(6)]
+    assert fit(points) == pytest.approx((1e-4, 1e-10, 0.0), abs=1e-9)
+    bent = [(size, seconds * (1.2 if place % 2 else 0.8)) for place, (size, seconds) in enumerate(points)]
+    latency, rate, residual = fit(bent)
+    assert latency == pytest.approx(1e-4, rel=0.3)
+    assert rate == pytest.approx(1e-10, rel=0.3)
+    assert 0.1 < residual < 0.25

@@ -1,0 +1,125 @@
+"""Statistics that name slow parts: silent on noise of any shape, and loud where something is slow."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.leaves import leaves_of
+from cluster.outliers import judge, take_apart
+from cluster.probe.schedule import rounds_of_pairs
+
+Noise = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
+NOISES: dict[str, Noise] = {
+    "bell-shaped": lambda rng, shape: rng.normal(0, 0.05, shape),
+    "heavy-tailed": lambda rng, shape: 0.03 * rng.standard_t(2, shape),
+    "one-sided": lambda rng, shape: rng.exponential(0.1, shape),
+    "bursts": lambda rng, shape: rng.normal(0, 0.02, shape) + (rng.random(shape) < 0.15) * rng.exponential(1, shape),
+    "bursts that hit all": lambda rng, shape: rng.normal(0, 0.03, shape) + rng.exponential(1, (shape[0], 1)),
+}
+TURNS = 10
+"""What decides: the turns of two looks."""
+
+
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+@pytest.mark.parametrize("parts", [4, 8, 64])
+def test_even_parts_are_not_named(noise: Noise, parts: int) -> None:
+    rng = np.random.default_rng(parts)
+    named = sum(judge(noise(rng, (TURNS, parts)), 4 * parts).is_outlier.any() for _ in range(100))
+    assert named <= 1
+
+
+@pytest.mark.parametrize(("parts", "least"), [(4, 0.7), (8, 0.95), (64, 0.99)])
+@pytest.mark.parametrize("noise", [NOISES["bell-shaped"], NOISES["heavy-tailed"], NOISES["bursts that hit all"]])
+def test_a_part_at_half_speed_is_named_and_no_other(noise: Noise, parts: int, least: float) -> None:
+    rng = np.random.default_rng(parts)
+    right = 0
+    for _ in range(100):
+        times = noise(rng, (TURNS, parts))
+        times[:, 2] += np.log(2)
+        right += list(np.flatnonzero(judge(times, 4 * parts).is_outlier)) == [2]
+    assert right >= 100 * least
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(6, 40), st.floats(0.0001, 0.03))
+@settings(max_examples=40)
+def test_what_is_named_depends_on_how_well_parts_agree(seed: int, parts: int, noise: float) -> None:
+    rng = np.random.default_rng(seed)
+    even = rng.normal(0, noise, (TURNS, parts))
+    slow, scaled = even.copy(), even + rng.normal()
+    slow[:, 0] += 40 * noise + 0.002
+    judgement = judge(slow, 4 * parts)
+    assert judgement.is_outlier[0]
+    assert judgement.ratios[0] == pytest.approx(np.exp(40 * noise + 0.002), rel=4 * noise)
+    np.testing.assert_allclose(judge(scaled, 1).deviations, judge(even, 1).deviations, rtol=1e-6, atol=1e-6)
+    slow[:, 0] -= 2 * (40 * noise + 0.002)
+    assert not judge(slow, 4 * parts).is_outlier[0], "what is fast is nothing to name"
+
+
+@pytest.mark.parametrize(("turns", "parts"), [(10, 1), (10, 2), (2, 30)])
+def test_too_little_to_compare_names_nobody(turns: int, parts: int) -> None:
+    times = np.zeros((turns, parts))
+    times[:, 0] = 5.0
+    assert not judge(times, 1).is_outlier.any()
+
+
+def paths(hosts: int) -> tuple[np.ndarray, np.ndarray]:
+    pairs = [pair for pairs in rounds_of_pairs(hosts) for pair in pairs]
+    source, target = np.array([*pairs, *(pair[::-1] for pair in pairs)]).T
+    return source, target
+
+
+@pytest.mark.parametrize("hosts", [4, 7, 16, 100])
+def test_a_slow_end_is_told_from_a_slow_path_and_by_its_direction(hosts: int) -> None:
+    source, target = paths(hosts)
+    rng = np.random.default_rng(hosts)
+    for fault in ("sending", "receiving", "rest"):
+        times = rng.normal(0, 0.02, (TURNS, len(source)))
+        slow = {"sending": source == 1, "receiving": target == 1, "rest": np.arange(len(source)) == 1}[fault]
+        times[:, slow] += np.log(3)
+        ends = take_apart(times, source, target, hosts)
+        for name, part, fitted in (
+            ("sending", ends.sending_TN, 1),
+            ("receiving", ends.receiving_TN, 1),
+            ("rest", ends.rest_TE, 2 * hosts - 1),
+        ):
+            found = np.flatnonzero(judge(part, 4 * len(source), fitted=fitted).is_outlier).tolist()
+            assert found == ([1] if name == fault else []), (fault, name)
+
+
+def test_both_directions_of_one_host_and_sending_of_another_are_told_apart() -> None:
+    source, target = paths(8)
+    times = np.random.default_rng(0).normal(0, 0.02, (TURNS, len(source)))
+    times[:, (source == 3) | (target == 3)] += np.log(2)
+    times[:, source == 6] += np.log(3)
+    ends = take_apart(times, source, target, 8)
+    assert np.flatnonzero(judge(ends.sending_TN, 100).is_outlier).tolist() == [3, 6]
+    assert np.flatnonzero(judge(ends.receiving_TN, 100).is_outlier).tolist() == [3]
+
+
+def leaves(hosts: int, size: int, longer: float, noise: float) -> list[int] | None:
+    source, target = paths(hosts)
+    times = np.random.default_rng(1).normal(0, noise, (5, len(source)))
+    times[:, source // size != target // size] += np.log(longer)
+    ends = take_apart(times, source, target, hosts)
+    return leaves_of(ends.rest_TE, source, target, hosts)
+
+
+@pytest.mark.parametrize(("hosts", "size"), [(4, 2), (8, 4), (12, 3), (64, 8), (256, 32)])
+def test_hosts_under_one_leaf_are_found(hosts: int, size: int) -> None:
+    assert leaves(hosts, size, 1.5, 0.01) == [host // size for host in range(hosts)]
+
+
+@pytest.mark.parametrize("hosts", [4, 8, 64, 256])
+@pytest.mark.parametrize("noise", [0.001, 0.1])
+def test_an_even_network_has_no_leaves(hosts: int, noise: float) -> None:
+    assert leaves(hosts, hosts, 1.0, noise) is None
+
+
+def test_one_slow_path_makes_no_leaf() -> None:
+    source, target = paths(8)
+    times = np.random.default_rng(1).normal(0, 0.01, (5, len(source)))
+    times[:, 0] += 1.0
+    assert leaves_of(take_apart(times, source, target, 8).rest_TE, source, target, 8) is None

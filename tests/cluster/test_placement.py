@@ -1,0 +1,112 @@
+"""Order of hosts: exact where few, close to exact where many, never worse than given; and what it does to a ring."""
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster import placement
+from cluster.fat_tree import FatTree
+from cluster.placement import Placing, climb, cost, place
+
+PATHS = st.builds(lambda pod, leaf: (f"pod {pod}", f"leaf {pod}.{leaf}"), st.integers(0, 1), st.integers(0, 2))
+
+
+def placings(hosts: int) -> st.SearchStrategy[Placing]:
+    return st.builds(
+        lambda group, groups, apart: Placing(min(group * groups, hosts // group * group) or group, group, apart),
+        st.integers(1, 3),
+        st.integers(1, hosts),
+        st.booleans(),
+    )
+
+
+@settings(max_examples=40)
+@given(st.lists(PATHS, min_size=3, max_size=5).flatmap(lambda paths: st.tuples(st.just(paths), placings(len(paths)))))
+def test_few_hosts_are_placed_as_well_as_can_be(case: tuple[list[tuple[str, str]], Placing]) -> None:
+    paths, placing = case
+    if placing.apart and placing.group > len(set(paths)):
+        with pytest.raises(ValueError, match="--group is"):
+            place(paths, placing)
+        return
+    order = place(paths, placing)
+    least = min(
+        cost([paths[host] for host in other], placing)
+        for other in itertools.permutations(range(len(paths)), placing.nodes)
+    )
+    assert len(set(order)) == placing.nodes
+    assert cost([paths[host] for host in order], placing) == least
+
+
+def test_without_the_search_few_orders_are_dearer(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = random.Random(0)
+    dearer = 0
+    for _ in range(100):
+        paths = [(f"pod {generator.randrange(2)}", f"leaf {generator.randrange(2)}") for _ in range(7)]
+        paths = [(pod, f"{leaf} of {pod}") for pod, leaf in paths]
+        placing = Placing(6, generator.choice((1, 2, 3)))
+        found = []
+        for up_to in (8, 0):
+            monkeypatch.setattr(placement, "EXACT_UP_TO", up_to)
+            found.append(cost([paths[host] for host in place(paths, placing)], placing))
+        assert found[0] <= found[1]
+        dearer += found[0] < found[1]
+    assert dearer < 35
+
+
+@pytest.mark.parametrize("oversubscription", [1, 4])
+def test_a_ring_in_this_order_is_slowed_by_no_uplink(oversubscription: int) -> None:
+    tree = FatTree(pods=4, leaves_per_pod=8, hosts_per_leaf=16, oversubscription=oversubscription)
+    hosts = tree.paths()
+    random.Random(1).shuffle(hosts)
+    order = [hosts[host] for host in place(hosts, Placing(len(hosts)))]
+    assert sorted(order) == sorted(hosts)
+    assert tree.ring_slowdown(order) == 1
+    assert tree.ring_slowdown(hosts) == 1 if oversubscription == 1 else tree.ring_slowdown(hosts) > 2
+    assert cost(order, Placing(len(hosts))) == 32 + 4  # each leaf is left once, each pod once
+
+
+def test_a_part_of_the_hosts_comes_from_as_few_leaves_as_can_be() -> None:
+    leaves = {"a": 3, "b": 8, "c": 5, "d": 2}
+    paths = [("top", leaf) for leaf, hosts in leaves.items() for _ in range(hosts)]
+    assert {paths[host] for host in place(paths, Placing(8))} == {("top", "b")}
+    assert {paths[host] for host in place(paths, Placing(10))} == {("top", "b"), ("top", "d")}
+
+
+def test_a_part_stays_in_the_smallest_subtree_that_has_enough() -> None:
+    paths = [("pod 1", "leaf 1")] * 9 + [("pod 2", "leaf 2")] * 6 + [("pod 2", "leaf 3")] * 6
+    assert {paths[host][0] for host in place(paths, Placing(12))} == {"pod 2"}
+
+
+def test_groups_stay_in_a_leaf_or_spread_over_leaves() -> None:
+    paths = [("top", f"leaf {leaf}") for leaf in range(6) for _ in range(6)]
+    random.Random(2).shuffle(paths)
+    together = place(paths, Placing(36, group=4))
+    groups = [[paths[host] for host in together[start : start + 4]] for start in range(0, 36, 4)]
+    assert sum(len(set(group)) == 1 for group in groups) == 6
+    apart = place(paths, Placing(36, group=4, apart=True))
+    assert all(len({paths[host] for host in apart[start : start + 4]}) == 4 for start in range(0, 36, 4))
+
+
+def test_levels_are_counted_from_where_two_paths_part() -> None:
+    assert climb(("pod 1", "leaf 1"), ("pod 1", "leaf 1")) == 0
+    assert climb(("pod 1", "leaf 1"), ("pod 1", "leaf 2")) == 1
+    assert climb(("pod 1", "leaf 1"), ("pod 2", "leaf 3")) == 2
+    assert climb((), ()) == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group", "apart", "message"),
+    [
+        (9, 1, False, "--nodes is 9, and the cluster has 8 hosts"),
+        (8, 3, True, "--nodes is 8 and --group 3: expected a multiple"),
+        (0, 1, False, "--nodes is 0"),
+        (6, 3, True, "--group is 3, and there are 2 leaves"),
+    ],
+)
+def test_what_cannot_be_placed_is_said(nodes: int, group: int, apart: bool, message: str) -> None:
+    paths = [("top", f"leaf {host % 2}") for host in range(8)]
+    with pytest.raises(ValueError, match=message):
+        place(paths, Placing(nodes, group, apart))

@@ -1,0 +1,25 @@
+"""A rank of a probe on whose rank 1 an all-reduce of floats gets one element wrong."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cluster.probe.command import Request, probe
+
+right = dist.all_reduce
+
+
+def wrong(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    work = right(tensor, *arguments, **named)
+    if os.environ["RANK"] == "1" and tensor.dtype == torch.float32 and tensor.numel() > 1000:
+        tensor[7] += 1
+    return work
+
+
+if __name__ == "__main__":
+    dist.all_reduce = wrong
+    sys.exit(probe(Request(Path(sys.argv[2]), seconds=1.0)))
