@@ -205,7 +205,7 @@ def _scale(
     out: Path | None = None,
     page: Path | None = None,
 ) -> None:
-    """Draw the time to train against the number of accelerators, to 16,384, with the published points and what takes the time.
+    """Draw the time to train against the number of accelerators, to 16,384, with published points and what takes it.
 
     Args:
         accelerator: Its name, such as H100-SXM; `devices` lists those that are known.

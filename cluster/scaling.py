@@ -52,10 +52,8 @@ class Point:
 
 
 def scale(device: Device, per_node: int, interconnect: str = "", networking: str = "") -> list[Point]:
-    """Predict whole nodes in powers of two, from one up to `LARGEST` accelerators, each with its fastest usual batch.
-
-    Where a batch that is used with fewer accelerators would be faster, the curve ends as that of real submitters does: they
-    take the batch that converges, and leave accelerators with fewer sequences.
+    """Predict whole nodes in powers of two, from one up to `LARGEST` accelerators, each with the fastest of the global
+    batch sizes that are published at such scales.
     """
     predictions = []
     nodes = 1
@@ -84,9 +82,12 @@ def write_table(points: Sequence[Point], path: Path) -> None:
         numbers = (prediction.minutes, prediction.low, prediction.high, point.efficiency)
         parts = (prediction.time.parts[part] / 60 for part in PARTS)
         writer.writerow(
-            (point.accelerators, prediction.run.machine.nodes, prediction.run.batch)
-            + tuple(f"{number:.6g}" for number in numbers)
-            + (f"{prediction.time.samples:.0f}", *(f"{minutes:.6g}" for minutes in parts))
+            (
+                *(point.accelerators, prediction.run.machine.nodes, prediction.run.batch),
+                *(f"{number:.6g}" for number in numbers),
+                f"{prediction.time.samples:.0f}",
+                *(f"{minutes:.6g}" for minutes in parts),
+            )
         )
     write_atomically(path, text.getvalue().encode())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
 
@@ -114,8 +114,8 @@ def _table(points: Sequence[Point]) -> str:
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
     head_cells = "".join(f"<th>{name}</th>" for name in head)
     note = (
-        "Efficiency is sequences a second and accelerator over those of one node; samples are those to converge over what one "
-        "node's batch needs."
+        "Efficiency is sequences a second and accelerator over those of one node; samples are those to converge over "
+        "what one node's batch needs."
     )
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head_cells}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -123,7 +123,7 @@ def _table(points: Sequence[Point]) -> str:
     )
 
 
-def _across(points: Sequence[Point]):
+def _across(points: Sequence[Point]) -> Callable[[int], float]:
     first, last = math.log2(points[0].accelerators), math.log2(points[-1].accelerators)
 
     def x(accelerators: int) -> float:
@@ -142,7 +142,8 @@ def _numbers(points: Sequence[Point]) -> str:
 
 def _chart(drawing: str, labels: str, axis: str) -> str:
     svg = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{drawing}</svg>'
-    return f'<figure class="wide"><div class="chart"><div class="plot">{svg}{labels}</div><p class="axis">{axis}</p></div></figure>'
+    plot = f'<div class="plot">{svg}{labels}</div><p class="axis">{axis}</p>'
+    return f'<figure class="wide"><div class="chart">{plot}</div></figure>'
 
 
 def _places(places: Iterable[tuple[float, float]], between: str = " ") -> str:
