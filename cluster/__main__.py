@@ -5,6 +5,7 @@ A command imports what it needs when it runs, so that --help and a wrong option 
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -177,8 +178,6 @@ def _place(
     from console.files import write_atomically
 
     seen = read_view(view)
-    if seen.switches_from == "unknown":
-        raise ValueError(f"{view}: it says nothing of switches; there is no order to prefer")
     if tasks_per_node < 1:
         raise ValueError(f"--tasks-per-node is {tasks_per_node}, expected at least 1")
     placing = Placing(nodes or len(seen.hosts), group, apart)
@@ -190,9 +189,13 @@ def _place(
         say(f"{number:9}  {seen.hosts[host].name:{width}}  {' / '.join(paths[host])}")
     say()
     before, after = (cost([paths[host] for host in each], placing) for each in (range(placing.nodes), order))
+    if seen.switches_from == "unknown":
+        say(f"{view} says nothing of switches, so there is no order to prefer")
     say(f"levels that traffic climbs: {after}, in the order of {view} {before}")
     if out is not None:
         lines = [seen.hosts[host].name for host in order for _ in range(tasks_per_node)]
+        if strange := [name for name in lines if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
+            raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no name for a file of hosts")
         write_atomically(out, "".join(f"{line}\n" for line in lines).encode())
         say(f"{out}: {len(lines)} lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub")
 

@@ -2,14 +2,18 @@
 
 import itertools
 import random
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster import __main__ as program
 from cluster import placement
 from cluster.fat_tree import FatTree
 from cluster.placement import Placing, climb, cost, place
+from cluster.view import Host, Rank, View, write_view
 
 PATHS = st.builds(lambda pod, leaf: (f"pod {pod}", f"leaf {pod}.{leaf}"), st.integers(0, 1), st.integers(0, 2))
 
@@ -110,3 +114,48 @@ def test_what_cannot_be_placed_is_said(nodes: int, group: int, apart: bool, mess
     paths = [("top", f"leaf {host % 2}") for host in range(8)]
     with pytest.raises(ValueError, match=message):
         place(paths, Placing(nodes, group, apart))
+
+
+def write_hosts(path: Path, *hosts: tuple[str, tuple[str, ...]], known: bool = True) -> None:
+    found = tuple(Host(name, 1, 1, 2, 1 << 30, (), switches) for name, switches in hosts)
+    source = "slurm" if known else "unknown"
+    ranks = tuple(Rank(place, 0, "cpu", 1 << 30, -1, "", "", ()) for place in range(len(hosts)))
+    write_view(View("2026-01-01T00:00:00", "c", "2.13.0", "gloo", 1.0, source, found, ranks, (), (), ()), path)
+
+
+def run_place(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["cluster", "place", *map(str, arguments)])
+    return program.main()
+
+
+def test_the_command_writes_a_line_for_each_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    view, out = tmp_path / "cluster.json", tmp_path / "hosts.txt"
+    write_hosts(view, ("n1", ("top", "a")), ("n2", ("top", "b")), ("n3", ("top", "a")), ("n4", ("top", "b")))
+    assert run_place(monkeypatch, view, "--tasks-per-node", 2, "--out", out) == 0
+    assert out.read_text().split() == ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"]
+    assert "levels that traffic climbs: 2, in the order of" in capsys.readouterr().out
+    assert run_place(monkeypatch, view, "--group", 2, "--apart", "--out", out) == 0
+    assert [{"n1": "a", "n3": "a"}.get(name, "b") for name in out.read_text().split()] in (list("abba"), list("baab"))
+
+
+def test_without_switches_the_order_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hosts(tmp_path / "c.json", ("b", ()), ("a", ()), known=False)
+    assert run_place(monkeypatch, tmp_path / "c.json", "--out", tmp_path / "hosts") == 0
+    assert (tmp_path / "hosts").read_text() == "b\na\n"
+    assert "says nothing of switches" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["n1\nn2", "-n", "n 1", "n1,n2", ""])
+def test_a_name_that_would_steer_srun_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    write_hosts(tmp_path / "c.json", (name, ("top", "a")), ("n9", ("top", "a")))
+    assert run_place(monkeypatch, tmp_path / "c.json", "--out", tmp_path / "hosts") == 2
+    assert not (tmp_path / "hosts").exists()
+    error = capsys.readouterr().err
+    assert len(error.splitlines()) == 1
+    assert "is called" in error
