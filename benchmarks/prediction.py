@@ -86,7 +86,7 @@ def look_up_errors() -> list[float]:
     """Logarithms of a look-up over what was observed, where another submitter has the same system and recipe."""
     errors = []
     for result in results():
-        alike = [other for other in results() if other.kind == result.kind and other.submitter != result.submitter]
+        alike = [other for other in results() if other.kind == result.kind and other.company != result.company]
         if alike:
             errors.append(math.log(statistics.median(other.seconds for other in alike) / result.seconds))
     return errors

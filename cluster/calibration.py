@@ -181,7 +181,7 @@ def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Hel
 
 
 GROUPS: dict[str, Callable[[Result], Hashable]] = {
-    "submitter": lambda result: result.submitter,
+    "submitter": lambda result: result.company,
     "scale": lambda result: result.run.machine.accelerators,
     "accelerator": lambda result: result.run.machine.device.model,
 }
