@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tyro
 
 from benchmarks.conditions import write_figures
-from cluster.calibration import GROUPS, Calibration, Held, calibrate
-from cluster.published import Result, results
+from cluster.model.calibration import GROUPS, Calibration, Held, calibrate
+from cluster.model.published import Result, results
 
 
 def main(published: tyro.conf.FlagCreatePairsOff[bool] = False, rows: bool = False, out: Path | None = None) -> None:

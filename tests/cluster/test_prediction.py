@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cost_model import Run
 from cluster.devices import device_named, devices
-from cluster.machine import describe_machine
-from cluster.prediction import PARTS, predict, usual_run
-from cluster.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
-from cluster.published import TABLE, results
+from cluster.model.cost_model import Run
+from cluster.model.machine import describe_machine
+from cluster.model.prediction import PARTS, predict, usual_run
+from cluster.model.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
+from cluster.model.published import TABLE, results
 from tests.conftest import REPOSITORY
 
 

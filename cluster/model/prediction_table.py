@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.cost_model import ROUND, Run
-from cluster.prediction import Prediction, predict, usual_run
-from cluster.published import described_machine, whole_number
+from cluster.model.cost_model import ROUND, Run
+from cluster.model.prediction import Prediction, predict, usual_run
+from cluster.model.published import described_machine, whole_number
 from dataloading.files import read_bounded, write_atomically
 
 COLUMNS = (

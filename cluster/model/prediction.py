@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.calibration import INTERVAL, Calibration, calibration
-from cluster.cost_model import Run, RunTime, run_time, uses_fp8
-from cluster.machine import Machine
-from cluster.published import Result, nearest, results, usual_batches
+from cluster.model.calibration import INTERVAL, Calibration, calibration
+from cluster.model.cost_model import Run, RunTime, run_time, uses_fp8
+from cluster.model.machine import Machine
+from cluster.model.published import Result, nearest, results, usual_batches
 
 PARTS = {
     "matrix": "matrix products",

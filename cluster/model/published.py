@@ -9,11 +9,11 @@ from functools import lru_cache
 from math import log2
 from pathlib import Path
 
-from cluster.cost_model import Run
 from cluster.devices import Device, device_named
-from cluster.machine import Machine, describe_machine
+from cluster.model.cost_model import Run
+from cluster.model.machine import Machine, describe_machine
 
-TABLE = Path(__file__).parents[1] / "compliance/report/published_results.csv"
+TABLE = Path(__file__).parents[2] / "compliance/report/published_results.csv"
 """Closed and open results of MLPerf Training v2.0 to v3.1, as `compliance/report/published.py` describes them."""
 
 SOCKETS = 2
