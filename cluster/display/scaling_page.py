@@ -9,8 +9,8 @@ from pathlib import Path
 
 from cluster.devices import Device
 from cluster.display.page import STYLE_SHEETS
-from cluster.published import Result
-from cluster.scaling import CAUSES, Point
+from cluster.model.published import Result
+from cluster.model.scaling import CAUSES, Point
 from console.files import write_atomically
 from console.text import visible
 

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.devices import device_named
 from cluster.display.scaling_page import render
-from cluster.scaling import CAUSES, LARGEST, published_on, scale, write_table
+from cluster.model.scaling import CAUSES, LARGEST, published_on, scale, write_table
 
 
 def test_the_curve_falls_and_its_efficiency_is_lost_to_causes_that_add_up() -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.devices import Device
-from cluster.machine import describe_machine
-from cluster.prediction import PARTS, Prediction, predict, usual_run
-from cluster.published import Result, results
+from cluster.model.machine import describe_machine
+from cluster.model.prediction import PARTS, Prediction, predict, usual_run
+from cluster.model.published import Result, results
 from console.files import write_atomically
 
 LARGEST = 16_384
