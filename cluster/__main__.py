@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Annotated
 
-from tyro.conf import Positional
+from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from console.commands import Commands
 from console.interruption import end_in_order, reader_has_gone
-from console.program import accept_any_text, complain, say
+from console.program import accept_any_text, complain, say, say_json
 
 app = Commands()
 
@@ -34,6 +35,80 @@ def _devices() -> None:
     say()
     for each in devices():
         say(f"{each.name}: {each.link}; {each.source}")
+
+
+@app.command(name="predict")
+def _predict(
+    accelerator: str | None = None,
+    nodes: int = 1,
+    gpus_per_node: int = 8,
+    batch: Annotated[
+        int | None, arg(help="Global batch size; of those published at this scale the fastest if none.")
+    ] = None,
+    interconnect: str = "",
+    networking: str = "",
+    round: str | None = None,
+    json: FlagCreatePairsOff[bool] = False,
+    table: Path | None = None,
+    out: Path | None = None,
+) -> None:
+    """Predict the time to train BERT to 0.720, with an 80 % interval, split into its parts.
+
+    Args:
+        accelerator: Its name, such as H100-SXM; `devices` lists those that are known.
+        nodes: How many.
+        gpus_per_node: Accelerators in each; sockets where the accelerator is CPU.
+        interconnect: Of the accelerators of a node, in words: "NVLINK BRIDGE" between cards counts.
+        networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        round: Round of MLPerf Training whose software and recipes are used, the newest if none.
+        json: Print one JSON document.
+        table: A CSV file of machines to predict instead, with the columns of published_results.csv.
+        out: Where to write that table with the predictions.
+    """
+    from cluster.cost_model import Run
+    from cluster.devices import device_named
+    from cluster.machine import describe_machine
+    from cluster.prediction import as_document, as_lines, predict, usual_run
+
+    if table is not None or out is not None:
+        if table is None or out is None or accelerator is not None or json:
+            raise ValueError("--table and --out go together, without --accelerator and --json")
+        _predict_table(table, out)
+        return
+    if accelerator is None:
+        raise ValueError("no --accelerator given; `python -m cluster devices` lists those that are known")
+    machine = describe_machine(device_named(accelerator), nodes, gpus_per_node, interconnect, networking)
+    prediction = predict(usual_run(machine, round) if batch is None else Run(machine, batch, round))
+    if json:
+        say_json(as_document(prediction))
+        return
+    for line in as_lines(prediction):
+        say(line)
+
+
+def _predict_table(table: Path, out: Path) -> None:
+    from cluster.prediction_table import predict_table
+
+    rows = predict_table(table, out)
+    for row in rows:
+        if row.prediction is None:
+            complain(f"{table}: row {row.number} is left empty: {row.reason}", "warning")
+    say(f"{out}: {sum(row.prediction is not None for row in rows):,} of {len(rows):,} rows predicted")
+
+
+@app.command(name="calibrate")
+def _calibrate(out: Path) -> None:
+    """Fit the cost model to the published results again, which takes a minute or two.
+
+    Args:
+        out: Where to write what `cluster/calibration.json` holds.
+    """
+    from cluster.calibration import calibrate, to_json
+    from dataloading.files import write_atomically
+
+    made, _ = calibrate()
+    write_atomically(out, to_json(made).encode())
+    say(f"{out}: {len(made.parameters)} parameters")
 
 
 @app.command

@@ -23,29 +23,44 @@ class Device:
     """What a vendor says of a device. Rates are of dense operations; bandwidths go one way.
 
     Attributes:
+        vendor: who makes it.
         model: word by which names tell the model.
+        chip: on it; models that share one differ in memory, power, and how much of it is used.
         form: how it is built in: SXM, PCIe, NVL, OAM, superchip or CPU.
         bf16_tflops, fp8_tflops: 10^12 operations a second of matrix products; None where there is no such type.
-        memory_gb, memory_gb_s: size in 10^9 bytes, and bandwidth.
+        memory, memory_gb, memory_gb_s: kind, size in 10^9 bytes, and bandwidth.
         link: what joins the devices of a node.
         link_gb_s: of one device, to all others of its node together.
         host_gb_s: between device and host.
         tdp_w: power in watts.
+        year: of the architecture.
+        bridge_gb_s: between the two of a pair that a bridge joins; None where there is no bridge.
+        network_gb_s: to other nodes, of a device with ports of its own.
+        link_domain: devices that the link joins, where these are more than a node's.
+        first_round: MLPerf Training round of its first BERT results, if it has any in the table of published ones.
         source: where the figures stand.
     """
 
     name: str
+    vendor: str
     model: str
+    chip: str
     form: str
     bf16_tflops: float
+    memory: str
     memory_gb: float
     memory_gb_s: float
     link: str
     link_gb_s: float
     host_gb_s: float
     tdp_w: float
+    year: int
     source: str
     fp8_tflops: float | None = None
+    bridge_gb_s: float | None = None
+    network_gb_s: float | None = None
+    link_domain: int | None = None
+    first_round: str | None = None
 
 
 @lru_cache
@@ -61,7 +76,7 @@ def device_named(name: str) -> Device:
     Raises:
         ValueError: no model of the facts file is in the name; the message names the nearest.
     """
-    words = re.sub(r"[^A-Z0-9+]+", " ", name[:_LONGEST_NAME].upper().replace("GAUDI 2", "GAUDI2"))
+    words = re.sub(r"[^A-Z0-9+]+", " ", name[:_LONGEST_NAME].upper()).replace("GAUDI 2", "GAUDI2")
     alike = [device for device in devices() if re.search(rf"\b{device.model.upper()}\b", words)]
     if not alike:
         alike = [device for device in devices() if device.name.upper() in name.upper()]

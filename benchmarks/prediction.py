@@ -1,0 +1,115 @@
+"""Hold predictions of the time to train against published results that the model has not seen.
+
+    python benchmarks/prediction.py --published [--rows] [--out FILE]
+
+One submitter, one scale (number of accelerators), one accelerator is left out at a time, the cost model is fitted to the
+other results, and predicts those left out: median error, and how many lie in the 80 % intervals. Beside it stands a look-up:
+the median of other submitters' results on the same accelerator, nodes and batch size, which knows no physics and predicts
+nothing new, but shows how far results of equal systems lie apart.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import tyro
+
+from benchmarks.conditions import write_figures
+from cluster.calibration import GROUPS, Calibration, Held, calibrate
+from cluster.published import Result, results
+
+
+def main(published: tyro.conf.FlagCreatePairsOff[bool] = False, rows: bool = False, out: Path | None = None) -> None:
+    """Print the table.
+
+    Args:
+        published: Cross-validate on the published results; takes a minute or two.
+        rows: Print every result and what was predicted, too.
+        out: Write the figures here as JSON.
+    """
+    if not published:
+        raise SystemExit("error: nothing to do; expected --published")
+    calibration, validation = calibrate()
+    figures = {
+        f"{name}: {title}": summary(calibration, [held for held in validation[name] if choose(held)])
+        for name, title, choose in CASES
+    }
+    figures["look-up of equal systems"] = of_errors([abs(error) for error in look_up_errors()])
+    print(f"{'left out: predicted':44}{'results':>8}{'median':>9}{'75 %':>8}{'90 %':>8}{'in interval':>13}")
+    for title, figure in figures.items():
+        held = f"{figure['in_interval']:12.0%}" if "in_interval" in figure else f"{'-':>12}"
+        errors = f"{figure['median']:9.1%}{figure['three_quarters']:8.1%}{figure['nine_tenths']:8.1%}"
+        print(f"{title:44}{figure['results']:8.0f}{errors} {held}")
+    groups: dict[str, float] = {}
+    for name in ("scale", "accelerator"):
+        groups |= medians_of_groups(name, validation[name])
+    print("\nmedian of predicted / observed, by what was left out:")
+    print("  ".join(f"{group} {ratio:.2f}" for group, ratio in groups.items()))
+    if rows:
+        for held in validation["submitter"]:
+            print_row(held)
+    if out is not None:
+        write_figures(out, {"errors": figures, "predicted_over_observed": groups})
+
+
+def is_in_data(held: Held) -> bool:
+    """Tell whether the model had seen results of the accelerator at that scale."""
+    return held.model_seen and held.scale_seen
+
+
+CASES: tuple[tuple[str, str, Callable[[Held], bool]], ...] = (
+    ("submitter", "accelerator and scale in the data", is_in_data),
+    ("submitter", "all", lambda _: True),
+    ("scale", "accelerator in the data", lambda held: held.model_seen),
+    ("accelerator", "all", lambda _: True),
+)
+
+
+def summary(calibration: Calibration, held: Iterable[Held]) -> dict[str, float]:
+    """Errors of predictions, and the share of results in their intervals."""
+    held = list(held)
+    found = of_errors([abs(each.deviation) for each in held])
+    return found | {"in_interval": statistics.mean(each.is_inside(calibration) for each in held)}
+
+
+def of_errors(errors: list[float]) -> dict[str, float]:
+    """Median and tails; an error is the absolute logarithm of predicted over observed."""
+    ranked = statistics.quantiles(errors, n=20, method="inclusive")
+    return {"results": len(errors), "median": ranked[9], "three_quarters": ranked[14], "nine_tenths": ranked[17]}
+
+
+def look_up_errors() -> list[float]:
+    """Logarithms of a look-up over what was observed, where another submitter has the same system and recipe."""
+    errors = []
+    for result in results():
+        alike = [other for other in results() if other.kind == result.kind and other.submitter != result.submitter]
+        if alike:
+            errors.append(math.log(statistics.median(other.seconds for other in alike) / result.seconds))
+    return errors
+
+
+def medians_of_groups(name: str, held: Iterable[Held]) -> dict[str, float]:
+    """Median of predicted over observed of each group that was left out."""
+    groups: dict[object, list[float]] = {}
+    for each in held:
+        groups.setdefault(GROUPS[name](each.result), []).append(each.seconds / each.result.seconds)
+    return {str(group): statistics.median(ratios) for group, ratios in groups.items()}
+
+
+def print_row(held: Held) -> None:
+    """One line of a result and what was predicted for it."""
+    result: Result = held.result
+    machine = result.run.machine
+    print(
+        f"{result.run.round} {result.submitter[:14]:14} {machine.nodes:4} x {machine.per_node:2} {machine.device.name:15}"
+        f"{result.run.batch:6} {result.seconds / 60:9.3f} min, predicted {held.seconds / 60:9.3f}"
+        f" ({held.seconds / result.seconds - 1:+.1%})"
+    )
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,247 @@
+"""Parameters of the cost model from published results, and how far from published results its predictions lie.
+
+Each result says two things: how long its samples took, and how many samples it took. Residuals count by a Cauchy loss, since
+some systems were set up badly and some recipes chosen badly; priors count as they are. Results of the same system and recipe
+count less each, so that thirteen nearly equal submissions are not thirteen witnesses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from cluster.cost_model import Run, log_samples_needed, run_time, step_time, time_of_steps
+from cluster.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
+from cluster.published import TABLE, Result, results
+
+CALIBRATION = Path(__file__).with_name("calibration.json")
+
+TIME_SCALE, SAMPLES_SCALE = 0.02, 0.025
+"""Spread of the logarithms that counts as usual: of the time for given samples, and of the samples."""
+
+INTERVAL = 0.8
+"""Share of results that intervals are to hold."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What the model takes from published results.
+
+    Attributes:
+        parameters: by name.
+        covariance: of the parameters, in their order.
+        models: of devices that it has seen.
+        known, unknown: logarithms of observed over predicted between which `INTERVAL` of results lie, in units of what
+            `spread` gives, for models that it has seen and for others.
+        source: SHA-256 of the table of results.
+    """
+
+    parameters: dict[str, float]
+    covariance: tuple[tuple[float, ...], ...]
+    models: tuple[str, ...]
+    known: tuple[float, float]
+    unknown: tuple[float, float]
+    source: str
+
+    def interval(self, run: Run) -> tuple[float, float]:
+        """Factors on a predicted time between which a result lies in `INTERVAL` of cases."""
+        low, high = self.bounds(run.machine.device.model in self.models, spread(self, run))
+        return math.exp(low), math.exp(high)
+
+    def bounds(self, model_seen: bool, spread: float) -> tuple[float, float]:
+        """Logarithms of those factors. Nobody knows more of a model by its data sheet than by its results."""
+        usual = math.hypot(TIME_SCALE, SAMPLES_SCALE)
+        if model_seen:
+            return self.known[0] * spread, self.known[1] * spread
+        return min(self.unknown[0] * spread, self.known[0] * usual), max(
+            self.unknown[1] * spread, self.known[1] * usual
+        )
+
+
+Fit = tuple[dict[str, float], tuple[tuple[float, ...], ...]]
+"""Parameters and their covariance."""
+
+
+def fit(observed: Sequence[Result], start: Parameters | None = None, tolerance: float = 1e-7) -> Fit:
+    """Return the parameters that results make most plausible, and their covariance.
+
+    Args:
+        start: where to begin; the priors if None.
+        tolerance: relative change of the loss at which to stop.
+    """
+    import numpy as np
+    from scipy.optimize import least_squares
+
+    names = [*PRIORS, *sorted({chip_parameter(result.run.machine.device.chip) for result in observed})]
+    mean = np.array([prior_of(name).mean for name in names])
+    deviation = np.array([prior_of(name).deviation for name in names])
+    alike = Counter(result.kind for result in observed)
+
+    def residuals(x: np.ndarray) -> np.ndarray:
+        parameters = dict(zip(names, x.tolist(), strict=True))
+        found = [
+            _saturated(value) * alike[result.kind] ** -0.25
+            for result in observed
+            for value in _misfits(parameters, result)
+        ]
+        return np.concatenate([found, (x - mean) / deviation])
+
+    begin = mean if start is None else np.array([start.get(name, prior_of(name).mean) for name in names])
+    solution = least_squares(residuals, begin, x_scale=deviation, diff_step=1e-4, ftol=tolerance, xtol=1e-8)
+    covariance = np.linalg.inv(solution.jac.T @ solution.jac)
+    return dict(zip(names, solution.x.tolist(), strict=True)), tuple(map(tuple, covariance.tolist()))
+
+
+def _misfits(parameters: Parameters, result: Result) -> list[float]:
+    """How far a result is from the model, in usual spreads: in time for its samples, and in samples."""
+    step = step_time(parameters, result.run)
+    log_samples = log_samples_needed(parameters, result.run, step)
+    if result.samples is None:
+        total = time_of_steps(parameters, result.run, step, math.exp(log_samples)).total
+        return [math.log(result.seconds / total) / math.hypot(TIME_SCALE, SAMPLES_SCALE)]
+    total = time_of_steps(parameters, result.run, step, result.samples).total
+    return [math.log(result.seconds / total) / TIME_SCALE, (math.log(result.samples) - log_samples) / SAMPLES_SCALE]
+
+
+def _saturated(residual: float) -> float:
+    """The residual whose square is Cauchy's loss of this one."""
+    return math.copysign(math.sqrt(2 * math.log1p(residual**2 / 2)), residual)
+
+
+def spread(calibration: Calibration, run: Run) -> float:
+    """Standard deviation of the logarithm of a run's time: of results about the model, and of the model's parameters."""
+    names = list(calibration.parameters)
+    base = math.log(run_time(calibration.parameters, run).total)
+    slopes = []
+    for name in names:
+        step = 1e-3
+        moved = calibration.parameters | {name: calibration.parameters[name] + step}
+        slopes.append((math.log(run_time(moved, run).total) - base) / step)
+    variance = sum(
+        a * b * c
+        for a, row in zip(slopes, calibration.covariance, strict=True)
+        for b, c in zip(slopes, row, strict=True)
+    )
+    if run.machine.device.model not in calibration.models:
+        variance += CHIP.deviation**2
+    return math.sqrt(variance + TIME_SCALE**2 + SAMPLES_SCALE**2)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A result, and what the model that has not seen it says.
+
+    Attributes:
+        seconds: predicted.
+        spread: standard deviation of its logarithm.
+        model_seen, scale_seen: whether the model had results of that model of devices, and at that number of them.
+    """
+
+    result: Result
+    seconds: float
+    spread: float
+    model_seen: bool
+    scale_seen: bool
+
+    @property
+    def deviation(self) -> float:
+        """Logarithm of observed over predicted."""
+        return math.log(self.result.seconds / self.seconds)
+
+    def is_inside(self, calibration: Calibration) -> bool:
+        """Tell whether the result lies in the interval about the prediction."""
+        low, high = calibration.bounds(self.model_seen, self.spread)
+        return low <= self.deviation <= high
+
+
+def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Held]:
+    """Predict every result by a model that has seen no result of its group, for each group in turn."""
+    found = []
+    for left_out in sorted({group(result) for result in results()}, key=str):
+        seen = [result for result in results() if group(result) != left_out]
+        parameters, covariance = fit(seen, start, tolerance=1e-4)
+        models = tuple(sorted({result.run.machine.device.model for result in seen}))
+        scales = {(r.run.machine.device.model, r.run.machine.accelerators) for r in seen}
+        calibration = Calibration(parameters, covariance, models, (0, 0), (0, 0), "")
+        for result in results():
+            if group(result) == left_out:
+                machine = result.run.machine
+                seconds = run_time(parameters, result.run).total
+                is_seen = (machine.device.model, machine.accelerators) in scales
+                found.append(
+                    Held(result, seconds, spread(calibration, result.run), machine.device.model in models, is_seen)
+                )
+    return found
+
+
+GROUPS: dict[str, Callable[[Result], Hashable]] = {
+    "submitter": lambda result: result.submitter,
+    "scale": lambda result: result.run.machine.accelerators,
+    "accelerator": lambda result: result.run.machine.device.model,
+}
+"""What is left out at a time."""
+
+
+def calibrate() -> tuple[Calibration, dict[str, list[Held]]]:
+    """Fit the model to all results, and set its intervals by what cross-validation finds: takes a minute or two."""
+    parameters, covariance = fit(results())
+    validation = {name: held_out(group, parameters) for name, group in GROUPS.items()}
+    seen = [held for name in ("submitter", "scale") for held in validation[name] if held.model_seen]
+    known, unknown = _quantiles(seen), _quantiles(validation["accelerator"])
+    models = tuple(sorted({result.run.machine.device.model for result in results()}))
+    source = hashlib.sha256(TABLE.read_bytes()).hexdigest()
+    return Calibration(parameters, covariance, models, known, unknown, source), validation
+
+
+def _quantiles(held: Iterable[Held]) -> tuple[float, float]:
+    """Bounds of the middle `INTERVAL` of deviations over their spread."""
+    ranked = sorted(each.deviation / each.spread for each in held)
+    outside = round((1 - INTERVAL) / 2 * len(ranked))
+    return ranked[outside], ranked[-1 - outside]
+
+
+def to_json(calibration: Calibration) -> str:
+    """Return the text of `calibration.json`; six digits, of which fits on other machines share most."""
+
+    def short(value: float) -> float:
+        return float(f"{value:.6g}")
+
+    document = {
+        "made by": "python -m cluster calibrate",
+        "source": calibration.source,
+        "models": calibration.models,
+        "parameters": {
+            name: {"value": short(value), "meaning": prior_of(name).meaning}
+            for name, value in calibration.parameters.items()
+        },
+        "known": [short(value) for value in calibration.known],
+        "unknown": [short(value) for value in calibration.unknown],
+        "covariance": [[short(value) for value in row] for row in calibration.covariance],
+    }
+    text = json.dumps(document, indent=1)
+    head, _, rows = text.partition('"covariance": ')
+    return f'{head}"covariance": {_one_row_a_line(json.loads(rows.rsplit("}", 1)[0]))}\n}}\n'
+
+
+def _one_row_a_line(rows: list[list[float]]) -> str:
+    return "[\n  " + ",\n  ".join(json.dumps(row) for row in rows) + "\n ]"
+
+
+@lru_cache
+def calibration() -> Calibration:
+    """The calibration that is shipped."""
+    document = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+    return Calibration(
+        parameters={name: entry["value"] for name, entry in document["parameters"].items()},
+        covariance=tuple(map(tuple, document["covariance"])),
+        models=tuple(document["models"]),
+        known=tuple(document["known"]),
+        unknown=tuple(document["unknown"]),
+        source=document["source"],
+    )
