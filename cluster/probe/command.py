@@ -57,11 +57,11 @@ def probe(request: Request) -> int:
     Raises:
         ValueError: the launch does not fit, ranks do not come, or one is lost on the way.
     """
-    if not request.out.absolute().parent.is_dir():
+    launch = Launch.from_environment()
+    if launch.rank == 0 and not request.out.absolute().parent.is_dir():
         raise ValueError(f"--out is {request.out}: there is no folder {request.out.absolute().parent}")
     if request.seconds < 1 or request.limit < 1:
         raise ValueError(f"--seconds is {request.seconds:g} and --limit {request.limit:g}, expected at least 1 of each")
-    launch = Launch.from_environment()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     store = meet(launch, request.limit, request.hosts)
     try:
