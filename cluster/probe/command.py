@@ -93,10 +93,10 @@ def report(view: View) -> list[str]:
     return lines
 
 
+@torch.no_grad()
 def _measure(request: Request, mesh: Mesh) -> View | None:
     """The view, on rank 0; None on the others."""
     start = time.perf_counter()
-    torch.set_grad_enabled(False)
     every = [Facts.decoded(content) for content in _gather_bytes(facts_of(mesh).encoded(), mesh)]
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
