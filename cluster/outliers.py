@@ -33,7 +33,8 @@ CHANCE = 1000
 """One probe in so many names something that is not slow, if noise is as bell-shaped as the test takes it to be."""
 
 _FEWEST_TURNS = 3
-_FEWEST_PARTNERS = 3
+FEWEST_PARTNERS = 3
+"""Of an end whose share is told from its paths."""
 _TO_SIGMA = 1.4826
 """Standard deviations in a median absolute deviation of the normal distribution."""
 _MEDIAN_ERROR = 1.2533
@@ -150,7 +151,7 @@ def take_apart(
             for share_TN, paths_NK, of_E in zip(shares, ends, (source_E, target_E), strict=True):
                 padded = np.concatenate([rest_TE, np.full((len(rest_TE), 1), np.nan)], axis=1)
                 step_TN = np.nan_to_num(np.nanmedian(padded[:, paths_NK], axis=2))
-                step_TN[:, (paths_NK < rest_TE.shape[1]).sum(axis=1) < _FEWEST_PARTNERS] = 0.0
+                step_TN[:, (paths_NK < rest_TE.shape[1]).sum(axis=1) < FEWEST_PARTNERS] = 0.0
                 for inside in members:
                     step_TN[:, inside] -= np.median(step_TN[:, inside], axis=1, keepdims=True)
                 share_TN += step_TN
