@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import tyro
 
 from benchmarks.conditions import write_figures
-from cluster.calibration import GROUPS, Calibration, Held, calibrate
-from cluster.published import Result, results
+from cluster.model.calibration import GROUPS, Calibration, Held, calibrate
+from cluster.model.published import Result, results
 
 
 def main(published: tyro.conf.FlagCreatePairsOff[bool] = False, rows: bool = False, out: Path | None = None) -> None:
@@ -86,7 +86,7 @@ def look_up_errors() -> list[float]:
     """Logarithms of a look-up over what was observed, where another submitter has the same system and recipe."""
     errors = []
     for result in results():
-        alike = [other for other in results() if other.kind == result.kind and other.submitter != result.submitter]
+        alike = [other for other in results() if other.kind == result.kind and other.company != result.company]
         if alike:
             errors.append(math.log(statistics.median(other.seconds for other in alike) / result.seconds))
     return errors

@@ -65,10 +65,10 @@ def _predict(
         table: A CSV file of machines to predict instead, with the columns of published_results.csv.
         out: Where to write that table with the predictions.
     """
-    from cluster.cost_model import Run
     from cluster.devices import device_named
-    from cluster.machine import describe_machine
-    from cluster.prediction import as_document, as_lines, predict, usual_run
+    from cluster.model.cost_model import Run
+    from cluster.model.machine import describe_machine
+    from cluster.model.prediction import as_document, as_lines, predict, usual_run
 
     if table is not None or out is not None:
         if table is None or out is None or accelerator is not None or json:
@@ -87,7 +87,7 @@ def _predict(
 
 
 def _predict_table(table: Path, out: Path) -> None:
-    from cluster.prediction_table import predict_table
+    from cluster.model.prediction_table import predict_table
 
     rows = predict_table(table, out)
     for row in rows:
@@ -101,9 +101,9 @@ def _calibrate(out: Path) -> None:
     """Fit the cost model to the published results again, which takes a minute or two.
 
     Args:
-        out: Where to write what `cluster/calibration.json` holds.
+        out: Where to write what `cluster/model/calibration.json` holds.
     """
-    from cluster.calibration import calibrate, to_json
+    from cluster.model.calibration import calibrate, to_json
     from dataloading.files import write_atomically
 
     made, _ = calibrate()

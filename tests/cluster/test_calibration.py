@@ -7,10 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.calibration import CALIBRATION, GROUPS, INTERVAL, Calibration, Held, calibrate, calibration, fit, to_json
-from cluster.cost_model import run_time
-from cluster.parameters import prior_of
-from cluster.published import TABLE, results
+from cluster.model.calibration import (
+    CALIBRATION,
+    GROUPS,
+    INTERVAL,
+    Calibration,
+    Held,
+    calibrate,
+    calibration,
+    fit,
+    to_json,
+)
+from cluster.model.cost_model import run_time
+from cluster.model.parameters import prior_of
+from cluster.model.published import TABLE, results
 
 pytestmark = pytest.mark.slow
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.calibration import calibration
-from cluster.convergence import REFERENCE_POINTS
-from cluster.cost_model import SEQUENCE_FLOPS, Run, run_time, step_time
 from cluster.devices import Device, device_named, devices
-from cluster.machine import describe_machine
-from cluster.parameters import BATCH_KNOTS, PRIORS
+from cluster.model.calibration import calibration
+from cluster.model.convergence import REFERENCE_POINTS
+from cluster.model.cost_model import SEQUENCE_FLOPS, Run, run_time, step_time
+from cluster.model.machine import describe_machine
+from cluster.model.parameters import BATCH_KNOTS, PRIORS
 from tests.conftest import REPOSITORY
 
 P = calibration().parameters

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cost_model import Run
 from cluster.devices import device_named, devices
-from cluster.machine import describe_machine
-from cluster.prediction import PARTS, predict, usual_run
-from cluster.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
-from cluster.published import TABLE, results
+from cluster.model.cost_model import Run
+from cluster.model.machine import describe_machine
+from cluster.model.prediction import PARTS, predict, usual_run
+from cluster.model.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
+from cluster.model.published import TABLE, results
 from tests.conftest import REPOSITORY
 
 
@@ -57,6 +57,8 @@ def test_an_interval_is_wider_for_what_is_known_by_its_data_sheet_alone() -> Non
 def test_what_is_extrapolated_is_said() -> None:
     assert predict(Run(describe_machine(device_named("H100"), 1, 8), 768)).extrapolates == ()
     assert "data sheet alone" in predict(Run(describe_machine(device_named("B200"), 1, 8), 768)).extrapolates[0]
+    largest = predict(Run(describe_machine(device_named("H100"), 1, 8), 32768))
+    assert "batch size above 16,384" in largest.extrapolates[0]
     assert "more than 4,096" in predict(Run(describe_machine(device_named("H100"), 1024, 8), 16384)).extrapolates[0]
 
 
@@ -65,6 +67,11 @@ def test_the_nearest_result_of_a_published_system_is_one_of_its_kind() -> None:
         near = predict(Run(result.run.machine, result.run.batch, result.run.round)).near[0]
         assert near.run.machine.device.model == result.run.machine.device.model
         assert near.run.machine.accelerators == result.run.machine.accelerators
+
+
+def test_among_equal_neighbours_the_newest_is_first() -> None:
+    near = predict(Run(describe_machine(device_named("H100"), 1, 8), 768)).near
+    assert {result.run.round for result in near} == {"v3.1"}
 
 
 def test_predict_shows_minutes_parts_and_neighbours() -> None:
@@ -98,6 +105,7 @@ def test_json_is_what_the_lines_say() -> None:
         (("--accelerator", "H100", "--batch", "4"), "global batch size 4 on 8 accelerators"),
         (("--accelerator", "H100", "--batch", "many"), "many"),
         (("--accelerator", "H100", "--nodes", "1000000"), "expected at most 1,048,576 GPUs"),
+        (("--accelerator", "H100", "--round", "3"), "round is '3', expected one such as v3.1"),
         ((), "no --accelerator given"),
         (("--table", "a.csv"), "--table and --out go together"),
         (("--accelerator", "H100", "--table", "a.csv", "--out", "b.csv"), "--table and --out go together"),

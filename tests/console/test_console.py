@@ -167,7 +167,7 @@ def test_ctrl_c_while_kernels_work_is_one_line(program: str, tmp_path: Path) -> 
     [
         *(
             (program, "--help", "tyro")
-            for program in ("bert.train", "bert.convert", "bert.phase1", "compliance", "dataloading")
+            for program in ("bert.train", "bert.convert", "bert.phase1", "cluster", "compliance", "dataloading")
         ),
         ("bert.train", "tiny_cpu", "torch"),  # after the command line was understood
         ("bert.evaluate", "tiny_cpu", "torch"),

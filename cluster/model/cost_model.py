@@ -9,12 +9,13 @@ Published runs show no sign that backward hides the reduction, so what is hidden
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from math import ceil, exp, log2
 
-from cluster.convergence import REFERENCE_POINTS, SEQUENCES_PER_GB, log_samples
-from cluster.machine import Machine
-from cluster.parameters import Parameters, chip_parameter
+from cluster.model.convergence import REFERENCE_POINTS, SEQUENCES_PER_GB, log_samples
+from cluster.model.machine import Machine
+from cluster.model.parameters import Parameters, chip_parameter
 from compliance.log.schedule import evaluation_interval
 
 PARAMETERS = 336.2e6
@@ -47,6 +48,9 @@ LARGEST_BATCH = 8 * REFERENCE_POINTS[-1][0]
 SWITCHED = 8
 """Devices of a node from which their board has PCIe switches."""
 
+ROUND = re.compile(r"v[0-9]\.[0-9]")
+"""Name of a round of MLPerf Training."""
+
 OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
 
 
@@ -59,7 +63,8 @@ class Run:
         round: of MLPerf Training, "v2.1" say, whose software it uses; None for the newest.
 
     Raises:
-        ValueError: the batch is smaller than the number of devices, or larger than anything that converges.
+        ValueError: the batch is smaller than the number of devices, or larger than anything that converges, or the round
+            has no name of one.
     """
 
     machine: Machine
@@ -72,6 +77,8 @@ class Run:
                 f"global batch size {self.batch:,} on {self.machine.accelerators:,} accelerators: expected at least one "
                 f"sequence on each, and at most {LARGEST_BATCH:,} in all"
             )
+        if self.round is not None and not ROUND.fullmatch(self.round):
+            raise ValueError(f"round is {self.round[:20]!r}, expected one such as v3.1")
 
     @property
     def is_old(self) -> bool:

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.cost_model import Run
-from cluster.prediction import Prediction, predict, usual_run
-from cluster.published import described_machine, whole_number
+from cluster.model.cost_model import ROUND, Run
+from cluster.model.prediction import Prediction, predict, usual_run
+from cluster.model.published import described_machine, whole_number
 from dataloading.files import read_bounded, write_atomically
 
 COLUMNS = (
@@ -92,7 +92,8 @@ def _read(source: Path) -> Iterator[tuple[int, dict[str, str]]]:
 def _predicted(number: int, cells: dict[str, str]) -> Row:
     try:
         machine = described_machine(cells)
-        round = cells.get("round", "").strip() or None
+        round = cells.get("round", "").strip()
+        round = round if ROUND.fullmatch(round) else None
         if cells["global_batch_size"].strip():
             run = Run(machine, whole_number(cells, "global_batch_size"), round)
         else:

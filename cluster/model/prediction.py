@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.calibration import INTERVAL, Calibration, calibration
-from cluster.cost_model import Run, RunTime, run_time, uses_fp8
-from cluster.machine import Machine
-from cluster.published import Result, nearest, usual_batches
+from cluster.model.calibration import INTERVAL, Calibration, calibration
+from cluster.model.cost_model import Run, RunTime, run_time, uses_fp8
+from cluster.model.machine import Machine
+from cluster.model.published import Result, nearest, results, usual_batches
 
 PARTS = {
     "matrix": "matrix products",
@@ -68,12 +68,15 @@ def usual_run(machine: Machine, round: str | None = None) -> Run:
 
 def _extrapolates(run: Run, using: Calibration) -> tuple[str, ...]:
     machine = run.machine
-    largest = max(result.run.machine.accelerators for result in nearest(run, count=10**6))
+    largest = max(result.run.machine.accelerators for result in results())
+    largest_batch = max(result.run.batch for result in results())
     found = []
     if machine.device.model not in using.models:
         found.append(f"no published result of {machine.device.name}: by its data sheet alone")
     if machine.accelerators > largest:
         found.append(f"no published result of more than {largest:,} accelerators")
+    if run.batch > largest_batch:
+        found.append(f"no published result of a global batch size above {largest_batch:,}")
     return tuple(found)
 
 

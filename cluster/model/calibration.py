@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from cluster.cost_model import Run, log_samples_needed, run_time, step_time, time_of_steps
-from cluster.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
-from cluster.published import TABLE, Result, results
+from cluster.model.cost_model import Run, log_samples_needed, run_time, step_time, time_of_steps
+from cluster.model.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
+from cluster.model.published import TABLE, Result, results
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 
@@ -181,7 +181,7 @@ def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Hel
 
 
 GROUPS: dict[str, Callable[[Result], Hashable]] = {
-    "submitter": lambda result: result.submitter,
+    "submitter": lambda result: result.company,
     "scale": lambda result: result.run.machine.accelerators,
     "accelerator": lambda result: result.run.machine.device.model,
 }

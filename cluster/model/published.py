@@ -9,11 +9,11 @@ from functools import lru_cache
 from math import log2
 from pathlib import Path
 
-from cluster.cost_model import Run
 from cluster.devices import Device, device_named
-from cluster.machine import Machine, describe_machine
+from cluster.model.cost_model import Run
+from cluster.model.machine import Machine, describe_machine
 
-TABLE = Path(__file__).parents[1] / "compliance/report/published_results.csv"
+TABLE = Path(__file__).parents[2] / "compliance/report/published_results.csv"
 """Closed and open results of MLPerf Training v2.0 to v3.1, as `compliance/report/published.py` describes them."""
 
 SOCKETS = 2
@@ -36,8 +36,7 @@ class Result:
     """A published closed result.
 
     Attributes:
-        submitter: who published it; companies of several names have one.
-        system: name of the system.
+        submitter, system: who published it, and the name of the system.
         seconds: mean time to train without the fastest and the slowest run.
         samples: mean to the target; None where logs do not tell.
     """
@@ -47,6 +46,11 @@ class Result:
     system: str
     seconds: float
     samples: float | None
+
+    @property
+    def company(self) -> str:
+        """The submitter by one name, where a company or a system has several."""
+        return ONE_SUBMITTER.get(self.submitter.upper(), self.submitter.upper())
 
     @property
     def kind(self) -> tuple[object, ...]:
@@ -96,22 +100,22 @@ def results() -> tuple[Result, ...]:
             except ValueError:
                 continue
             samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])
-            submitter = ONE_SUBMITTER.get(row["submitter"].upper(), row["submitter"].upper())
             run = Run(machine, int(row["global_batch_size"]), row["round"])
-            found.append(Result(run, submitter, row["system"], 60 * float(row["minutes"]), samples))
+            found.append(Result(run, row["submitter"], row["system"], 60 * float(row["minutes"]), samples))
     return tuple(found)
 
 
 def nearest(run: Run, count: int = 3) -> tuple[Result, ...]:
-    """Results on machines most like a run's: the same model and form if there are any, then scale, nodes and batch."""
-    return tuple(sorted(results(), key=lambda result: _distance(result.run, run))[:count])
+    """Results on machines most like a run's: model and form if there are any, then scale, nodes and batch, newest first."""
+    newest_first = sorted(results(), key=lambda result: result.run.round or "", reverse=True)
+    return tuple(sorted(newest_first, key=lambda result: _distance(result.run, run))[:count])
 
 
 def _distance(one: Run, other: Run) -> tuple[float, float]:
     here, there = one.machine, other.machine
     unlike = (here.device.model != there.device.model) + (here.device.form != there.device.form)
     apart = abs(log2(here.accelerators / there.accelerators)) + 0.5 * abs(log2(here.nodes / there.nodes))
-    return unlike, apart + 0.5 * abs(log2(one.batch / other.batch)) + (0.25 if one.is_old != other.is_old else 0.0)
+    return unlike, apart + 0.5 * abs(log2(one.batch / other.batch)) + 0.25 * (one.is_old != other.is_old)
 
 
 def usual_batches(accelerators: int) -> tuple[int, ...]:
