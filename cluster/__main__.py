@@ -244,6 +244,21 @@ def _scale(
         say(page)
 
 
+@app.command
+def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
+    """Say where the time of a run went, and what it would have been without this or that, in seconds of its result.
+
+    Args:
+        metrics: Records of the run, metrics_N.jsonl beside its result.
+        cluster: The file of a probe of the cluster that it ran on, for the cost of uneven links.
+    """
+    from cluster.view import read_view
+    from cluster.whatif import read_metrics, report
+
+    for line in report(read_metrics(metrics), read_view(cluster) if cluster else None):
+        say(line)
+
+
 def main() -> int:
     """Run the command; a user's error is one line on stderr and exit code 2."""
     accept_any_text()

@@ -33,13 +33,14 @@ CHANCE = 1000
 """One probe in so many names something that is not slow, if noise is as bell-shaped as the test takes it to be."""
 
 _FEWEST_TURNS = 3
-_FEWEST_PARTNERS = 3
+FEWEST_PARTNERS = 3
+"""Of an end whose share is told from its paths."""
 _TO_SIGMA = 1.4826
 """Standard deviations in a median absolute deviation of the normal distribution."""
 _MEDIAN_ERROR = 1.2533
 """Standard error of a median over that of a mean: the root of pi / 2."""
 _OWN_MEDIAN = 1.4
-"""Deviations from the median of so few turns are too small on the average: as if this many turns were missing (simulated)."""
+"""Deviations from the median of few turns are too small on the average: as if this many were missing (simulated)."""
 _EFFICIENCY = 0.37
 """Of a median absolute deviation: so much of a sample would do for a standard deviation of the same accuracy."""
 _SMALL_SAMPLE = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
@@ -130,7 +131,8 @@ def take_apart(
     """Take logarithms of times of paths E apart into shares of their ends N and rests, by turns T.
 
     Paths of one ``kind_E`` are compared among themselves: those under one leaf switch, and those through several. Ends are
-    compared with those that paths join them to; what such a part of the network has in common is its level. The fit is one of medians (Tukey's median polish), so that a single slow path moves no end, nor a slow end the others.
+    compared with those that paths join them to; what such a part of the network has in common is its level. The fit is one
+    of medians (Tukey's median polish), so that a single slow path moves no end, nor a slow end the others.
     """
     rest_TE, source_E, target_E = times_TE.copy(), np.asarray(source_E), np.asarray(target_E)
     kinds_E = np.zeros(times_TE.shape[1]) if kind_E is None else np.asarray(kind_E)
@@ -149,7 +151,7 @@ def take_apart(
             for share_TN, paths_NK, of_E in zip(shares, ends, (source_E, target_E), strict=True):
                 padded = np.concatenate([rest_TE, np.full((len(rest_TE), 1), np.nan)], axis=1)
                 step_TN = np.nan_to_num(np.nanmedian(padded[:, paths_NK], axis=2))
-                step_TN[:, (paths_NK < rest_TE.shape[1]).sum(axis=1) < _FEWEST_PARTNERS] = 0.0
+                step_TN[:, (paths_NK < rest_TE.shape[1]).sum(axis=1) < FEWEST_PARTNERS] = 0.0
                 for inside in members:
                     step_TN[:, inside] -= np.median(step_TN[:, inside], axis=1, keepdims=True)
                 share_TN += step_TN

@@ -57,11 +57,11 @@ def probe(request: Request) -> int:
     Raises:
         ValueError: the launch does not fit, ranks do not come, or one is lost on the way.
     """
-    if not request.out.absolute().parent.is_dir():
+    launch = Launch.from_environment()
+    if launch.rank == 0 and not request.out.absolute().parent.is_dir():
         raise ValueError(f"--out is {request.out}: there is no folder {request.out.absolute().parent}")
     if request.seconds < 1 or request.limit < 1:
         raise ValueError(f"--seconds is {request.seconds:g} and --limit {request.limit:g}, expected at least 1 of each")
-    launch = Launch.from_environment()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     store = meet(launch, request.limit, request.hosts)
     try:
@@ -93,10 +93,10 @@ def report(view: View) -> list[str]:
     return lines
 
 
+@torch.no_grad()
 def _measure(request: Request, mesh: Mesh) -> View | None:
     """The view, on rank 0; None on the others."""
     start = time.perf_counter()
-    torch.set_grad_enabled(False)
     every = [Facts.decoded(content) for content in _gather_bytes(facts_of(mesh).encoded(), mesh)]
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.leaves import leaves_of
-from cluster.outliers import CHANCE, Judgement, judge, take_apart
+from cluster.outliers import CHANCE, FEWEST_PARTNERS, Judgement, judge, take_apart
 from cluster.probe.collectives import WrongResult
 from cluster.probe.computing import Cell
 from cluster.probe.links import Paths
@@ -188,12 +188,27 @@ def _slow_paths(
             found.append(_found(members, "part", quantity, judgement, int(k), step))
         # Of a slow end another path is worth a word only if it is slower by as much again.
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
-        judgement = judge(parts.rest_TE, comparisons, chance, fitted=2 * len(ends) - 1)
+        fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
+        judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
+        slow_paths = []
         for e in np.flatnonzero(judgement.is_outlier):
             pair = (int(paths.source_E[e]), int(paths.target_E[e]))
             if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
-                found.append(_found(pair, "path", quantity, judgement, int(e), step))
+                slow_paths.append(_found(pair, "path", quantity, judgement, int(e), step))
+        found += _as_ends(slow_paths, paths)
     return found
+
+
+def _as_ends(slow: Sequence[_Found], paths: Paths) -> list[_Found]:
+    """Paths that are all that an end has, one way, as that end: it has too few for its share to be told from them."""
+    left, ends = list(slow), []
+    for way, side, of_E in (("sending", 0, paths.source_E), ("receiving", 1, paths.target_E)):
+        for end in sorted({each.ranks[side] for each in left}):
+            own = [each for each in left if each.ranks[side] == end]
+            if 1 < len(own) == int((of_E == end).sum()):
+                ends.append(replace(max(own, key=lambda each: each.ratio), ranks=(end,), way=way))
+                left = [each for each in left if each not in own]
+    return left + ends
 
 
 def _explained(each: _Found, slow: dict[int, _Found]) -> bool:

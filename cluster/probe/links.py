@@ -23,12 +23,10 @@ from bert.parallel.single import all_gather_single
 from cluster.probe.schedule import Pairs
 
 _ROUND_TRIPS = 12
-_FIRST_BYTES = 256 * 2**10
-_LARGEST_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
+_SMALLEST_BYTES = 256 * 2**10
+_LARGEST_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
 _TARGET_SECONDS = 0.05
 """A message is to take about so long: long beside what disturbs it, short enough for many."""
-_SLOWEST = 8
-"""A message is at most so many times as large as the slowest path would like."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,15 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
     No turn begins after ``seconds``, but for the third, without which nothing could be judged.
     """
     partners = [next((pair for pair in pairs if mesh.rank in pair), None) for pairs in rounds]
-    message = _Message(mesh, _agreed_bytes(mesh, partners))
+    messages = _Messages(mesh)
+    sizes = [messages.suited(pair) if pair else (0, 0) for pair in partners]
     start, rows = time.perf_counter(), []
     for turn in range(turns):
         row = [(np.nan,) * 3] * len(rounds)
         # Another order in each turn, so that what a round leaves behind falls on others than before.
         for number in np.random.default_rng(turn).permutation(len(rounds)):
             if pair := partners[number]:
-                row[number] = message.both_ways(pair)
+                row[number] = messages.both_ways(pair, sizes[number])
         rows.append(row)
         spent = _max_of_all(mesh, time.perf_counter() - start)
         if spent > seconds and turn >= 2:
@@ -92,32 +91,6 @@ def _max_of_all(mesh: Mesh, value: float) -> float:
     return float(highest.item())
 
 
-def _agreed_bytes(mesh: Mesh, partners: Sequence[tuple[int, int] | None]) -> int:
-    """A size of message that suits most paths, and that the slowest can bear.
-
-    It is tried out in the first two rounds, in which every rank has a partner; a pair stops by what both of its ends have
-    seen.
-    """
-    liked = torch.zeros(1, dtype=torch.int64, device=mesh.device)
-    for pair in filter(None, partners[:2]):
-        size = _FIRST_BYTES
-        while size < _LARGEST_BYTES[mesh.device.type]:
-            _, there, back = _Message(mesh, size, round_trips=1).both_ways(pair)
-            slow = torch.tensor([float(np.nanmax([there, back])) * size], dtype=torch.float64, device=mesh.device)
-            theirs = torch.empty_like(slow)
-            _exchange(mesh, slow, theirs, pair)
-            if max(slow.item(), theirs.item()) >= _TARGET_SECONDS:
-                break
-            size *= 2
-        liked[0] = min(size, int(liked.item()) or size)
-    every = liked.new_empty(mesh.world_size)
-    all_gather_single(every, liked)
-    sizes = [size for size in every.tolist() if size]
-    if not sizes:
-        return _FIRST_BYTES
-    return min(int(statistics.median_low(sizes)), _SLOWEST * min(sizes))
-
-
 def _exchange(mesh: Mesh, own: Tensor, theirs: Tensor, pair: tuple[int, int]) -> None:
     peer = pair[0] + pair[1] - mesh.rank
     _run([dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer)])
@@ -131,56 +104,75 @@ def _run(operations: list[dist.P2POp]) -> None:
         torch.cuda.synchronize()
 
 
-class _Message:
-    """Buffers of one size, and the ways to send them."""
+class _Messages:
+    """Buffers for messages, and the ways to send them."""
 
-    def __init__(self, mesh: Mesh, size: int, round_trips: int = _ROUND_TRIPS) -> None:
+    def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
-        self._round_trips = round_trips
+        self._largest = _LARGEST_BYTES[mesh.device.type]
         self._small = torch.zeros(8, dtype=torch.uint8, device=mesh.device)
-        self._first, self._rest = torch.ones(size, dtype=torch.uint8, device=mesh.device).split(
-            [size // 4, size - size // 4]
-        )
+        self._large = torch.ones(self._largest, dtype=torch.uint8, device=mesh.device)
 
-    def both_ways(self, pair: tuple[int, int]) -> tuple[float, float, float]:
+    def suited(self, pair: tuple[int, int]) -> tuple[int, int]:
+        """Bytes that take about ``_TARGET_SECONDS`` to the higher rank, and to the lower; the same on both."""
+        sizes = [_SMALLEST_BYTES, _SMALLEST_BYTES]
+        while True:
+            _, *rates = self.both_ways(pair, (sizes[0], sizes[1]), round_trips=1)
+            own = torch.tensor(rates, dtype=torch.float64, device=self._mesh.device).nan_to_num()
+            theirs = torch.empty_like(own)
+            _exchange(self._mesh, own, theirs, pair)
+            seconds = [rate * size for rate, size in zip((own + theirs).tolist(), sizes, strict=True)]
+            larger = [
+                size < self._largest and spent < _TARGET_SECONDS for size, spent in zip(sizes, seconds, strict=True)
+            ]
+            if not any(larger):
+                return sizes[0], sizes[1]
+            sizes = [min(self._largest, 4 * size) if more else size for size, more in zip(sizes, larger, strict=True)]
+
+    def both_ways(
+        self, pair: tuple[int, int], sizes: tuple[int, int], round_trips: int = _ROUND_TRIPS
+    ) -> tuple[float, float, float]:
         """Latency, seconds a byte to the higher rank, and to the lower: on each rank those that it times, else NaN."""
         low, high = pair
         is_low, peer = self._mesh.rank == low, low + high - self._mesh.rank
-        latency = self._ping(peer) if is_low else self._pong(peer)
+        latency = self._ping(peer, round_trips) if is_low else self._pong(peer, round_trips)
         if is_low:
-            self._send(peer)
-            return latency, float("nan"), self._receive(peer)
-        up = self._receive(peer)
-        self._send(peer)
+            self._send(peer, sizes[0])
+            return latency, float("nan"), self._receive(peer, sizes[1])
+        up = self._receive(peer, sizes[0])
+        self._send(peer, sizes[1])
         return latency, up, float("nan")
 
-    def _ping(self, peer: int) -> float:
+    def _ping(self, peer: int, round_trips: int) -> float:
         trips = []
-        for _ in range(self._round_trips):
+        for _ in range(round_trips):
             start = time.perf_counter()
             _run([dist.P2POp(dist.isend, self._small, peer)])
             _run([dist.P2POp(dist.irecv, self._small, peer)])
             trips.append(time.perf_counter() - start)
         return statistics.median(trips) / 2
 
-    def _pong(self, peer: int) -> float:
-        for _ in range(self._round_trips):
+    def _pong(self, peer: int, round_trips: int) -> float:
+        for _ in range(round_trips):
             _run([dist.P2POp(dist.irecv, self._small, peer)])
             _run([dist.P2POp(dist.isend, self._small, peer)])
         return float("nan")
 
-    def _send(self, peer: int) -> None:
+    def _send(self, peer: int, size: int) -> None:
         _run([dist.P2POp(dist.irecv, self._small, peer)])
-        _run([dist.P2POp(dist.isend, self._first, peer)])
-        _run([dist.P2POp(dist.isend, self._rest, peer)])
+        for part in self._parts(size):
+            _run([dist.P2POp(dist.isend, part, peer)])
 
-    def _receive(self, peer: int) -> float:
+    def _parts(self, size: int) -> tuple[Tensor, Tensor]:
+        return self._large[: size // 4], self._large[size // 4 : size]
+
+    def _receive(self, peer: int, size: int) -> float:
         """Have the message sent, and return the seconds that a byte of its rest takes.
 
         Gloo takes what arrives into memory that is waiting for it; what came before would pass for fast. NCCL works in
         the order of its stream, and sends nothing before the receiver is there.
         """
-        receive = [dist.P2POp(dist.irecv, part, peer) for part in (self._first, self._rest)]
+        receive = [dist.P2POp(dist.irecv, part, peer) for part in self._parts(size)]
         ready = dist.P2POp(dist.isend, self._small, peer)
         if self._small.device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -193,9 +185,12 @@ class _Message:
             seconds = first.elapsed_time(last) / 1e3
         else:
             one, other = ([*dist.batch_isend_irecv([operation])] for operation in receive)
+            begin = time.perf_counter()
             _run([ready])
             one[0].wait()
             start = time.perf_counter()
             other[0].wait()
-            seconds = time.perf_counter() - start
-        return max(seconds, 1e-9) / self._rest.numel()
+            end = time.perf_counter()
+            # A receiver that is woken late finds all of it there; then the whole message tells more than its rest.
+            seconds = max(end - start, 0.75 * (end - begin) / 2)
+        return max(seconds, 1e-9) / (size - size // 4)

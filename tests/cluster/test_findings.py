@@ -123,6 +123,17 @@ def test_the_part_is_named(fault: Callable[[Measured], None], expected: str) -> 
         assert names(measured) == [expected]
 
 
+def test_of_three_hosts_one_whose_paths_are_all_slow_is_named_as_an_end() -> None:
+    named = []
+    for seed in range(10):
+        measured = cluster(hosts=3, size=1, seed=seed)
+        assert measured.between_hosts
+        measured.between_hosts.seconds_per_byte_TE[:, measured.between_hosts.source_E == 1] *= 3
+        named += names(measured)
+    assert set(named) == {"network link of host h1, card v0, sending"}
+    assert len(named) >= 8
+
+
 def test_the_cost_of_a_step_is_that_of_its_part() -> None:
     measured = cluster(hosts=8)
     slow_sending(measured)

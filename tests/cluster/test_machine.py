@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from bert.parallel.launch import Launch
+from cluster.__main__ import main
 from cluster.probe.arrival import describe_absent, slurm_hosts
 from cluster.probe.machine import Facts, nearest_card, network_cards, slurm_switches, switches_of
 from cluster.view import Card
@@ -89,3 +90,27 @@ def test_a_list_of_nodes_that_is_none_is_not_given_to_slurm(monkeypatch: pytest.
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     monkeypatch.setenv("SLURM_JOB_NODELIST", "--help")
     assert slurm_hosts() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "no/such/cluster.json"], "--out is no/such/cluster.json: there is no folder"),
+        (["--out", "cluster.json", "--seconds", "0"], "--seconds is 0 and --limit 60, expected at least 1 of each"),
+        (["--out", "cluster.json", "--data", "no/such"], "--data is no/such: no such folder"),
+        (["--out", "cluster.json", "--seconds", "long"], "--seconds"),
+    ],
+)
+def test_a_wrong_option_is_refused_in_one_line(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["cluster", "probe", *arguments])
+    assert main() == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert said in line
+    assert list(tmp_path.iterdir()) == []

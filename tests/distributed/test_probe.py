@@ -81,7 +81,7 @@ def test_a_slow_link_and_a_rank_with_half_a_core_are_named_and_nothing_else(tmp_
     out = tmp_path / "cluster.json"
     with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names, competitor(0):
         shape(names[2], THIRD)
-        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "8"], pinned=1))
+        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "6"], pinned=1))
     assert statuses == [1] * HOSTS, output
     view = read_view(out)
     check_whole(view)

@@ -48,6 +48,7 @@ SHORTENED = {
     "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "
     "--text README.md docs/data.md",
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
+    "python -m cluster probe --out cluster.json": "python -m cluster probe --out cluster.json --seconds 2",
     "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
 }
 FIRST = "./run_and_time.sh"

@@ -1,0 +1,191 @@
+"""Where the time of a run went, in seconds of its result: what it would have been without this or that.
+
+All comes from the metrics that the run recorded: the parts of its steps on rank 0, its evaluations, and its warnings of
+stragglers. A part that is taken away takes no other part with it, and nothing is said of samples: the run is the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cluster.view import View
+from console.files import read_bounded, shown
+
+_LARGEST_BYTES = 512 * 2**20
+_REMEDY = "expected metrics_N.jsonl of a run, beside its result_N.txt"
+PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
+_SLOW = re.compile(r"rank (\d+) on host (.+) is slow: ([\d.]+) ms a step of its own, ([\d.]+) times the median")
+_FAST = re.compile(r"rank (\d+) on host (.+) is no longer slow")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Steps since the record before, and the seconds of all of them by part."""
+
+    last_step: int
+    steps: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that the run named, from one step to another, with its own and the median milliseconds of a step."""
+
+    rank: int
+    host: str
+    first_step: int
+    last_step: float
+    own_ms: float
+    median_ms: float
+
+
+@dataclass
+class Recorded:
+    """A run as its metrics have it."""
+
+    seconds: float = 0.0
+    evaluations: float = 0.0
+    intervals: list[Interval] = field(default_factory=list)
+    stragglers: list[Straggler] = field(default_factory=list)
+
+    def part(self, name: str) -> float:
+        """Seconds of a part, of all steps."""
+        return sum(interval.seconds[name] for interval in self.intervals)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Seconds that a run would have been shorter, at most."""
+
+    without: str
+    seconds: float
+
+
+def read_metrics(path: Path) -> Recorded:
+    """Read a run's metrics. Raises ``ValueError``, in one line, where the file is of another kind or has no steps."""
+    run, last = Recorded(), 0
+    for number, line in enumerate(read_bounded(path, _LARGEST_BYTES, _REMEDY).split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            kind = record["event"]
+            if kind in ("step", "eval", "end"):
+                run.seconds = max(run.seconds, _number(record, "time_s"))
+            if kind == "step":
+                step = int(_number(record, "step"))
+                steps = step - last
+                if steps < 1:
+                    raise ValueError(f"step {step} comes after step {last}")
+                seconds = {name: steps * _number(record, name) / 1000 for name in PARTS}
+                run.intervals.append(Interval(step, steps, seconds))
+                last = step
+            elif kind == "eval":
+                run.evaluations += _number(record, "eval_s")
+            elif kind == "warning":
+                _note(run, str(record["text"])[:1000], int(_number(record, "step")))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: no record of a run ({shown(error)}); {_REMEDY}") from None
+    if not run.intervals or not run.seconds:
+        raise ValueError(f"{path}: no record of steps; {_REMEDY}")
+    return run
+
+
+def _number(record: dict[str, Any], name: str) -> float:
+    value = record[name]
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or not 0 <= value < 1e12
+    ):
+        raise ValueError(f"{name} is {shown(value)}")
+    return value
+
+
+def _note(run: Recorded, text: str, step: int) -> None:
+    """Take in a warning, if it is about a straggler."""
+    if slow := _SLOW.match(text):
+        own, ratio = float(slow[3]), max(1.0, float(slow[4]))
+        run.stragglers.append(Straggler(int(slow[1]), slow[2], step, math.inf, own, own / ratio))
+    elif fast := _FAST.match(text):
+        for place, each in enumerate(run.stragglers):
+            if each.rank == int(fast[1]) and each.last_step == math.inf:
+                run.stragglers[place] = Straggler(
+                    each.rank, each.host, each.first_step, step, each.own_ms, each.median_ms
+                )  # fmt: skip
+
+
+def savings(run: Recorded, view: View | None = None) -> list[Saving]:
+    """What the run would have been without, the largest saving first. ``view``: of the cluster that it ran on."""
+    found = [
+        Saving("waiting for the reduction (perfect overlap)", run.part("reduce_ms")),
+        Saving("waiting for data", run.part("data_wait_ms")),
+        Saving("evaluations", run.evaluations),
+    ]
+    ranks = {(each.rank, each.host) for each in run.stragglers}
+    found += [
+        Saving(f"rank {rank} on host {host}", _without(run, [e for e in run.stragglers if e.rank == rank]))
+        for rank, host in ranks
+    ]
+    for host in {host for _, host in ranks}:
+        if sum(each == host for _, each in ranks) > 1:
+            found.append(Saving(f"host {host}", _without(run, [e for e in run.stragglers if e.host == host])))
+    if view is not None and (ratio := _slowest_link(view)) > 1:
+        found.append(
+            Saving(
+                f"uneven links (the slowest takes {ratio:.2f} times as long)", run.part("reduce_ms") * (1 - 1 / ratio)
+            )
+        )
+    return sorted((each for each in found if each.seconds > 0), key=lambda each: -each.seconds)
+
+
+def _without(run: Recorded, left_out: Sequence[Straggler]) -> float:
+    """Seconds that others had to wait for ranks: their own time over that of the next slowest, or the median."""
+    saved = 0.0
+    for interval in run.intervals:
+        here = [each for each in run.stragglers if each.first_step < interval.last_step <= each.last_step]
+        slowest = _slowest(here)
+        others = _slowest([each for each in here if each not in left_out])
+        median = min((each.median_ms for each in here), default=0.0)
+        saved += interval.steps * max(0.0, slowest - max(others, median)) / 1000
+    return saved
+
+
+def _slowest(stragglers: Iterable[Straggler]) -> float:
+    return max((each.own_ms for each in stragglers), default=0.0)
+
+
+def _slowest_link(view: View) -> float:
+    """The time of the slowest link between hosts over the median, or of the slowest in the host where there is one."""
+    between = [
+        link.seconds_per_byte
+        for link in view.links
+        if view.ranks[link.source].host != view.ranks[link.target].host
+    ] or [link.seconds_per_byte for link in view.links]  # fmt: skip
+    typical = statistics.median(between) if between else 0.0
+    return max(between) / typical if typical else 1.0
+
+
+def report(run: Recorded, view: View | None = None) -> list[str]:
+    """Lines that say where the time went, and what it would have been without."""
+    known = {name: run.part(name) for name in PARTS}
+    other = max(0.0, run.seconds - sum(known.values()) - run.evaluations)
+    lines = [f"{run.seconds:.2f} s from start to end, {run.intervals[-1].last_step:,} steps"]
+    for name, seconds in [*known.items(), ("evaluations", run.evaluations), ("start and other", other)]:
+        title = name.removesuffix("_ms").replace("_", " ")
+        lines.append(f"  {title:<20}{seconds:10.2f} s{100 * seconds / run.seconds:7.1f} %")
+    lines.append("it would have been, at most that much shorter, without")
+    for each in savings(run, view):
+        left = max(0.0, run.seconds - each.seconds)
+        lines.append(f"{left:10.2f} s  {100 * each.seconds / run.seconds:5.1f} % less  {each.without}")
+    if not run.stragglers:
+        lines.append("no rank was named as a straggler in this run")
+    return lines

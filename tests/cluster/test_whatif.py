@@ -1,0 +1,88 @@
+"""Where the time of a run went: parts, stragglers and links that are taken away, from records of a run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bert.parallel.stragglers import INTERVALS, Stragglers
+
+from cluster.whatif import read_metrics, report, savings
+from tests.cluster.test_view import made_up
+from tests.conftest import REPOSITORY
+
+STEP = {"event": "step", "data_wait_ms": 1.0, "forward_backward_ms": 40.0, "reduce_ms": 7.0, "update_ms": 2.0}
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def steps(count: int, every: int = 10) -> list[dict[str, Any]]:
+    return [STEP | {"step": every * n, "time_s": 0.5 * n} for n in range(1, count + 1)]
+
+
+def test_parts_are_seconds_of_the_result(tmp_path: Path) -> None:
+    evaluation = {"event": "eval", "time_s": 5.5, "eval_s": 0.4, "step": 100}
+    run = read_metrics(write(tmp_path / "metrics_0.jsonl", [*steps(10), evaluation]))
+    assert run.seconds == 5.5
+    found = {each.without: each.seconds for each in savings(run)}
+    assert found == pytest.approx(
+        {
+            "waiting for the reduction (perfect overlap)": 0.7,
+            "waiting for data": 0.1,
+            "evaluations": 0.4,
+        }
+    )
+    assert report(run)[-1] == "no rank was named as a straggler in this run"
+
+
+def test_stragglers_cost_what_others_waited_for_them(tmp_path: Path) -> None:
+    """With the words in which a run warns: two ranks of a host, the slower of which gets fast again."""
+    stragglers, records = Stragglers(["h0", "h0", "h1", "h1", "h2"]), []
+    for number, record in enumerate(steps(20), 1):
+        times = [0.04, 0.04, 0.08 if number <= 10 else 0.04, 0.06, 0.04]
+        records += [record]
+        records += [
+            {"event": "warning", "step": record["step"], "time_s": record["time_s"], "text": text}
+            for text in stragglers.add(times)
+        ]
+    run = read_metrics(write(tmp_path / "metrics_0.jsonl", records))
+    found = {each.without: each.seconds for each in savings(run)}
+    both = 10 * (10 - INTERVALS + INTERVALS)
+    assert found["rank 2 on host h1"] == pytest.approx(both * 0.02)
+    alone = 10 * (20 - INTERVALS) - both
+    assert found["host h1"] == pytest.approx(both * 0.04 + alone * 0.02)
+    assert found["rank 3 on host h1"] == pytest.approx(alone * 0.02)
+
+
+def test_links_cost_the_share_that_the_slowest_one_adds(tmp_path: Path) -> None:
+    run = read_metrics(write(tmp_path / "metrics_0.jsonl", steps(10)))
+    [links] = [each for each in savings(run, made_up()) if "links" in each.without]
+    assert links.seconds == pytest.approx(0.7 * (1 - 4.5 / 8))
+
+
+def test_a_committed_run_is_understood() -> None:
+    run = read_metrics(REPOSITORY / "results/cpu_2cores/bert/metrics_0.jsonl")
+    lines = report(run)
+    assert sum(run.part(name) for name in ("forward_backward_ms", "reduce_ms")) < run.seconds
+    assert any("perfect overlap" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "no record of steps"),
+        ("{}\n", "line 1: no record of a run"),
+        ("[]\n", "line 1: no record of a run"),
+        ('{"event": "step", "step": "x", "time_s": 1}\n', "step is x"),
+        ('{"event": "step", "step": 1, "time_s": NaN}\n', "time_s is nan"),
+        (2 * (json.dumps(STEP | {"step": 3, "time_s": 1.0}) + "\n"), "step 3 comes after step 3"),
+    ],
+)
+def test_what_is_no_record_is_refused(tmp_path: Path, content: str, said: str) -> None:
+    file = tmp_path / "metrics_0.jsonl"
+    file.write_text(content)
+    with pytest.raises(ValueError, match=said):
+        read_metrics(file)
