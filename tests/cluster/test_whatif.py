@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bert.parallel.stragglers import INTERVALS, Stragglers
+from bert.reporting.intervals import SLOW_INTERVALS, Stragglers
 
 from cluster.whatif import read_metrics, report, savings
 from tests.cluster.test_view import made_up
@@ -50,9 +50,9 @@ def test_stragglers_cost_what_others_waited_for_them(tmp_path: Path) -> None:
         ]
     run = read_metrics(write(tmp_path / "metrics_0.jsonl", records))
     found = {each.without: each.seconds for each in savings(run)}
-    both = 10 * (10 - INTERVALS + INTERVALS)
+    both = 10 * (10 - SLOW_INTERVALS + SLOW_INTERVALS)
     assert found["rank 2 on host h1"] == pytest.approx(both * 0.02)
-    alone = 10 * (20 - INTERVALS) - both
+    alone = 10 * (20 - SLOW_INTERVALS) - both
     assert found["host h1"] == pytest.approx(both * 0.04 + alone * 0.02)
     assert found["rank 3 on host h1"] == pytest.approx(alone * 0.02)
 
