@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bert.reporting.intervals import SLOW_INTERVALS, Stragglers
 
+from bert.reporting.intervals import SLOW_INTERVALS, Stragglers
 from cluster.whatif import read_metrics, report, savings
 from tests.cluster.test_view import made_up
 from tests.conftest import REPOSITORY
