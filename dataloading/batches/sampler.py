@@ -17,8 +17,8 @@ from dataloading.dataset.permutation import shuffled
 _LINEAR_COST = 6144
 """A layer takes 24 h^2 operations a token and 4 h a pair of tokens: 6 h tokens weigh as much as one; BERT-Large's 6 h."""
 
-_MATCHED_UP_TO = 16
-"""Sequences a micro-batch up to which halves are matched anew after the deal; with more it is within 0.1 % of balance."""
+_FEW = 16
+"""Sequences a micro-batch up to which whole rounds would not balance; with more they are within 0.1 % of it."""
 
 _MATCHINGS = 2
 """Rounds of matching: each brings the highest cost closer to the mean, by less and less, for half the time of the deal."""
@@ -104,14 +104,15 @@ def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     """[micro_batches, n / micro_batches] positions of ``lengths`` < 65,536, each micro-batch's longest first.
 
-    Longest first, each to the micro-batch with the least cost so far among those with room: for half of the micro-batches
-    at a time, since some need a second long sequence before others have a short one. Where a micro-batch has few sequences,
-    rounds of `_match` follow. Each gets the same number of sequences, which keeps the shapes of a captured step few. Exact
-    integers and stable sorts: equal on every machine.
+    Longest first, each to the micro-batch with the least cost so far among those with room, in rounds of one for each.
+    Where a micro-batch has few sequences, a round is for half of the micro-batches, since some need a second long sequence
+    before others have a short one, and rounds of `_match` follow. Each gets the same number of sequences, which keeps the
+    shapes of a captured step few. Exact integers and stable sorts: equal on every machine.
     """
     longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")
     cost_N = cost(lengths)
-    sequences, at_once = len(lengths) // micro_batches, max(1, micro_batches // 2)
+    sequences = len(lengths) // micro_batches
+    at_once = max(1, micro_batches // 2) if sequences <= _FEW else micro_batches
     dealt = np.empty((micro_batches, sequences), np.int64)
     sums, filled = np.zeros(micro_batches, np.int64), np.zeros(micro_batches, np.int64)
     start = 0
@@ -124,7 +125,7 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
         sums[least] += cost_N[given]
         filled[least] += 1
         start += len(given)
-    if 1 < sequences <= _MATCHED_UP_TO and micro_batches > 1:
+    if 1 < sequences <= _FEW and micro_batches > 1:
         for number in range(_MATCHINGS):
             dealt = _match(dealt, cost_N, number)
         dealt = np.take_along_axis(dealt, np.argsort(-cost_N[dealt], axis=1, kind="stable"), axis=1)
