@@ -16,6 +16,9 @@ from tests.programs import PATIENCE_S, Program
 
 HOSTS = 4
 RATE, THIRD = "300mbit", "100mbit"
+CORES = sorted(os.sched_getaffinity(0))
+ATTEMPTS = 5
+"""How often a measurement is repeated that other tests beside this one can spoil."""
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
@@ -43,7 +46,7 @@ def start(
     return [
         Program(
             "tests.distributed.host_worker",
-            [name, f"h{rank}", "0" if rank == pinned else "any", "cluster", "probe", *arguments],
+            [name, f"h{rank}", str(CORES[0]) if rank == pinned else "any", "cluster", "probe", *arguments],
             RANK=rank,
             WORLD_SIZE=world,
             LOCAL_RANK=0,
@@ -77,16 +80,21 @@ def check_whole(view: View) -> None:
 
 
 @needs_hosts
+@pytest.mark.skipif(len(CORES) < 2, reason="on one core every rank shares it with what is busy")
 def test_a_slow_link_and_a_rank_with_half_a_core_are_named_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names, competitor(0):
+    with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names, competitor(CORES[0]):
         shape(names[2], THIRD)
-        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "6"], pinned=1))
-    assert statuses == [1] * HOSTS, output
-    view = read_view(out)
-    check_whole(view)
-    slow = {outlier.name: outlier for outlier in view.outliers}
-    assert set(slow) == {"rank 1 on host h1", "network link of host h2, sending"}, output
+        for _ in range(ATTEMPTS):
+            statuses, output = ended(start(names, ["--out", str(out), "--seconds", "6"], pinned=1))
+            assert statuses == [1] * HOSTS, output
+            view = read_view(out)
+            check_whole(view)
+            slow = {outlier.name: outlier for outlier in view.outliers}
+            if set(slow) == {"rank 1 on host h1", "network link of host h2, sending"}:
+                break
+        else:
+            pytest.fail(f"these two were named in none of {ATTEMPTS} probes; last:\n{output}")
     assert slow["network link of host h2, sending"].ratio == pytest.approx(3, rel=0.15)
     assert 1.4 < slow["rank 1 on host h1"].ratio < 3
     assert len(re.findall("^SLOW", output, re.M)) == 2
@@ -95,13 +103,17 @@ def test_a_slow_link_and_a_rank_with_half_a_core_are_named_and_nothing_else(tmp_
 @needs_hosts
 def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
+    even = 0
     with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names:
-        for _ in range(3):
+        for _ in range(ATTEMPTS):
             statuses, output = ended(start(names, ["--out", str(out), "--seconds", "3"]))
-            assert statuses == [0] * HOSTS, output
             view = read_view(out)
             check_whole(view)
-            assert view.outliers == ()
+            assert statuses == [1 if view.outliers else 0] * HOSTS, output
+            even += not view.outliers
+            if even == 3:
+                break
+    assert even == 3, output
     rate = 300e6 / 8
     assert all(0.7 * rate < 1 / link.seconds_per_byte < 1.1 * rate for link in view.links)
 
