@@ -180,7 +180,7 @@ def _place(
     seen = read_view(view)
     if tasks_per_node < 1:
         raise ValueError(f"--tasks-per-node is {tasks_per_node}, expected at least 1")
-    placing = Placing(nodes or len(seen.hosts), group, apart)
+    placing = Placing(len(seen.hosts) if nodes is None else nodes, group, apart)
     paths = [host.switches for host in seen.hosts]
     order = place(paths, placing)
     width = max(len(seen.hosts[host].name) for host in order)

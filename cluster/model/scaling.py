@@ -55,6 +55,8 @@ def scale(device: Device, per_node: int, interconnect: str = "", networking: str
     """Predict whole nodes in powers of two, from one up to `LARGEST` accelerators, each with the fastest of the global
     batch sizes that are published at such scales.
     """
+    if per_node > LARGEST:
+        raise ValueError(f"GPUs per node: {per_node:,}, expected at most {LARGEST:,}")
     predictions = []
     nodes = 1
     while nodes * per_node <= LARGEST:

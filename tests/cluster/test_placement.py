@@ -149,6 +149,14 @@ def test_without_switches_the_order_stays(
     assert "says nothing of switches" in capsys.readouterr().out
 
 
+def test_no_hosts_are_not_all_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hosts(tmp_path / "c.json", ("a", ("top", "a")), ("b", ("top", "a")))
+    assert run_place(monkeypatch, tmp_path / "c.json", "--nodes", 0) == 2
+    assert "--nodes is 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["n1\nn2", "-n", "n 1", "n1,n2", ""])
 def test_a_name_that_would_steer_srun_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str

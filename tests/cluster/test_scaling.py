@@ -38,6 +38,11 @@ def test_the_table_has_what_the_curve_has(tmp_path: Path) -> None:
         assert sum(parts) == pytest.approx(point.prediction.minutes, rel=1e-4)
 
 
+def test_a_node_that_is_larger_than_the_curve_is_refused() -> None:
+    with pytest.raises(ValueError, match="GPUs per node: 16,385, expected at most 16,384"):
+        scale(device_named("H100-SXM"), per_node=LARGEST + 1)
+
+
 def test_the_page_holds_every_point_and_loads_nothing() -> None:
     device = device_named("A100-SXM-80GB")
     points, published = scale(device, per_node=8), published_on(device)
