@@ -49,17 +49,17 @@ def climb(one: Path, other: Path) -> int:
 
 def cost(order: Sequence[Path], placing: Placing) -> int:
     """Return the sum of the levels that traffic climbs in an order of hosts, given by the switches above each."""
-    total = sum(_added_cost(order[: place + 1], placing) for place in range(len(order)))
+    total = sum(_added_cost(order, place, placing) for place in range(len(order)))
     return total + (climb(order[-1], order[0]) if len(order) > 2 else 0)
 
 
-def _added_cost(order: Sequence[Path], placing: Placing) -> int:
-    """Cost of what the last host of a part of an order says to those before it."""
-    *before, last = order
-    ring = climb(before[-1], last) if before else 0
+def _added_cost(order: Sequence[Path], place: int, placing: Placing) -> int:
+    """Return the cost of what the host at ``place`` of an order says to those before it."""
+    one = order[place]
+    ring = climb(order[place - 1], one) if place else 0
     return ring + GROUP_WEIGHT * sum(
-        int(other == last) if placing.apart else climb(other, last)
-        for other in before[len(before) // placing.group * placing.group :]
+        int(other == one) if placing.apart else climb(other, one)
+        for other in order[place // placing.group * placing.group : place]
     )
 
 
@@ -166,7 +166,7 @@ def _search(paths: Sequence[Path], start: list[int], placing: Placing) -> list[i
             if not hosts:
                 continue
             order.append(hosts.pop(0))
-            now = spent + _added_cost([paths[host] for host in order], placing)
+            now = spent + _added_cost([paths[host] for host in order], len(order) - 1, placing)
             # Whoever else comes enters a leaf, and the ring goes back to its start.
             if now + _leaves_to_enter(left, paths[order[-1]], placing.nodes - len(order)) < least:
                 extend(now)

@@ -77,3 +77,8 @@ def _escape(letter: str) -> str:
 def _in_json(match: re.Match[str]) -> str:
     is_surrogate = "\ud800" <= match[0] <= "\udfff"
     return f"\\{_escape(match[0])}" if is_surrogate else json.dumps(match[0])[1:-1]
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -5,16 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
-import compliance.log
+from cluster.display.markup import document, figure_list, section, text
 from cluster.display.summary import (
     COLLECTIVE_COLUMNS,
     bandwidth,
     collective_rows,
-    counted,
     duration,
     heading,
     links_between,
@@ -26,12 +24,8 @@ from cluster.display.summary import (
 )
 from cluster.view import Link, View
 from console.files import write_atomically
-from console.text import visible
+from console.text import counted
 
-STYLE_SHEETS = (
-    Path(compliance.log.__file__).parents[1] / "report" / "report.css",
-    Path(__file__).with_name("page.css"),
-)
 MOST_CELLS = 96
 """Rows of a heat map; where more hosts are, a cell stands for several and shows the slowest of their links."""
 _MOST_NAMED = 48
@@ -46,42 +40,26 @@ def write_page(view: View, path: Path) -> None:
 
 def render(view: View) -> str:
     """The page. Everything from the file is escaped, and a policy forbids the page to run or load anything."""
-    style = "".join(sheet.read_text(encoding="utf-8") for sheet in STYLE_SHEETS)
     body = [
         _header(view),
         _figures(view),
-        _section("In short", _statements(view)),
-        _section("Links", _heat_maps(view)),
-        _section("Switches", _switches(view)),
-        _section("Devices", _devices(view)),
-        _section("Collectives", _collectives(view)),
-        _section("Hosts", _hosts(view)),
+        section("In short", _statements(view)),
+        section("Links", _heat_maps(view)),
+        section("Switches", _switches(view)),
+        section("Devices", _devices(view)),
+        section("Collectives", _collectives(view)),
+        section("Hosts", _hosts(view)),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_text(heading(view))}</title><style>{style}</style></head>\n<body>\n"
-        + "\n".join(part for part in body if part)
-        + f"<footer>Measured by python -m cluster probe, commit {_text(view.commit[:60])}, PyTorch {_text(view.torch)}."
-        "</footer>\n</body></html>\n"
-    )
-
-
-def _text(value: object, limit: int = 400) -> str:
-    return escape(visible(value, limit))
-
-
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>\n{content}</section>" if content else ""
+    measured = f"Measured by python -m cluster probe, commit {text(view.commit[:60])}, PyTorch {text(view.torch)}."
+    return document(text(heading(view)), "\n".join(part for part in body if part), measured)
 
 
 def _header(view: View) -> str:
     made = view.made.replace("T", " ")[:16]
     return (
         f"<header><h1>Cluster of {counted(len(view.hosts), 'host')}</h1>"
-        f'<p class="subtitle">{_text(heading(view))}, {_text(view.backend)}; '
-        f"measured {_text(made)} in {view.seconds:.0f} s</p>"
+        f'<p class="subtitle">{text(heading(view))}, {text(view.backend)}; '
+        f"measured {text(made)} in {view.seconds:.0f} s</p>"
         "</header>"
     )
 
@@ -101,17 +79,13 @@ def _figures(view: View) -> str:
                 (name, bandwidth(statistics.median(link.seconds_per_byte for link in links)), f"latency {latency}")
             )
     figures.append(("Parts named", str(len(view.outliers)), "slow or broken"))
-    items = "".join(
-        f"<div><dt>{_text(name)}</dt><dd>{_text(value)}<small>{_text(note)}</small></dd></div>"
-        for name, value, note in figures
-    )
-    return f'<dl class="figures">{items}</dl>'
+    return figure_list(figures)
 
 
 def _statements(view: View) -> str:
     items = [
-        f'<li class="bad"><i aria-hidden="true">✕</i><p><strong>{_text(outlier.name)}</strong><br>'
-        f"{_text(outlier_sentence(outlier))}.</p></li>"
+        f'<li class="bad"><i aria-hidden="true">✕</i><p><strong>{text(outlier.name)}</strong><br>'
+        f"{text(outlier_sentence(outlier))}.</p></li>"
         for outlier in view.outliers[:_MOST_ROWS]
     ]
     if not items:
@@ -166,19 +140,19 @@ def _heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names:
             f"latency {duration(link.latency_s)}"
         )
         marks.append(
-            f'<g><title>{_text(said)}</title><rect class="even" x="{column}" y="{row}" width="1" height="1"/>'
+            f'<g><title>{text(said)}</title><rect class="even" x="{column}" y="{row}" width="1" height="1"/>'
             f'<rect class="{kind}" x="{column}" y="{row}" width="1" height="1" opacity="{strength:.2f}"/></g>'
         )
     rows, columns = ("", "")
     if cells == size and size <= _MOST_NAMED:
-        rows = "".join(f"<span>{_text(name, 24)}</span>" for name in names)
-        columns = "".join(f"<span><b>{_text(name, 24)}</b></span>" for name in names)
+        rows = "".join(f"<span>{text(name, 24)}</span>" for name in names)
+        columns = "".join(f"<span><b>{text(name, 24)}</b></span>" for name in names)
     note = "Rows send, columns receive; a point over a cell tells its figures."
     if cells < size:
         note += f" A cell stands for {size / cells:.3g} hosts in a row, and shows the slowest link among them."
-    drawing = f'<svg viewBox="0 0 {cells} {cells}" role="img" aria-label="{_text(title)}">{"".join(marks)}</svg>'
+    drawing = f'<svg viewBox="0 0 {cells} {cells}" role="img" aria-label="{text(title)}">{"".join(marks)}</svg>'
     return (
-        f'<figure><h3>{_text(title)}: {bandwidth(typical)} in the median</h3><div class="heatmap" style="--cells:{cells}">'
+        f'<figure><h3>{text(title)}: {bandwidth(typical)} in the median</h3><div class="heatmap" style="--cells:{cells}">'
         f'<div class="rows">{rows}</div><div class="grid">{drawing}</div><div></div>'
         f'<div class="columns">{columns}</div></div>'
         f'<p class="aside">{note}</p></figure>'
@@ -197,10 +171,10 @@ def _switches(view: View) -> str:
         parts = []
         for name, under in below.items():
             if name:
-                parts.append(f'<li><span class="switch">{_text(name, 64)}</span>{branch(under)}</li>')
+                parts.append(f'<li><span class="switch">{text(name, 64)}</span>{branch(under)}</li>')
                 continue
             chips = "".join(
-                f'<span class="host{" named" if host in bad else ""}">{_text(view.hosts[host].name, 40)}</span>'
+                f'<span class="host{" named" if host in bad else ""}">{text(view.hosts[host].name, 40)}</span>'
                 for host in under[:_MOST_HOSTS_A_LEAF]
             )
             more = f" and {len(under) - _MOST_HOSTS_A_LEAF:,} more" if len(under) > _MOST_HOSTS_A_LEAF else ""
@@ -217,11 +191,11 @@ def _devices(view: View) -> str:
         width = min(100.0, 100 * max(0.0, row.over - 1))
         rows.append(
             [
-                f'<th scope="row">{_text(row.name)}</th>',
-                f"<td>{_text(row.typical)}</td>",
-                f"<td>{_text(row.slowest)}</td>",
+                f'<th scope="row">{text(row.name)}</th>',
+                f"<td>{text(row.typical)}</td>",
+                f"<td>{text(row.slowest)}</td>",
                 f'<td><span class="over" style="width:{0.05 * width:.2f}rem"></span>{100 * (row.over - 1):.0f} %</td>',
-                f"<td>{row.rank} on {_text(host, 60)}</td>",
+                f"<td>{row.rank} on {text(host, 60)}</td>",
             ]
         )
     return _table("Rates of devices", ("", "Typical", "Slowest rank", "Slower by", "Rank"), rows)
@@ -230,7 +204,7 @@ def _devices(view: View) -> str:
 def _collectives(view: View) -> str:
     rows = []
     for first, *others in collective_rows(view):
-        rows.append([f'<th scope="row">{_text(first)}</th>', *(f"<td>{_text(each)}</td>" for each in others)])
+        rows.append([f'<th scope="row">{text(first)}</th>', *(f"<td>{text(each)}</td>" for each in others)])
     note = (
         '<p class="aside">Time = latency + bytes / bandwidth, of the whole vector; the residual is the root mean square of '
         "the relative errors.</p>"
@@ -247,10 +221,10 @@ def _hosts(view: View) -> str:
         near = sorted({f"{view.ranks[rank].card}: {view.ranks[rank].place}" for rank in ranks if view.ranks[rank].card})
         rows.append(
             [
-                f'<th scope="row">{_text(host.name)}</th>',
-                f"<td>{_text(view.ranks[ranks[0]].device if ranks else '')}</td>",
+                f'<th scope="row">{text(host.name)}</th>',
+                f"<td>{text(view.ranks[ranks[0]].device if ranks else '')}</td>",
                 f"<td>{len(ranks)}</td><td>{host.sockets} / {host.numa_nodes} / {host.cores}</td>",
-                f"<td>{host.memory_bytes / 2**30:.0f} GiB</td><td>{_text(cards)}</td><td>{_text(', '.join(near))}</td>",
+                f"<td>{host.memory_bytes / 2**30:.0f} GiB</td><td>{text(cards)}</td><td>{text(', '.join(near))}</td>",
             ]
         )
     more = f'<p class="aside">and {len(view.hosts) - _MOST_ROWS:,} more</p>' if len(view.hosts) > _MOST_ROWS else ""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from html import escape
 from pathlib import Path
 
 from cluster.devices import Device
-from cluster.display.page import STYLE_SHEETS
+from cluster.display.markup import document, figure_list, section, text
 from cluster.model.published import Result
 from cluster.model.scaling import CAUSES, Point
 from console.files import write_atomically
-from console.text import visible
 
 _CLASSES = dict(zip(CAUSES, ("compute", "data-wait", "reduce", "update", "evaluation", "other"), strict=True))
 """Colours of the report, by cause."""
@@ -25,27 +23,22 @@ def write_page(device: Device, points: Sequence[Point], published: Sequence[Resu
 
 def render(device: Device, points: Sequence[Point], published: Sequence[Result]) -> str:
     """Return the page; a policy forbids it to run or load anything."""
-    style = "".join(sheet.read_text(encoding="utf-8") for sheet in STYLE_SHEETS)
-    title = f"BERT on up to {points[-1].accelerators:,} {_text(device.name)}"
+    title = f"BERT on up to {points[-1].accelerators:,} {text(device.name)}"
     fastest = min(points, key=lambda point: point.prediction.minutes)
     figures = (
         ("Fastest", f"{_minutes(fastest.prediction.minutes)} min", f"on {fastest.accelerators:,} accelerators"),
         ("One node", f"{_minutes(points[0].prediction.minutes)} min", f"{points[0].accelerators:,} accelerators"),
         ("Published", str(len(published)), "closed results, MLPerf Training v2.0 to v3.1"),
     )
-    items = "".join(f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in figures)
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{title}</title><style>{style}</style></head>\n<body>\n"
+    body = (
         f'<header><h1>{title}</h1><p class="subtitle">Predicted time to train to 0.720, with the intervals that hold 80 % '
-        "of results. Not an MLPerf result.</p></header>\n"
-        f'<dl class="figures">{items}</dl>\n'
-        f"<section><h2>Time to train</h2>{_curve(points, published)}</section>\n"
-        f"<section><h2>What takes the time</h2>{_shares(points)}</section>\n"
-        f"<section><h2>Figures</h2>{_table(points)}</section>\n"
-        "<footer>Made by python -m cluster scale, from facts of devices and published results.</footer>\n</body></html>\n"
+        f"of results. Not an MLPerf result.</p></header>\n{figure_list(figures)}\n",
+        section("Time to train", _curve(points, published)),
+        section("What takes the time", _shares(points)),
+        section("Figures", _table(points)),
+    )
+    return document(
+        title, "\n".join(body), "Made by python -m cluster scale, from facts of devices and published results."
     )
 
 
@@ -152,7 +145,3 @@ def _places(places: Iterable[tuple[float, float]], between: str = " ") -> str:
 
 def _minutes(minutes: float) -> str:
     return f"{minutes:.3g}" if minutes < 100 else f"{minutes:,.0f}"
-
-
-def _text(value: object) -> str:
-    return escape(visible(value, 200))

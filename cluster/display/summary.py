@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.view import Link, Outlier, Rate, View
+from console.text import counted
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,6 @@ def heading(view: View) -> str:
     """The cluster in a few words."""
     names = sorted({rank.device for rank in view.ranks})
     return f"{counted(len(view.hosts), 'host')}, {counted(len(view.ranks), 'rank')}, {', '.join(names[:3])}"
-
-
-def counted(number: int, noun: str) -> str:
-    """The number with its noun."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def rate_rows(view: View) -> list[RateRow]:

@@ -9,6 +9,7 @@ from cluster.model.calibration import INTERVAL, Calibration, calibration
 from cluster.model.cost_model import Run, RunTime, run_time, uses_fp8
 from cluster.model.machine import Machine
 from cluster.model.published import Result, nearest, results, usual_batches
+from console.text import counted
 
 PARTS = {
     "matrix": "matrix products",
@@ -122,7 +123,7 @@ def as_lines(prediction: Prediction) -> list[str]:
     """Return a prediction in lines for people."""
     run, machine, time = prediction.run, prediction.run.machine, prediction.time
     lines = [
-        f"{machine.accelerators:,} x {machine.device.name}, {_counted(machine.nodes, 'node')}, global batch size "
+        f"{machine.accelerators:,} x {machine.device.name}, {counted(machine.nodes, 'node')}, global batch size "
         f"{run.batch:,}, {'FP8' if uses_fp8(run) else 'bf16'}",
         f"{_minutes(prediction.minutes)} min to 0.720, {INTERVAL:.0%} between {_minutes(prediction.low)} and "
         f"{_minutes(prediction.high)}",
@@ -142,7 +143,7 @@ def as_lines(prediction: Prediction) -> list[str]:
     notes = list(prediction.extrapolates)
     if machine.groups > 1 and machine.network.is_assumed and machine.device.network_gb_s is None:
         network = machine.network
-        ports = _counted(network.ports, "port")
+        ports = counted(network.ports, "port")
         notes.append(f"the network is assumed: {ports} of {network.gbit_s:.0f} Gbit/s a node (--networking tells)")
     return lines + ([""] if notes else []) + [f"note: {note}" for note in notes]
 
@@ -151,7 +152,3 @@ def _minutes(minutes: float) -> str:
     """Minutes in three digits, and never fewer decimals than make a difference."""
     decimals = max(0, 2 - math.floor(math.log10(minutes))) if minutes > 0 else 2
     return f"{minutes:,.{min(decimals, 4)}f}"
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

@@ -51,7 +51,7 @@ class Point:
         return sum(time.parts[part] for part in CAUSES[cause]) / time.total
 
 
-def scale(device: Device, per_node: int, interconnect: str = "", networking: str = "") -> list[Point]:
+def scale(device: Device, per_node: int, networking: str = "") -> list[Point]:
     """Predict whole nodes in powers of two, from one up to `LARGEST` accelerators, each with the fastest of the global
     batch sizes that are published at such scales.
     """
@@ -60,7 +60,7 @@ def scale(device: Device, per_node: int, interconnect: str = "", networking: str
     predictions = []
     nodes = 1
     while nodes * per_node <= LARGEST:
-        machine = describe_machine(device, nodes, per_node, interconnect, networking)
+        machine = describe_machine(device, nodes, per_node, networking=networking)
         predictions.append(predict(usual_run(machine)))
         nodes *= 2
     first = predictions[0]

@@ -1,0 +1,45 @@
+"""HTML that the pages of a cluster share. Text from files is escaped by `text`; everything else takes markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+
+import compliance.log
+from console.text import visible
+
+STYLE_SHEETS = (
+    Path(compliance.log.__file__).parents[1] / "report" / "report.css",
+    Path(__file__).with_name("page.css"),
+)
+
+
+def document(title: str, body: str, footer: str) -> str:
+    """Return a page that needs nothing but itself; a policy forbids it to run or load anything."""
+    style = "".join(sheet.read_text(encoding="utf-8") for sheet in STYLE_SHEETS)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{title}</title><style>{style}</style></head>\n<body>\n{body}<footer>{footer}</footer>\n</body></html>\n"
+    )
+
+
+def text(value: object, limit: int = 400) -> str:
+    """Escape a text from outside, of which at most ``limit`` characters are shown."""
+    return escape(visible(value, limit))
+
+
+def section(title: str, content: str) -> str:
+    """Return a section with its title; nothing where there is no content."""
+    return f"<section><h2>{title}</h2>\n{content}</section>" if content else ""
+
+
+def figure_list(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Return large figures side by side, each with a name above and a note below."""
+    items = "".join(
+        f"<div><dt>{text(name)}</dt><dd>{text(value)}<small>{text(note)}</small></dd></div>"
+        for name, value, note in figures
+    )
+    return f'<dl class="figures">{items}</dl>'
