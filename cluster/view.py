@@ -25,7 +25,7 @@ _MOST_ENTRIES = 1 << 21
 _LONGEST_TEXT = 400
 _REMEDY = "run `python -m cluster probe` again"
 
-Operation = Literal["all-reduce", "reduce-scatter", "all-gather"]
+Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 Scope = Literal["node", "rail", "world"]
 Quantity = Literal["product", "copy", "launch", "to device", "from device", "read"]
 Part = Literal["rank", "host", "link"]
