@@ -43,6 +43,8 @@ class MicroBatches:
     """The same in the last layer, whose queries are the masked tokens and [CLS]."""
     lengths_AR: NDArray[np.float64]
     """Number of different lengths."""
+    equal_AR: NDArray[np.float64]
+    """Tokens of sequences that have their length in common with another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +111,17 @@ class Work:
 
 def _sizes(lengths_ARS: NDArray[np.float64], masked_ARS: NDArray[np.float64]) -> MicroBatches:
     ordered_ARS = np.sort(lengths_ARS, axis=-1)
+    is_new = np.diff(ordered_ARS, axis=-1) > 0
+    edge = np.ones_like(is_new, shape=(*is_new.shape[:-1], 1))
+    is_single = np.concatenate([edge, is_new], axis=-1) & np.concatenate([is_new, edge], axis=-1)
     return MicroBatches(
         lengths_ARS.shape[-1],
         lengths_ARS.sum(-1),
         masked_ARS.sum(-1),
         (lengths_ARS**2).sum(-1),
         ((1 + masked_ARS) * lengths_ARS).sum(-1),
-        1.0 + (np.diff(ordered_ARS, axis=-1) > 0).sum(-1),
+        1.0 + is_new.sum(-1),
+        np.where(is_single, 0.0, ordered_ARS).sum(-1),
     )
 
 
