@@ -1,4 +1,4 @@
-"""Documents that one command hands to another: a dataclass as JSON, with a format, a version and a digest that shows edits."""
+"""Documents that one command hands to another: a dataclass as JSON, with format, version, and a digest that shows edits."""
 
 from __future__ import annotations
 
