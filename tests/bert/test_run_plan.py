@@ -69,7 +69,7 @@ def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
     plan, path = planned(), Path("p.json")
     plan.require_ranks(2, 2, path)
     plan.require_ranks(2, 0, path)
-    with pytest.raises(ValueError, match="p.json is a plan for 1 node of 2 ranks, but the run has 2 ranks, 1 a node"):
+    with pytest.raises(ValueError, match=r"p\.json is a plan for 1 node of 2 ranks, but the run has 2 ranks, 1 a node"):
         plan.require_ranks(2, 1, path)
     with pytest.raises(ValueError, match="but the run has 4 ranks: plan again for these, or start those"):
         plan.require_ranks(4, 0, path)
