@@ -15,7 +15,7 @@ from console.documents import Document
 LARGEST_BYTES = 256 * 2**20
 """Of a file that is read: 32,768 ranks with eight devices a host."""
 
-Operation = Literal["all-reduce", "reduce-scatter", "all-gather"]
+Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 Scope = Literal["node", "rail", "world"]
 Quantity = Literal["product", "copy", "launch", "to device", "from device", "read"]
 Part = Literal["rank", "host", "link"]
