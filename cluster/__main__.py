@@ -200,6 +200,30 @@ def _place(
         say(f"{out}: {len(lines)} lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub")
 
 
+@app.command(name="plan")
+def _plan(
+    recipe: Positional[str],
+    cluster: Path | None = None,
+    gpus: int | None = None,
+    accelerator: str | None = None,
+    networking: str = "",
+    out: Path = Path("plan.json"),
+) -> None:
+    """Choose how to run a recipe: predict all feasible ways, show the best and why the others lose, write a plan.
+
+    Args:
+        recipe: Its name, as of bert.train.
+        cluster: The file of a probe of the machines, such as cluster.json; without it, facts of devices count.
+        gpus: How many devices, in whole nodes; by default those of the recipe, or of the probe.
+        accelerator: Name of the devices; by default the recipe's.
+        networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        out: File to write, for --plan of a run.
+    """
+    from cluster.plan.command import Request, plan
+
+    plan(Request(recipe, cluster, gpus, accelerator, networking, out))
+
+
 @app.command(name="scale")
 def _scale(
     accelerator: str,

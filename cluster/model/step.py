@@ -210,9 +210,9 @@ class PredictedRun:
         return sum(self.parts.values())
 
 
-def predict_run(work: Work, strategy: Strategy, rates: Rates) -> PredictedRun:
-    """Predict the time to train: start, steps to the target, evaluations on their schedule."""
-    step = predict_step(work, strategy, rates)
+def predict_run(work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None) -> PredictedRun:
+    """Predict the time to train: start, steps to the target, such as ``step`` if given, evaluations on their schedule."""
+    step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
     samples = work.samples
     if samples is None:
