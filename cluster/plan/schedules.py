@@ -41,8 +41,8 @@ class Schedule:
 def schedules(config: Config) -> list[Schedule]:
     """Return one schedule for each global batch size that a recipe can be trained with, the smallest first.
 
-    The recipe's own batch keeps the recipe's. What is published is about BERT-Large to the closed division's target: any other
-    model, data or target has its own batch alone.
+    The recipe's own batch keeps the recipe's. What is published is about BERT-Large to the closed division's target: any
+    other model, data or target has its own batch alone.
     """
     published = _published()
     training = config.training
