@@ -48,7 +48,7 @@ def plan(request: Request) -> None:
     found = search(config, work_for(config), target)
     where = f"{counted(target.nodes, 'node')} of {target.ranks_per_node} x {target.device}"
     source = f"as {request.cluster} measured" if request.cluster else "by its facts"
-    say(f"{request.recipe} on {where}, {source}: {counted(len(found.candidates), 'way')} predicted")
+    say(f"{request.recipe} on {where}, {source}: {counted(len(found.ranked), 'way')} predicted")
     for line in as_lines(found, target.world_size):
         say(line)
     best = found.best[0]

@@ -22,7 +22,7 @@ def as_lines(found: Found, world_size: int) -> Iterator[str]:
     for place, each in enumerate(found.best, 1):
         yield _row(place, each, world_size)
     yield ""
-    yield f"time to train against the first's {_minutes(found.best[0].seconds)} min, at best with"
+    yield "time to train against the first, at best with"
     yield from _rivals(found, world_size)
     yield from _refused(found.refusals)
 
@@ -57,10 +57,10 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
 
     Micro-batches are compared at the best's own batch: those of another follow from it.
     """
-    best = found.best[0]
+    best = next(each for each in found.ranked if each.strategy == found.best[0].strategy)
     own = _values(best, world_size)
     rivals: dict[tuple[str, str], Candidate] = {}
-    for each in found.candidates:
+    for each in found.ranked:
         values = _values(each, world_size)
         for setting, value in values.items():
             if value != own[setting] and (setting != "micro-batch" or values["batch"] == own["batch"]):

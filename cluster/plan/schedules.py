@@ -2,7 +2,7 @@
 
 A global batch size goes with its learning rate, decay and betas. Those here are the recipe's own, those of other recipes,
 and those of published closed results that state all of theirs: no warm-up, since logs leave its start out, and a weight
-decay, since some logs state 0 in place of it. What the table of results does not have, LAMB's epsilon, is the benchmark's 1e-6.
+decay, since some logs state 0 in place of it. LAMB's epsilon, which the table of results lacks, is the benchmark's 1e-6.
 """
 
 from __future__ import annotations

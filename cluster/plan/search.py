@@ -6,7 +6,7 @@ allows, or the next smaller ones: accumulating more often costs launches and sav
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bert.configuration.config import Config
@@ -65,18 +65,14 @@ class Found:
     """Result of a search.
 
     Attributes:
-        candidates: all that were predicted and fit, the fastest first.
+        best: the few that are fastest, predicted by several steps of their plans, the first one first.
+        ranked: all that fit, predicted by one step, the fastest first.
         refusals: what was not predicted, in the order in which it was found.
     """
 
-    candidates: tuple[Candidate, ...]
+    best: tuple[Candidate, ...]
+    ranked: tuple[Candidate, ...]
     refusals: tuple[Refusal, ...]
-
-    @property
-    def best(self) -> list[Candidate]:
-        """The few that are fastest, each with its best size of buckets."""
-        distinct = {replace(each.strategy, bucket_bytes=1): each for each in reversed(self.candidates)}
-        return sorted(distinct.values(), key=lambda candidate: candidate.seconds)[:BEST]
 
 
 def search(config: Config, work: Work, target: Target) -> Found:
@@ -86,14 +82,23 @@ def search(config: Config, work: Work, target: Target) -> Found:
     if not first:
         reasons = dict.fromkeys(f"{each.setting} {each.value}: {each.reason}" for each in search.refusals)
         raise ValueError(f"nothing is feasible on {target.world_size:,} x {target.device}: {'; '.join(reasons)}")
-    found = list(first)
+    ranked = list(first)
     for each in sorted(first, key=lambda candidate: candidate.least_seconds):
-        best = Found(tuple(found), ()).best
+        best = _best(ranked)
         if len(best) < BEST or each.least_seconds < best[-1].seconds:
-            found += search.other_ways(each)
-            found.sort(key=lambda candidate: candidate.seconds)
-    found.sort(key=lambda candidate: candidate.seconds)
-    return Found(tuple(found), tuple(search.refusals))
+            ranked += search.other_ways(each)
+    ranked.sort(key=lambda candidate: candidate.seconds)
+    best = [search.looked_at(each) for each in _best(ranked)]
+    best.sort(key=lambda candidate: candidate.seconds)
+    return Found(tuple(best), tuple(ranked), tuple(search.refusals))
+
+
+def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The few that are fastest, each with its best size of buckets."""
+    distinct: dict[Strategy, Candidate] = {}
+    for each in sorted(candidates, key=lambda candidate: candidate.seconds):
+        distinct.setdefault(replace(each.strategy, bucket_bytes=1), each)
+    return list(distinct.values())[:BEST]
 
 
 class _Search:
@@ -153,6 +158,10 @@ class _Search:
             return None
         try:
             configured(self._config, schedule, strategy)
+        except ValueError as error:
+            self.refusals.append(Refusal("precision", precision, str(error)))
+            return None
+        try:
             memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node).values())
             if memory > USABLE_MEMORY * rates.memory_bytes:
                 gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
@@ -162,12 +171,19 @@ class _Search:
                 if strategy.reduction == self._reductions[-1]:
                     self._too_many[precision] = sequences
                 return None
-            step = predict_step(work, strategy, rates)
+            step = predict_step(work, strategy, rates, steps=1)
             run = predict_run(work, strategy, rates, step)
         except ValueError as error:
-            self.refusals.append(Refusal("precision", precision, str(error)))
+            way = f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}"
+            self.refusals.append(Refusal("way", way, str(error)))
             return None
         return Candidate(schedule, strategy, step, run, memory)
+
+    def looked_at(self, each: Candidate) -> Candidate:
+        """Predict a candidate again, by several steps of its plan."""
+        work, rates = self._works[each.schedule.global_batch_size], self._target.rates[each.strategy.precision]
+        step = predict_step(work, each.strategy, rates)
+        return replace(each, step=step, run=predict_run(work, each.strategy, rates, step))
 
 
 def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config:
