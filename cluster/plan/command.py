@@ -9,9 +9,11 @@ from bert.configuration.config import Config
 from bert.configuration.config_file import did_you_mean
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import RunPlan, settings_of, write_plan
+from cluster.display.scaling_page import write_page
 from cluster.plan.lines import as_lines, summary
+from cluster.plan.scaling import CAUSES, published_on, scale, write_table
 from cluster.plan.search import Candidate, configured, search
-from cluster.plan.target import Target, target_of, work_for
+from cluster.plan.target import Target, device_of, target_of, work_for
 from console.program import say
 from console.text import counted
 
@@ -70,3 +72,41 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
         step_seconds={**chosen.step.parts, "other": 0.0},
         train_seconds=chosen.seconds,
     )
+
+
+@dataclass(frozen=True)
+class ScaleRequest:
+    """What is asked about scaling: a recipe, devices in nodes, and files to write."""
+
+    recipe: str
+    accelerator: str | None
+    gpus_per_node: int
+    networking: str
+    out: Path | None
+    page: Path | None
+
+
+def draw_scale(request: ScaleRequest) -> None:
+    """Print the best plan of each number of accelerators, and write table and page where they are asked for.
+
+    Raises:
+        ValueError: a request that cannot be met.
+    """
+    config = recipe_named(request.recipe)
+    device, _ = device_of(request.recipe, request.accelerator)
+    points = scale(config, device, request.gpus_per_node, request.networking)
+    names = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
+    say(f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}")
+    for point in points:
+        strategy = point.plan.strategy
+        shares = "".join(f"{point.share(cause):11.1%}" for cause in CAUSES)
+        say(
+            f"{point.accelerators:14,}{strategy.global_batch_size:8,}  {strategy.precision:<10}{strategy.reduction:<14}"
+            f"{point.minutes:8.3g}{point.efficiency:12.0%}{shares}"
+        )
+    if request.out is not None:
+        write_table(points, request.out)
+        say(request.out)
+    if request.page is not None:
+        write_page(request.recipe, device, points, published_on(device), request.page)
+        say(request.page)
