@@ -7,7 +7,7 @@
 # follows are settings of the recipe; ./run_and_time.sh RECIPE 1 -- --help lists them. Relative paths start at the
 # repository's root.
 # --help prints this, --version a line with version and commit.
-# Environment: NPROC, the number of processes (default: one a GPU; for tiny_cpu two, or one on a single core);
+# Environment: NPROC, the number of processes (default: that of --plan; one a GPU; for tiny_cpu two, or one on a single core);
 # OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); PYTHON, what .venv is made with;
 # CLEAR_CACHES=0 keeps the page cache, which a run otherwise empties where it may, as the benchmark's rules ask.
 # Several nodes, one of these commands on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as of torchrun; they share results/.
@@ -122,6 +122,16 @@ verdict() {
 }
 [[ $part != verdict ]] || { verdict "${results[@]}" && exit 0 || exit; }
 [[ $part != rank ]] || exec "$python" "${train[@]}" "${settings[@]}"
+
+# A plan says how many processes a node has, on a line of its own; whether it is one, the program looks for itself.
+plan=
+for ((place = 0; place < ${#settings[@]}; place++)); do
+  case ${settings[place]} in
+    --plan) plan=${settings[place + 1]-} ;;
+    --plan=*) plan=${settings[place]#*=} ;;
+  esac
+done
+[[ ! -f $plan ]] || : "${NPROC:=$(sed -nE 's/^ *"ranks_per_node": ([1-9][0-9]{0,4}),?$/\1/p;T;q' "$plan")}"
 
 cores=$(env -u OMP_NUM_THREADS nproc)
 if [[ $recipe == tiny_cpu ]]; then

@@ -93,7 +93,7 @@ def train(run: Run) -> Status:
     log.run_stop(status, samples=samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
     run.checkpoints.wait(at)
-    run.reporter.write(EndRecord(status, seconds, samples, evaluations.accuracy))
+    run.reporter.end(at.steps, EndRecord(status, seconds, samples, evaluations.accuracy))
     return status
 
 

@@ -18,7 +18,7 @@ from bert.guards.triton_cache import require_private_cache
 from bert.loop import train
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
-from bert.parallel.launch import launched_world_size
+from bert.parallel.launch import Launch
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.reporting.provenance import provenance
 from bert.reporting.result_files import claim, create_log
@@ -37,7 +37,8 @@ def run(config: Config, arguments: Sequence[str]) -> int:
     """
     guard = DataGuard([config.data.train, config.data.evaluation])
     interruption = Interruption()
-    inputs = check(config, launched_world_size())
+    launch = Launch.from_environment()
+    inputs = check(config, launch.world_size, launch.local_size)
     if config.dry_run:
         if config.training.device == "cuda" and not torch.cuda.is_available():
             complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")

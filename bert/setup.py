@@ -18,6 +18,7 @@ from bert.loop import Run
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.mesh import Mesh
+from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import LivePanel, PlainLines
 from bert.reporting.intervals import Stragglers
 from bert.reporting.json_lines import JsonLines
@@ -209,6 +210,7 @@ def _reporter(
     progress = Progress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
     if not mesh.is_main:
         return Reporter(progress, [])
+    against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None
     console = Console()
     sinks: list[Sink] = [
         JsonLines(
@@ -230,4 +232,4 @@ def _reporter(
         sinks += [LivePanel(progress, console), PlainLines(progress, log.line)]
     else:
         sinks += [PlainLines(progress, log.line, say)]
-    return Reporter(progress, sinks)
+    return Reporter(progress, sinks, against_plan)

@@ -1,7 +1,7 @@
 """The timed run, from configuration to result file: ``python -m bert.train RECIPE [--section.field value ...]``.
 
 ``--config FILE`` takes settings from a TOML file, or those of an earlier run from its result file, recipe included; what
-stands on the command line counts more.
+stands on the command line counts more. ``--plan FILE`` takes those of a plan, recipe included.
 
 Under torchrun it is one rank of many, and by itself a run of one process. It exits with 0 when the target was reached, 1
 when the run ended without, 2 when an input or a setting is wrong, 3 after a fault (``bert.parallel.watchdog``), and 128 + n
@@ -22,6 +22,7 @@ from bert.configuration.config import Config
 from bert.configuration.config_file import arguments_of, did_you_mean, setting_names
 from bert.configuration.own_text import FOLLOWING
 from bert.configuration.recipes import RECIPES
+from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
 from bert.parallel.launch import Launch
 from console.program import accept_any_text, answer_version, complain, parsed, say_document
@@ -69,16 +70,23 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
         raise ValueError(f"unknown recipe {named!r}: expected one of {known}{did_you_mean(named, list(RECIPES))}")
     file, rest = _config_file(rest)
     recipe, settings = (named, []) if file is None else arguments_of(file, named)
+    settings += rest
+    plan_file = _plan_file(settings)
+    plan = None if plan_file is None else read_plan(plan_file)
+    if plan is not None:
+        recipe, settings = plan.recipe_for(recipe), [*plan.arguments(), *settings]
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
     program = f"python -m {module} {recipe}"
-    read = partial(tyro.cli, Config, prog=program, args=[*settings, *rest])
+    read = partial(tyro.cli, Config, prog=program, args=settings)
     try:
         config = parsed(partial(read, default=RECIPES[recipe]()))
         for follow in FOLLOWING.get(recipe, ()):  # what is given counts more than what would follow
             default = follow(config)  # without ops: what tyro finds of them there would become settings of their own
             default = replace(default, training=replace(default.training, implementations={}))
             config = parsed(partial(read, default=default))
+        if plan is not None:
+            plan.require_settings(config)
         return config
     except ValueError as error:
         unknown = re.match(r"Unrecognized options: --([^\s,=]+)", str(error))
@@ -99,6 +107,16 @@ def _config_file(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
             del rest[place : place + (1 if equals else 2)]
             return Path(value if equals else arguments[place + 1]), rest
     return None, rest
+
+
+def _plan_file(arguments: Sequence[str]) -> Path | None:
+    """The file of the last ``--plan FILE``, if there is one."""
+    found = None
+    for place, argument in enumerate(arguments):
+        option, equals, value = argument.partition("=")
+        if option == "--plan" and (equals or place + 1 < len(arguments)):
+            found = value if equals else arguments[place + 1]
+    return Path(found) if found not in (None, "None") else None
 
 
 def require_torch() -> None:

@@ -200,48 +200,52 @@ def _place(
         say(f"{out}: {len(lines)} lines; SLURM_HOSTFILE={out} sbatch --distribution=arbitrary launch/slurm.sub")
 
 
+@app.command(name="plan")
+def _plan(
+    recipe: Positional[str],
+    cluster: Path | None = None,
+    gpus: int | None = None,
+    accelerator: str | None = None,
+    networking: str = "",
+    out: Path = Path("plan.json"),
+) -> None:
+    """Choose how to run a recipe: predict all feasible ways, show the best and why the others lose, write a plan.
+
+    Args:
+        recipe: Its name, as of bert.train.
+        cluster: The file of a probe of the machines, such as cluster.json; without it, facts of devices count.
+        gpus: How many devices, in whole nodes; by default those of the recipe, or of the probe.
+        accelerator: Name of the devices; by default the recipe's.
+        networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
+        out: File to write, for --plan of a run.
+    """
+    from cluster.plan.command import Request, plan
+
+    plan(Request(recipe, cluster, gpus, accelerator, networking, out))
+
+
 @app.command(name="scale")
 def _scale(
-    accelerator: str,
+    recipe: Positional[str],
+    accelerator: str | None = None,
     gpus_per_node: int = 8,
     networking: str = "",
     out: Path | None = None,
     page: Path | None = None,
 ) -> None:
-    """Draw the time to train against the number of accelerators, to 16,384, with published points and what takes it.
+    """Draw a recipe's time to train against the number of accelerators, to 16,384, with published points and what takes it.
 
     Args:
-        accelerator: Its name, such as H100-SXM; `devices` lists those that are known.
+        recipe: Its name, as of bert.train; each number of accelerators gets the best plan for it.
+        accelerator: Name of the devices; by default the recipe's.
         gpus_per_node: Accelerators in each node.
         networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
         out: CSV file to write.
         page: HTML page to write.
     """
-    from cluster.devices import device_named
-    from cluster.model.scaling import CAUSES, published_on, scale, write_table
+    from cluster.plan.command import ScaleRequest, draw_scale
 
-    device = device_named(accelerator)
-    points = scale(device, gpus_per_node, networking=networking)
-    names = [cause.split()[0] for cause in CAUSES]
-    say(
-        f"{device.name:>14}{'batch':>8}{'minutes':>9}{'80 % between':>18}{'efficiency':>12}"
-        + "".join(f"{n:>11}" for n in names)
-    )
-    for point in points:
-        found = point.prediction
-        between = f"{found.low:.3g} and {found.high:.3g}"
-        shares = "".join(f"{point.share(cause):11.1%}" for cause in CAUSES)
-        say(
-            f"{point.accelerators:14,}{found.run.batch:8,}{found.minutes:9.3g}{between:>18}{point.efficiency:12.0%}{shares}"
-        )
-    if out is not None:
-        write_table(points, out)
-        say(out)
-    if page is not None:
-        from cluster.display.scaling_page import write_page
-
-        write_page(device, points, published_on(device), page)
-        say(page)
+    draw_scale(ScaleRequest(recipe, accelerator, gpus_per_node, networking, out, page))
 
 
 @app.command

@@ -6,24 +6,14 @@ seconds, all sizes bytes unless an attribute says otherwise.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
-import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
-from console.files import read_json, shown, write_atomically
+from console.documents import Document
 
-FORMAT = "mlperf-bert cluster view"
-VERSION = 2
-"""Of the file; a reader takes no other."""
 LARGEST_BYTES = 256 * 2**20
 """Of a file that is read: 32,768 ranks with eight devices a host."""
-_MOST_ENTRIES = 1 << 21
-_LONGEST_TEXT = 400
-_REMEDY = "run `python -m cluster probe` again"
 
 Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 Scope = Literal["node", "rail", "world"]
@@ -192,66 +182,12 @@ class View:
 
 def write_view(view: View, path: Path) -> None:
     """Write the file whole or not at all, with a digest that shows edits. ``OSError`` where it cannot be written."""
-    body = dataclasses.asdict(view)
-    document = {"format": FORMAT, "version": VERSION, "digest": _digest(body), "view": body}
-    write_atomically(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
+    _FILE.write(view, path)
 
 
 def read_view(path: Path) -> View:
     """Read and check a file. Raises ``ValueError``, in one line, where it is not what a probe of this version wrote."""
-    document = read_json(path, LARGEST_BYTES, _REMEDY)
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise ValueError(f"{path}: no view of a cluster, expected a file of `python -m cluster probe`")
-    if document.get("version") != VERSION:
-        raise ValueError(
-            f"{path}: version {shown(document.get('version'))}, expected {VERSION}, as another release has it; {_REMEDY}"
-        )
-    try:
-        view = _decoded(View, document.get("view"), "view")
-        _check_counts(view)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}; {_REMEDY}") from None
-    if document.get("digest") != _digest(document["view"]):
-        raise ValueError(f"{path}: edited or damaged, its digest is of other content; {_REMEDY}")
-    return view
-
-
-def _digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _decoded(kind: Any, value: Any, where: str) -> Any:
-    """``value``, as JSON has it, as an object of the type ``kind``; ``where`` names it in errors."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-        hints = get_type_hints(kind)
-        if not isinstance(value, dict) or set(value) != set(hints):
-            found = ", ".join(sorted(map(shown, value))) if isinstance(value, dict) else type(value).__name__
-            raise ValueError(f"{where} has {shown(found)}, expected {', '.join(sorted(hints))}")
-        return kind(**{name: _decoded(hint, value[name], f"{where}.{name}") for name, hint in hints.items()})
-    if origin is tuple:
-        any_number = arguments[-1] is Ellipsis
-        most = _MOST_ENTRIES if any_number else len(arguments)
-        if not isinstance(value, list) or len(value) > most or (not any_number and len(value) < most):
-            raise ValueError(f"{where} is no list of {'at most ' if any_number else ''}{most} entries")
-        kinds = arguments[:1] * len(value) if any_number else arguments
-        return tuple(
-            _decoded(of, each, f"{where}[{place}]") for place, (of, each) in enumerate(zip(kinds, value, strict=True))
-        )
-    if origin is Literal:
-        if value not in arguments:
-            raise ValueError(f"{where} is {shown(value)}, expected one of {', '.join(map(str, arguments))}")
-        return value
-    if kind is str:
-        if not isinstance(value, str) or len(value) > _LONGEST_TEXT:
-            raise ValueError(f"{where} is no text of at most {_LONGEST_TEXT} letters")
-        return value
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or abs(value) > 1e18 or not math.isfinite(value) or (kind is int and not isinstance(value, int)):
-        raise ValueError(f"{where} is {shown(value)}, expected a {'whole' if kind is int else 'finite'} number")
-    if value < 0 and not where.endswith(".numa"):
-        raise ValueError(f"{where} is {shown(value)}, expected no negative number")
-    return kind(value)
+    return _FILE.read(path)
 
 
 def _check_counts(view: View) -> None:
@@ -277,3 +213,16 @@ def _check_counts(view: View) -> None:
         raise ValueError(f"an outlier is about more than the {ranks} ranks")
     if any(collective.ranks > ranks or collective.ranks < 2 for collective in view.collectives):
         raise ValueError(f"a collective is of fewer than two or more than the {ranks} ranks")
+
+
+_FILE = Document(
+    kind=View,
+    key="view",
+    format="mlperf-bert cluster view",
+    version=2,
+    noun="view of a cluster",
+    maker="python -m cluster probe",
+    largest_bytes=LARGEST_BYTES,
+    remedy="run `python -m cluster probe` again",
+    check=_check_counts,
+)

@@ -16,6 +16,7 @@ from bert.checkpoints.initial import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
 from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import Config
+from bert.configuration.run_plan import RunPlan, read_plan
 from bert.mllog import evaluation_interval, evaluation_samples
 from bert.parallel.mesh import Mesh
 from bert.reporting.result_files import choose_files
@@ -41,10 +42,18 @@ class Inputs:
     metrics: Path
     interval: int
     """Training samples between evaluations."""
+    plan: RunPlan | None = None
+    """The plan that the run follows."""
 
 
-def check(config: Config, world_size: int) -> Inputs:
-    """Open what the run will read and look for everything that would stop it later. Raises ``ValueError``."""
+def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
+    """Open what the run will read and look for everything that would stop it later; ``local_size``: ranks of this node, 0
+    where that is not known. Raises ``ValueError``.
+    """
+    plan = None
+    if config.plan is not None:
+        plan = read_plan(config.plan)
+        plan.require_ranks(world_size, local_size, config.plan)
     (train, evaluation), vocabulary = _open_data(config, [config.data.train, config.data.evaluation])
     if config.data.initial_checkpoint is not None:
         check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
@@ -57,7 +66,7 @@ def check(config: Config, world_size: int) -> Inputs:
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
     _check_places(config)
     files = choose_files(result_folder(config), config.log.run)
-    return Inputs(train, evaluation, vocabulary.sha256, *files, _interval(config))
+    return Inputs(train, evaluation, vocabulary.sha256, *files, _interval(config), plan)
 
 
 def check_evaluation(config: Config) -> Dataset:

@@ -53,11 +53,6 @@ class Launch:
         return cls(rank, world_size, local_rank, local_size, names[0], names[1])
 
 
-def launched_world_size() -> int:
-    """The number of processes that the launcher announces, known before joining them. Raises as ``Launch``."""
-    return Launch.from_environment().world_size
-
-
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.lstrip("-").isdigit():

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from bert.reporting.stopwatch import PHASES
+from bert.reporting.records import PHASES
 
 FAULT_STATUS = 3
 """Exit status of every rank after a fault."""

@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from bert.reporting.progress import Progress
-from bert.reporting.records import EndRecord, EvaluationRecord, Record, StepRecord, WarningRecord
+from bert.reporting.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
 from console.live import Row, clock, grid
 from console.text import visible
 
@@ -44,6 +44,8 @@ class PlainLines:
             )
         if isinstance(record, WarningRecord):
             return f"warning at step {record.step}: {visible(record.text)}"
+        if isinstance(record, PlanRecord):
+            return f"plan: a step took {record.step_ms:.1f} ms, planned {record.planned_step_ms:.1f} ms"
         return f"end: {record.status} after {record.samples} samples and {record.time_s:.1f} s"
 
 

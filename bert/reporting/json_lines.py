@@ -5,9 +5,15 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from bert.reporting.records import EndRecord, EvaluationRecord, Record, StepRecord, WarningRecord
+from bert.reporting.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
 
-_EVENTS = {StepRecord: "step", EvaluationRecord: "eval", WarningRecord: "warning", EndRecord: "end"}
+_EVENTS = {
+    StepRecord: "step",
+    EvaluationRecord: "eval",
+    WarningRecord: "warning",
+    PlanRecord: "plan",
+    EndRecord: "end",
+}
 
 
 class JsonLines:

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
+"""Parts of a step."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -66,6 +69,25 @@ class WarningRecord:
 
 
 @dataclass(frozen=True)
+class PlanRecord:
+    """A step of the run, the median of its intervals, beside the one that its plan expects; milliseconds."""
+
+    step_ms: float
+    data_wait_ms: float
+    forward_backward_ms: float
+    reduce_ms: float
+    update_ms: float
+    other_ms: float
+    """In none of the phases."""
+    planned_step_ms: float
+    planned_data_wait_ms: float
+    planned_forward_backward_ms: float
+    planned_reduce_ms: float
+    planned_update_ms: float
+    planned_other_ms: float
+
+
+@dataclass(frozen=True)
 class EndRecord:
     """End of the run."""
 
@@ -75,7 +97,7 @@ class EndRecord:
     masked_lm_accuracy: float | None
 
 
-Record = StepRecord | EvaluationRecord | WarningRecord | EndRecord
+Record = StepRecord | EvaluationRecord | WarningRecord | PlanRecord | EndRecord
 
 
 class Sink(Protocol):

@@ -7,8 +7,9 @@ import time
 from contextlib import ExitStack, suppress
 from types import TracebackType
 
+from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.progress import Progress
-from bert.reporting.records import Record, Sink, WarningRecord
+from bert.reporting.records import EndRecord, Record, Sink, StepRecord, WarningRecord
 
 
 class Reporter:
@@ -17,9 +18,10 @@ class Reporter:
     Without sinks (all ranks but the first) nothing is reported.
     """
 
-    def __init__(self, progress: Progress, sinks: list[Sink]) -> None:
+    def __init__(self, progress: Progress, sinks: list[Sink], against_plan: AgainstPlan | None = None) -> None:
         self._progress = progress
         self._sinks = sinks
+        self._against_plan = against_plan
         self._began = time.perf_counter()
 
     def begin(self) -> None:
@@ -46,8 +48,18 @@ class Reporter:
     def write(self, record: Record) -> None:
         """Report ``record``."""
         self._progress.add(record)
+        if self._against_plan and isinstance(record, StepRecord):
+            self._against_plan.add(record)
         for sink in self._sinks:
             sink.write(record)
+
+    def end(self, steps: int, record: EndRecord) -> None:
+        """Report the end after so many steps, and before it how they compare with the plan."""
+        if self._against_plan and (compared := self._against_plan.record()):
+            self.write(compared)
+            if text := self._against_plan.warning(compared):
+                self.warn(steps, text)
+        self.write(record)
 
     def warn(self, steps: int, text: str) -> None:
         """Report something to look at, after so many steps."""

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
+from bert.reporting.records import PHASES
 
 
 def cuda_event(captured: bool) -> torch.cuda.Event:

@@ -9,42 +9,47 @@ from pathlib import Path
 from cluster.devices import Device
 from cluster.display.markup import document, figure_list, section, text
 from cluster.model.published import Result
-from cluster.model.scaling import CAUSES, Point
+from cluster.plan.scaling import CAUSES, Point
 from console.files import write_atomically
 
 _CLASSES = dict(zip(CAUSES, ("compute", "data-wait", "reduce", "update", "evaluation", "other"), strict=True))
 """Colours of the report, by cause."""
 
 
-def write_page(device: Device, points: Sequence[Point], published: Sequence[Result], path: Path) -> None:
+def write_page(recipe: str, device: Device, points: Sequence[Point], published: Sequence[Result], path: Path) -> None:
     """Write the page whole or not at all."""
-    write_atomically(path, render(device, points, published).encode())
+    write_atomically(path, render(recipe, device, points, published).encode())
 
 
-def render(device: Device, points: Sequence[Point], published: Sequence[Result]) -> str:
+def render(recipe: str, device: Device, points: Sequence[Point], published: Sequence[Result]) -> str:
     """Return the page; a policy forbids it to run or load anything."""
-    title = f"BERT on up to {points[-1].accelerators:,} {text(device.name)}"
-    fastest = min(points, key=lambda point: point.prediction.minutes)
+    title = f"{text(recipe)} on up to {points[-1].accelerators:,} {text(device.name)}"
+    fastest = min(points, key=lambda point: point.minutes)
     figures = (
-        ("Fastest", f"{_minutes(fastest.prediction.minutes)} min", f"on {fastest.accelerators:,} accelerators"),
-        ("One node", f"{_minutes(points[0].prediction.minutes)} min", f"{points[0].accelerators:,} accelerators"),
+        ("Fastest", f"{_minutes(fastest.minutes)} min", f"on {fastest.accelerators:,} accelerators"),
+        ("One node", f"{_minutes(points[0].minutes)} min", f"{points[0].accelerators:,} accelerators"),
         ("Published", str(len(published)), "closed results, MLPerf Training v2.0 to v3.1"),
     )
+    subtitle = (
+        "Predicted time to train to 0.720, each number of accelerators with its best plan, and intervals as wide as those "
+        "that hold 80 % of published results. Not an MLPerf result."
+    )
     body = (
-        f'<header><h1>{title}</h1><p class="subtitle">Predicted time to train to 0.720, with the intervals that hold 80 % '
-        f"of results. Not an MLPerf result.</p></header>\n{figure_list(figures)}\n",
+        f'<header><h1>{title}</h1><p class="subtitle">{subtitle}</p></header>\n{figure_list(figures)}\n',
         section("Time to train", _curve(points, published)),
         section("What takes the time", _shares(points)),
         section("Figures", _table(points)),
     )
     return document(
-        title, "\n".join(body), "Made by python -m cluster scale, from facts of devices and published results."
+        title,
+        "\n".join(body),
+        "Made by python -m cluster scale, from facts of devices, a model of the step, and published results.",
     )
 
 
 def _curve(points: Sequence[Point], published: Sequence[Result]) -> str:
     """Minutes over accelerators, both in logarithms: the band, the line, and the published results as dots."""
-    minutes = [bound for point in points for bound in (point.prediction.low, point.prediction.high)]
+    minutes = [bound for point in points for bound in (point.low, point.high)]
     minutes += [result.seconds / 60 for result in published]
     low, high = math.floor(math.log10(min(minutes)) * 2) / 2, math.ceil(math.log10(max(minutes)) * 2) / 2
 
@@ -52,9 +57,9 @@ def _curve(points: Sequence[Point], published: Sequence[Result]) -> str:
         return 100 * (high - math.log10(value)) / (high - low)
 
     x = _across(points)
-    upper = [(x(point.accelerators), y(point.prediction.high)) for point in points]
-    lower = [(x(point.accelerators), y(point.prediction.low)) for point in reversed(points)]
-    line = [(x(point.accelerators), y(point.prediction.minutes)) for point in points]
+    upper = [(x(point.accelerators), y(point.high)) for point in points]
+    lower = [(x(point.accelerators), y(point.low)) for point in reversed(points)]
+    line = [(x(point.accelerators), y(point.minutes)) for point in points]
     shown = [result for result in published if result.run.machine.accelerators >= points[0].accelerators]
     dots = "".join(f"M{x(result.run.machine.accelerators):.2f} {y(result.seconds / 60):.2f}h0" for result in shown)
     ticks = [10 ** (step / 2) for step in range(round(2 * low), round(2 * high) + 1)]
@@ -91,13 +96,25 @@ def _shares(points: Sequence[Point]) -> str:
 
 
 def _table(points: Sequence[Point]) -> str:
-    head = ("accelerators", "batch", "minutes", "80 % between", "efficiency", "samples", *CAUSES)
+    head = (
+        "accelerators",
+        "batch",
+        "precision",
+        "reduction",
+        "minutes",
+        "80 % between",
+        "efficiency",
+        "samples",
+        *CAUSES,
+    )
     rows = (
         (
             f"{point.accelerators:,}",
-            f"{point.prediction.run.batch:,}",
-            _minutes(point.prediction.minutes),
-            f"{_minutes(point.prediction.low)} and {_minutes(point.prediction.high)}",
+            f"{point.plan.strategy.global_batch_size:,}",
+            point.plan.strategy.precision,
+            point.plan.strategy.reduction,
+            _minutes(point.minutes),
+            f"{_minutes(point.low)} and {_minutes(point.high)}",
             f"{point.efficiency:.0%}",
             f"{point.samples_factor:.2f}x",
             *(f"{point.share(cause):.0%}" for cause in CAUSES),

@@ -110,7 +110,7 @@ def _timeline(strategy: Strategy, rates: Rates, layout: Layout, means: tuple[flo
     buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Message] = []
     needs = [0] * len(parts)
-    if strategy.reduction in ("sharded", "sharded_world") and rates.world_size > 1:
+    if strategy.reduction in ("sharded", "sharded_world") and rates.world_size > 1 and strategy.precision != "fp8":
         gathered = buckets[::-1]
         messages += [_gather(strategy, rates, 4 * (bucket.stop - bucket.start)) for bucket in gathered]
         stops = [*layout.ends[:-1], layout.elements]
@@ -183,6 +183,9 @@ def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
     shards = {"sharded": rates.ranks, "sharded_world": rates.world_size}.get(strategy.reduction, 1)
     elements = layout.padded(rates.world_size) / shards
     seconds = rates.seconds(Computation("lamb", (1.0, layout.segments / shards, elements)))
+    if shards > 1 and strategy.precision == "fp8":  # whose weights are cast when all are there
+        buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
+        seconds += sum(_gather(strategy, rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)
     if shards > 1:
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
         seconds += 2 * rates.collective_seconds("all-gather", scope, 16.0 * layout.segments * shards)
@@ -208,9 +211,9 @@ class PredictedRun:
         return sum(self.parts.values())
 
 
-def predict_run(work: Work, strategy: Strategy, rates: Rates) -> PredictedRun:
-    """Predict the time to train: start, steps to the target, evaluations on their schedule."""
-    step = predict_step(work, strategy, rates)
+def predict_run(work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None) -> PredictedRun:
+    """Predict the time to train: start, steps to the target, such as ``step`` if given, evaluations on their schedule."""
+    step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
     samples = work.samples
     if samples is None:

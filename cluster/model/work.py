@@ -87,10 +87,11 @@ class Work:
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
         """Return what the plan gives each rank in a step. Raises ``ValueError`` where the global batch does not divide."""
-        accumulation = strategy.gradient_accumulation_steps
-        plan = Plan(
-            self.lengths, self.masked_counts, strategy.global_batch_size, ranks, accumulation, self.seed
-        )  # fmt: skip
+        return self._micro_batches(strategy.global_batch_size, strategy.gradient_accumulation_steps, ranks, step)
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019  a program makes few of them, and keeps them to its end
+    def _micro_batches(self, global_batch_size: int, accumulation: int, ranks: int, step: int) -> MicroBatches:
+        plan = Plan(self.lengths, self.masked_counts, global_batch_size, ranks, accumulation, self.seed)
         batch = plan.global_batch(step)
         dealt = batch[deal(self.lengths[batch], plan.micro_batches)].reshape(accumulation, ranks, -1)
         return _sizes(self.lengths[dealt].astype(np.float64), self.masked_counts[dealt].astype(np.float64))

@@ -1,7 +1,7 @@
 """The runs of one results folder: each log with its verdict, the metrics beside it, and the score over all.
 
 results/<system>/bert/result_<n>.txt      the log (compliance.log.records)
-results/<system>/bert/metrics_<n>.jsonl   one JSON object a line, by "event": run, step, eval, warning, end; may be missing
+results/<system>/bert/metrics_<n>.jsonl   one JSON object a line, by "event"; may be missing
 results/systems/<system>.json             the system description; may be missing
 """
 
@@ -40,7 +40,7 @@ STEP_PARTS = {
 
 MAX_METRICS_BYTES = 512 * 2**20
 MAX_METRICS_LINE_BYTES = 64 * 2**10
-EVENTS = ("run", "step", "eval", "warning", "end")
+EVENTS = ("run", "step", "eval", "warning", "plan", "end")
 
 Metrics = dict[str, list[dict[str, Any]]]
 Outcome = Literal["valid", "aborted", "invalid"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from compliance.report.charts import Axes, Line, level, line_chart, stacked_chart
-from compliance.report.markup import escaped, figure, number_of_runs, pair, section
+from compliance.report.markup import escaped, figure, number_of_runs, pair, scrolling_table, section
 from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, numbers, steps_taken
 from compliance.report.summary import duration
 
@@ -35,6 +35,7 @@ def time_section(results: Results) -> str:
         pair(_curve(results.runs, RATE), _curve(results.runs, LOSS)),
         _breakdown(results.runs),
         _timeline(results.shown),
+        _against_plan(results.shown),
     )
 
 
@@ -106,3 +107,18 @@ def _timeline(run: ReportedRun) -> str:
     axes = Axes("Parts of a step over sequences trained, stacked", "sequences trained", level)
     title = f"Parts of a step of run {run.number}, milliseconds"
     return f'<div class="wide low">{figure(title, stacked_chart(lines, axes))}</div>'
+
+
+def _against_plan(run: ReportedRun) -> str:
+    """A step beside the one that the run's plan expects, by part; empty for a run without a plan."""
+    rows = []
+    for name, key in [*STEP_PARTS.items(), ("other", "other_ms"), ("step", "step_ms")]:
+        planned, measured = (numbers(run.metrics["plan"][-1:], which) for which in (f"planned_{key}", key))
+        if not planned or not measured:
+            return ""
+        (planned_ms,), (measured_ms,) = planned, measured
+        difference = f"{measured_ms / planned_ms - 1:+.0%}" if planned_ms > 0 else "-"
+        cells = (f"{planned_ms:.3g}", f"{measured_ms:.3g}", difference)
+        rows.append([f'<th scope="row">{name}</th>', *(f"<td>{cell}</td>" for cell in cells)])
+    title = f"Step of run {run.number} as planned and as measured, milliseconds"
+    return f"<h3>{title}</h3>{scrolling_table(title, ('part', 'planned', 'measured', 'difference'), rows)}"

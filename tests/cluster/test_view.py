@@ -138,7 +138,7 @@ def test_what_is_no_json_is_refused(
 def test_a_file_that_is_too_large_is_not_read(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "LARGEST_BYTES", 1000)
+    monkeypatch.setattr(module, "_FILE", dataclasses.replace(module._FILE, largest_bytes=1000))
     assert "expected at most 1,000" in refusal(file, capsys, monkeypatch)
 
 

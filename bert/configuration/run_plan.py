@@ -1,0 +1,121 @@
+"""Plan of a run: the settings that ``python -m cluster plan`` chose for so many ranks, and the step that it expects."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from bert.configuration.config import Config, OptimizerConfig, flattened
+from bert.configuration.recipes import RECIPES
+from bert.reporting.records import PHASES
+from console.documents import Document
+from console.files import shown
+from console.text import counted
+
+PLANNED = (
+    "training.global_batch_size",
+    "training.gradient_accumulation_steps",
+    "training.max_samples",
+    "training.precision",
+    "training.reduction",
+    "training.in_network",
+    "training.reduce_dtype",
+    "training.bucket_bytes",
+    *(f"optimizer.{field.name}" for field in fields(OptimizerConfig)),
+)
+"""Settings that a plan decides, all of them. The optimizer's go with the global batch size."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What a run is to do, and what is expected of it.
+
+    Attributes:
+        device: name of the devices that it was made for.
+        settings: `PLANNED`, as a command line has them.
+        hyperparameters: whose they are.
+        step_seconds: of each of `PHASES`, and what a step has in none of them as ``other``.
+        train_seconds: from ``run_start`` to ``run_stop``.
+    """
+
+    recipe: str
+    device: str
+    nodes: int
+    ranks_per_node: int
+    settings: dict[str, str]
+    hyperparameters: str
+    step_seconds: dict[str, float]
+    train_seconds: float
+
+    def recipe_for(self, stated: str | None) -> str:
+        """Return the recipe of the run. Raises ``ValueError`` where another one is ``stated``."""
+        if stated not in (None, self.recipe):
+            raise ValueError(
+                f"the plan is of the recipe {self.recipe}, expected {stated}: plan that one, or name this one"
+            )
+        return self.recipe
+
+    def arguments(self) -> list[str]:
+        """Return the settings as a command line."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items()]
+
+    def require_settings(self, config: Config) -> None:
+        """Raise ``ValueError`` where a configuration has other settings than these."""
+        for name, value in settings_of(config).items():
+            if value != self.settings[name]:
+                raise ValueError(
+                    f"{name} is {value}, but {config.plan} plans {shown(self.settings[name])}: leave the setting out, or "
+                    "plan again"
+                )
+
+    def require_ranks(self, world_size: int, local_size: int, path: Path) -> None:
+        """Raise ``ValueError`` on another number of ranks; ``local_size`` of this node, 0 where that is not known."""
+        if world_size != self.nodes * self.ranks_per_node or local_size not in (0, self.ranks_per_node):
+            planned = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
+            here = counted(world_size, "rank") + (f", {local_size} a node" if local_size else "")
+            raise ValueError(
+                f"{path} is a plan for {planned}, but the run has {here}: plan again for these, or start those"
+            )
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """Return what a configuration says of `PLANNED`, as a command line has it."""
+    values = dict(flattened("config", config))
+    return {name: str(values[f"config.{name}"]) for name in PLANNED}
+
+
+def write_plan(plan: RunPlan, path: Path) -> None:
+    """Write the file whole or not at all, with a digest that shows edits. ``OSError`` where it cannot be written."""
+    _FILE.write(plan, path)
+
+
+def read_plan(path: Path) -> RunPlan:
+    """Read and check a file. Raises ``ValueError``, in one line, where it is not what a planner of this version wrote."""
+    return _FILE.read(path)
+
+
+def _check(plan: RunPlan) -> None:
+    """Raise ``ValueError`` where a plan lacks something, or has what no planner writes."""
+    if plan.recipe not in RECIPES:
+        raise ValueError(f"plan.recipe is {shown(plan.recipe)}, expected one of {', '.join(RECIPES)}")
+    if plan.nodes < 1 or plan.ranks_per_node < 1:
+        raise ValueError("a plan for no ranks")
+    for what, found, expected in (
+        ("settings", plan.settings, PLANNED),
+        ("step_seconds", plan.step_seconds, (*PHASES, "other")),
+    ):
+        if set(found) != set(expected):
+            raise ValueError(
+                f"plan.{what} has {shown(', '.join(sorted(found)))}, expected {', '.join(sorted(expected))}"
+            )
+
+
+_FILE = Document(
+    kind=RunPlan,
+    key="plan",
+    format="mlperf-bert run plan",
+    version=1,
+    noun="plan of a run",
+    maker="python -m cluster plan",
+    largest_bytes=64 * 2**10,
+    remedy="run `python -m cluster plan` again",
+    check=_check,
+)

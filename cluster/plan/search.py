@@ -1,0 +1,210 @@
+"""Search for the fastest feasible way to run a recipe on given ranks: each way is predicted, none is tried.
+
+All are gone through, but for those that compute longer than the best ones take in all. Micro-batches are as large as memory
+allows, or the next smaller ones: accumulating more often costs launches and saves nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from bert.configuration.config import Config
+from cluster.model.computations import layout_of
+from cluster.model.memory import memory_of_rank
+from cluster.model.step import PredictedRun, PredictedStep, predict_run, predict_step
+from cluster.model.strategy import Precision, Reduction, Strategy
+from cluster.model.work import Work
+from cluster.plan.schedules import Schedule, schedules
+from cluster.plan.target import Target
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
+REDUCTIONS: tuple[Reduction, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
+BUCKETS = tuple(mebibytes * 2**20 for mebibytes in (5, 25, 100, 400))
+BEST = 5
+_MICRO_BATCHES = 2
+"""Sizes of micro-batches tried, from the largest that fits."""
+
+USABLE_MEMORY = 0.9
+"""Share of a device's memory that what is counted may take: the driver, communicators, and what the allocator cannot use of
+its blocks take the rest."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run; ``memory`` is in bytes of a rank."""
+
+    schedule: Schedule
+    strategy: Strategy
+    step: PredictedStep
+    run: PredictedRun
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        """Predicted time to train."""
+        return self.run.total
+
+    @property
+    def least_seconds(self) -> float:
+        """Return the time to train if nothing of the reduction showed."""
+        return self.seconds - self.run.parts["reduce"]
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A value of a setting that is not feasible, where the settings around it are as said, and why."""
+
+    setting: str
+    value: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search.
+
+    Attributes:
+        best: the few that are fastest, predicted by several steps of their plans, the first one first.
+        ranked: all that fit, predicted by one step, the fastest first.
+        refusals: what was not predicted, in the order in which it was found.
+    """
+
+    best: tuple[Candidate, ...]
+    ranked: tuple[Candidate, ...]
+    refusals: tuple[Refusal, ...]
+
+
+def search(config: Config, work: Work, target: Target) -> Found:
+    """Search for the fastest way to run a recipe on a target. Raises ``ValueError`` where nothing is feasible."""
+    search = _Search(config, work, target)
+    first = [candidate for schedule in schedules(config) for candidate in search.computing(schedule)]
+    if not first:
+        reasons = dict.fromkeys(f"{each.setting} {each.value}: {each.reason}" for each in search.refusals)
+        raise ValueError(f"nothing is feasible on {target.world_size:,} x {target.device}: {'; '.join(reasons)}")
+    ranked = list(first)
+    for each in sorted(first, key=lambda candidate: candidate.least_seconds):
+        best = _best(ranked)
+        if len(best) < BEST or each.least_seconds < best[-1].seconds:
+            ranked += search.other_ways(each)
+    ranked.sort(key=lambda candidate: candidate.seconds)
+    best = [search.looked_at(each) for each in _best(ranked)]
+    best.sort(key=lambda candidate: candidate.seconds)
+    return Found(tuple(best), tuple(ranked), tuple(search.refusals))
+
+
+def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The few that are fastest, each with its best size of buckets."""
+    distinct: dict[Strategy, Candidate] = {}
+    for each in sorted(candidates, key=lambda candidate: candidate.seconds):
+        distinct.setdefault(replace(each.strategy, bucket_bytes=1), each)
+    return list(distinct.values())[:BEST]
+
+
+class _Search:
+    """Predictions of one recipe on one target, each made once."""
+
+    def __init__(self, config: Config, work: Work, target: Target) -> None:
+        self.refusals: list[Refusal] = []
+        self._config, self._work, self._target = config, work, target
+        self._reductions = REDUCTIONS
+        if target.nodes == 1 or target.ranks_per_node == 1:
+            self._reductions = ("flat", "sharded_world")  # the others are the same here
+        self._works: dict[int, Work] = {}
+        self._too_many: dict[Precision, int] = {}
+        """Sequences of the smallest micro-batch that does not fit; larger ones are not looked at."""
+
+    def computing(self, schedule: Schedule) -> Iterator[Candidate]:
+        """One candidate for each way to compute with a schedule, summing gradients as takes the least memory."""
+        batch, ranks = schedule.global_batch_size, self._target.world_size
+        if batch % ranks:
+            reason = "is no multiple of" if batch > ranks else "is less than"
+            self.refusals.append(Refusal("batch", batch, f"{reason} {ranks:,} ranks"))
+            return
+        self._works[batch] = replace(self._work, samples=schedule.samples or self._work.samples)
+        for precision in PRECISIONS:
+            if precision in self._target.missing:
+                self.refusals.append(Refusal("precision", precision, self._target.missing[precision]))
+                continue
+            fitting = 0
+            for accumulation in _divisors(batch // ranks):
+                candidate = self.candidate(schedule, Strategy(batch, accumulation, precision, self._reductions[-1]))
+                if candidate is not None:
+                    yield candidate
+                    fitting += 1
+                if fitting == _MICRO_BATCHES:
+                    break
+
+    def other_ways(self, like: Candidate) -> Iterator[Candidate]:
+        """Candidates that compute the same, and sum gradients in any other way."""
+        if self._target.world_size == 1:
+            return
+        vector = 4 * layout_of(self._work.model).elements
+        buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
+        for reduction in self._reductions:
+            for reduce_dtype in ("fp32", "bf16"):
+                for bucket_bytes in buckets:
+                    strategy = replace(
+                        like.strategy, reduction=reduction, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes
+                    )
+                    if strategy != like.strategy and (candidate := self.candidate(like.schedule, strategy)):
+                        yield candidate
+
+    def candidate(self, schedule: Schedule, strategy: Strategy) -> Candidate | None:
+        """Predict a strategy; None where it is not feasible."""
+        target, work, precision = self._target, self._works[strategy.global_batch_size], strategy.precision
+        rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
+        if sequences >= self._too_many.get(precision, sequences + 1):
+            return None
+        try:
+            configured(self._config, schedule, strategy)
+        except ValueError as error:
+            self.refusals.append(Refusal("precision", precision, str(error)))
+            return None
+        try:
+            memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node).values())
+            if memory > USABLE_MEMORY * rates.memory_bytes:
+                gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
+                self.refusals.append(
+                    Refusal("micro-batch", sequences, f"does not fit in {precision}, {strategy.reduction}: {gigabytes}")
+                )
+                if strategy.reduction == self._reductions[-1]:
+                    self._too_many[precision] = sequences
+                return None
+            step = predict_step(work, strategy, rates, steps=1)
+            run = predict_run(work, strategy, rates, step)
+        except ValueError as error:
+            way = f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}"
+            self.refusals.append(Refusal("way", way, str(error)))
+            return None
+        return Candidate(schedule, strategy, step, run, memory)
+
+    def looked_at(self, each: Candidate) -> Candidate:
+        """Predict a candidate again, by several steps of its plan."""
+        work, rates = self._works[each.schedule.global_batch_size], self._target.rates[each.strategy.precision]
+        step = predict_step(work, each.strategy, rates)
+        return replace(each, step=step, run=predict_run(work, each.strategy, rates, step))
+
+
+def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config:
+    """Return the configuration with a strategy and the hyperparameters of its batch.
+
+    Switches are left to the run, which measures whether they add up faster: no rate of theirs is known before. Raises
+    ``ValueError`` where settings do not go together.
+    """
+    training = replace(
+        config.training,
+        global_batch_size=strategy.global_batch_size,
+        gradient_accumulation_steps=strategy.gradient_accumulation_steps,
+        max_samples=schedule.max_samples,
+        precision=strategy.precision,
+        reduction=strategy.reduction,
+        in_network="auto",
+        reduce_dtype=strategy.reduce_dtype,
+        bucket_bytes=strategy.bucket_bytes,
+    )
+    return replace(config, training=training, optimizer=schedule.optimizer)
+
+
+def _divisors(number: int) -> Iterator[int]:
+    return (each for each in range(1, number + 1) if number % each == 0)

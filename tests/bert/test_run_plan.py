@@ -1,0 +1,174 @@
+"""Plan of a run: its settings are taken, whatever contradicts them is refused, and its step is compared with the run's."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert.configuration.recipes import RECIPES
+from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of, write_plan
+from bert.reporting.against_plan import AgainstPlan
+from bert.reporting.displays import PlainLines
+from bert.reporting.json_lines import JsonLines
+from bert.reporting.progress import Progress
+from bert.reporting.records import PHASES, EndRecord, StepRecord
+from bert.reporting.reporter import Reporter
+from bert.train import main, parse
+from compliance.log.forecast import Schedule
+from tests.hostile import NAME, assert_harmless
+
+STEP = {"data_wait": 0.0, "forward_backward": 0.020, "reduce": 0.005, "update": 0.004, "other": 0.001}
+
+
+def planned(recipe: str = "tiny_cpu", **settings: str) -> RunPlan:
+    names = {name.partition(".")[2]: name for name in PLANNED}
+    changed = {names[name]: value for name, value in settings.items()}
+    return RunPlan(recipe, "CPU", 1, 2, settings_of(RECIPES[recipe]()) | changed, "the recipe's", STEP, 60.0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    plan = planned(gradient_accumulation_steps="2", reduction="hierarchical", base_learning_rate="0.004")
+    write_plan(plan, tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+def test_a_plan_is_read_back_and_its_settings_are_taken(file: Path) -> None:
+    config = parse(["tiny_cpu", "--plan", str(file), "--log.system", "mine"])
+    assert settings_of(config) == read_plan(file).settings
+    assert (config.training.reduction, config.optimizer.base_learning_rate) == ("hierarchical", 0.004)
+    assert (config.plan, config.log.system) == (file, "mine")
+    assert parse([f"--plan={file}"]) == parse(["tiny_cpu", "--plan", str(file)]), "the recipe may be left out"
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_the_settings_of_every_recipe_come_back_as_they_were(recipe: str, tmp_path: Path) -> None:
+    if recipe == "own_text_cpu":
+        pytest.skip("what its settings are follows from data that are not there")
+    write_plan(planned(recipe), tmp_path / "plan.json")
+    found = parse([recipe, "--plan", str(tmp_path / "plan.json")])
+    assert replace(found, plan=None) == RECIPES[recipe]()
+
+
+def test_what_contradicts_a_plan_is_refused(file: Path, tmp_path: Path) -> None:
+    parse(["tiny_cpu", "--plan", str(file), "--training.reduction", "hierarchical"])
+    with pytest.raises(
+        ValueError, match=r"training\.reduction is flat, but .*plan\.json plans hierarchical: leave the"
+    ):
+        parse(["tiny_cpu", "--training.reduction", "flat", "--plan", str(file)])
+    (tmp_path / "mine.toml").write_text("[training]\nglobal_batch_size = 64\n")
+    with pytest.raises(ValueError, match=r"training\.global_batch_size is 64, but .* plans 32"):
+        parse(["tiny_cpu", "--config", str(tmp_path / "mine.toml"), "--plan", str(file)])
+    with pytest.raises(ValueError, match="the plan is of the recipe tiny_cpu, expected h100_1x8"):
+        parse(["h100_1x8", "--plan", str(file)])
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused() -> None:
+    plan, path = planned(), Path("p.json")
+    plan.require_ranks(2, 2, path)
+    plan.require_ranks(2, 0, path)
+    with pytest.raises(ValueError, match=r"p\.json is a plan for 1 node of 2 ranks, but the run has 2 ranks, 1 a node"):
+        plan.require_ranks(2, 1, path)
+    with pytest.raises(ValueError, match="but the run has 4 ranks: plan again for these, or start those"):
+        plan.require_ranks(4, 0, path)
+
+
+def change(*path: Any, to: Any) -> Any:
+    def apply(document: Any) -> None:
+        for part in path[:-1]:
+            document = document[part]
+        document[path[-1]] = to
+
+    return apply
+
+
+DAMAGE = {
+    "another version": (change("version", to=2), "version 2, expected 1"),
+    "another file": (change("format", to="mlperf-bert cluster view"), "no plan of a run"),
+    "edited": (change("plan", "settings", "training.reduction", to="flat"), "edited or damaged"),
+    "no such recipe": (change("plan", "recipe", to=NAME), "plan.recipe is x"),
+    "a setting of no plan": (change("plan", "settings", "log.results", to="/"), "plan.settings has log.results"),
+    "without settings": (change("plan", "settings", to={}), "plan.settings has , expected"),
+    "settings as a list": (change("plan", "settings", to=[]), "plan.settings is no object"),
+    "a number as a setting": (change("plan", "settings", "optimizer.epsilon", to=1), "no text of at most 400"),
+    "a text without end": (change("plan", "device", to="x" * 1000), "plan.device is no text of at most 400"),
+    "a part that there is not": (change("plan", "step_seconds", "moon", to=1.0), "plan.step_seconds has"),
+    "a time that is none": (change("plan", "step_seconds", "reduce", to=float("nan")), "expected a finite number"),
+    "no ranks": (change("plan", "nodes", to=0), "a plan for no ranks"),
+    "a list": (change("plan", to=[1]), "plan has list, expected"),
+}
+
+
+@pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
+def test_what_no_planner_wrote_is_refused(
+    file: Path, damage: Any, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = json.loads(file.read_text())
+    damage(document)
+    file.write_text(json.dumps(document))
+    assert main(["tiny_cpu", "--plan", str(file)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, len(err.splitlines())) == ("", 1)
+    assert said in err
+    assert_harmless(err)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff", b"[" * 100_000, b" " * 100_000])
+def test_what_is_no_json_is_refused(file: Path, content: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_bytes(content)
+    assert main([f"--plan={file}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "run `python -m cluster plan` again" in line
+
+
+def test_a_plan_that_holds_a_wrong_value_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_plan(planned(reduction="--help"), tmp_path / "plan.json")
+    assert main(["--plan", str(tmp_path / "plan.json")]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "training.reduction" in line
+
+
+def interval(step: int, **milliseconds: float) -> StepRecord:
+    parts = {f"{part}_ms": milliseconds.get(part, 1000 * STEP[part]) for part in PHASES}
+    whole = sum(parts.values()) + 1000 * STEP["other"]
+    return StepRecord(step, 32 * step, 0.1 * step, whole, *parts.values(), loss=1.0, masked_lm_loss=1.0,
+                      next_sentence_loss=0.0, learning_rate=1e-3, gradient_norm=1.0, tokens_per_s=1.0,
+                      sequences_per_s=1.0)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("reduce_ms", "forward_backward_ms", "said"),
+    [
+        (5.0, 20.0, None),
+        (10.5, 20.0, None),
+        (15.0, 21.0, "a step took 41.0 ms, 37% more than the 30.0 ms of p.json: most of that in reduce, 15.0 ms in pl"),
+        (5.0, 9.0, "a step took 19.0 ms, 37% less than the 30.0 ms of p.json: most of that in forward backward, 9.0 ms"),
+    ],
+)  # fmt: skip
+def test_a_run_says_where_it_differs_from_its_plan(
+    reduce_ms: float, forward_backward_ms: float, said: str | None, tmp_path: Path
+) -> None:
+    progress = Progress(0.36, 1000, Schedule(100, 32))
+    lines: list[str] = []
+    sinks = [JsonLines(tmp_path / "metrics.jsonl", {}), PlainLines(progress, lines.append)]
+    with Reporter(progress, sinks, AgainstPlan(planned(), Path("p.json"))) as reporter:
+        reporter.write(interval(20, data_wait=500.0))  # the first one starts the loader
+        for step in (40, 60, 80):
+            reporter.write(interval(step, reduce=reduce_ms, forward_backward=forward_backward_ms))
+        reporter.end(80, EndRecord("success", 8.0, 2560, 0.4))
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    [found] = [event for event in events if event["event"] == "plan"]
+    assert (found["planned_step_ms"], found["planned_other_ms"], found["data_wait_ms"]) == (30.0, 1.0, 0.0)
+    assert (found["reduce_ms"], found["forward_backward_ms"]) == (reduce_ms, forward_backward_ms)
+    assert events[-1]["event"] == "end"
+    warnings = [event["text"] for event in events if event["event"] == "warning"]
+    assert [said in text for text in warnings] == [True] if said else not warnings
+    assert any(line.startswith("plan: a step took") for line in lines)
+
+
+def test_a_run_that_ended_before_its_first_interval_has_nothing_to_compare() -> None:
+    assert AgainstPlan(planned(), Path("p.json")).record() is None

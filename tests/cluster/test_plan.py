@@ -1,0 +1,180 @@
+"""Planner: what it finds is feasible and the fastest of what it predicts, and its file is one that a run takes."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from bert.configuration.recipes import RECIPES, h100_1x8, h100_8x8
+from bert.configuration.run_plan import read_plan, settings_of
+from bert.train import parse
+from cluster.__main__ import main
+from cluster.model.memory import memory_of_rank
+from cluster.model.step import predict_run, predict_step
+from cluster.model.strategy import Strategy
+from cluster.model.work import Work, wikipedia_work
+from cluster.plan.lines import as_lines
+from cluster.plan.schedules import schedules
+from cluster.plan.search import BUCKETS, REDUCTIONS, USABLE_MEMORY, Found, search
+from cluster.plan.target import Target, described, device_of, target_of, work_for
+from cluster.view import write_view
+from tests.cluster.test_view import made_up
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return target_of("h100_1x8", None, None)
+
+
+@pytest.fixture(scope="module")
+def work() -> Work:
+    return wikipedia_work()
+
+
+@pytest.fixture(scope="module")
+def found(target: Target, work: Work) -> Found:
+    return search(h100_1x8(), work, target)
+
+
+def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
+    for recipe in RECIPES.values():
+        config = recipe()
+        known = {schedule.global_batch_size: schedule for schedule in schedules(config)}
+        own = known[config.training.global_batch_size]
+        assert own.optimizer == config.optimizer
+        assert own.max_samples == config.training.max_samples
+        if config.log.division == "open":
+            assert len(known) == 1, "nothing is published of another model"
+            continue
+        assert {448, 768, 1536, 3072, 4608, 12288, 16384} <= set(known)
+        for schedule in known.values():
+            assert schedule.source
+            if schedule is not own:
+                assert schedule.samples is not None
+                assert schedule.samples <= schedule.max_samples
+                assert schedule.optimizer.weight_decay_rate > 0
+
+
+def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, target: Target, work: Work) -> None:
+    """Every other way is predicted one by one, without what the search leaves out."""
+    best = found.best[0]
+    assert [each.seconds for each in found.best] == sorted(each.seconds for each in found.best)
+    work = replace(work, samples=best.run.samples)
+    others = []
+    for precision, reduction, dtype, size, accumulation in product(
+        ("bf16", "fp8"), ("flat", "sharded_world"), ("fp32", "bf16"), BUCKETS, (1, 2)
+    ):
+        strategy = Strategy(
+            best.strategy.global_batch_size,
+            accumulation,
+            precision,
+            reduction,
+            reduce_dtype=dtype,
+            bucket_bytes=size,
+        )
+        rates = target.rates[precision]
+        if sum(memory_of_rank(work, strategy, 1, 8).values()) <= USABLE_MEMORY * rates.memory_bytes:
+            step = predict_step(work, strategy, rates, steps=1)
+            others.append((predict_run(work, strategy, rates, step).total, strategy))
+    fastest = min(others, key=lambda other: other[0])
+    assert found.ranked[0].seconds == pytest.approx(fastest[0])
+    assert replace(found.ranked[0].strategy, bucket_bytes=1) == replace(fastest[1], bucket_bytes=1)
+
+
+def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work) -> None:
+    for each in found.ranked:
+        rates = target.rates[each.strategy.precision]
+        assert each.memory <= USABLE_MEMORY * rates.memory_bytes
+        assert each.strategy.sequences(target.world_size) >= 1
+        assert each.strategy.reduction in REDUCTIONS
+    assert any("does not fit" in each.reason for each in found.refusals)
+    parts = memory_of_rank(work, found.best[0].strategy, target.nodes, target.ranks_per_node)
+    assert found.best[0].memory == pytest.approx(sum(parts.values()))
+
+
+def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
+    config, target = h100_1x8(), target_of("h100_1x8", None, 2048)
+    small = {name: replace(rates, memory_bytes=5e9) for name, rates in target.rates.items()}
+    best = search(config, work, replace(target, rates=small)).best[0]
+    assert best.memory <= USABLE_MEMORY * 5e9
+    assert best.strategy.sequences(2048) < 8, "as many as 16,384 sequences would be on each"
+    none = {name: replace(rates, memory_bytes=1e9) for name, rates in target.rates.items()}
+    with pytest.raises(ValueError, match=r"nothing is feasible on 2,048 x H100-SXM-80GB: .*does not fit in bf16"):
+        search(config, work, replace(target, rates=none))
+
+
+def test_lines_say_why_every_other_value_loses(found: Found) -> None:
+    lines = list(as_lines(found, 8))
+    assert lines[1].split()[0] == "1"
+    text = "\n".join(lines)
+    for said in (
+        "batch 3,072:",
+        "micro-batch 48:",
+        "precision bf16:",
+        "reduction flat:",
+        "sums in fp32:",
+        "buckets of",
+    ):
+        assert said in text
+    assert "batch 92: is no multiple of 8 ranks" in text
+    assert "precision fp32: the facts of H100-SXM-80GB have no rate of it" in text
+    losses = [line.split("%")[0].split()[-1] for line in lines if line.startswith("  batch ") and "%" in line]
+    assert losses == sorted(losses, key=float), "the nearest first"
+
+
+def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "plan.json"
+    monkeypatch.setattr("sys.argv", ["cluster", "plan", "dgxa100_8x8", "--gpus", "4096", "--out", str(path)])
+    assert not main()
+    plan = read_plan(path)
+    assert (plan.nodes, plan.ranks_per_node, plan.recipe) == (512, 8, "dgxa100_8x8")
+    assert plan.hyperparameters
+    config = parse(["dgxa100_8x8", "--plan", str(path)])
+    assert settings_of(config) == plan.settings
+    assert config.training.global_batch_size % 4096 == 0
+    assert config.optimizer != h100_8x8().optimizer, "those of another batch"
+    assert sum(plan.step_seconds.values()) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["h100_9x9"], "unknown recipe 'h100_9x9': expected one of tiny_cpu"),
+        (["tiny_cpu"], "tiny_cpu names no device: give --cluster"),
+        (["h100_1x8", "--accelerator", "H900"], "accelerator 'H900' is unknown; nearest:"),
+        (["h100_1x8", "--gpus", "12"], "--gpus is 12, expected whole nodes of 8"),
+        (["h100_1x8", "--gpus", "0"], "--gpus is 0, expected at least 1"),
+        (["h100_1x8", "--gpus", "16777216"], "nodes: 2097152, expected 1 to 1,048,576"),
+        (["h100_1x8", "--gpus", "32768"], "nothing is feasible on 32,768 x H100-SXM-80GB: batch 92: is less than"),
+        (["h100_1x8", "--cluster", "none.json"], "none.json: No such file or directory"),
+        (["h100_1x8", "--cluster", "x.json", "--accelerator", "H100"], "leave --accelerator and --networking out"),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "plan.json"
+    monkeypatch.setattr("sys.argv", ["cluster", "plan", *arguments, "--out", str(out)])
+    assert main() == 2
+    shown = capsys.readouterr()
+    [line] = shown.err.splitlines()
+    assert said in line
+    assert (shown.out, out.exists()) == ("", False)
+
+
+def test_a_view_is_planned_for_as_many_ranks_as_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cluster.json"
+    write_view(replace(made_up(hosts=1, ranks=2), collectives=(), outliers=()), path)
+    monkeypatch.setattr("sys.argv", ["cluster", "plan", "tiny_cpu", "--cluster", str(path), "--gpus", "4"])
+    assert main() == 2
+    assert "cluster.json is of 2 ranks, but --gpus is 4: probe as many" in capsys.readouterr().err
+
+
+def test_facts_are_those_of_the_recipes_devices() -> None:
+    assert device_of("dgxa100_8x8", None)[0].name == "A100-SXM-80GB"
+    device, per_node = device_of("h100_64x8", None)
+    assert (described(device, 4, per_node).nodes, described(device, 512, per_node).nodes) == (1, 64)
+    assert work_for(h100_1x8()).model == h100_1x8().model
