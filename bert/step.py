@@ -106,7 +106,7 @@ class TrainingStep:
         """How gradients are summed over ranks, and why so."""
         strategy = self.choice.way.strategy
         communicators = communicators.settle(self.choice.way)
-        self._reduction = Reduction(self.flat, communicators, strategy, training.reduce_dtype)
+        self._reduction = Reduction(self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes)
         self.optimizer: Lamb | ShardedLamb
         self._gather: WeightGather | None = None
         if strategy in ("sharded", "sharded_world"):

@@ -132,6 +132,9 @@ class TrainingConfig:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, and an
     error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
+    bucket_bytes: int = 25 * 2**20
+    """Of fp32 gradients that ranks add up at once, while backward fills the next bucket. Larger ones are fewer messages, and
+    a longer wait for the last."""
     implementations: dict[str, str] = field(default_factory=dict)
     """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
     taken or the run fails, and what is pinned or measured does not count."""
@@ -150,6 +153,7 @@ class TrainingConfig:
             _at_least(1, "training.max_steps", self.max_steps)
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise ValueError(f"training.max_minutes is {self.max_minutes}: expected more than 0")
+        _at_least(4, "training.bucket_bytes", self.bucket_bytes)
         _at_least(0, "training.warmup_steps", self.warmup_steps)
         _at_least(1, "training.bad_intervals", self.bad_intervals)
         if not 1 <= self.fault_seconds <= 3600:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bert.configuration.config import TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import TIMEOUT, Mesh
 from bert.parallel.single import all_gather_single
@@ -23,8 +24,6 @@ Strategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
 its rail, all-gather in the node. sharded: the same without the all-gather; ``WeightGather`` gathers weights instead.
 sharded_world: reduce-scatter over all ranks, and weights gathered over all."""
-
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,7 @@ class Reduction:
         communicators: Communicators,
         strategy: Strategy,
         reduce_dtype: ReduceDtype = "fp32",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int = TrainingConfig.bucket_bytes,
     ) -> None:
         self.strategy = strategy
         self.communicators = communicators

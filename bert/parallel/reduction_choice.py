@@ -56,7 +56,9 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
     """Choose how this run reduces, the same on all ranks. For start-up: it may zero gradients."""
     ways = candidates(config, communicators)
     if len(ways) > 1:
-        choice = measured_choice(flat, communicators, ways, reduce_dtype=config.reduce_dtype)
+        choice = measured_choice(
+            flat, communicators, ways, reduce_dtype=config.reduce_dtype, bucket_bytes=config.bucket_bytes
+        )
     else:
         choice = Choice(ways[0], _only_because(config, communicators))
     along_rails = communicators.rail is not None and any(way.strategy in ("hierarchical", "sharded") for way in ways)
@@ -79,6 +81,7 @@ def measured_choice(
     ways: Sequence[Way] = (Way("flat"), Way("hierarchical")),
     rounds: int = 4,
     reduce_dtype: ReduceDtype = "fp32",
+    bucket_bytes: int = TrainingConfig.bucket_bytes,
     enough_seconds: float = 3.0,
 ) -> Choice:
     """The fastest way to reduce a gradient of this size here, the same on all ranks. For start-up: it zeroes gradients.
@@ -86,7 +89,7 @@ def measured_choice(
     Rounds alternate; a round takes as long as on the slowest rank, and a way as its best round, since the first one
     connects. No round begins after ``enough_seconds``.
     """
-    reductions = [Reduction(flat, communicators.along(way), way.strategy, reduce_dtype) for way in ways]
+    reductions = [Reduction(flat, communicators.along(way), way.strategy, reduce_dtype, bucket_bytes) for way in ways]
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
     best, spent = [math.inf] * len(ways), 0.0

@@ -4,12 +4,10 @@ python -m tests.distributed.step_worker OUT.json RANKS_OF_A_NODE ACCUMULATIONS S
 """
 
 import contextlib
-import functools
 import json
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +15,11 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-import bert.step
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.reduction import Reduction, Strategy
+from bert.parallel.reduction import Strategy
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
@@ -35,12 +32,15 @@ from tests.distributed.reduction_worker import regrouped
 
 STEPS = 5
 BUCKET_BYTES = 40_000
+"""Small enough for so small a model to have more than one."""
 
 
 def config(strategy: Strategy | Literal["auto"], accumulation: int) -> Config:
     recipe = tiny_cpu()
     model = ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.1, attention_dropout=0.1)
-    training = replace(recipe.training, reduction=strategy, gradient_accumulation_steps=accumulation)
+    training = replace(
+        recipe.training, reduction=strategy, gradient_accumulation_steps=accumulation, bucket_bytes=BUCKET_BYTES
+    )
     return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
 
 
@@ -60,21 +60,10 @@ def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], li
     return batches, kinds[:2]
 
 
-@contextlib.contextmanager
-def small_buckets() -> Iterator[None]:
-    """The step's reduction has more than one bucket for so small a model."""
-    bert.step.Reduction = functools.partial(Reduction, bucket_bytes=BUCKET_BYTES)  # type: ignore[misc]
-    try:
-        yield
-    finally:
-        bert.step.Reduction = Reduction  # type: ignore[misc]
-
-
 def train(mesh: Mesh, strategy: Strategy, order: str, accumulation: int) -> dict[str, Any]:
     """Losses of every step, final weights, moments, and how many buckets backward had started."""
     chosen = config(strategy, accumulation)
-    with small_buckets():
-        step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+    step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     reduction, early = step._reduction, []
     finish = reduction.finish
 

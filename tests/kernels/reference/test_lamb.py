@@ -14,7 +14,7 @@ from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import RECIPES
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
-from bert.parallel.reduction import BUCKET_BYTES, bucket_slices
+from bert.parallel.reduction import bucket_slices
 from kernels import LambHyperparameters, LambSegments, LambState, lamb_apply, lamb_directions, lamb_step
 
 pytestmark = pytest.mark.oldest_torch
@@ -291,7 +291,7 @@ def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
     flat = FlatParameters.of(model, ranks)
     assert list(flat.places) == list(model.parameters())
     assert all(place.start % 16 == 0 for place in flat.places.values())
-    for bucket in bucket_slices(len(flat.weights_N), ranks, BUCKET_BYTES):
+    for bucket in bucket_slices(len(flat.weights_N), ranks, RECIPES[recipe]().training.bucket_bytes):
         piece, rest = divmod(bucket.stop - bucket.start, ranks)
         assert (bucket.start % 16, piece % 16, rest) == (0, 0, 0)
     assert 0 <= len(flat.weights_P) - sum(parameter.numel() for parameter in model.parameters()) < 1000
