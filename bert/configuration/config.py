@@ -10,6 +10,8 @@ from typing import Literal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+Recompute = Literal["none", "selective", "full"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -132,6 +134,9 @@ class TrainingConfig:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, and an
     error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again for want of memory, with equal results. selective: attention, GELU and norms of
+    all encoder layers but the last, which keep the products with weights. full: these layers as a whole."""
     implementations: dict[str, str] = field(default_factory=dict)
     """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
     taken or the run fails, and what is pinned or measured does not count."""
