@@ -7,8 +7,8 @@ gathered beside the forward pass. Here a layer's ``forward`` is replaced, which 
 
 The same bits come out: kernels draw dropout by a counter, whose step the layer is given. What draws by PyTorch's generator
 finds it as the forward pass did; but not while a CUDA graph is captured, when its state can be neither read nor set, so
-that ``RECOMPUTED_OPS`` must not draw by it there (``kernels.captured``). In FP8 the largest magnitudes are recorded a second time,
-which changes nothing: scales stay until the optimizer's step, and a maximum does not grow by the same numbers.
+that ``RECOMPUTED_OPS`` must not draw by it there (``kernels.captured``). In FP8 the largest magnitudes are recorded a second
+time, which changes nothing: scales stay until the optimizer's step, and a maximum does not grow by the same numbers.
 
 The last layer is left as it is. It keeps little, being computed for the rows that the heads read, and its backward pass is
 the first, before anything was freed.
