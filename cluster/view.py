@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from console.files import read_json, shown, write_atomically
 
 FORMAT = "mlperf-bert cluster view"
-VERSION = 1
+VERSION = 2
 """Of the file; a reader takes no other."""
 LARGEST_BYTES = 256 * 2**20
 """Of a file that is read: 32,768 ranks with eight devices a host."""
@@ -25,7 +25,7 @@ _MOST_ENTRIES = 1 << 21
 _LONGEST_TEXT = 400
 _REMEDY = "run `python -m cluster probe` again"
 
-Operation = Literal["all-reduce", "reduce-scatter", "all-gather"]
+Operation = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 Scope = Literal["node", "rail", "world"]
 Quantity = Literal["product", "copy", "launch", "to device", "from device", "read"]
 Part = Literal["rank", "host", "link"]
@@ -109,8 +109,41 @@ class Collective:
     latency_s: float
     seconds_per_byte: float
     residual: float
-    points: tuple[tuple[int, float], ...]
-    """What was fitted: bytes, and seconds on the slowest rank."""
+    points: tuple[tuple[int, float, float], ...]
+    """What was fitted: bytes, and seconds on the slowest rank; and the processor seconds of all ranks together."""
+
+
+@dataclass(frozen=True)
+class ComputationTime:
+    """Time of a kind of computation of a step, forward and backward, while all ranks compute: the median of the ranks.
+
+    ``counts`` are those of the terms that its time is a sum of, as ``cluster.model.computations.TERMS`` has them.
+    """
+
+    kind: str
+    counts: tuple[float, ...]
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What ranks take from each other.
+
+    Attributes:
+        processors: of all machines, each counted once: hosts may be parts of one.
+        threads: with which a rank computes.
+        alone_s, together_s: a rank's time for the same work by itself, and while all do it over and over.
+        mean_s, last_s: until a rank has done it when all begin together, and until the last one has. Whoever shares
+            processors gets more of them when others are done.
+    """
+
+    processors: int
+    threads: int
+    alone_s: float
+    together_s: float
+    mean_s: float
+    last_s: float
 
 
 @dataclass(frozen=True)
@@ -148,6 +181,8 @@ class View:
     ranks: tuple[Rank, ...]
     links: tuple[Link, ...]
     collectives: tuple[Collective, ...]
+    computations: tuple[ComputationTime, ...]
+    contention: Contention
     outliers: tuple[Outlier, ...]
 
     def ranks_of(self, host: int) -> list[int]:

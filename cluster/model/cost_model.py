@@ -119,7 +119,7 @@ def step_time(p: Parameters, run: Run) -> StepTime:
     """Return the seconds of a step's parts."""
     machine, device = run.machine, run.machine.device
     share = run.batch / machine.accelerators
-    matrix, memory, power = _sequence(p, run)
+    matrix, memory, power = sequence_time(p, run, uses_fp8(run))
     sequence = matrix + memory + power
     micro_batches = ceil(share / (_sequences_per_gb(run) * device.memory_gb))
     launch = micro_batches * (exp(p["launch"]) + exp(p["half_batch"]) * sequence)
@@ -138,13 +138,13 @@ def _sequences_per_gb(run: Run) -> float:
     return FP8_SEQUENCES_PER_GB if uses_fp8(run) and "HBM" in run.machine.device.memory else SEQUENCES_PER_GB
 
 
-def _sequence(p: Parameters, run: Run) -> tuple[float, float, float]:
-    """Seconds of a sequence on a device: matrix products, memory traffic, and what the limit of power adds."""
+def sequence_time(p: Parameters, run: Run, fp8: bool) -> tuple[float, float, float]:
+    """Return the seconds of a sequence on a device: matrix products, memory traffic, and what the limit of power adds."""
     device = run.machine.device
     rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
     energy = exp(p["energy"]) * 2 ** (-(device.year - 2020) / exp(p["energy_halving"]))
     matrix = SEQUENCE_FLOPS / rate
-    if uses_fp8(run):
+    if fp8:
         assert device.fp8_tflops is not None
         fp8_rate = exp(p["matrix_efficiency"] + p["fp8_efficiency"]) * device.fp8_tflops * 1e12
         matrix = SEQUENCE_FLOPS * (FP8_SHARE / fp8_rate + (1 - FP8_SHARE) / rate)
@@ -172,24 +172,24 @@ def _reduction(p: Parameters, machine: Machine) -> tuple[float, float]:
     """
     inside = between = 0.0
     if machine.group > 1:
-        inside = GRADIENT_BYTES * 2 * (1 - 1 / machine.group) / _link(p, machine)
+        inside = GRADIENT_BYTES * 2 * (1 - 1 / machine.group) / link_rate(p, machine)
     if machine.groups > 1:
-        between = GRADIENT_BYTES * 2 * (1 - 1 / machine.accelerators) / _network(p, machine)
+        between = GRADIENT_BYTES * 2 * (1 - 1 / machine.accelerators) / network_rate(p, machine)
         between += exp(p["network_latency"]) * log2(machine.groups)
     together = _larger(inside, between)
     return (together * inside / (inside + between), together * between / (inside + between)) if together else (0.0, 0.0)
 
 
-def _link(p: Parameters, machine: Machine) -> float:
-    """Bytes a second that a device sends to others of its group."""
+def link_rate(p: Parameters, machine: Machine) -> float:
+    """Return the bytes a second that a device sends to others of its group."""
     device = machine.device
     if machine.is_bridged and machine.group == 2 and device.bridge_gb_s is not None:
         return exp(p["fabric_efficiency"]) * device.bridge_gb_s * 1e9
     return exp(p["fabric_efficiency" if machine.has_fabric else "pcie_efficiency"]) * device.link_gb_s * 1e9
 
 
-def _network(p: Parameters, machine: Machine) -> float:
-    """Bytes a second that a group sends to the next.
+def network_rate(p: Parameters, machine: Machine) -> float:
+    """Return the bytes a second that a group sends to the next.
 
     Boards of eight join devices and ports by PCIe switches. Smaller nodes have them on the processors' own lanes, where a
     port that devices share is fed by way of the host's memory.

@@ -1,0 +1,125 @@
+"""Computations of a step, counted: what each part of the model computes for a micro-batch, and what an update moves.
+
+A computation is one of few kinds, forward and backward together, and has a count for each of its terms, for which
+`cluster.model.rates` has seconds. Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden,
+F intermediate, V vocabulary, H heads.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from bert.configuration.config import ModelConfig
+from bert.model import BertForPreTraining
+from bert.optimizer import lamb_segments, padded
+from bert.parallel.reduction import bucket_slices
+from cluster.model.work import MicroBatches
+
+Count = float | NDArray[np.float64]
+
+TERMS = {
+    "linear": ("calls", "rows x inputs x outputs", "rows x (inputs + outputs)", "inputs x outputs"),
+    "attention": ("calls", "tokens x hidden", "pairs x heads", "pairs x hidden"),
+    "norm": ("calls", "elements"),
+    "gelu": ("calls", "elements"),
+    "embedding": ("calls", "tokens x hidden", "vocabulary x hidden"),
+    "loss": ("calls", "masked tokens x vocabulary"),
+    "lamb": ("calls", "segments", "parameters"),
+    "batch": ("calls", "sequences of all ranks"),
+}
+"""What a computation's time is a sum of."""
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A kind of computation with its counts, one for each of its terms; arrays of counts are of as many computations.
+
+    Attributes:
+        dropout: it drops what it makes, or its probabilities.
+        in_encoder: of a layer but the last, whose products FP8 leaves in 16 bits like those of the heads.
+    """
+
+    kind: str
+    counts: tuple[Count, ...]
+    dropout: bool = False
+    in_encoder: bool = False
+
+
+def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> Computation:
+    """Return a dense layer's three products, its bias, and the addition of its gradient to the others'."""
+    counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), float(inputs * outputs))
+    return Computation("linear", counts, in_encoder=in_encoder)
+
+
+def parts_of(model: ModelConfig, sizes: MicroBatches) -> tuple[list[Computation], list[Computation], list[Computation]]:
+    """Return the computations of the embeddings, of a layer, and of the last layer with the heads, in their order."""
+    D, F, V = model.hidden_size, model.intermediate_size, model.vocab_size
+    T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
+    hidden, attention = model.hidden_dropout > 0, model.attention_dropout > 0
+    heads = model.num_attention_heads
+
+    def layer(rows: Count, query: list[Computation], calls: Count, pairs: Count, inner: bool) -> list[Computation]:
+        return [
+            *query,
+            Computation("attention", (calls, (T + rows) / 2 * D, pairs * heads, pairs * D), attention),
+            linear(rows, D, D, inner),
+            Computation("norm", (1.0, rows * D), hidden),
+            linear(rows, D, F, inner),
+            Computation("gelu", (1.0, rows * F)),
+            linear(rows, F, D, inner),
+            Computation("norm", (1.0, rows * D), hidden),
+        ]
+
+    Q = S + M
+    embedding = [Computation("embedding", (1.0, T * D, float(V * D)), hidden)]
+    each = layer(T, [linear(T, D, 3 * D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
+    last = layer(Q, [linear(T, D, 2 * D), linear(Q, D, D)], S, sizes.last_pairs_AR, False)
+    last += [linear(S, D, D), linear(S, D, 2), linear(M, D, D), Computation("gelu", (1.0, M * D))]
+    last += [Computation("norm", (1.0, M * D)), linear(M, D, V), Computation("loss", (1.0, M * V))]
+    return embedding, each, last
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flat vector of a model's parameters.
+
+    Attributes:
+        elements: with the padding after each parameter.
+        segments: tensors that LAMB takes norms of.
+        ends: element at which the embeddings end, and each layer; the heads follow, but for the decoder's bias, which is
+            first.
+    """
+
+    elements: int
+    segments: int
+    ends: tuple[int, ...]
+
+    def padded(self, shards: int) -> int:
+        """Elements with those after the last that make shards equal."""
+        return padded(self.elements, shards)
+
+    def buckets(self, shards: int, bucket_bytes: int) -> list[slice]:
+        """The buckets of the reduction, in the order in which backward fills them."""
+        return bucket_slices(self.padded(shards), shards, bucket_bytes)
+
+
+@functools.cache
+def layout_of(model: ModelConfig) -> Layout:
+    """Return the layout of a model's parameters, without memory for any of them."""
+    with torch.device("meta"):
+        made = BertForPreTraining(model)
+    segments = lamb_segments(made)
+    ends = [0] * (model.num_hidden_layers + 1)
+    stop = 0
+    for name, parameter in made.named_parameters():
+        stop += padded(parameter.numel())
+        if name.startswith("embeddings."):
+            ends[0] = stop
+        elif name.startswith("layers."):
+            ends[1 + int(name.split(".")[1])] = stop
+    return Layout(sum(segments.sizes), len(segments.sizes), tuple(ends))

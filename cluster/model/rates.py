@@ -1,0 +1,277 @@
+"""Rates of the ranks of a run: what a computation costs on one of them, what a collective costs all.
+
+They come from a probe's view alone, or from facts of devices with the parameters that published results gave.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import NormalDist
+from typing import get_args
+
+import numpy as np
+from scipy.optimize import nnls
+
+from cluster.model.calibration import calibration
+from cluster.model.computations import TERMS, Computation, Count, parts_of
+from cluster.model.cost_model import (
+    FP8_SHARE,
+    PARAMETERS,
+    SEQUENCE_FLOPS,
+    UPDATE_BYTES,
+    UPDATE_EFFICIENCY,
+    Run,
+    link_rate,
+    network_rate,
+    sequence_time,
+)
+from cluster.model.machine import Machine
+from cluster.model.strategy import BUCKET_BYTES
+from cluster.model.work import wikipedia_work
+from cluster.view import Collective, Operation, Scope, View
+
+LINEAR_FLOPS = 6.0
+"""Floating-point operations of a linear layer for each row x input x output, forward and backward."""
+_ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
+"""Times that a computation reads or writes each element of its largest term on a GPU."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds of a collective by the bytes of its whole vector, ascending, and the share of processors it keeps busy."""
+
+    points: tuple[tuple[float, float], ...]
+    share: float = 0.0
+
+    def seconds(self, size: float) -> float:
+        """Between two points by a line; beyond them by the line through the two nearest, or in proportion."""
+        sizes = [each for each, _ in self.points]
+        at = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
+        (low, before), (high, after) = self.points[at - 1], self.points[at]
+        if size < low:
+            return before
+        slope = max((after - before) / (high - low), 0.0)
+        return before + slope * (size - low)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What ranks can do, all of them at once.
+
+    Attributes:
+        ranks: of a node.
+        memory_bytes: of a rank's device, or of its part of a host.
+        costs: seconds for one unit of each term of a computation, by its kind; that of linear layers with the type after it,
+            "linear bf16". What drops out has "with dropout" after it where that is known.
+        collectives: by operation and scope.
+        micro_batch_s: of each micro-batch, whatever its size.
+        demand: share of the processors that computing keeps busy; 0 where devices of their own compute.
+        sharing: how many times as long a rank takes while all compute as when it is alone.
+        noise: relative standard deviation of a rank's step.
+        mean, last: time of a rank in the mean, and of the last one, when all begin equal work together; over what it takes
+            while all go on computing.
+        start_s: from the start of the clock to the first step.
+    """
+
+    nodes: int
+    ranks: int
+    memory_bytes: float
+    costs: Mapping[str, tuple[float, ...]]
+    collectives: Mapping[tuple[Operation, Scope], Curve] = field(default_factory=dict)
+    micro_batch_s: float = 0.0
+    demand: float = 0.0
+    sharing: float = 1.0
+    noise: float = 0.0
+    mean: float = 1.0
+    last: float = 1.0
+    start_s: float = 0.0
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.nodes * self.ranks
+
+    def seconds(self, computation: Computation, precision: str = "fp32") -> Count:
+        """Seconds of a computation, forward and backward."""
+        kind = computation.kind
+        if kind == "linear":
+            kind = f"linear {'bf16' if precision == 'fp8' and not computation.in_encoder else precision}"
+        elif computation.dropout and f"{kind} with dropout" in self.costs:
+            kind = f"{kind} with dropout"
+        if kind not in self.costs:
+            raise ValueError(
+                f"no rate of {kind}: the probe, or the facts of the device, have none; choose another type"
+            )
+        total: Count = 0.0
+        for cost, count in zip(self.costs[kind], computation.counts, strict=True):
+            total = total + cost * count
+        return total
+
+    def product_seconds(self, rows: float, outputs: float, inputs: float, dtype: str) -> float:
+        """Seconds of one product [rows, inputs] x [inputs, outputs]: a third of a linear layer."""
+        counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), inputs * outputs)
+        return float(self.seconds(Computation("linear", counts, in_encoder=True), dtype)) / 3
+
+    def members(self, scope: Scope) -> int:
+        """Ranks that take part in a collective of a scope."""
+        return {"world": self.world_size, "node": self.ranks, "rail": self.nodes}[scope]
+
+    def collective(self, operation: Operation, scope: Scope, size: float) -> tuple[float, float]:
+        """Seconds of a collective on a vector of so many bytes, and the share of processors that it keeps busy."""
+        if self.members(scope) == 1:
+            return 0.0, 0.0
+        if self.members(scope) == self.world_size:
+            scope = "world"
+        curve = self.collectives.get((operation, scope))
+        if curve is None:
+            raise ValueError(f"no rate of {operation} ({scope}): run `python -m cluster probe` on as many ranks")
+        return curve.seconds(size), curve.share
+
+    def collective_seconds(self, operation: Operation, scope: Scope, size: float) -> float:
+        """Seconds of a collective on a vector of so many bytes when nothing is computed beside it."""
+        return self.collective(operation, scope, size)[0]
+
+    def last_of(self, work_R: Sequence[float]) -> float:
+        """Seconds until the last rank has done its work, each given as the seconds that it takes while all compute.
+
+        Ranks that share processors get more of them when others have ended.
+        """
+        ordered = sorted(work_R)
+        slowness, now, done, many = self.sharing, 0.0, 0.0, len(ordered)
+        for place, work in enumerate(ordered):
+            now += (work - done) * max(1.0, slowness * (many - place) / many) / slowness
+            done = work
+        mean = sum(ordered) / many
+        order_statistic = NormalDist().inv_cdf((many - 0.375) / (many + 0.25)) if many > 1 else 0.0
+        return max(now, mean * self.last, mean * (1 + self.noise * order_statistic))
+
+
+def costs_of(
+    flops: Mapping[str, float], bytes_per_s: float, launch_s: float, update_bytes_per_s: float
+) -> dict[str, tuple[float, ...]]:
+    """Return what computations cost by rates alone.
+
+    Args:
+        flops: floating-point operations a second of products, by type.
+        bytes_per_s: of memory, as far as products do not hide it.
+        launch_s: of one launch.
+        update_bytes_per_s: of memory, in the optimizer.
+    """
+    sixteen = max(flops.get("bf16", 0.0), flops.get("fp32", 0.0))
+    size = 2 if "bf16" in flops else 4
+    costs: dict[str, tuple[float, ...]] = {
+        f"linear {name}": (6 * launch_s, LINEAR_FLOPS / rate, 0.0, 8 / bytes_per_s) for name, rate in flops.items()
+    }
+    for kind, accesses in _ACCESSES.items():
+        traffic = accesses * size / bytes_per_s
+        calls = 8 * launch_s
+        costs[kind] = (calls, traffic, 0.0)[: len(TERMS[kind])]
+    costs["attention"] = (8 * launch_s, _ACCESSES["attention"] * size / bytes_per_s, 0.0, 2 * LINEAR_FLOPS / sixteen)
+    costs["lamb"] = (0.0, launch_s, UPDATE_BYTES / update_bytes_per_s)
+    costs["batch"] = (0.0, 0.0)
+    return costs
+
+
+def rates_of_view(view: View) -> Rates:
+    """Return the rates that a probe measured on as many ranks as a run is to have."""
+    hosts, contention = len(view.hosts), view.contention
+    ranks = len(view.ranks) // hosts
+    on_processors = view.backend != "nccl"
+    processors = contention.processors if on_processors else math.inf
+    return Rates(
+        hosts,
+        ranks,
+        view.ranks[0].memory_bytes / (ranks if on_processors else 1),
+        fitted_costs(view),
+        {(each.operation, each.scope): _curve(each, processors) for each in view.collectives},
+        demand=min(1.0, len(view.ranks) * contention.threads / processors),
+        sharing=max(1.0, contention.together_s / contention.alone_s),
+        mean=min(1.0, contention.mean_s / contention.together_s),
+        last=max(1.0, contention.last_s / contention.together_s),
+    )
+
+
+def fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
+    """Return what each kind of computation costs for one unit of each of its terms: least squares of relative errors."""
+    costs = {}
+    for kind in dict.fromkeys(each.kind for each in view.computations):
+        timed = [each for each in view.computations if each.kind == kind]
+        seconds_K = np.array([each.seconds for each in timed])
+        counts_KT = np.array([each.counts for each in timed])
+        largest_T = counts_KT.max(axis=0)
+        found_T, _ = nnls(counts_KT / largest_T / seconds_K[:, None], np.ones(len(timed)))
+        costs[kind] = tuple((found_T / largest_T).tolist())
+    return costs
+
+
+def _curve(measured: Collective, processors: float) -> Curve:
+    """The share of processors is that at the largest size, where a collective takes longest."""
+    points = tuple((float(size), seconds) for size, seconds, _ in measured.points)
+    _, seconds, busy = measured.points[-1]
+    return Curve(points, min(1.0, busy / (processors * seconds)))
+
+
+def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
+    """Return the rates of a machine by the facts of its devices and the published results.
+
+    A sequence of Wikipedia's mean cost takes as long as `cluster.model.cost_model` has it, and so does a reduction over all
+    ranks. Raises ``ValueError`` where devices have no FP8 and it is asked for.
+    """
+    device, p = machine.device, calibration().parameters
+    if precision == "fp8" and device.fp8_tflops is None:
+        raise ValueError(f"{device.name} has no FP8: set training.precision to bf16")
+    run = Run(machine, machine.accelerators)
+    matrix, memory, power = sequence_time(p, run, precision == "fp8")
+    stretch = (matrix + memory + power) / (matrix + memory)
+    sixteen = SEQUENCE_FLOPS / (sequence_time(p, run, False)[0] * stretch)
+    flops = {"bf16": sixteen}
+    if device.fp8_tflops is not None:
+        eight = sequence_time(p, run, True)[0] * stretch - (1 - FP8_SHARE) * SEQUENCE_FLOPS / sixteen
+        flops["fp8"] = FP8_SHARE * SEQUENCE_FLOPS / eight
+    update = UPDATE_EFFICIENCY * device.memory_gb_s * 1e9
+    bytes_per_s = _traffic() / (memory * stretch)
+    return Rates(
+        machine.groups,
+        machine.group,
+        device.memory_gb * 1e9,
+        costs_of(flops, bytes_per_s, 0.0, update),
+        _collectives(machine),
+        micro_batch_s=math.exp(p["launch"]) + math.exp(p["half_batch"]) * (matrix + memory + power),
+        start_s=math.exp(p["start"]),
+    )
+
+
+def _traffic() -> float:
+    """Bytes of memory traffic of a sequence of BERT-Large, of Wikipedia's mean, in 16 bits."""
+    from cluster.model.strategy import Strategy
+
+    work = wikipedia_work()
+    costs = costs_of({"bf16": math.inf}, 1.0, 0.0, 1.0)
+    sizes = work.micro_batches(Strategy(4096), 1, 0)
+    embedding, layer, last = parts_of(work.model, sizes)
+    rates = Rates(1, 1, 0.0, costs)
+    computations = [*embedding, *last, *layer * (work.model.num_hidden_layers - 1)]
+    moved = sum(np.sum(rates.seconds(each, "bf16")) for each in computations if each.kind != "linear")
+    return float(moved) / 4096
+
+
+def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
+    p = calibration().parameters
+    world, inside, nodes = machine.accelerators, machine.group, machine.groups
+    link, network = link_rate(p, machine), network_rate(p, machine) if nodes > 1 else math.inf
+    # What published runs lose to latency in a step is that of all its buckets.
+    latency = math.exp(p["network_latency"]) * math.log2(nodes) / (4 * PARAMETERS / BUCKET_BYTES) if nodes > 1 else 0.0
+    curves: dict[tuple[Operation, Scope], Curve] = {}
+    scopes: list[tuple[Scope, int, float, float]] = [
+        ("node", inside, 1 / link, 0.0),
+        ("rail", nodes, inside / network, latency),
+        ("world", world, max(1 / link if inside > 1 else 0.0, 1 / network), latency),
+    ]
+    for scope, members, per_byte, wait in scopes:
+        for operation in get_args(Operation):
+            rate = (2 if operation == "all-reduce" else 1) * (1 - 1 / members) * per_byte
+            curves[operation, scope] = Curve(((0.0, wait), (2.0**30, wait + rate * 2**30)))
+    return curves

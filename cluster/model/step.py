@@ -1,0 +1,234 @@
+"""Time of a step of this program on ranks whose rates are known, by the parts that a run's own records have; and of a run.
+
+Computing follows the real plan: of some steps each rank's micro-batches are counted. Buckets of the reduction begin when
+backward has filled them, and weights of a sharded optimizer come beside the forward pass, on a simulated timeline.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from cluster.model.calibration import calibration
+from cluster.model.computations import Computation, Count, Layout, layout_of, parts_of
+from cluster.model.convergence import log_samples
+from cluster.model.rates import Rates
+from cluster.model.strategy import Strategy
+from cluster.model.timeline import Ends, Message, Piece, run
+from cluster.model.work import MicroBatches, Work
+from cluster.view import Operation, Scope
+
+FORWARD = 1 / 3
+"""Share of a forward pass in forward and backward."""
+_STEPS = 4
+"""Steps of the plan that are counted."""
+
+
+@dataclass(frozen=True)
+class PredictedStep:
+    """Seconds of a step by part, as ``metrics_N.jsonl`` has them; they add up to the step.
+
+    Attributes:
+        reduce: what is not hidden of the reduction, of gathering weights, and of waiting for other ranks.
+        hidden: of the reduction, and in no part.
+    """
+
+    data_wait: float
+    forward_backward: float
+    reduce: float
+    update: float
+    hidden: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole step."""
+        return self.data_wait + self.forward_backward + self.reduce + self.update
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds by part."""
+        names = ("data_wait", "forward_backward", "reduce", "update")
+        return {name: getattr(self, name) for name in names}
+
+
+def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
+    """Predict a step, the mean of the first few of the plan.
+
+    Raises:
+        ValueError: the global batch does not divide over the ranks, or a rate is missing.
+    """
+    found = [_predicted(work, strategy, rates, step) for step in range(steps)]
+    names = ("data_wait", "forward_backward", "reduce", "update", "hidden")
+    return PredictedStep(*(sum(getattr(each, name) for each in found) / steps for name in names))
+
+
+def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
+    model, layout = work.model, layout_of(work.model)
+    sizes = work.micro_batches(strategy, rates.world_size, step)
+    embedding, layer, last = (_seconds(part, rates, strategy.precision, sizes) for part in parts_of(model, sizes))
+    layers = model.num_hidden_layers - 1
+    compute_AR = rates.micro_batch_s + embedding + layers * layer + last
+    assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))
+    # Where processors compute, they assemble batches as well; beside devices of their own they have time for it.
+    compute_R = compute_AR.sum(0) + (assembly if rates.demand >= 1 else 0.0)
+    compute = float(compute_R.mean())
+    data_wait = max(0.0, assembly - compute) if rates.demand < 1 else 0.0
+    scale = compute / float(compute_AR.sum(0).mean())
+    means = [float(part.mean()) * scale for part in (embedding, layer, last)]
+    constant = rates.micro_batch_s * scale
+    ends = _timeline(strategy, rates, layout, (*means, constant), layers)
+    straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)
+    exposed = ends.arrived - ends.computed + ends.waited_first
+    reducing = _reduction_seconds(strategy, rates, layout)
+    reduce = exposed + (straggling if rates.world_size > 1 else 0.0)
+    return PredictedStep(
+        data_wait,
+        ends.computed - ends.waited_first - (1 - rates.mean) * compute,
+        reduce,
+        _update(strategy, rates, layout),
+        max(0.0, reducing - exposed),
+    )
+
+
+def _seconds(computations: list[Computation], rates: Rates, precision: str, sizes: MicroBatches) -> np.ndarray:
+    total: Count = np.zeros_like(sizes.tokens_AR)
+    for computation in computations:
+        total = total + rates.seconds(computation, precision)
+    assert isinstance(total, np.ndarray)
+    return total
+
+
+def _timeline(strategy: Strategy, rates: Rates, layout: Layout, means: tuple[float, ...], layers: int) -> Ends:
+    """Run a mean rank's step: pieces are the parts of the first forward pass, what is between, and of the last backward."""
+    embedding, layer, last, constant = means
+    parts = [embedding, *[layer] * layers, last]
+    forward = [FORWARD * (each + constant / len(parts)) for each in parts]
+    backward = [(1 - FORWARD) * (each + constant / len(parts)) for each in reversed(parts)]
+    between = (strategy.gradient_accumulation_steps - 1) * (sum(forward) + sum(backward))
+    buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
+    messages: list[Message] = []
+    needs = [0] * len(parts)
+    if strategy.reduction in ("sharded", "sharded_world") and rates.world_size > 1:
+        gathered = buckets[::-1]
+        messages += [_gather(strategy, rates, 4 * (bucket.stop - bucket.start)) for bucket in gathered]
+        stops = [*layout.ends[:-1], layout.elements]
+        needs = [sum(bucket.start < stop for bucket in gathered) for stop in stops]
+    pieces = [Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True)]
+    if messages:
+        pieces.insert(0, Piece(0.0, 1))  # the step waits for the first weights before all else
+    pieces += [Piece(between), *(Piece(seconds) for seconds in backward)]
+    if rates.world_size > 1:
+        before = len(pieces) - len(backward)
+        for bucket in buckets:
+            # Of the part in which a bucket begins, all gradients are there when its backward pass is done; the first
+            # elements are those of the decoder's bias and the embeddings, which are last.
+            part = sum(end <= bucket.start for end in layout.ends)
+            seconds, share = _reduce(strategy, rates, 4 * (bucket.stop - bucket.start))
+            messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), share))
+    return run(pieces, messages, rates.demand)
+
+
+def _gather(strategy: Strategy, rates: Rates, size: int) -> Message:
+    scope: Scope = "node" if strategy.reduction == "sharded" else "world"
+    seconds, share = rates.collective("all-gather", scope, size)
+    return Message(seconds, 0, share)
+
+
+def _reduce(strategy: Strategy, rates: Rates, size: float) -> tuple[float, float]:
+    """Seconds of a bucket's reduction, and the share of processors it keeps busy."""
+    whole, shard = size, size / rates.ranks
+    if strategy.reduction == "flat":
+        calls = _sum(strategy, rates, "all-reduce", "world", whole)
+    elif strategy.reduction == "sharded_world":
+        calls = _sum(strategy, rates, "reduce-scatter", "world", whole)
+    else:
+        calls = _sum(strategy, rates, "reduce-scatter", "node", whole)
+        calls += _sum(strategy, rates, "all-reduce", "rail", shard)
+        if strategy.reduction == "hierarchical":
+            calls += _sum(strategy, rates, "all-gather", "node", whole)
+    seconds = sum(each for each, _ in calls)
+    return seconds, sum(each * share for each, share in calls) / seconds if seconds else 0.0
+
+
+def _sum(
+    strategy: Strategy, rates: Rates, operation: Operation, scope: Scope, size: float
+) -> list[tuple[float, float]]:
+    if strategy.reduce_dtype == "fp32":
+        return [rates.collective(operation, scope, size)]
+    # Contributions travel to where they are added, and sums back, in half of the bytes.
+    names: dict[Operation, tuple[Operation, ...]] = {
+        "reduce-scatter": ("all-to-all",),
+        "all-gather": ("all-gather",),
+        "all-reduce": ("all-to-all", "all-gather"),
+    }
+    return [rates.collective(each, scope, size / 2) for each in names[operation]]
+
+
+def _reduction_seconds(strategy: Strategy, rates: Rates, layout: Layout) -> float:
+    """Seconds of all that ranks exchange in a step, with nothing beside it."""
+    if rates.world_size == 1:
+        return 0.0
+    total = 0.0
+    for bucket in layout.buckets(rates.world_size, strategy.bucket_bytes):
+        size = 4 * (bucket.stop - bucket.start)
+        total += _reduce(strategy, rates, size)[0]
+        if strategy.reduction in ("sharded", "sharded_world"):
+            total += _gather(strategy, rates, size).seconds
+    return total
+
+
+def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
+    shards = {"sharded": rates.ranks, "sharded_world": rates.world_size}.get(strategy.reduction, 1)
+    elements = layout.padded(rates.world_size) / shards
+    seconds = rates.seconds(Computation("lamb", (1.0, layout.segments / shards, elements)))
+    if shards > 1:
+        scope: Scope = "node" if strategy.reduction == "sharded" else "world"
+        seconds += 2 * rates.collective_seconds("all-gather", scope, 16.0 * layout.segments * shards)
+    return float(seconds)
+
+
+@dataclass(frozen=True)
+class PredictedRun:
+    """A run from the start of its clock to its end.
+
+    Attributes:
+        parts: seconds by name: start, those of a step, evaluation.
+    """
+
+    samples: float
+    steps: float
+    evaluations: float
+    parts: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of the run."""
+        return sum(self.parts.values())
+
+
+def predict_run(work: Work, strategy: Strategy, rates: Rates) -> PredictedRun:
+    """Predict the time to train: start, steps to the target, evaluations on their schedule."""
+    step = predict_step(work, strategy, rates)
+    batch = strategy.global_batch_size
+    samples = work.samples
+    if samples is None:
+        p, gigabytes = calibration().parameters, rates.memory_bytes / 1e9
+        samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
+    steps = math.ceil(samples / batch)
+    evaluations = max(1, math.ceil(samples / work.interval(batch)))
+    parts = {"start": rates.start_s} | {name: steps * seconds for name, seconds in step.parts.items()}
+    return PredictedRun(
+        samples, steps, evaluations, parts | {"evaluation": evaluations * evaluation_seconds(work, strategy, rates)}
+    )
+
+
+def evaluation_seconds(work: Work, strategy: Strategy, rates: Rates) -> float:
+    """Seconds of one evaluation: the forward pass of all sequences, by length over the ranks."""
+    layers = work.model.num_hidden_layers - 1
+    total = 0.0
+    for sizes in work.evaluation(rates.world_size):
+        embedding, layer, last = (_seconds(p, rates, strategy.precision, sizes) for p in parts_of(work.model, sizes))
+        total += rates.micro_batch_s + float((embedding + layers * layer + last).sum())
+    return FORWARD * total

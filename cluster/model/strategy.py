@@ -1,0 +1,76 @@
+"""Strategy: how a run is spread over ranks, and how they sum their gradients. What a planner chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from bert.configuration.config import Config
+
+Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
+"""As `training.reduction` names them."""
+Precision = Literal["fp32", "bf16", "fp8"]
+
+BUCKET_BYTES = 25 * 2**20
+"""Of the flat fp32 gradient, as `bert.parallel.reduction` has it; a test compares them, since that one imports PyTorch."""
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Settings of a run that decide where its time and memory go, and not what it computes.
+
+    Attributes:
+        in_network: switches add up what goes between hosts.
+        reduce_dtype: in which gradients travel.
+        bucket_bytes: of a bucket of the flat fp32 gradient.
+
+    Raises:
+        ValueError: a number is not positive, a name is none that there is, or two settings do not go together.
+    """
+
+    global_batch_size: int
+    gradient_accumulation_steps: int = 1
+    precision: Precision = "fp32"
+    reduction: Reduction = "flat"
+    in_network: bool = False
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        for name, allowed in (("precision", Precision), ("reduction", Reduction)):
+            if getattr(self, name) not in get_args(allowed):
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}"
+                )  # fmt: skip
+        if self.reduce_dtype not in ("fp32", "bf16"):
+            raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")
+        if self.in_network and self.reduction in ("flat", "sharded_world"):
+            raise ValueError(f"in_network goes with hierarchical or sharded reduction, not with {self.reduction}")
+        if self.in_network and self.reduce_dtype == "bf16":
+            raise ValueError("in_network goes with reduce_dtype fp32: switches would round every sum of two in bf16")
+
+    def sequences(self, ranks: int) -> int:
+        """Sequences of a micro-batch of one rank. Raises ``ValueError`` where the global batch does not divide."""
+        micro_batches = ranks * self.gradient_accumulation_steps
+        if self.global_batch_size % micro_batches:
+            raise ValueError(
+                f"global_batch_size {self.global_batch_size} does not divide over {ranks} ranks x "
+                f"{self.gradient_accumulation_steps} accumulation steps: make it a multiple of {micro_batches}"
+            )
+        return self.global_batch_size // micro_batches
+
+
+def strategy_of(config: Config) -> Strategy:
+    """Return the strategy of a configuration; of ``auto`` the first that it stands for."""
+    training = config.training
+    return Strategy(
+        training.global_batch_size,
+        training.gradient_accumulation_steps,
+        training.precision,
+        "flat" if training.reduction == "auto" else training.reduction,
+        training.in_network == "on",
+        training.reduce_dtype,
+    )

@@ -1,0 +1,158 @@
+"""Work of a run: the model, the lengths of its sequences, and when it evaluates; and what each rank gets of a step.
+
+Shape legend: N sequences of the data set, A micro-batches of a rank's step, R ranks, S sequences of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert.configuration.config import REPOSITORY, Config, ModelConfig
+from cluster.model.strategy import Strategy
+from compliance.log.schedule import evaluation_interval
+from dataloading.batches.sampler import Plan, deal
+from dataloading.dataset.folder import open_dataset
+
+HISTOGRAM = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
+"""CSV file with columns ``length`` and ``count``: of Wikipedia at maximum length 512."""
+
+EVALUATION_SEQUENCES = 10_000
+"""Of the benchmark."""
+_DRAWN = 200_000
+_MASKED_SHARE = 0.15
+_MOST_MASKED = 76
+"""Masked tokens of a sequence of the benchmark."""
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatches:
+    """Sizes of a step's micro-batches, each [A, R]: by micro-batch and rank."""
+
+    sequences: int
+    """Of every one."""
+    tokens_AR: NDArray[np.float64]
+    masked_AR: NDArray[np.float64]
+    pairs_AR: NDArray[np.float64]
+    """Of tokens that attend to each other: the sum of squared lengths."""
+    last_pairs_AR: NDArray[np.float64]
+    """The same in the last layer, whose queries are the masked tokens and [CLS]."""
+    lengths_AR: NDArray[np.float64]
+    """Number of different lengths."""
+    equal_AR: NDArray[np.float64]
+    """Tokens of sequences that have their length in common with another."""
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What a run trains, and until when.
+
+    Attributes:
+        lengths, masked_counts: [N] tokens, and masked ones, of every sequence of the data set: the length index.
+        evaluation_lengths, evaluation_masked: of the evaluation set.
+        evaluation_batch_size: sequences that a rank evaluates at once.
+        target: masked-LM accuracy at which the run ends.
+        samples: to that target, where they are known; None: as the reference and published runs converge.
+        interval_samples: training samples between evaluations; None: by the rules' formula.
+    """
+
+    model: ModelConfig
+    lengths: NDArray[np.integer]
+    masked_counts: NDArray[np.integer]
+    evaluation_lengths: NDArray[np.integer]
+    evaluation_masked: NDArray[np.integer]
+    evaluation_batch_size: int = 64
+    target: float = 0.720
+    samples: float | None = None
+    interval_samples: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if len(self.lengths) == 0 or len(self.evaluation_lengths) == 0:
+            raise ValueError("no sequences to train on, or none to evaluate: expected at least one of each")
+        longest = max(int(self.lengths.max()), int(self.evaluation_lengths.max()))
+        if longest > self.model.max_position_embeddings:
+            raise ValueError(
+                f"a sequence of {longest} tokens, but model.max_position_embeddings is "
+                f"{self.model.max_position_embeddings}"
+            )
+
+    def interval(self, global_batch_size: int) -> int:
+        """Training samples between evaluations."""
+        return self.interval_samples or evaluation_interval(global_batch_size)
+
+    def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
+        """Return what the plan gives each rank in a step. Raises ``ValueError`` where the global batch does not divide."""
+        accumulation = strategy.gradient_accumulation_steps
+        plan = Plan(
+            self.lengths, self.masked_counts, strategy.global_batch_size, ranks, accumulation, self.seed
+        )  # fmt: skip
+        batch = plan.global_batch(step)
+        dealt = batch[deal(self.lengths[batch], plan.micro_batches)].reshape(accumulation, ranks, -1)
+        return _sizes(self.lengths[dealt].astype(np.float64), self.masked_counts[dealt].astype(np.float64))
+
+    def evaluation(self, ranks: int) -> list[MicroBatches]:
+        """Return the batches of an evaluation, one after another, of ranks with the longest: every R-th by length."""
+        order = np.argsort(-self.evaluation_lengths.astype(np.int64), kind="stable")[::ranks]
+        size = self.evaluation_batch_size
+        parts = [order[start : start + size] for start in range(0, len(order), size)]
+        return [
+            _sizes(
+                self.evaluation_lengths[part][None, None].astype(np.float64),
+                self.evaluation_masked[part][None, None].astype(np.float64),
+            )
+            for part in parts
+        ]
+
+
+def _sizes(lengths_ARS: NDArray[np.float64], masked_ARS: NDArray[np.float64]) -> MicroBatches:
+    ordered_ARS = np.sort(lengths_ARS, axis=-1)
+    is_new = np.diff(ordered_ARS, axis=-1) > 0
+    edge = np.ones_like(is_new, shape=(*is_new.shape[:-1], 1))
+    is_single = np.concatenate([edge, is_new], axis=-1) & np.concatenate([is_new, edge], axis=-1)
+    return MicroBatches(
+        lengths_ARS.shape[-1],
+        lengths_ARS.sum(-1),
+        masked_ARS.sum(-1),
+        (lengths_ARS**2).sum(-1),
+        ((1 + masked_ARS) * lengths_ARS).sum(-1),
+        1.0 + is_new.sum(-1),
+        np.where(is_single, 0.0, ordered_ARS).sum(-1),
+    )
+
+
+def work_of(config: Config) -> Work:
+    """Return the work of a configuration, by the length indices of its data sets, which must be there."""
+    train, evaluation = (open_dataset(folder) for folder in (config.data.train, config.data.evaluation))
+    closed = config.log.division == "closed"
+    return Work(
+        config.model,
+        train.lengths,
+        train.masked_counts,
+        evaluation.lengths,
+        evaluation.masked_counts,
+        config.evaluation.batch_size,
+        config.evaluation.target,
+        None if closed else float(config.training.sample_limit),
+        config.evaluation.interval_samples,
+        config.training.seed or 0,
+    )
+
+
+def wikipedia_work(model: ModelConfig | None = None) -> Work:
+    """Return the benchmark's work, its lengths drawn from the shipped histogram of Wikipedia."""
+    lengths = _drawn(HISTOGRAM, _DRAWN + EVALUATION_SEQUENCES)
+    masked = np.clip(np.rint(_MASKED_SHARE * lengths), 1, _MOST_MASKED).astype(np.uint16)
+    train, evaluation = slice(_DRAWN), slice(_DRAWN, None)
+    return Work(model or ModelConfig(), lengths[train], masked[train], lengths[evaluation], masked[evaluation])
+
+
+@functools.cache
+def _drawn(path: Path, count: int) -> NDArray[np.uint16]:
+    lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
+    generator = np.random.default_rng(0)
+    return generator.choice(lengths, count, p=counts / counts.sum()).astype(np.uint16)
