@@ -35,6 +35,7 @@ _OF_THE_STEP = (
     "reduction",
     "in_network",
     "reduce_dtype",
+    "recompute",
     "implementations",
 )
 """Settings under ``training`` that decide how long a step takes."""
