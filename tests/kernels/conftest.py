@@ -19,9 +19,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 @pytest.fixture(scope="session", autouse=True)
 def language_is_patched_once() -> None:
-    """The interpreter patches all of Triton's language at each call of a device function, a third of its time, and leaves it so.
+    """The interpreter patches all of Triton's language at each call of a device function, and leaves it so: once is enough.
 
-    A kernel's launch patches what its module sees; of the modules of device functions once is enough.
+    A kernel's launch patches what its own module sees.
     """
     if importlib.util.find_spec("triton") is None:
         return
