@@ -10,6 +10,7 @@ accelerator it takes no core from the communication. Once it is matrix products,
 cores that gloo's threads need as well; what they slow it down by counts as exposed.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -117,9 +118,10 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, "wait")]
         cases += [Case(2, 1, "block", rate, 64, 3, "products") for rate in ("300mbit", "1gbit")]
     figures = []
-    for case in cases:
-        figures.append(measure(case))
-        print(_line(figures[-1]), flush=True)
+    for _, alike in itertools.groupby(cases, lambda case: (case.hosts, case.rate)):
+        for figure in measure(list(alike)):
+            figures.append(figure)
+            print(_line(figure), flush=True)
     ratios = _ratios(figures)
     if out:
         write_figures(out, {"cases": figures, "ratios": ratios})
@@ -141,10 +143,9 @@ def why_not() -> str | None:
     return None
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Run one case on namespaces of its own."""
-    with Network(case) as names, tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
+def measure(cases: list[Case]) -> list[dict[str, Any]]:
+    """Run cases of as many hosts and the same links one after another, on namespaces of their own."""
+    with Network(cases[0]) as names, tempfile.TemporaryDirectory() as folder:
         hosts = []
         for host, name in enumerate(names):
             inside = [
@@ -158,29 +159,40 @@ def measure(case: Case) -> dict[str, Any]:
                 "-c",
                 f'hostname h{host} && exec "$0" "$@"',
             ]
-            command = [*inside, sys.executable, __file__, "--host", str(host), json.dumps(case.__dict__), str(found)]
+            command = [
+                *inside,
+                sys.executable,
+                __file__,
+                "--host",
+                str(host),
+                json.dumps([case.__dict__ for case in cases]),
+                folder,
+            ]
             hosts.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
         try:
-            codes = [host.wait(timeout=300) for host in hosts]
+            codes = [host.wait(timeout=300 * len(cases)) for host in hosts]
         finally:
             for host in hosts:
                 host.kill()
         if any(codes):
             raise RuntimeError(f"hosts ended with {codes}")
-        return case.__dict__ | json.loads(found.read_text())
+        found = [json.loads((Path(folder) / f"{number}.json").read_text()) for number in range(len(cases))]
+        return [case.__dict__ | figures for case, figures in zip(cases, found, strict=True)]
 
 
-def _host(host: int, case: Case, found: Path) -> int:
-    """Fork the ranks of a host, as each would import PyTorch for seconds; returns how many failed."""
+def _host(host: int, cases: list[Case], folder: Path) -> int:
+    """Fork the ranks of a host for each case, as each would import PyTorch for seconds; returns how many failed."""
     fork = multiprocessing.get_context("fork")
-    ranks = [
-        fork.Process(target=_rank, args=(host, local, case, found), daemon=True) for local in range(case.local_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return sum(rank.exitcode != 0 for rank in ranks)
+    for number, case in enumerate(cases):
+        arguments = [(host, local, case, folder / f"{number}.json", 29600 + number) for local in range(case.local_size)]
+        ranks = [fork.Process(target=_rank, args=given, daemon=True) for given in arguments]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if failed := sum(rank.exitcode != 0 for rank in ranks):
+            return failed
+    return 0
 
 
 class _Layer(torch.autograd.Function):
@@ -197,14 +209,14 @@ class _Layer(torch.autograd.Function):
         return gradients[0], torch.ones(()).expand_as(ctx.weight), None
 
 
-def _rank(host: int, local: int, case: Case, found: Path) -> None:
+def _rank(host: int, local: int, case: Case, found: Path, port: int) -> None:
     place = {
         "RANK": host * case.local_size + local if case.order == "block" else local * case.hosts + host,
         "WORLD_SIZE": case.hosts * case.local_size,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": case.local_size,
         "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": 29600,
+        "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "v0",
     }
     os.environ |= {name: str(value) for name, value in place.items()}
@@ -372,6 +384,6 @@ def _run(*command: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--host"]:
-        sys.exit(_host(int(sys.argv[2]), Case(**json.loads(sys.argv[3])), Path(sys.argv[4])))
+        sys.exit(_host(int(sys.argv[2]), [Case(**case) for case in json.loads(sys.argv[3])], Path(sys.argv[4])))
     else:
         tyro.cli(main)

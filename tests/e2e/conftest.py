@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.e2e.slurm_cluster import Cluster
+from tests.e2e.slurm.slurm_cluster import Cluster
 
 COMMITTED_RESULTS = "cpu_2cores"
 

@@ -1,7 +1,5 @@
-"""``run_and_time.sh`` trains, in a copy of the checkout: from a first start to verdict and report."""
+"""``run_and_time.sh`` trains, in a copy of the checkout: with data of one's own, and twice at once."""
 
-import json
-import os
 import re
 import shutil
 import subprocess
@@ -9,19 +7,6 @@ from pathlib import Path
 
 from tests.conftest import SmallRun
 from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, environment, start
-
-
-def test_run_ends_with_verdict_and_report(checkout: Path, tmp_path: Path) -> None:
-    done = start(checkout / "run_and_time.sh", "--", *SHORT, REACHED_AT_ONCE, cwd=tmp_path, NPROC="2", CLEAR_CACHES="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "installing" not in done.stdout
-    assert "PASS results/tiny_cpu/bert/result_0.txt" in done.stdout
-    assert "1 of 1 runs valid" in done.stdout
-    log = (checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
-    assert "# processes: 2 x " in log
-    assert f"# config.log.cache_cleared: {os.access('/proc/sys/vm/drop_caches', os.W_OK)}" in log
-    assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
-    assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
 
 
 def test_tiny_cpu_with_other_data_makes_none_of_its_own(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:

@@ -52,7 +52,7 @@ SHORTENED = {
     "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
 }
 FIRST = "./run_and_time.sh"
-"""``tests/e2e/test_runs.py`` runs it, and looks at what it prints and leaves."""
+"""``tests/e2e/test_rendezvous.py`` runs it, and looks at what it prints and leaves."""
 MAY_MISS_TARGET = re.compile(r"-m bert\.train tiny_cpu --training\.max-samples")
 """Shown with too few samples on purpose: exit status 1 says that the target was not reached."""
 

@@ -1,6 +1,6 @@
 """One rank of the test of the measured choice: which way is taken when one of them is slow, and what is given back.
 
-python -m tests.distributed.choice_worker OUT.json
+python -m tests.distributed.workers.choice_worker OUT.json
 
 Two nodes of two ranks, and a second rail in the place of one in the switches.
 """
@@ -21,7 +21,7 @@ from bert.parallel import reduction
 from bert.parallel.mesh import join_mesh, leave_mesh
 from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.reduction_choice import choose
-from tests.distributed.reduction_worker import fresh_model, regrouped
+from tests.distributed.workers.reduction_worker import fresh_model, regrouped
 
 
 def main(out: str) -> None:

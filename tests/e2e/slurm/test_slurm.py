@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import SmallRun
-from tests.e2e.slurm_cluster import Cluster, missing
-from tests.e2e.slurm_jobs import RESULTS, output, small, submit, training
+from tests.e2e.slurm.slurm_cluster import Cluster, missing
+from tests.e2e.slurm.slurm_jobs import RESULTS, output, small, submit, training
 
 SHORT = ("--", "--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target", "0.02")
 """Settings with which the recipe as it is reaches its target at once."""
