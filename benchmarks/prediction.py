@@ -1,20 +1,26 @@
-"""Hold predictions of the time to train against published results that the model has not seen.
+"""Hold predictions of the time to train against published results that the model has not seen, and of a step against steps.
 
     python benchmarks/prediction.py --published [--rows] [--out FILE]
+    sudo python benchmarks/prediction.py --measured [--cases 0 1 2] [--seconds 20] [--out FILE]
 
 One submitter, one scale (number of accelerators), one accelerator is left out at a time, the cost model is fitted to the
 other results, and predicts those left out: median error, and how many lie in the 80 % intervals. Beside it stands a look-up:
 the median of other submitters' results on the same accelerator, nodes and batch size, which knows no physics and predicts
 nothing new, but shows how far results of equal systems lie apart.
+
+With --measured, steps on this machine are predicted from a probe alone and then run (`benchmarks/measured_steps.py`): hosts
+are network namespaces with links of several rates, which needs root.
 """
 
 import math
+import os
 import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported: of ranks that share few cores
 
 import tyro
 
@@ -23,16 +29,31 @@ from cluster.model.calibration import GROUPS, Calibration, Held, calibrate
 from cluster.model.published import Result, results
 
 
-def main(published: tyro.conf.FlagCreatePairsOff[bool] = False, rows: bool = False, out: Path | None = None) -> None:
+def main(
+    published: tyro.conf.FlagCreatePairsOff[bool] = False,
+    measured: tyro.conf.FlagCreatePairsOff[bool] = False,
+    rows: bool = False,
+    cases: tuple[int, ...] = (),
+    seconds: float = 20.0,
+    out: Path | None = None,
+) -> None:
     """Print the table.
 
     Args:
         published: Cross-validate on the published results; takes a minute or two.
+        measured: Predict steps from a probe, and run them; takes about a minute a case. Needs root.
         rows: Print every result and what was predicted, too.
-        out: Write the figures here as JSON.
+        cases: Numbers of the cases that are measured, from 0; all of them unless given.
+        seconds: About how long a probe takes.
+        out: Write the figures here as JSON; measured cases are added to those that are there.
     """
-    if not published:
-        raise SystemExit("error: nothing to do; expected --published")
+    if published == measured:
+        raise SystemExit("error: nothing to do; expected either --published or --measured")
+    if measured:
+        from benchmarks import measured_steps
+
+        measured_steps.measured(cases or range(len(measured_steps.CASES)), seconds, out)
+        return
     calibration, validation = calibrate()
     figures = {
         f"{name}: {title}": summary(calibration, [held for held in validation[name] if choose(held)])

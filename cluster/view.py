@@ -99,8 +99,41 @@ class Collective:
     latency_s: float
     seconds_per_byte: float
     residual: float
-    points: tuple[tuple[int, float], ...]
-    """What was fitted: bytes, and seconds on the slowest rank."""
+    points: tuple[tuple[int, float, float], ...]
+    """What was fitted: bytes, and seconds on the slowest rank; and the processor seconds of all ranks together."""
+
+
+@dataclass(frozen=True)
+class ComputationTime:
+    """Time of a kind of computation of a step, forward and backward, while all ranks compute: the median of the ranks.
+
+    ``counts`` are those of the terms that its time is a sum of, as ``cluster.model.computations.TERMS`` has them.
+    """
+
+    kind: str
+    counts: tuple[float, ...]
+    seconds: float
+    spread: float
+
+
+@dataclass(frozen=True)
+class Contention:
+    """What ranks take from each other.
+
+    Attributes:
+        processors: of all machines, each counted once: hosts may be parts of one.
+        threads: with which a rank computes.
+        alone_s, together_s: a rank's time for the same work by itself, and while all do it over and over.
+        mean_s, last_s: until a rank has done it when all begin together, and until the last one has. Whoever shares
+            processors gets more of them when others are done.
+    """
+
+    processors: int
+    threads: int
+    alone_s: float
+    together_s: float
+    mean_s: float
+    last_s: float
 
 
 @dataclass(frozen=True)
@@ -138,6 +171,8 @@ class View:
     ranks: tuple[Rank, ...]
     links: tuple[Link, ...]
     collectives: tuple[Collective, ...]
+    computations: tuple[ComputationTime, ...]
+    contention: Contention
     outliers: tuple[Outlier, ...]
 
     def ranks_of(self, host: int) -> list[int]:
@@ -184,7 +219,7 @@ _FILE = Document(
     kind=View,
     key="view",
     format="mlperf-bert cluster view",
-    version=1,
+    version=2,
     noun="view of a cluster",
     maker="python -m cluster probe",
     largest_bytes=LARGEST_BYTES,

@@ -132,9 +132,7 @@ def collective_rows(view: View) -> list[tuple[str, ...]]:
             duration(each.latency_s),
             bandwidth(each.seconds_per_byte),
             f"{100 * each.residual:.1f} %",
-            f"{byte_count(min(size for size, _ in each.points))} to {byte_count(max(size for size, _ in each.points))}"
-            if each.points
-            else "",
+            f"{byte_count(each.points[0][0])} to {byte_count(each.points[-1][0])}" if each.points else "",
         )
         for each in view.collectives
     ]

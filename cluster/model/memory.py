@@ -1,68 +1,92 @@
 """Memory of a rank by part, in bytes: what it holds all the time, and what its largest micro-batch adds.
 
+What the forward pass keeps is counted tensor by tensor, as PyTorch's own operations keep it on a CPU; Triton's on a GPU
+draw dropout again and keep no probabilities, and what they keep is counted so where ``on_gpu`` is set.
+
 Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary,
-H heads, P parameters.
+H heads.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cluster.model.operations import layout_of
+from cluster.model.computations import layout_of
 from cluster.model.strategy import Strategy
 from cluster.model.work import MicroBatches, Work
 
 _STEPS = 16
 """Steps of the plan among which the largest micro-batch is looked for."""
+_Bytes = NDArray[np.float64]
 
 
-def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int) -> dict[str, float]:
+def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gpu: bool = False) -> dict[str, float]:
     """Return the bytes of each part; ``ranks`` are those of a node.
 
-    Activations, and what the loss keeps, are those of the micro-batch that needs the most.
+    Activations and logits are those of the micro-batch that needs the most; one after another, others use the same memory.
 
     Raises:
         ValueError: the global batch does not divide over the ranks.
     """
-    model, world_size = work.model, nodes * ranks
-    layout = layout_of(model)
+    world_size, layout = nodes * ranks, layout_of(work.model)
     elements = layout.padded(world_size)
-    shards = {"sharded": ranks, "sharded_world": world_size}.get(strategy.reduction, 1)
-    shard = elements / shards
     sharded = strategy.reduction in ("sharded", "sharded_world")
+    shard = elements / {"sharded": ranks, "sharded_world": world_size}.get(strategy.reduction, 1)
     bucket = max(each.stop - each.start for each in layout.buckets(world_size, strategy.bucket_bytes))
-    parts = {
-        "weights": 4.0 * elements,
-        "gradients": 4.0 * elements,
-        # The shard's own gradients and weights lie without gaps beside the moments and the update.
-        "moments": 8.0 * shard,
-        "update": (12.0 if sharded else 4.0) * shard,
-        "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and world_size > 1 else 0.0,
-        "activations": 0.0,
-        "logits": 0.0,
-        "16-bit weights": 0.0,
-    }
+    largest: tuple[float, float] = (0.0, 0.0)
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, world_size, step)
-        activations_AR, logits_AR = _activations(work, strategy, sizes)
-        worst = np.unravel_index(np.argmax(activations_AR + logits_AR), activations_AR.shape)
-        if activations_AR[worst] + logits_AR[worst] > parts["activations"] + parts["logits"]:
-            parts["activations"], parts["logits"] = float(activations_AR[worst]), float(logits_AR[worst])
-    return parts
+        kept_AR = kept_by_forward(work, strategy, sizes, on_gpu)
+        logits_AR = sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0)
+        worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
+        largest = max(largest, (float(kept_AR[worst]), float(logits_AR[worst])), key=sum)
+    return {
+        "weights": 4.0 * elements,
+        "gradients": 4.0 * elements,
+        "moments": 8.0 * shard,
+        # The shard's own gradients and weights lie without gaps beside the update.
+        "update": (12.0 if sharded else 4.0) * shard,
+        "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and world_size > 1 else 0.0,
+        "activations": largest[0],
+        "logits": largest[1],
+        "16-bit weights": 0.0 if strategy.precision == "fp32" else _cast_weights(work),
+    }
 
 
-def _activations(work: Work, strategy: Strategy, sizes: MicroBatches) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that the forward pass keeps for the backward pass, but for the loss; and those of the loss."""
+def kept_by_forward(work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool = False) -> _Bytes:
+    """Bytes [A, R] that the forward pass of each micro-batch keeps for its backward pass, but for logits and weights."""
     model, size = work.model, 4 if strategy.precision == "fp32" else 2
-    D, F, V, H = model.hidden_size, model.intermediate_size, model.vocab_size, model.num_attention_heads
-    T, M = sizes.tokens_AR, sizes.masked_AR
-    Q = sizes.sequences + M
-    masks = 1 if model.hidden_dropout else 0
+    D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
+    T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
+    Q = S + M
+    mask = 4 * D if model.hidden_dropout and not on_gpu else 0
+    summed = (2 * size if on_gpu else 4) * D
+    """A norm keeps the sum that it normalizes, in fp32 as autocast has it; Triton's the terms."""
 
-    def layer(rows: np.ndarray, pairs: np.ndarray) -> np.ndarray:
-        probabilities = 2 * pairs * H * size if model.attention_dropout else 4 * rows * H
-        return rows * (8 * D + 2 * F + 2 * masks * D) * size + 16 * rows + probabilities
+    def attended(rows: _Bytes, pairs: _Bytes) -> _Bytes:
+        """What attention keeps besides query, key and value: its output or its scaled query, and the output once more."""
+        if model.attention_dropout and not on_gpu:
+            return rows * 2 * size * D + 3 * size * pairs * H
+        return rows * (2 * size * D + 4 * H)
 
-    activations = T * D * 2 * size + (model.num_hidden_layers - 1) * layer(T, sizes.pairs_AR)
-    activations = activations + layer(Q, sizes.last_pairs_AR) + 2 * T * D * size + M * 4 * D * size
-    return activations, M * V * (size + 4.0)
+    def rest(rows: _Bytes, norms_kept: int) -> _Bytes:
+        """Both norms of a layer, of whose outputs products keep some, and the feed-forward half."""
+        return rows * (2 * (summed + 8 + mask) + norms_kept * size * D + 2 * size * F)
+
+    embedding = T * (summed + 8 + mask + size * D)
+    # Sequences of one length are one call, for which PyTorch's products copy keys and values.
+    copied = sizes.equal_AR * 2 * size * D if model.attention_dropout and not on_gpu else 0
+    layer = T * 3 * size * D + copied + attended(T, sizes.pairs_AR) + rest(T, 2)
+    query = 0 if model.attention_dropout and not on_gpu else size * D
+    last = T * 2 * size * D + Q * (16 + size * D + query) + attended(Q, sizes.last_pairs_AR) + rest(Q, 1)
+    heads = Q * size * D + M * (3 * size * D + 8) + S * (size * D + 8)
+    return embedding + (model.num_hidden_layers - 1) * layer + last + heads
+
+
+def _cast_weights(work: Work) -> float:
+    """Copies in 16 bits that autocast makes of the weights of products, kept from the forward to the backward pass."""
+    model = work.model
+    D, F = model.hidden_size, model.intermediate_size
+    layers = model.num_hidden_layers * (4 * D * D + 2 * D * F)
+    return 2.0 * (layers + 2 * D * D + model.vocab_size * D + 2 * D)

@@ -1,4 +1,4 @@
-"""Rates of the ranks of a run: what an operation costs on one of them, what a collective costs all.
+"""Rates of the ranks of a run: what a computation costs on one of them, what a collective costs all.
 
 They come from a probe's view alone, or from facts of devices with the parameters that published results gave.
 """
@@ -9,10 +9,14 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist, median
+from statistics import NormalDist
 from typing import get_args
 
+import numpy as np
+from scipy.optimize import nnls
+
 from cluster.model.calibration import calibration
+from cluster.model.computations import TERMS, Computation, Count, parts_of
 from cluster.model.cost_model import (
     FP8_SHARE,
     PARAMETERS,
@@ -25,16 +29,14 @@ from cluster.model.cost_model import (
     sequence_time,
 )
 from cluster.model.machine import Machine
-from cluster.model.operations import TERMS, Count, Operation, parts_of
 from cluster.model.strategy import BUCKET_BYTES
 from cluster.model.work import wikipedia_work
-from cluster.view import Operation as Collective
-from cluster.view import Scope, View
+from cluster.view import Collective, Operation, Scope, View
 
-OVERLAPPED = 6.0
+LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output, forward and backward."""
 _ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
-"""Times that an operation reads or writes each element of its largest term on a GPU."""
+"""Times that a computation reads or writes each element of its largest term on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,15 @@ class Rates:
     Attributes:
         ranks: of a node.
         memory_bytes: of a rank's device, or of its part of a host.
-        costs: seconds for one unit of each term of an operation, by its kind; that of linear layers with the type after it,
+        costs: seconds for one unit of each term of a computation, by its kind; that of linear layers with the type after it,
             "linear bf16". What drops out has "with dropout" after it where that is known.
         collectives: by operation and scope.
         micro_batch_s: of each micro-batch, whatever its size.
         demand: share of the processors that computing keeps busy; 0 where devices of their own compute.
         sharing: how many times as long a rank takes while all compute as when it is alone.
         noise: relative standard deviation of a rank's step.
-        last: the last rank's time over the mean, of equal work on all.
+        mean, last: time of a rank in the mean, and of the last one, when all begin equal work together; over what it takes
+            while all go on computing.
         start_s: from the start of the clock to the first step.
     """
 
@@ -77,11 +80,12 @@ class Rates:
     ranks: int
     memory_bytes: float
     costs: Mapping[str, tuple[float, ...]]
-    collectives: Mapping[tuple[Collective, Scope], Curve] = field(default_factory=dict)
+    collectives: Mapping[tuple[Operation, Scope], Curve] = field(default_factory=dict)
     micro_batch_s: float = 0.0
     demand: float = 0.0
     sharing: float = 1.0
     noise: float = 0.0
+    mean: float = 1.0
     last: float = 1.0
     start_s: float = 0.0
 
@@ -90,32 +94,32 @@ class Rates:
         """All ranks."""
         return self.nodes * self.ranks
 
-    def seconds(self, operation: Operation, precision: str = "fp32") -> Count:
-        """Seconds of an operation, forward and backward."""
-        kind = operation.kind
+    def seconds(self, computation: Computation, precision: str = "fp32") -> Count:
+        """Seconds of a computation, forward and backward."""
+        kind = computation.kind
         if kind == "linear":
-            kind = f"linear {'bf16' if precision == 'fp8' and not operation.in_encoder else precision}"
-        elif operation.dropout and f"{kind} with dropout" in self.costs:
+            kind = f"linear {'bf16' if precision == 'fp8' and not computation.in_encoder else precision}"
+        elif computation.dropout and f"{kind} with dropout" in self.costs:
             kind = f"{kind} with dropout"
         if kind not in self.costs:
             raise ValueError(
                 f"no rate of {kind}: the probe, or the facts of the device, have none; choose another type"
             )
         total: Count = 0.0
-        for cost, count in zip(self.costs[kind], operation.counts, strict=True):
+        for cost, count in zip(self.costs[kind], computation.counts, strict=True):
             total = total + cost * count
         return total
 
     def product_seconds(self, rows: float, outputs: float, inputs: float, dtype: str) -> float:
         """Seconds of one product [rows, inputs] x [inputs, outputs]: a third of a linear layer."""
         counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), inputs * outputs)
-        return float(self.seconds(Operation("linear", counts, in_encoder=True), dtype)) / 3
+        return float(self.seconds(Computation("linear", counts, in_encoder=True), dtype)) / 3
 
     def members(self, scope: Scope) -> int:
         """Ranks that take part in a collective of a scope."""
         return {"world": self.world_size, "node": self.ranks, "rail": self.nodes}[scope]
 
-    def collective(self, operation: Collective, scope: Scope, size: float) -> tuple[float, float]:
+    def collective(self, operation: Operation, scope: Scope, size: float) -> tuple[float, float]:
         """Seconds of a collective on a vector of so many bytes, and the share of processors that it keeps busy."""
         if self.members(scope) == 1:
             return 0.0, 0.0
@@ -126,7 +130,7 @@ class Rates:
             raise ValueError(f"no rate of {operation} ({scope}): run `python -m cluster probe` on as many ranks")
         return curve.seconds(size), curve.share
 
-    def collective_seconds(self, operation: Collective, scope: Scope, size: float) -> float:
+    def collective_seconds(self, operation: Operation, scope: Scope, size: float) -> float:
         """Seconds of a collective on a vector of so many bytes when nothing is computed beside it."""
         return self.collective(operation, scope, size)[0]
 
@@ -148,10 +152,10 @@ class Rates:
 def costs_of(
     flops: Mapping[str, float], bytes_per_s: float, launch_s: float, update_bytes_per_s: float
 ) -> dict[str, tuple[float, ...]]:
-    """Return what operations cost by rates alone.
+    """Return what computations cost by rates alone.
 
     Args:
-        flops: operations a second of products, by type.
+        flops: floating-point operations a second of products, by type.
         bytes_per_s: of memory, as far as products do not hide it.
         launch_s: of one launch.
         update_bytes_per_s: of memory, in the optimizer.
@@ -159,51 +163,62 @@ def costs_of(
     sixteen = max(flops.get("bf16", 0.0), flops.get("fp32", 0.0))
     size = 2 if "bf16" in flops else 4
     costs: dict[str, tuple[float, ...]] = {
-        f"linear {name}": (6 * launch_s, OVERLAPPED / rate, 0.0, 8 / bytes_per_s) for name, rate in flops.items()
+        f"linear {name}": (6 * launch_s, LINEAR_FLOPS / rate, 0.0, 8 / bytes_per_s) for name, rate in flops.items()
     }
     for kind, accesses in _ACCESSES.items():
         traffic = accesses * size / bytes_per_s
         calls = 8 * launch_s
         costs[kind] = (calls, traffic, 0.0)[: len(TERMS[kind])]
-    costs["attention"] = (8 * launch_s, _ACCESSES["attention"] * size / bytes_per_s, 0.0, 2 * OVERLAPPED / sixteen)
-    costs["lamb"] = (launch_s, UPDATE_BYTES / update_bytes_per_s)
-    costs["batch"] = (0.0, 0.0, 0.0)
+    costs["attention"] = (8 * launch_s, _ACCESSES["attention"] * size / bytes_per_s, 0.0, 2 * LINEAR_FLOPS / sixteen)
+    costs["lamb"] = (0.0, launch_s, UPDATE_BYTES / update_bytes_per_s)
+    costs["batch"] = (0.0, 0.0)
     return costs
 
 
 def rates_of_view(view: View) -> Rates:
-    """Return the rates that a probe measured. Raises ``ValueError`` where it lacks what a step needs."""
-    typical: dict[tuple[str, str], list[tuple[int, float]]] = {}
-    for quantity, dtype, size in {(r.quantity, r.dtype, r.size) for r in view.ranks[0].rates}:
-        seconds = median(
-            r.seconds
-            for rank in view.ranks
-            for r in rank.rates
-            if (r.quantity, r.dtype, r.size) == (quantity, dtype, size)
-        )
-        typical.setdefault((quantity, dtype), []).append((size, seconds))
-    flops = {
-        dtype: max(2.0 * size**3 / seconds for size, seconds in found)
-        for (quantity, dtype), found in typical.items()
-        if quantity == "product"
-    }
-    copies = [2 * size / seconds for size, seconds in typical.get(("copy", "fp32"), [])]
-    launches = [seconds for _, seconds in typical.get(("launch", "fp32"), [])]
-    if "fp32" not in flops or not copies or not launches:
-        raise ValueError("the view lacks products, copies or launches: run `python -m cluster probe` again")
-    hosts = len(view.hosts)
+    """Return the rates that a probe measured on as many ranks as a run is to have."""
+    hosts, contention = len(view.hosts), view.contention
     ranks = len(view.ranks) // hosts
-    curves: dict[tuple[Collective, Scope], Curve] = {
-        (each.operation, each.scope): Curve(tuple((float(size), seconds) for size, seconds in each.points))
-        for each in view.collectives
-    }
+    on_processors = view.backend != "nccl"
+    processors = contention.processors if on_processors else math.inf
     return Rates(
         hosts,
         ranks,
-        view.ranks[0].memory_bytes / (ranks if view.backend != "nccl" else 1),
-        costs_of(flops, max(copies), launches[0], max(copies)),
-        curves,
+        view.ranks[0].memory_bytes / (ranks if on_processors else 1),
+        fitted_costs(view),
+        {(each.operation, each.scope): _curve(each, processors) for each in view.collectives},
+        demand=min(1.0, len(view.ranks) * contention.threads / processors),
+        sharing=max(1.0, contention.together_s / contention.alone_s),
+        noise=0.0 if on_processors else _noise(view),
+        mean=min(1.0, contention.mean_s / contention.together_s),
+        last=max(1.0, contention.last_s / contention.together_s),
     )
+
+
+def fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
+    """Return what each kind of computation costs for one unit of each of its terms: least squares of relative errors."""
+    costs = {}
+    for kind in dict.fromkeys(each.kind for each in view.computations):
+        timed = [each for each in view.computations if each.kind == kind]
+        seconds_K = np.array([each.seconds for each in timed])
+        counts_KT = np.array([each.counts for each in timed])
+        largest_T = counts_KT.max(axis=0)
+        found_T, _ = nnls(counts_KT / largest_T / seconds_K[:, None], np.ones(len(timed)))
+        costs[kind] = tuple((found_T / largest_T).tolist())
+    return costs
+
+
+def _noise(view: View) -> float:
+    """How much a rank's products differ from one time to the next; what processors are shared by is in `last` already."""
+    spreads = [r.spread for rank in view.ranks for r in rank.rates if r.quantity == "product"]
+    return float(np.median(spreads)) if spreads else 0.0
+
+
+def _curve(measured: Collective, processors: float) -> Curve:
+    """The share of processors is that at the largest size, where a collective takes longest."""
+    points = tuple((float(size), seconds) for size, seconds, _ in measured.points)
+    _, seconds, busy = measured.points[-1]
+    return Curve(points, min(1.0, busy / (processors * seconds)))
 
 
 def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
@@ -245,25 +260,25 @@ def _traffic() -> float:
     sizes = work.micro_batches(Strategy(4096), 1, 0)
     embedding, layer, last = parts_of(work.model, sizes)
     rates = Rates(1, 1, 0.0, costs)
-    operations = [*embedding, *last, *layer * (work.model.num_hidden_layers - 1)]
-    moved = sum(float(rates.seconds(each, "bf16")[0, 0]) for each in operations if each.kind != "linear")  # type: ignore[index]
-    return moved / 4096
+    computations = [*embedding, *last, *layer * (work.model.num_hidden_layers - 1)]
+    moved = sum(np.sum(rates.seconds(each, "bf16")) for each in computations if each.kind != "linear")
+    return float(moved) / 4096
 
 
-def _collectives(machine: Machine) -> dict[tuple[Collective, Scope], Curve]:
+def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
     p = calibration().parameters
     world, inside, nodes = machine.accelerators, machine.group, machine.groups
     link, network = link_rate(p, machine), network_rate(p, machine) if nodes > 1 else math.inf
     # What published runs lose to latency in a step is that of all its buckets.
     latency = math.exp(p["network_latency"]) * math.log2(nodes) / (4 * PARAMETERS / BUCKET_BYTES) if nodes > 1 else 0.0
-    curves: dict[tuple[Collective, Scope], Curve] = {}
+    curves: dict[tuple[Operation, Scope], Curve] = {}
     scopes: list[tuple[Scope, int, float, float]] = [
         ("node", inside, 1 / link, 0.0),
         ("rail", nodes, inside / network, latency),
         ("world", world, max(1 / link if inside > 1 else 0.0, 1 / network), latency),
     ]
     for scope, members, per_byte, wait in scopes:
-        for operation in get_args(Collective):
+        for operation in get_args(Operation):
             rate = (2 if operation == "all-reduce" else 1) * (1 - 1 / members) * per_byte
             curves[operation, scope] = Curve(((0.0, wait), (2.0**30, wait + rate * 2**30)))
     return curves

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from cluster.model.calibration import calibration
+from cluster.model.computations import Computation, Count, Layout, layout_of, parts_of
 from cluster.model.convergence import log_samples
-from cluster.model.operations import Count, Layout, Operation, layout_of, parts_of
 from cluster.model.rates import Rates
 from cluster.model.strategy import Strategy
 from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
-from cluster.view import Operation as Collective
-from cluster.view import Scope
+from cluster.view import Operation, Scope
 
 FORWARD = 1 / 3
 """Share of a forward pass in forward and backward."""
@@ -71,8 +70,7 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     embedding, layer, last = (_seconds(part, rates, strategy.precision, sizes) for part in parts_of(model, sizes))
     layers = model.num_hidden_layers - 1
     compute_AR = rates.micro_batch_s + embedding + layers * layer + last
-    batches = [Operation("batch", (1.0, float(sizes.sequences), sizes.tokens_AR))]
-    assembly = float(_seconds(batches, rates, strategy.precision, sizes).sum(0).mean())
+    assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))
     # Where processors compute, they assemble batches as well; beside devices of their own they have time for it.
     compute_R = compute_AR.sum(0) + (assembly if rates.demand >= 1 else 0.0)
     compute = float(compute_R.mean())
@@ -81,23 +79,23 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     means = [float(part.mean()) * scale for part in (embedding, layer, last)]
     constant = rates.micro_batch_s * scale
     ends = _timeline(strategy, rates, layout, (*means, constant), layers)
-    straggling = max(0.0, rates.last_of(compute_R.tolist()) - compute)
+    straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)
     exposed = ends.arrived - ends.computed + ends.waited_first
     reducing = _reduction_seconds(strategy, rates, layout)
     reduce = exposed + (straggling if rates.world_size > 1 else 0.0)
     return PredictedStep(
         data_wait,
-        ends.computed - ends.waited_first,
+        ends.computed - ends.waited_first - (1 - rates.mean) * compute,
         reduce,
         _update(strategy, rates, layout),
         max(0.0, reducing - exposed),
     )
 
 
-def _seconds(operations: list[Operation], rates: Rates, precision: str, sizes: MicroBatches) -> np.ndarray:
+def _seconds(computations: list[Computation], rates: Rates, precision: str, sizes: MicroBatches) -> np.ndarray:
     total: Count = np.zeros_like(sizes.tokens_AR)
-    for operation in operations:
-        total = total + rates.seconds(operation, precision)
+    for computation in computations:
+        total = total + rates.seconds(computation, precision)
     assert isinstance(total, np.ndarray)
     return total
 
@@ -155,12 +153,12 @@ def _reduce(strategy: Strategy, rates: Rates, size: float) -> tuple[float, float
 
 
 def _sum(
-    strategy: Strategy, rates: Rates, operation: Collective, scope: Scope, size: float
+    strategy: Strategy, rates: Rates, operation: Operation, scope: Scope, size: float
 ) -> list[tuple[float, float]]:
     if strategy.reduce_dtype == "fp32":
         return [rates.collective(operation, scope, size)]
     # Contributions travel to where they are added, and sums back, in half of the bytes.
-    names: dict[Collective, tuple[Collective, ...]] = {
+    names: dict[Operation, tuple[Operation, ...]] = {
         "reduce-scatter": ("all-to-all",),
         "all-gather": ("all-gather",),
         "all-reduce": ("all-to-all", "all-gather"),
@@ -184,7 +182,7 @@ def _reduction_seconds(strategy: Strategy, rates: Rates, layout: Layout) -> floa
 def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
     shards = {"sharded": rates.ranks, "sharded_world": rates.world_size}.get(strategy.reduction, 1)
     elements = layout.padded(rates.world_size) / shards
-    seconds = rates.seconds(Operation("lamb", (layout.segments / shards, elements)))
+    seconds = rates.seconds(Computation("lamb", (1.0, layout.segments / shards, elements)))
     if shards > 1 and strategy.precision == "fp8":  # whose weights are cast when all are there
         buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
         seconds += sum(_gather(strategy, rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)

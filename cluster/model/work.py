@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.config import REPOSITORY, Config, ModelConfig
+from bert.configuration.config import Config, ModelConfig
 from cluster.model.strategy import Strategy
 from compliance.log.schedule import evaluation_interval
 from dataloading.batches.sampler import Plan, deal
 from dataloading.dataset.folder import open_dataset
 
-HISTOGRAM = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
+HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
 """CSV file with columns ``length`` and ``count``: of Wikipedia at maximum length 512."""
 
 EVALUATION_SEQUENCES = 10_000
@@ -43,6 +43,8 @@ class MicroBatches:
     """The same in the last layer, whose queries are the masked tokens and [CLS]."""
     lengths_AR: NDArray[np.float64]
     """Number of different lengths."""
+    equal_AR: NDArray[np.float64]
+    """Tokens of sequences that have their length in common with another."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,13 +112,17 @@ class Work:
 
 def _sizes(lengths_ARS: NDArray[np.float64], masked_ARS: NDArray[np.float64]) -> MicroBatches:
     ordered_ARS = np.sort(lengths_ARS, axis=-1)
+    is_new = np.diff(ordered_ARS, axis=-1) > 0
+    edge = np.ones_like(is_new, shape=(*is_new.shape[:-1], 1))
+    is_single = np.concatenate([edge, is_new], axis=-1) & np.concatenate([is_new, edge], axis=-1)
     return MicroBatches(
         lengths_ARS.shape[-1],
         lengths_ARS.sum(-1),
         masked_ARS.sum(-1),
         (lengths_ARS**2).sum(-1),
         ((1 + masked_ARS) * lengths_ARS).sum(-1),
-        1.0 + (np.diff(ordered_ARS, axis=-1) > 0).sum(-1),
+        1.0 + is_new.sum(-1),
+        np.where(is_single, 0.0, ordered_ARS).sum(-1),
     )
 
 

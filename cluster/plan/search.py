@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from bert.configuration.config import Config
+from cluster.model.computations import layout_of
 from cluster.model.memory import memory_of_rank
-from cluster.model.operations import layout_of
 from cluster.model.step import PredictedRun, PredictedStep, predict_run, predict_step
 from cluster.model.strategy import Precision, Reduction, Strategy
 from cluster.model.work import Work
@@ -162,7 +162,7 @@ class _Search:
             self.refusals.append(Refusal("precision", precision, str(error)))
             return None
         try:
-            memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node).values())
+            memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node, target.on_gpu).values())
             if memory > USABLE_MEMORY * rates.memory_bytes:
                 gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
                 self.refusals.append(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import get_args
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
     if 1 < len(mesh.node_ranks) < mesh.world_size:
         scopes["node"] = (groups.node, list(mesh.node_ranks))
         scopes["rail"] = (groups.rail, list(mesh.rail_ranks))
-    operations: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "all-gather")
+    operations: tuple[Operation, ...] = get_args(Operation)
     measured: list[tuple[Scope, dist.ProcessGroup, list[int]]] = [
         (scope, group, ranks) for scope, (group, ranks) in scopes.items() if group is not None
     ]
@@ -61,7 +62,7 @@ def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], l
     for scope, group, ranks in measured:
         for operation in operations:
             points, errors = _times(mesh, group, ranks, operation, scope, share)
-            latency, rate, residual = fit(points)
+            latency, rate, residual = fit([(size, seconds) for size, seconds, _ in points])
             collectives.append(Collective(operation, scope, len(ranks), latency, rate, residual, tuple(points)))
             wrong += errors
     return collectives, wrong
@@ -76,15 +77,15 @@ def fit(points: list[tuple[int, float]]) -> tuple[float, float, float]:
 
 def _times(
     mesh: Mesh, group: dist.ProcessGroup, ranks: list[int], operation: Operation, scope: Scope, seconds: float
-) -> tuple[list[tuple[int, float]], list[WrongResult]]:
+) -> tuple[list[tuple[int, float, float]], list[WrongResult]]:
     points, wrong, spent, size = [], [], 0.0, SMALLEST_BYTES
     while size <= LARGEST_BYTES:
         left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
         if len(points) >= 2 and left < _FEWEST_REPEATS * next_one:
             break
         trial = _Trial(mesh.device, group, ranks, mesh.rank, operation, size)
-        took, bad = trial.run(mesh, _REPEATS if left > 2 * _REPEATS * next_one else _FEWEST_REPEATS)
-        points.append((trial.bytes, float(np.median(took))))
+        took, busy, bad = trial.run(mesh, _REPEATS if left > 2 * _REPEATS * next_one else _FEWEST_REPEATS)
+        points.append((trial.bytes, float(np.median(took)), busy))
         spent += float(np.sum(took))
         wrong += [WrongResult(operation, scope, *each) for each in bad]
         size *= _FACTOR
@@ -120,42 +121,49 @@ class _Trial:
         elif operation == "reduce-scatter":
             self._out, self._right = torch.empty_like(self._own[mine]), total[mine]
             self._run = lambda: reduce_scatter_single(self._out, self._own, group=group)
+        elif operation == "all-to-all":
+            self._out = torch.empty_like(self._own)
+            self._right = torch.cat([whole[mine] + other % _PERIOD for other in range(many)]).float()
+            self._run = lambda: dist.all_to_all_single(self._out, self._own, group=group)
         else:
             self._out, self._right = torch.empty_like(self._own), whole.float()
             piece_of_mine = self._right[mine].clone()
             self._run = lambda: all_gather_single(self._out, piece_of_mine, group=group)
 
-    def run(self, mesh: Mesh, repeats: int) -> tuple[list[float], list[tuple[int, int, int]]]:
-        """Seconds of each repetition on the slowest rank; and rank, source and wrong elements of what was wrong."""
-        took, wrong_elements, source = [], 0, -1
+    def run(self, mesh: Mesh, repeats: int) -> tuple[list[float], float, list[tuple[int, int, int]]]:
+        """Seconds of each repetition on the slowest rank; processor seconds of one, of all ranks together; and rank, source
+        and wrong elements of what was wrong.
+        """
+        took, busy, wrong_elements, source = [], 0.0, 0, -1
         for repeat in range(repeats + 1):  # the first one connects
             self._out.copy_(self._own) if self._operation == "all-reduce" else self._out.zero_()
             dist.barrier()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), time.process_time()
             self._run()
             if mesh.device.type == "cuda":
                 torch.cuda.synchronize(mesh.device)
             if repeat:
                 took.append(time.perf_counter() - start)
+                busy += (time.process_time() - before) / repeats
             is_wrong = self._out != self._right
             found = int(is_wrong.sum().item())
             if found > wrong_elements:
                 wrong_elements, source = found, self._source(is_wrong)
-        return self._agreed(mesh, took, wrong_elements, source)
+        return self._agreed(mesh, took, busy, wrong_elements, source)
 
     def _source(self, is_wrong: Tensor) -> int:
-        """Whose piece is wrong: an all-gather's pieces come from one rank each."""
-        if self._operation != "all-gather":
+        """Whose piece is wrong: those of an all-gather and an all-to-all come from one rank each."""
+        if self._operation not in ("all-gather", "all-to-all"):
             return -1
         first = int(is_wrong.nonzero()[0].item())
         return self._ranks[first // (len(is_wrong) // len(self._ranks))]
 
     def _agreed(
-        self, mesh: Mesh, took: list[float], wrong: int, source: int
-    ) -> tuple[list[float], list[tuple[int, int, int]]]:
-        own = torch.tensor([*took, wrong, source], dtype=torch.float64, device=mesh.device)
+        self, mesh: Mesh, took: list[float], busy: float, wrong: int, source: int
+    ) -> tuple[list[float], float, list[tuple[int, int, int]]]:
+        own = torch.tensor([*took, busy, wrong, source], dtype=torch.float64, device=mesh.device)
         every = own.new_empty(mesh.world_size * own.numel())
         all_gather_single(every, own)
         found: NDArray[np.float64] = every.view(mesh.world_size, -1).cpu().numpy()
         bad = [(rank, int(row[-1]), int(row[-2])) for rank, row in enumerate(found) if row[-2]]
-        return found[:, : len(took)].max(axis=0).tolist(), bad
+        return found[:, : len(took)].max(axis=0).tolist(), float(found[:, len(took)].sum()), bad

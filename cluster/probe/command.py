@@ -20,12 +20,13 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.single import all_gather_single
 from cluster.probe.arrival import meet
 from cluster.probe.collectives import WrongResult, measure_collectives
-from cluster.probe.computing import cells_of, measure_rates
+from cluster.probe.computations import measure_computations, measure_contention
+from cluster.probe.computing import cells_of, gather_numbers, measure_rates
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers, sentence
 from cluster.probe.links import Paths, measure_paths
 from cluster.probe.machine import FACTS_BYTES, Facts, facts_of
 from cluster.probe.schedule import Pairs, rounds_of_pairs
-from cluster.view import Collective, Link, Rate, View, write_view
+from cluster.view import Collective, ComputationTime, Contention, Link, Rate, View, write_view
 from console.program import say
 from console.version import commit
 
@@ -49,6 +50,16 @@ class Request:
     seconds: float = 30.0
     limit: float = 60.0
     hosts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Together:
+    """What all ranks do at once."""
+
+    computations: tuple[ComputationTime, ...]
+    contention: Contention
+    collectives: tuple[Collective, ...]
+    wrong: tuple[WrongResult, ...]
 
 
 def probe(request: Request) -> int:
@@ -105,27 +116,30 @@ def _measure(request: Request, mesh: Mesh) -> View | None:
     in_hosts, between = _schedules(nodes, every)
 
     def once() -> Measured:
-        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), TURNS, 0.3 * request.seconds)
+        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), TURNS, 0.15 * request.seconds)
         return Measured(
             every,
             host_of,
             cells,
-            _gather_numbers(rates_TC, mesh),
+            gather_numbers(rates_TC, mesh),
             measure_paths(mesh, in_hosts, TURNS, 0.1 * request.seconds) if in_hosts else None,
-            measure_paths(mesh, between, TURNS, 0.2 * request.seconds) if between else None,
+            measure_paths(mesh, between, TURNS, 0.15 * request.seconds) if between else None,
         )
 
     measured = once()
     suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING)) if mesh.is_main else False
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
+    contention = measure_contention(mesh, _processors(every), 0.15 * request.seconds)
+    computations = measure_computations(mesh, 0.2 * request.seconds)
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []
     if mesh.world_size > 1:
-        collectives, wrong = measure_collectives(mesh, 0.4 * request.seconds)
+        collectives, wrong = measure_collectives(mesh, 0.3 * request.seconds)
     if not mesh.is_main:
         return None
-    return _view(mesh, nodes, measured, collectives, wrong, time.perf_counter() - start)
+    together = _Together(tuple(computations), contention, tuple(collectives), tuple(wrong))
+    return _view(mesh, nodes, measured, together, time.perf_counter() - start)
 
 
 def _sharers(mesh: Mesh, every: Sequence[Facts]) -> list[int]:
@@ -133,6 +147,10 @@ def _sharers(mesh: Mesh, every: Sequence[Facts]) -> list[int]:
     if mesh.device.type == "cuda":
         return [mesh.rank]
     return [rank for rank, facts in enumerate(every) if facts.machine == every[mesh.rank].machine]
+
+
+def _processors(every: Sequence[Facts]) -> int:
+    return sum({facts.machine: facts.cores for facts in every}.values())
 
 
 def _slots(mesh: Mesh, every: Sequence[Facts]) -> int:
@@ -195,26 +213,15 @@ def _gather_bytes(content: bytes, mesh: Mesh) -> list[bytes]:
     return [row.tobytes() for row in received.view(mesh.world_size, -1).cpu().numpy()]
 
 
-def _gather_numbers(own: NDArray[np.float64], mesh: Mesh) -> NDArray[np.float64]:
-    """Every rank's array, of the same shape on all, by rank."""
-    if mesh.world_size == 1:
-        return own[None]
-    sent = torch.from_numpy(own).to(mesh.device).reshape(-1)
-    received = sent.new_empty(mesh.world_size * sent.numel())
-    all_gather_single(received, sent)
-    return received.cpu().numpy().reshape(mesh.world_size, *own.shape)
-
-
 def _view(
     mesh: Mesh,
     nodes: Sequence[Sequence[int]],
     measured: Measured,
-    collectives: Sequence[Collective],
-    wrong: Sequence[WrongResult],
+    together: _Together,
     seconds: float,
 ) -> View:
     switches, source = find_leaves(measured)
-    outliers = find_outliers(measured, switches, wrong)
+    outliers = find_outliers(measured, switches, together.wrong)
     hosts = [
         replace(measured.facts[ranks[0]].as_host(), switches=path) for ranks, path in zip(nodes, switches, strict=True)
     ]
@@ -243,7 +250,9 @@ def _view(
         tuple(hosts),
         tuple(ranks),
         tuple(links),
-        tuple(collectives),
+        together.collectives,
+        together.computations,
+        together.contention,
         tuple(outliers),
     )
 

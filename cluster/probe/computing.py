@@ -21,6 +21,7 @@ from torch import Tensor
 
 from bert.parallel.collectives import barrier
 from bert.parallel.mesh import Mesh
+from bert.parallel.single import all_gather_single
 from cluster.view import Quantity
 
 READ_BYTES = 32 * 2**20
@@ -158,6 +159,16 @@ def measure_rates(
                     for cell, weight in zip(cells, weights, strict=True)
                 ]
     return times_TC
+
+
+def gather_numbers(own: NDArray[np.float64], mesh: Mesh) -> NDArray[np.float64]:
+    """Every rank's array, of the same shape on all, by rank."""
+    if mesh.world_size == 1:
+        return own[None]
+    sent = torch.from_numpy(own).to(mesh.device).reshape(-1)
+    received = sent.new_empty(mesh.world_size * sent.numel())
+    all_gather_single(received, sent)
+    return received.cpu().numpy().reshape(mesh.world_size, *own.shape)
 
 
 def _agreed_max(value: int, mesh: Mesh) -> int:

@@ -11,7 +11,22 @@ from cluster import view as module
 from cluster.__main__ import main
 from cluster.display.page import render
 from cluster.display.summary import switch_tree
-from cluster.view import Card, Collective, Host, Link, Outlier, Rank, Rate, View, read_view, write_view
+from cluster.view import (
+    Card,
+    Collective,
+    ComputationTime,
+    Contention,
+    Host,
+    Link,
+    Outlier,
+    Rank,
+    Rate,
+    View,
+    read_view,
+    write_view,
+)
+
+COMPUTATIONS = (("gelu", (1.0, 4096.0), 1e-4), ("gelu", (1.0, 524288.0), 1e-3))
 
 
 def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
@@ -30,7 +45,9 @@ def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
         ),
         tuple(Rank(h, r, "CPU", 1 << 38, -1, "mlx5_0", "", rates) for h in range(hosts) for r in range(ranks)),
         tuple(Link(one, other, 1e-5, 1e-9 * (1 + one), 0.01) for one, other in pairs),
-        (Collective("all-reduce", "world", 8, 1e-4, 1e-9, 0.03, ((65536, 1.6e-4), (262144, 3.6e-4))),),
+        (Collective("all-reduce", "world", 8, 1e-4, 1e-9, 0.03, ((65536, 1.6e-4, 1e-4), (262144, 3.6e-4, 3e-4))),),
+        tuple(ComputationTime(*each, 0.01) for each in COMPUTATIONS),
+        Contention(128 * hosts, 8, 0.01, 0.011, 0.011, 0.012),
         (Outlier("link", f"network link of host {name}1, sending", "bandwidth", 3.0, 40.0, 0.2, (2,)),),
     )
 

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.training.collectives import Case, Network, why_not
+from cluster.model.rates import rates_of_view
+from cluster.model.step import predict_step
+from cluster.model.strategy import Strategy
 from cluster.view import View, read_view
+from tests.cluster.test_step import TINY
 from tests.distributed.ranks import Ranks, free_port
 from tests.programs import PATIENCE_S, Program
 
@@ -74,7 +78,14 @@ def ended(processes: Sequence[Program]) -> tuple[list[int], str]:
 def check_whole(view: View) -> None:
     assert [host.name for host in view.hosts] == [f"h{number}" for number in range(HOSTS)]
     assert len(view.links) == HOSTS * (HOSTS - 1)
-    assert [each.operation for each in view.collectives] == ["all-reduce", "reduce-scatter", "all-gather"]
+    assert [each.operation for each in view.collectives] == [
+        "all-reduce",
+        "reduce-scatter",
+        "all-gather",
+        "all-to-all",
+    ]  # fmt: skip
+    assert all(each.seconds > 0 for each in view.computations)
+    assert predict_step(TINY, Strategy(32), rates_of_view(view)).total > 0
     assert all(each.points[0][0] == 65536 and len(each.points) >= 2 for each in view.collectives)
     assert all(rate.seconds > 0 for rank in view.ranks for rate in rank.rates)
 

@@ -1,6 +1,6 @@
-"""Operations of a step, counted: what each part of the model computes for a micro-batch, and what an update moves.
+"""Computations of a step, counted: what each part of the model computes for a micro-batch, and what an update moves.
 
-An operation is one of few kinds, forward and backward together, and has a count for each of its terms, for which
+A computation is one of few kinds, forward and backward together, and has a count for each of its terms, for which
 `cluster.model.rates` has seconds. Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden,
 F intermediate, V vocabulary, H heads.
 """
@@ -29,15 +29,15 @@ TERMS = {
     "gelu": ("calls", "elements"),
     "embedding": ("calls", "tokens x hidden", "vocabulary x hidden"),
     "loss": ("calls", "masked tokens x vocabulary"),
-    "lamb": ("segments", "parameters"),
-    "batch": ("calls", "sequences", "tokens"),
+    "lamb": ("calls", "segments", "parameters"),
+    "batch": ("calls", "sequences of all ranks"),
 }
-"""What an operation's time is a sum of."""
+"""What a computation's time is a sum of."""
 
 
 @dataclass(frozen=True)
-class Operation:
-    """A kind of operation with its counts, one for each of its terms; arrays of counts are of as many operations.
+class Computation:
+    """A kind of computation with its counts, one for each of its terms; arrays of counts are of as many computations.
 
     Attributes:
         dropout: it drops what it makes, or its probabilities.
@@ -50,37 +50,37 @@ class Operation:
     in_encoder: bool = False
 
 
-def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> Operation:
+def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> Computation:
     """Return a dense layer's three products, its bias, and the addition of its gradient to the others'."""
     counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), float(inputs * outputs))
-    return Operation("linear", counts, in_encoder=in_encoder)
+    return Computation("linear", counts, in_encoder=in_encoder)
 
 
-def parts_of(model: ModelConfig, sizes: MicroBatches) -> tuple[list[Operation], list[Operation], list[Operation]]:
-    """Return the operations of the embeddings, of a layer, and of the last layer with the heads, in their order."""
+def parts_of(model: ModelConfig, sizes: MicroBatches) -> tuple[list[Computation], list[Computation], list[Computation]]:
+    """Return the computations of the embeddings, of a layer, and of the last layer with the heads, in their order."""
     D, F, V = model.hidden_size, model.intermediate_size, model.vocab_size
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
     hidden, attention = model.hidden_dropout > 0, model.attention_dropout > 0
     heads = model.num_attention_heads
 
-    def layer(rows: Count, query: list[Operation], calls: Count, pairs: Count, inner: bool) -> list[Operation]:
+    def layer(rows: Count, query: list[Computation], calls: Count, pairs: Count, inner: bool) -> list[Computation]:
         return [
             *query,
-            Operation("attention", (calls, (T + rows) / 2 * D, pairs * heads, pairs * D), attention),
+            Computation("attention", (calls, (T + rows) / 2 * D, pairs * heads, pairs * D), attention),
             linear(rows, D, D, inner),
-            Operation("norm", (1.0, rows * D), hidden),
+            Computation("norm", (1.0, rows * D), hidden),
             linear(rows, D, F, inner),
-            Operation("gelu", (1.0, rows * F)),
+            Computation("gelu", (1.0, rows * F)),
             linear(rows, F, D, inner),
-            Operation("norm", (1.0, rows * D), hidden),
+            Computation("norm", (1.0, rows * D), hidden),
         ]
 
     Q = S + M
-    embedding = [Operation("embedding", (1.0, T * D, float(V * D)), hidden)]
+    embedding = [Computation("embedding", (1.0, T * D, float(V * D)), hidden)]
     each = layer(T, [linear(T, D, 3 * D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
     last = layer(Q, [linear(T, D, 2 * D), linear(Q, D, D)], S, sizes.last_pairs_AR, False)
-    last += [linear(S, D, D), linear(S, D, 2), linear(M, D, D), Operation("gelu", (1.0, M * D))]
-    last += [Operation("norm", (1.0, M * D)), linear(M, D, V), Operation("loss", (1.0, M * V))]
+    last += [linear(S, D, D), linear(S, D, 2), linear(M, D, D), Computation("gelu", (1.0, M * D))]
+    last += [Computation("norm", (1.0, M * D)), linear(M, D, V), Computation("loss", (1.0, M * V))]
     return embedding, each, last
 
 

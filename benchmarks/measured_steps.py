@@ -1,0 +1,243 @@
+"""Predicted steps beside measured ones: hosts that are network namespaces, a probe of them, and real training on them.
+
+Every configuration's prediction knows the probe's file, the length index and the settings, and nothing of the run.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.conditions import write_figures
+from benchmarks.hosts import go_first, run_ranks
+from benchmarks.training.collectives import Case as Hosts
+from benchmarks.training.collectives import Network, why_not
+from bert.train import main as train
+from bert.train import parse
+from cluster.__main__ import main as cluster
+from cluster.model.rates import rates_of_view
+from cluster.model.step import PredictedStep, predict_step
+from cluster.model.strategy import Reduction, strategy_of
+from cluster.model.work import work_of
+from cluster.view import read_view
+from cluster.whatif import PARTS
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset.folder import write_dataset
+from dataloading.shards.shard import DatasetInfo
+from dataloading.text.tokenization import Vocabulary
+
+_SAMPLES, _LONGEST, _MOST_MASKED = 20_000, 128, 20
+_INTERVAL_S = 0.4
+_ROUNDS = 2
+"""Of runs in every way, in turn; the faster one counts, as what comes in between makes it slower, never faster."""
+_ATTEMPTS, _MOST_OTHERS = 2, 0.25
+"""How often something is run at most, until others have taken no more than this share of the processors."""
+_CLOSE = 1.03
+"""A strategy within so much of the fastest counts as that."""
+
+MODELS = {
+    "2 x 128": (2, 128, 4, 512, 1024),
+    "4 x 256": (4, 256, 4, 1024, 1024),
+    "3 x 256, 16,384 words": (3, 256, 8, 1024, 16384),
+    "6 x 320": (6, 320, 5, 1280, 2048),
+}
+"""Layers, hidden and intermediate size, heads and words, by the first two."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A cluster with the work that it gets, in each of some ways to reduce."""
+
+    hosts: int
+    ranks: int
+    rate: str | None
+    model: str
+    batch: int
+    reductions: tuple[Reduction, ...]
+    accumulation: int = 1
+    dropout: float = 0.0
+    reduce_dtype: str = "fp32"
+
+    @property
+    def name(self) -> str:
+        """Name the case in a line."""
+        extras = [f"{self.accumulation} micro-batches"] if self.accumulation > 1 else []
+        extras += [f"dropout {self.dropout:g}"] if self.dropout else []
+        extras += [self.reduce_dtype] if self.reduce_dtype != "fp32" else []
+        return ", ".join(
+            [f"{self.hosts} x {self.ranks}, {self.rate or 'unshaped'}, {self.model}, {self.batch}", *extras]
+        )
+
+
+CASES = (
+    Case(1, 2, None, "2 x 128", 32, ("flat", "sharded")),
+    Case(2, 1, "1gbit", "3 x 256, 16,384 words", 32, ("flat", "sharded_world")),
+    Case(2, 2, None, "4 x 256", 64, ("flat", "hierarchical", "sharded"), dropout=0.1),
+    Case(2, 2, "300mbit", "4 x 256", 64, ("flat", "hierarchical", "sharded")),
+    Case(4, 2, None, "2 x 128", 64, ("flat", "hierarchical", "sharded_world")),
+    Case(4, 2, "50mbit", "2 x 128", 64, ("flat", "hierarchical", "sharded")),
+    Case(4, 1, "100mbit", "2 x 128", 64, ("flat",), accumulation=4),
+    Case(2, 2, "100mbit", "2 x 128", 64, ("flat", "hierarchical"), reduce_dtype="bf16"),
+    Case(2, 2, "1gbit", "6 x 320", 32, ("flat", "hierarchical"), accumulation=2),
+)
+
+
+def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
+    """Run the cases of these numbers, print predicted and measured, and add them to the figures in ``out``."""
+    if missing := why_not():
+        raise SystemExit(f"error: {missing}")
+    go_first()
+    rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in cases:
+            found = _run(CASES[number], Path(folder) / str(number), seconds)
+            rows = [row for row in rows if row["case"] != CASES[number].name] + found
+            _print(found)
+            if out is not None:
+                write_figures(out, {**_summary(rows), "rows": rows}, ("torch", "numpy", "scipy"))
+    print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))
+
+
+def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
+    """Probe the case's hosts, and train on them in each of its ways."""
+    folder.mkdir()
+    common = _settings(case, folder)
+    view_file = folder / "cluster.json"
+    ways = {way: parse(_arguments(common, way)) for way in case.reductions}
+    with Network(Hosts(case.hosts, case.ranks, "block", case.rate, 0, 0)) as names:
+        sys.argv = ["cluster", "probe", "--out", str(view_file), "--seconds", str(seconds)]
+        _together(names, case, cluster, folder)
+        rates = rates_of_view(read_view(view_file))
+        predicted = {way: predict_step(work_of(each), strategy_of(each), rates) for way, each in ways.items()}
+        found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        for _ in range(_ROUNDS):
+            for way in ways:
+                # A record's interval is long beside what writing it takes.
+                interval = max(1, min(20, round(_INTERVAL_S / predicted[way].total)))
+                arguments = [*_arguments(common, way), "--log.interval-steps", str(interval)]
+                _together(names, case, lambda arguments=arguments: train(arguments), folder)
+                found[way].append(
+                    _steady(max((folder / way / "bert").glob("metrics_*.jsonl"), key=os.path.getmtime))
+                )  # fmt: skip
+    return [_row(case, way, predicted[way], min(found[way], key=lambda each: each["step_ms"])) for way in ways]
+
+
+def _arguments(common: list[str], way: str) -> list[str]:
+    return [*common, "--training.reduction", way, "--log.system", way]
+
+
+def _row(case: Case, way: str, predicted: PredictedStep, found: dict[str, float]) -> dict[str, Any]:
+    return {
+        "case": case.name,
+        "reduction": way,
+        "predicted_ms": 1000 * predicted.total,
+        "measured_ms": found["step_ms"],
+        "ratio": 1000 * predicted.total / found["step_ms"],
+        "predicted_parts": {f"{name}_ms": 1000 * each for name, each in predicted.parts.items()},
+        "measured_parts": {name: found[name] for name in PARTS},
+    }
+
+
+def _together(names: list[str], case: Case, program: Callable[[], int], folder: Path) -> None:
+    """Run a program on all ranks, and again where something else had the processors meanwhile."""
+    for _ in range(_ATTEMPTS):
+        before, own = _busy_seconds(), _own_seconds()
+        statuses = run_ranks(names, case.ranks, program, folder, limit_s=120)
+        if any(status not in (0, 1) for status in statuses):
+            output = "".join(path.read_text() for path in sorted(folder.glob("rank_*.txt")))
+            raise SystemExit(f"error: ranks ended with {statuses}:\n{output[-4000:]}")
+        busy, own = _busy_seconds() - before, _own_seconds() - own
+        if busy - own < _MOST_OTHERS * busy:
+            return
+        print(f"  others took {busy - own:.1f} s of the processors, of {busy:.1f} s", flush=True)
+
+
+def _busy_seconds() -> float:
+    """Seconds that programs have had the processors, or another machine had them; what the kernel does has no owner."""
+    user, nice, _, _, _, _, _, steal = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
+    return (user + nice + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _own_seconds() -> float:
+    times = os.times()
+    return times.user + times.children_user
+
+
+def _settings(case: Case, folder: Path) -> list[str]:
+    """Arguments of `bert.train`, for data that is made here."""
+    layers, hidden, heads, intermediate, words = MODELS[case.model]
+    vocabulary = folder / "vocab.txt"
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary.write_text("".join(f"{word}\n" for word in [*special, *(f"w{n}" for n in range(5, words))]))
+    known = Vocabulary.from_file(vocabulary)
+    info = DatasetInfo(words, _LONGEST, _MOST_MASKED, known.md5, known.sha256, {"masked_lm_prob": 0.15}, {})
+    for part, count in (("train", _SAMPLES), ("evaluation", 200)):
+        generator = np.random.default_rng(len(part))
+        # Like the built-in default's: two in five are full, the others short.
+        lengths = np.where(generator.random(count) < 0.4, _LONGEST, generator.integers(8, _LONGEST, count))
+        write_dataset(folder / part, synthetic_samples(lengths, words, len(part)), shards=2, info=info)
+    settings: dict[str, object] = {
+        "data.train": folder / "train",
+        "data.evaluation": folder / "evaluation",
+        "data.vocab": vocabulary,
+        "data.initial-checkpoint": None,
+        "model.num-hidden-layers": layers,
+        "model.hidden-size": hidden,
+        "model.num-attention-heads": heads,
+        "model.intermediate-size": intermediate,
+        "model.vocab-size": words,
+        "model.hidden-dropout": case.dropout,
+        "model.attention-dropout": case.dropout,
+        "training.global-batch-size": case.batch,
+        "training.gradient-accumulation-steps": case.accumulation,
+        "training.reduce-dtype": case.reduce_dtype,
+        "training.max-samples": 10_000_000,
+        "training.max-minutes": 0.055,
+        "training.seed": 1,
+        "evaluation.interval-samples": 5_000_000,
+        "log.results": folder,
+    }
+    return ["tiny_cpu", *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
+
+
+def _steady(metrics: Path) -> dict[str, float]:
+    """The medians of a run's records but the first, which reads the first batches."""
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [record for record in records if record["event"] == "step"]
+    kept = steps[1:] or steps
+    return {name: statistics.median(record[name] for record in kept) for name in ("step_ms", *PARTS)}
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    print(rows[0]["case"])
+    for row in rows:
+        parts = ", ".join(
+            f"{name.removesuffix('_ms')} {row['predicted_parts'][name]:.1f}/{row['measured_parts'][name]:.1f}"
+            for name in PARTS
+        )
+        total = f"{row['predicted_ms']:8.1f} / {row['measured_ms']:8.1f} ms = {row['ratio']:.3f}"
+        print(f"  {row['reduction']:14} {total}   {parts}", flush=True)
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Errors over all rows, and in how many cases the strategy that is predicted fastest was, or was close to it."""
+    errors = [abs(row["ratio"] - 1) for row in rows]
+    cases = {row["case"]: [each for each in rows if each["case"] == row["case"]] for row in rows}
+    right = 0
+    for ways in cases.values():
+        chosen = min(ways, key=lambda row: row["predicted_ms"])
+        right += chosen["measured_ms"] <= _CLOSE * min(row["measured_ms"] for row in ways)
+    return {
+        "configurations": len(rows),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "cases": len(cases),
+        "fastest_chosen": right,
+    }

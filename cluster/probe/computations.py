@@ -1,0 +1,297 @@
+"""Computations of a training step one by one, forward and backward, on all ranks at once, as a step has them.
+
+What a model would compute is not run as a whole: each kind of computation is timed by itself in a few shapes, and what it
+costs for each of its terms (`cluster.model.computations.TERMS`) is fitted to that. As in a model, several of a kind go
+forward before they go backward, so that what each reads is seldom in a core's cache any more, and memory is taken and
+given back in the same order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bert.parallel.collectives import agreed_integer, barrier
+from bert.parallel.mesh import Mesh
+from cluster.model.computations import linear
+from cluster.probe.computing import gather_numbers, time_in_window
+from cluster.view import ComputationTime, Contention
+from dataloading.batches.loader import batch_of
+from dataloading.batches.sampler import Plan
+from dataloading.batches.synthetic import synthetic_samples
+from kernels import (
+    Dropout,
+    LambHyperparameters,
+    LambSegments,
+    LambState,
+    cross_entropy_sum,
+    dropout_add_layer_norm,
+    embedding_layer_norm,
+    lamb_step,
+    varlen_self_attention,
+)
+
+_COPIES = 4
+"""Of an computation in one action, each with inputs of its own."""
+_DROPOUT = 0.1
+_EPS = 1e-12
+_TURNS = 3
+_LINEAR = ((64, 128, 128), (512, 128, 512), (512, 512, 128), (768, 256, 256), (96, 256, 1024), (192, 1024, 384))
+"""Rows, inputs and outputs; on a GPU eight times as many of each."""
+_ATTENTION = ((1, 128, 4, 32), (1, 384, 4, 64), (16, 32, 4, 32), (6, 128, 4, 32), (2, 96, 16, 64))
+"""Sequences, their length, heads and size of a head."""
+_NORM = ((32, 128), (512, 128), (768, 512))
+_GELU = ((32, 128), (512, 512), (512, 1024))
+_LOSS = ((8, 1024), (64, 1024), (32, 16384))
+"""Rows and columns."""
+_EMBEDDING = ((64, 128, 1024), (768, 128, 1024), (192, 256, 8192))
+"""Tokens, their size, and words."""
+_LAMB = ((8, 4096), (32, 16384), (16, 131072))
+"""Segments and elements of each."""
+_BATCH = (32, 256)
+"""Sequences of a global batch."""
+_PRODUCT, _REPEATS = 256, 3
+"""Size of the products by which ranks show what they take from each other, and how often they do them."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A computation to time; ``kind`` has the type, or "with dropout", after its name, ``counts`` are those of its terms."""
+
+    kind: str
+    counts: tuple[float, ...]
+    action: Callable[[], object]
+    times: int
+    """Of what one action does."""
+
+
+def trials_of(device: torch.device) -> list[Trial]:
+    """Make the computations that are timed on a device."""
+    factor = 8 if device.type == "cuda" else 1
+    dtypes = [torch.float32]
+    if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        dtypes.append(torch.bfloat16)
+    trials = [
+        _linear(dtype, factor * shape[0], factor * shape[1], factor * shape[2], device)
+        for dtype in dtypes
+        for shape in _LINEAR
+    ]
+    for dropout in (False, True):
+        trials += [_attention(*shape, dropout, device) for shape in _ATTENTION]
+        trials += [_norm(*shape, dropout, device) for shape in _NORM]
+        trials += [_embedding(*shape, dropout, device) for shape in _EMBEDDING]
+    trials += [_gelu(*shape, device) for shape in _GELU]
+    trials += [_loss(*shape, device) for shape in _LOSS]
+    trials += [_lamb(*shape, device) for shape in _LAMB]
+    return trials + [_batch(size) for size in _BATCH]
+
+
+def measure_computations(mesh: Mesh, seconds: float) -> list[ComputationTime]:
+    """Time every computation, over about so many seconds in all. Every rank must call it at the same time."""
+    trials = trials_of(mesh.device)
+    window = seconds / (_TURNS * len(trials))
+    for trial in trials:
+        trial.action()
+    barrier()
+    own_TK = np.array(
+        [[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(_TURNS)]
+    )
+    turns_TK = np.median(gather_numbers(own_TK, mesh), axis=0)
+    found_K = turns_TK.min(axis=0)  # what comes in between makes it slower, never faster
+    spread_K = 1.4826 * np.median(np.abs(turns_TK / np.median(turns_TK, axis=0) - 1), axis=0)
+    rows = zip(trials, found_K.tolist(), spread_K.tolist(), strict=True)
+    return [ComputationTime(trial.kind, trial.counts, found, spread) for trial, found, spread in rows]
+
+
+def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contention:
+    """Time the same products on one rank alone, and then on all at once. Every rank must call it at the same time.
+
+    ``processors``: of all machines together.
+    """
+    one, other = torch.randn(2, _PRODUCT, _PRODUCT, device=mesh.device)
+    out = torch.empty_like(one)
+    share = seconds / _REPEATS / 3
+    barrier()
+    count = max(4, int(share / time_in_window(lambda: torch.mm(one, other, out=out), 0.02, mesh.device)))
+    count = agreed_integer(count, mesh) if mesh.world_size > 1 else count
+
+    def work() -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            torch.mm(one, other, out=out)
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)
+        return time.perf_counter() - start
+
+    alone, together, begun = [], [], []
+    for _ in range(_REPEATS):
+        if mesh.rank == 0:
+            alone.append(work())
+        barrier()
+        together.append(time_in_window(work, share, mesh.device))
+        barrier()
+        begun.append(work())
+        barrier()
+    first_T = gather_numbers(np.array(alone if mesh.rank == 0 else together), mesh)[0]
+    together_RT, begun_RT = (gather_numbers(np.array(times), mesh) for times in (together, begun))
+    times = (first_T, together_RT.mean(axis=0), begun_RT.mean(axis=0), begun_RT.max(axis=0))
+    return Contention(processors, torch.get_num_threads(), *(float(np.median(time_T)) for time_T in times))
+
+
+def _backward_of(make: Callable[[], Callable[[], Tensor]], kind: str, counts: tuple[float, ...]) -> Trial:
+    """Time ``_COPIES`` of an computation forward, and then backward in the opposite order."""
+    computations = [make() for _ in range(_COPIES)]
+    with torch.enable_grad():
+        gradient = torch.ones_like(computations[0]())
+
+    def action() -> None:
+        with torch.enable_grad():
+            outputs = [computation() for computation in computations]
+            while outputs:
+                output = outputs.pop()
+                output.backward(gradient if output.ndim else None)
+
+    return Trial(kind, counts, action, _COPIES)
+
+
+def _leaf(*shape: int, device: torch.device) -> Tensor:
+    """A parameter or an activation with room for its gradient, as the flat vector has it."""
+    leaf = torch.randn(*shape, device=device, requires_grad=True)
+    leaf.grad = torch.zeros_like(leaf)
+    return leaf
+
+
+def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int, device: torch.device) -> Trial:
+    name = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+
+    def make() -> Callable[[], Tensor]:
+        weight, bias = _leaf(outputs, inputs, device=device), _leaf(outputs, device=device)
+        x = torch.randn(rows, inputs, device=device, dtype=dtype, requires_grad=True)
+
+        def computation() -> Tensor:
+            x.grad = None
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                return F.linear(x, weight, bias)
+
+        return computation
+
+    counts = linear(float(rows), inputs, outputs).counts
+    return _backward_of(make, f"linear {name}", tuple(map(float, counts)))  # type: ignore[arg-type]
+
+
+def _attention(count: int, length: int, heads: int, size: int, dropout: bool, device: torch.device) -> Trial:
+    cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device=device) * length
+    drops = _drops(dropout, device)
+
+    def make() -> Callable[[], Tensor]:
+        qkv = torch.randn(count * length, 3, heads, size, device=device, requires_grad=True)
+
+        def computation() -> Tensor:
+            qkv.grad = None
+            return varlen_self_attention(qkv, cu_seqlens, length, drops)
+
+        return computation
+
+    pairs = count * length**2
+    counts = (1.0, float(count * length * heads * size), float(pairs * heads), float(pairs * heads * size))
+    return _backward_of(make, _named("attention", dropout), counts)
+
+
+def _norm(rows: int, size: int, dropout: bool, device: torch.device) -> Trial:
+    drops = _drops(dropout, device)
+
+    def make() -> Callable[[], Tensor]:
+        bias, weight, norm_bias = (_leaf(size, device=device) for _ in range(3))
+        x, residual = (torch.randn(rows, size, device=device, requires_grad=True) for _ in range(2))
+
+        def computation() -> Tensor:
+            x.grad = residual.grad = None
+            return dropout_add_layer_norm(x, bias, residual, weight, norm_bias, _EPS, drops)
+
+        return computation
+
+    return _backward_of(make, _named("norm", dropout), (1.0, float(rows * size)))
+
+
+def _embedding(tokens: int, size: int, words: int, dropout: bool, device: torch.device) -> Trial:
+    drops = _drops(dropout, device)
+    ids = torch.randint(words, (tokens,), device=device)
+    positions, segments = torch.arange(tokens, device=device) % 128, torch.zeros_like(ids)
+
+    def make() -> Callable[[], Tensor]:
+        word, position, segment = (_leaf(rows, size, device=device) for rows in (words, 128, 2))
+        weight, bias = (_leaf(size, device=device) for _ in range(2))
+        return lambda: embedding_layer_norm(
+            ids, positions, segments, word, position, segment, weight, bias, _EPS, drops
+        )  # fmt: skip
+
+    return _backward_of(make, _named("embedding", dropout), (1.0, float(tokens * size), float(words * size)))
+
+
+def _gelu(rows: int, size: int, device: torch.device) -> Trial:
+    def make() -> Callable[[], Tensor]:
+        x = torch.randn(rows, size, device=device, requires_grad=True)
+
+        def computation() -> Tensor:
+            x.grad = None
+            return F.gelu(x, approximate="tanh")
+
+        return computation
+
+    return _backward_of(make, "gelu", (1.0, float(rows * size)))
+
+
+def _loss(rows: int, words: int, device: torch.device) -> Trial:
+    labels = torch.randint(words, (rows,), device=device)
+
+    def make() -> Callable[[], Tensor]:
+        logits = torch.randn(rows, words, device=device, requires_grad=True)
+
+        def computation() -> Tensor:
+            logits.grad = None
+            return cross_entropy_sum(logits, labels)
+
+        return computation
+
+    return _backward_of(make, "loss", (1.0, float(rows * words)))
+
+
+def _lamb(segments: int, size: int, device: torch.device) -> Trial:
+    weights = torch.randn(segments * size, device=device)
+    gradients = torch.randn_like(weights)
+    state = LambState.zeros_like(weights)
+    layout = LambSegments((size,) * segments, (True,) * segments)
+    hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
+    step, rate = torch.ones((), dtype=torch.int64, device=device), torch.zeros((), device=device)
+
+    def action() -> None:
+        lamb_step(weights, gradients, state, layout, hyperparameters, step=step, learning_rate=rate)
+
+    return Trial("lamb", (1.0, float(segments), float(segments * size)), action, 1)
+
+
+def _batch(size: int) -> Trial:
+    """What a rank does for its batch of a step: the plan of the whole global batch, and the assembly of its own part."""
+    lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
+    plan = Plan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
+    samples = synthetic_samples(lengths[: size // 4], 1024)
+
+    def action() -> None:
+        [micro_batch] = plan.rank_batches(1, 0)
+        batch_of(samples, micro_batch)
+
+    return Trial("batch", (1.0, float(size)), action, 1)
+
+
+def _drops(dropout: bool, device: torch.device) -> Dropout | None:
+    return Dropout(_DROPOUT, torch.zeros(2, dtype=torch.int64, device=device), 0) if dropout else None
+
+
+def _named(kind: str, dropout: bool) -> str:
+    return f"{kind} with dropout" if dropout else kind

@@ -1,0 +1,84 @@
+"""Memory of a rank by part, held to what a real model keeps and to what its optimizer holds."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.model import BertForPreTraining, initialize_
+from bert.optimizer import FlatParameters, Lamb
+from cluster.model.memory import kept_by_forward, memory_of_rank
+from cluster.model.strategy import Precision, Strategy
+from cluster.model.work import Work
+from dataloading.batches.loader import batch_of
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.shards.samples import Samples
+
+SEQUENCES = 16
+
+
+def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
+    lengths = np.random.default_rng(0).integers(8, model.max_position_embeddings + 1, SEQUENCES)
+    samples = synthetic_samples(-np.sort(-lengths), model.vocab_size)
+    counts = samples.masked_counts.astype(np.uint16)
+    return Work(model, samples.lengths.astype(np.uint16), counts, lengths, counts), samples
+
+
+def kept_bytes(model: BertForPreTraining, flat: FlatParameters, samples: Samples, precision: Precision) -> int:
+    """Bytes of the different storages that autograd keeps, but for parameters and the batch."""
+    batch = batch_of(samples)
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        model(batch)
+    known = [flat.weights_N, *batch.tensors.values()]
+    own = {tensor.untyped_storage().data_ptr() for tensor in known}
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    return sum(size for address, size in storages.items() if address not in own)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("shape", [(3, 128, 4, 512, 1024, 128), (6, 256, 8, 1024, 2000, 40)])
+def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: float, precision: Precision) -> None:
+    config = ModelConfig(*shape, hidden_dropout=dropout, attention_dropout=dropout)
+    model = BertForPreTraining(config)
+    initialize_(model, torch.Generator().manual_seed(0))
+    flat = FlatParameters.of(model)
+    work, samples = work_and_samples(config)
+    parts = memory_of_rank(work, Strategy(SEQUENCES, precision=precision), 1, 1)
+    predicted = parts["activations"] + parts["logits"] + parts["16-bit weights"]
+    assert predicted == pytest.approx(kept_bytes(model.train(), flat, samples, precision), rel=0.02)
+    optimizer = Lamb(flat, OptimizerConfig(1e-4, 100))
+    assert parts["weights"] + parts["gradients"] == flat.weights_N.nbytes + flat.gradients_N.nbytes
+    assert parts["moments"] == sum(moment.nbytes for moment in optimizer.moments())
+    assert parts["update"] == optimizer.state.update_P.nbytes
+
+
+def test_what_is_divided_and_what_is_not() -> None:
+    work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
+    ways = ("flat", "hierarchical", "sharded", "sharded_world")
+    flat, hierarchical, sharded, world = (
+        memory_of_rank(work, Strategy(16, reduction=way), nodes=2, ranks=4) for way in ways
+    )
+    assert flat == hierarchical
+    assert sharded["moments"] == pytest.approx(flat["moments"] / 4)
+    assert world["moments"] + world["update"] == pytest.approx(20 / 4 * world["weights"] / 8)
+    accumulated = memory_of_rank(work, Strategy(16, 2), nodes=2, ranks=4)
+    assert accumulated["activations"] < flat["activations"]
+    assert memory_of_rank(work, Strategy(16, reduce_dtype="bf16"), 2, 4)["reduction buffers"] > 0
+
+
+def test_a_gpu_keeps_no_masks_and_no_probabilities() -> None:
+    work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
+    strategy = Strategy(SEQUENCES, precision="bf16")
+    sizes = work.micro_batches(strategy, 1, 0)
+    assert kept_by_forward(work, strategy, sizes, on_gpu=True) < kept_by_forward(work, strategy, sizes)

@@ -1,0 +1,144 @@
+"""A step by hand, by its properties, and beside what published results say of the same machine."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert.configuration.config import ModelConfig
+from bert.configuration.recipes import tiny_model
+from bert.parallel import reduction
+from cluster.devices import device_named
+from cluster.model.calibration import calibration
+from cluster.model.computations import TERMS, Computation, layout_of, parts_of
+from cluster.model.cost_model import Run, run_time, step_time, uses_fp8
+from cluster.model.machine import describe_machine
+from cluster.model.rates import Curve, Rates, rates_of_machine, rates_of_view
+from cluster.model.step import predict_run, predict_step
+from cluster.model.strategy import BUCKET_BYTES, Strategy
+from cluster.model.work import Work, wikipedia_work
+from cluster.view import Operation, Scope
+from tests.cluster.test_view import made_up
+
+LENGTHS = np.random.default_rng(0).integers(8, 129, 4096).astype(np.uint16)
+TINY = Work(tiny_model(), LENGTHS, LENGTHS // 8 + 1, LENGTHS[:200], LENGTHS[:200] // 8 + 1, samples=96_000)
+KINDS = {kind: (1e-6,) * len(terms) for kind, terms in TERMS.items() if kind != "linear"}
+COSTS = KINDS | {"linear fp32": (1e-6, 1e-10, 1e-9, 1e-9), "linear bf16": (1e-6, 5e-11, 1e-9, 1e-9)}
+WAYS = ("flat", "hierarchical", "sharded", "sharded_world")
+
+
+def rates(nodes: int = 2, ranks: int = 2, seconds_per_byte: float = 1e-9, **changes: object) -> Rates:
+    operations: tuple[Operation, ...] = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all")
+    scopes: tuple[Scope, ...] = ("world", "node", "rail")
+    curve = Curve(((0.0, 1e-4), (1e9, 1e-4 + 1e9 * seconds_per_byte)), share=0.5)
+    base = Rates(nodes, ranks, 1e9, COSTS, {(each, scope): curve for each in operations for scope in scopes})
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def test_a_step_on_one_rank_is_the_sum_of_its_computations() -> None:
+    strategy = Strategy(16)
+    alone = rates(1, 1)
+    sizes = TINY.micro_batches(strategy, 1, 0)
+    assert sizes.tokens_AR.shape == (1, 1)
+    embedding, layer, last = parts_of(TINY.model, sizes)
+    model, tokens, masked = TINY.model, float(sizes.tokens_AR[0, 0]), float(sizes.masked_AR[0, 0])
+    products = sum(float(np.sum(each.counts[1])) for each in [*layer, *last] if each.kind == "linear")
+    rows = 16 + masked
+    by_hand = tokens * (3 + 1 + 4 + 4) * 128**2 + tokens * 2 * 128**2 + rows * (1 + 1 + 4 + 4) * 128**2
+    by_hand += 16 * (128**2 + 128 * 2) + masked * (128**2 + 128 * model.vocab_size)
+    assert products == pytest.approx(by_hand)
+    expected = sum(float(np.sum(alone.seconds(each))) for each in [*embedding, *layer, *last])
+    found = predict_step(TINY, strategy, alone, steps=1)
+    assert found.forward_backward == pytest.approx(expected)
+    assert found.reduce == 0
+    layout = layout_of(model)
+    assert found.update == pytest.approx(1e-6 * (1 + layout.segments + layout.elements))
+    assert found.total == pytest.approx(sum(found.parts.values()))
+
+
+def test_buckets_and_parameters_are_those_of_the_program() -> None:
+    assert BUCKET_BYTES == reduction.BUCKET_BYTES
+    large = layout_of(ModelConfig())
+    assert large.elements == pytest.approx(336.2e6, rel=0.001)
+    assert list(large.ends) == sorted(large.ends)
+    assert sum(bucket.stop - bucket.start for bucket in large.buckets(8, BUCKET_BYTES)) == large.padded(8)
+
+
+def test_one_bucket_of_a_small_model_is_reduced_after_backward() -> None:
+    step = predict_step(TINY, Strategy(16), rates())
+    size = 4 * layout_of(TINY.model).padded(4)
+    assert step.reduce >= 1e-4 + size * 1e-9
+    assert step.hidden == pytest.approx(0, abs=1e-9)
+    assert predict_step(TINY, Strategy(16, bucket_bytes=200_000), rates()).hidden > 0
+
+
+@given(st.sampled_from(WAYS), st.sampled_from([1, 2, 4]), st.sampled_from([0.0, 0.5, 1.0]))
+def test_slower_links_and_computing_are_never_faster(way: str, accumulation: int, demand: float) -> None:
+    strategy = Strategy(32, accumulation, reduction=way)  # type: ignore[arg-type]
+    totals = [
+        predict_step(TINY, strategy, rates(seconds_per_byte=s, demand=demand)).total for s in (0, 1e-9, 1e-8, 1e-7)
+    ]
+    assert totals == sorted(totals)
+    slower = replace(rates(demand=demand), costs={kind: tuple(2 * c for c in cost) for kind, cost in COSTS.items()})
+    assert predict_step(TINY, strategy, slower).total > predict_step(TINY, strategy, rates(demand=demand)).total
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_half_the_bytes_travel_in_bf16(way: str) -> None:
+    slow = rates(seconds_per_byte=1e-6)
+    whole = predict_step(TINY, Strategy(32, reduction=way), slow).reduce  # type: ignore[arg-type]
+    half = predict_step(TINY, Strategy(32, reduction=way, reduce_dtype="bf16"), slow).reduce  # type: ignore[arg-type]
+    assert half < whole or way == "flat"  # two messages of half the bytes in the place of one
+    assert half < 1.001 * whole
+
+
+def test_ranks_that_share_processors_wait_less_for_the_longest() -> None:
+    own, shared = rates(), rates(sharing=4.0)
+    work = [1.0, 1.0, 1.0, 2.0]
+    assert own.last_of(work) == pytest.approx(2.0)
+    assert shared.last_of(work) == pytest.approx(1.25)
+    assert replace(own, last=1.5).last_of([1.0] * 4) == pytest.approx(1.5)
+    assert replace(own, noise=0.01).last_of([1.0] * 1000) == pytest.approx(1.032, abs=0.003)
+
+
+@pytest.mark.parametrize(
+    ("name", "nodes", "batch"), [("H100-SXM", 1, 768), ("H100-SXM", 8, 4608), ("A100-SXM4-80GB", 1, 448)]
+)
+def test_a_step_of_bert_large_is_near_that_of_published_results(name: str, nodes: int, batch: int) -> None:
+    machine, parameters = describe_machine(device_named(name), nodes, 8), calibration().parameters
+    run = Run(machine, batch)
+    precision = "fp8" if uses_fp8(run) else "bf16"
+    strategy = Strategy(batch, precision=precision, reduction="sharded_world")
+    found = predict_run(wikipedia_work(), strategy, rates_of_machine(machine, precision))
+    assert predict_step(wikipedia_work(), strategy, rates_of_machine(machine, precision)).total == pytest.approx(
+        step_time(parameters, run).total, rel=0.1
+    )
+    assert found.total == pytest.approx(run_time(parameters, run).total, rel=0.1)
+
+
+def test_costs_come_from_what_a_probe_timed() -> None:
+    found = rates_of_view(made_up())
+    assert float(found.seconds(Computation("gelu", (1.0, 524288.0)))) == pytest.approx(1e-3)
+    assert found.collective_seconds("all-reduce", "world", 131072) == pytest.approx(1.6e-4 + 2e-4 / 3)
+    with pytest.raises(ValueError, match="no rate of norm"):
+        found.seconds(Computation("norm", (1.0, 1.0)))
+    with pytest.raises(ValueError, match=r"no rate of all-gather \(node\)"):
+        found.collective_seconds("all-gather", "node", 1.0)
+
+
+def test_a_strategy_that_cannot_be_is_refused_in_one_line() -> None:
+    for settings in (
+        {"reduction": "ring"},
+        {"gradient_accumulation_steps": 0},
+        {"reduction": "flat", "in_network": True},
+        {"reduction": "sharded", "in_network": True, "reduce_dtype": "bf16"},
+        {"precision": "fp16"},
+    ):
+        with pytest.raises(ValueError, match=r"expected|goes with"):
+            Strategy(32, **settings)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="make it a multiple of 4"):
+        predict_step(TINY, Strategy(30), rates())
+    with pytest.raises(ValueError, match="has no FP8"):
+        rates_of_machine(describe_machine(device_named("A100-SXM"), 1, 8), "fp8")
