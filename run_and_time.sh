@@ -8,7 +8,8 @@
 # repository's root.
 # --help prints this, --version a line with version and commit.
 # Environment: NPROC, the number of processes (default: that of --plan; one a GPU; for tiny_cpu two, or one on a single core);
-# OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); PYTHON, what .venv is made with;
+# OMP_NUM_THREADS, the threads of each (default: cores / NPROC, for tiny_cpu at most 2); with none of these, on one node,
+# what `python -m cluster tune RECIPE` has found to be faster, unless TUNED=0; PYTHON, what .venv is made with;
 # CLEAR_CACHES=0 keeps the page cache, which a run otherwise empties where it may, as the benchmark's rules ask.
 # Several nodes, one of these commands on each: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT as of torchrun; they share results/.
 # Started by a launcher (torchrun, srun with MASTER_ADDR, mpirun), this is one process of its run, and RUNS is 1. Launchers call
@@ -43,6 +44,7 @@ whole_number RUNS "$runs" 1
 whole_number NPROC "${NPROC:-1}" 1
 whole_number OMP_NUM_THREADS "${OMP_NUM_THREADS:-1}" 1
 whole_number CLEAR_CACHES "${CLEAR_CACHES:=1}" 0 1
+whole_number TUNED "${TUNED:=1}" 0 1
 nodes=1 node=0
 if [[ $part == all || $part == prepare ]]; then
   nodes=${NNODES:-1} node=${NODE_RANK:-0}
@@ -133,24 +135,23 @@ for ((place = 0; place < ${#settings[@]}; place++)); do
 done
 [[ ! -f $plan ]] || : "${NPROC:=$(sed -nE 's/^ *"ranks_per_node": ([1-9][0-9]{0,4}),?$/\1/p;T;q' "$plan")}"
 
-cores=$(env -u OMP_NUM_THREADS nproc)
-if [[ $recipe == tiny_cpu ]]; then
-  if [[ " ${settings[*]} " != *" --data.train"* || " ${settings[*]} " != *" --data.evaluation"* ]]; then
-    say "data of tiny_cpu: prose of the standard library"
-    mkdir -p data
-    supervise locked data/tiny_cpu.lock "$python" -m dataloading demo --out data/tiny_cpu \
-      --vocab bert/artifacts/tiny_cpu/vocab.txt
-  fi
-  : "${NPROC:=$((cores > 1 ? 2 : 1))}"
-else
-  ((${#extras[@]})) || NPROC=${NPROC:-1} # no GPU
-  : "${NPROC:=$("$python" -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
+if [[ $recipe == tiny_cpu && (" ${settings[*]} " != *" --data.train"* || " ${settings[*]} " != *" --data.evaluation"*) ]]; then
+  say "data of tiny_cpu: prose of the standard library"
+  mkdir -p data
+  supervise locked data/tiny_cpu.lock "$python" -m dataloading demo --out data/tiny_cpu \
+    --vocab bert/artifacts/tiny_cpu/vocab.txt
 fi
+kept=("${XDG_CACHE_HOME:-${HOME-}/.cache}"/mlperf-bert/*/runs/"$recipe"-*.json)
+[[ ! ${MLPERF_BERT_CACHE-} ]] || kept=("$MLPERF_BERT_CACHE"/runs/"$recipe"-*.json)
+if [[ $part == all && $nodes == 1 && $TUNED == 1 && -e ${kept[0]} ]]; then # else Python need not start for it
+  mapfile -t tuned < <("$python" -m cluster.tuning.choice "$recipe" "${settings[@]}")
+  ((${#tuned[@]} == 0)) || say "${tuned[0]}"
+  ((${#tuned[@]} < 3)) || { NPROC=${tuned[1]} && OMP_NUM_THREADS=${tuned[2]} && settings=("${tuned[@]:3}" "${settings[@]}"); }
+fi
+source launch/processes.sh
+default_processes "$recipe" "$python"
 world_size=$((nodes * NPROC))
 [[ $part != prepare ]] || WORLD_SIZE=${WORLD_SIZE:-$world_size} exec "$python" "${train[@]}" "${settings[@]}" --dry-run
-threads=$((cores > NPROC ? cores / NPROC : 1))
-[[ $recipe != tiny_cpu ]] || threads=$((threads < 2 ? threads : 2)) # so small a model gains nothing from more
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$threads}"
 
 # Not torchrun's elastic agents (--standalone, --rdzv-backend c10d): those unpickle what stands in a store without a password,
 # which listens on all addresses. Variables could ask for them, too. One node: any port that is free, below those of connections.

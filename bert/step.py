@@ -7,7 +7,7 @@ own, because the reduction runs beside its backward pass; so has the first one w
 forward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +100,12 @@ class TrainingStep:
         self.model = model
         self.fp8 = _fp8_state(model, config, mesh)
         training = config.training
+        self._recomputed: Collection[str] = ()
+        if training.recompute != "none":
+            from bert.recompute import RECOMPUTED_OPS, recompute_layers  # for those who ask for it
+
+            recompute_layers(model, training.recompute)
+            self._recomputed = RECOMPUTED_OPS
         communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
         self.flat = FlatParameters.of(model, communicators.world_size)
         self.choice = choose(training, self.flat, communicators)
@@ -152,7 +158,7 @@ class TrainingStep:
         """The forward pass can begin with the first weights; how long they take says how late other ranks are."""
         assert self._gather is not None
         self._gather.start()
-        if self._mesh.device.type == "cpu" or not is_capturing():
+        if not is_capturing():
             with self._stopwatch.time("reduce"):
                 self._gather.wait(1)
             self._stopwatch.stage.enter("forward_backward")
@@ -198,7 +204,7 @@ class TrainingStep:
 
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured():
+        with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
             if choose is not None:
                 choose(lambda: self(micro_batches))
             for _ in range(steps):

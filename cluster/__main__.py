@@ -224,6 +224,24 @@ def _plan(
     plan(Request(recipe, cluster, gpus, accelerator, networking, out))
 
 
+@app.command(name="tune")
+def _tune(
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")],
+    settings: Annotated[Positional[tuple[str, ...]], arg(metavar="-- SETTINGS")] = (),
+    seconds: float = 120.0,
+) -> None:
+    """Find with what ./run_and_time.sh runs a recipe fastest on this machine, and keep it: it takes that from then on.
+
+    Args:
+        recipe: The recipe to tune, such as tiny_cpu.
+        settings: Settings of the recipe, as in a run, after "--".
+        seconds: About how long measuring may take.
+    """
+    from cluster.tuning.tune import Request, tune
+
+    tune(Request(recipe, settings, seconds))
+
+
 @app.command(name="scale")
 def _scale(
     recipe: Positional[str],

@@ -1,6 +1,6 @@
 """Every public op with its implementations, and what is chosen for all of them; `kernels` has them for its users."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import ParamSpec, TypeVar
 
@@ -15,17 +15,22 @@ from kernels.registry import Implementation, Op
 _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
-_PYTORCH = Implementation("pytorch", "kernels.libraries.pytorch")
-_PYTORCH_ATTENTION = Implementation("pytorch", "kernels.libraries.pytorch", capturable=False)
+_PYTORCH = Implementation("pytorch", "kernels.libraries.pytorch", repeatable=False)
+_PYTORCH_ATTENTION = Implementation("pytorch", "kernels.libraries.pytorch", capturable=False, repeatable=False)
 _PYTORCH_FP8 = Implementation("pytorch", "kernels.libraries.pytorch_fp8")
-_FLASH_ATTENTION = Implementation("flash_attn", "kernels.libraries.flash_attention", requires="flash_attn")
+_FLASH_ATTENTION = Implementation(
+    "flash_attn", "kernels.libraries.flash_attention", requires="flash_attn", repeatable=False
+)
 _FLASH_ATTENTION_3 = Implementation(
     "flash_attn_3", "kernels.libraries.flash_attention_3", requires="flash_attn_interface"
 )
 _TRANSFORMER_ENGINE = Implementation(
-    "transformer_engine", "kernels.libraries.transformer_engine", requires="transformer_engine_torch"
+    "transformer_engine",
+    "kernels.libraries.transformer_engine",
+    requires="transformer_engine_torch",
+    repeatable=False,
 )
-_APEX_NORM = Implementation("apex", "kernels.libraries.apex", requires="fused_layer_norm_cuda")
+_APEX_NORM = Implementation("apex", "kernels.libraries.apex", requires="fused_layer_norm_cuda", repeatable=False)
 _APEX_LOSS = Implementation("apex", "kernels.libraries.apex", requires="xentropy_cuda")
 _TORCH_VARLEN = Implementation("torch_varlen", "kernels.libraries.torch_varlen", requires="torch.nn.attention.varlen")
 
@@ -100,15 +105,17 @@ def choose(implementations: Mapping[str, str]) -> None:
 
 
 @contextmanager
-def captured() -> Iterator[None]:
+def captured(recomputed: Collection[str] = ()) -> Iterator[None]:
     """Choose for a GPU, for the length of a block, only what a CUDA graph can capture; the choices stay.
+
+    Ops named in ``recomputed`` are also called in the backward pass, which must draw the same dropout again.
 
     Raises:
         ValueError: inside, from an op that has none for its inputs, with the reasons.
     """
     with ExitStack() as stack:
         for op in OPS.values():
-            stack.enter_context(op.captured())
+            stack.enter_context(op.captured(op.name in recomputed))
         yield
 
 

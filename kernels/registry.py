@@ -42,6 +42,8 @@ class Implementation:
     """Package without which the module cannot be imported."""
     capturable: bool = True
     """Whether a CUDA graph can capture it: it hands nothing that is on the device to the host."""
+    repeatable: bool = True
+    """Whether a second call drops out the same also inside a CUDA graph: nothing is drawn by PyTorch's generator."""
 
     def missing(self) -> list[str]:
         """Say why this cannot be imported here, or nothing."""
@@ -79,7 +81,7 @@ class Op(Generic[Parameters, Returned]):
         self._measured: Mapping[str, str] = {}
         self._said: set[str] = set()
         self._observer: Observer | None = None
-        self._captured = False
+        self._captured = self._recomputed = False
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     @property
@@ -140,12 +142,17 @@ class Op(Generic[Parameters, Returned]):
     ) -> list[str]:
         """Say why this implementation is not to compute the op for these arguments, or nothing."""
         if not self.permits(implementation, device_type(*args, **kwargs)):
-            return ["it reads values of the device on the host, which no CUDA graph can capture"]
+            return [
+                "it draws dropout by PyTorch's generator, which training.recompute cannot repeat in a CUDA graph"
+                if implementation.capturable
+                else "it reads values of the device on the host, which no CUDA graph can capture"
+            ]
         return implementation.unsupported_reasons(self.name, *args, **kwargs)
 
     def permits(self, implementation: Implementation, device: str) -> bool:
         """Tell whether this implementation may be chosen for tensors there, if it can compute them."""
-        return implementation.capturable or not self._captured or device != "cuda"
+        capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
+        return capturable or not self._captured or device != "cuda"
 
     def ask_for(self, name: str, remedy: str | None = None) -> None:
         """Make ``name`` the explicit choice; ``auto`` takes it back. Raises ``ValueError`` for an unknown name.
@@ -181,14 +188,18 @@ class Op(Generic[Parameters, Returned]):
             self._observer = None
 
     @contextmanager
-    def captured(self) -> Iterator[None]:
-        """Choose for a GPU, for the length of a block, only what a CUDA graph can capture; such choices stay."""
-        before, self._captured = self._captured, True
+    def captured(self, recomputed: bool = False) -> Iterator[None]:
+        """Choose for a GPU, for the length of a block, only what a CUDA graph can capture; such choices stay.
+
+        Where it is ``recomputed`` in the backward pass, only what then drops out the same.
+        """
+        before = self._captured, self._recomputed
+        self._captured, self._recomputed = True, recomputed
         self._chosen.clear()
         try:
             yield
         finally:
-            self._captured = before
+            self._captured, self._recomputed = before
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:

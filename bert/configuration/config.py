@@ -10,6 +10,8 @@ from typing import Literal
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
+Recompute = Literal["none", "selective", "full"]
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -135,6 +137,9 @@ class TrainingConfig:
     bucket_bytes: int = 25 * 2**20
     """Of fp32 gradients that ranks add up at once, while backward fills the next bucket. Larger ones are fewer messages, and
     a longer wait for the last."""
+    recompute: Recompute = "none"
+    """What the backward pass computes again for want of memory, with equal results. selective: attention, GELU and norms of
+    all encoder layers but the last, which keep the products with weights. full: these layers as a whole."""
     implementations: dict[str, str] = field(default_factory=dict)
     """What computes an op, by its name, such as ``varlen_attention flash_attn``; ``python -m kernels`` lists them. It is
     taken or the run fails, and what is pinned or measured does not count."""

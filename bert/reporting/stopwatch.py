@@ -17,7 +17,7 @@ def cuda_event(captured: bool) -> torch.cuda.Event:
 
 def is_capturing() -> bool:
     """Tell whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Stage:

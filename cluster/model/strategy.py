@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bert.configuration.config import Config
+from bert.configuration.config import Config, TrainingConfig
 
 Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """As `training.reduction` names them."""
 Precision = Literal["fp32", "bf16", "fp8"]
 
-BUCKET_BYTES = 25 * 2**20
-"""Of the flat fp32 gradient, as `bert.parallel.reduction` has it; a test compares them, since that one imports PyTorch."""
+BUCKET_BYTES = TrainingConfig.bucket_bytes
+"""Of the flat fp32 gradient, unless a run or a plan says otherwise."""
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from bert.parallel.mesh import Mesh
 from cluster.view import Card, Host, Rank
+
+if TYPE_CHECKING:  # imports PyTorch, which naming a processor does without
+    from bert.parallel.mesh import Mesh
 
 FACTS_BYTES = 4096
 """Of the facts of one rank, as they travel."""
@@ -75,6 +75,8 @@ def facts_of(mesh: Mesh, sys: Path = Path("/sys")) -> Facts:
     """Gather this rank's facts."""
     cards = network_cards(sys)
     if mesh.device.type == "cuda":
+        import torch
+
         properties = torch.cuda.get_device_properties(mesh.device)
         address = pci_address(properties)
         name, memory, numa = (
@@ -84,7 +86,7 @@ def facts_of(mesh: Mesh, sys: Path = Path("/sys")) -> Facts:
         )
         card, clique = nearest_card(sys, address, cards), nvlink_clique(address)
     else:
-        name, memory, numa = processor_name(), _host_memory(), _own_numa(sys)
+        name, memory, numa = processor_name(), host_memory(), _own_numa(sys)
         usual = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         card = usual if usual in [each.name for each in cards] else next((each.name for each in cards), "")
         clique = ""
@@ -96,7 +98,7 @@ def facts_of(mesh: Mesh, sys: Path = Path("/sys")) -> Facts:
         max(1, len({number(cpu / "topology/physical_package_id") for cpu in cpus})),
         max(1, len(list(sys.glob("devices/system/node/node[0-9]*")))),
         os.cpu_count() or 1,
-        _host_memory(),
+        host_memory(),
         tuple(cards),
         slurm_switches(),
         name[:128],
@@ -121,7 +123,8 @@ def processor_name() -> str:
     return found[1].strip() if found else "CPU"
 
 
-def _host_memory() -> int:
+def host_memory() -> int:
+    """Bytes of memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 

@@ -5,6 +5,8 @@ at once, so that any number of processes may write at any time: each of them lea
 ignored with a warning.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -16,9 +18,10 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kernels.registry import Implementation
+if TYPE_CHECKING:  # imports PyTorch, for which `cluster.tuning.choice` cannot wait
+    from kernels.registry import Implementation
 
 FOLDER_VARIABLE = "MLPERF_BERT_CACHE"
 _FORMAT = 1
@@ -49,10 +52,13 @@ def _user_folder() -> Path:
 
 
 class Cache:
-    """The files of one folder, by default ``default_folder()``."""
+    """The files of one room of a folder, by default of the kernels in ``default_folder()``.
 
-    def __init__(self, folder: Path | None = None) -> None:
-        self.folder = (default_folder() if folder is None else folder) / "kernels"
+    The other room is ``runs``: there a recipe's name stands in place of an op's (``cluster.tuning.choice``).
+    """
+
+    def __init__(self, folder: Path | None = None, room: str = "kernels") -> None:
+        self.folder = (default_folder() if folder is None else folder) / room
 
     def load(self, op: str, key: Mapping[str, object]) -> object:
         """Return what was stored for an op under exactly this key, or None."""

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import tiny_model
-from bert.parallel import reduction
 from cluster.devices import device_named
 from cluster.model.calibration import calibration
 from cluster.model.computations import TERMS, Computation, layout_of, parts_of
@@ -58,8 +57,7 @@ def test_a_step_on_one_rank_is_the_sum_of_its_computations() -> None:
     assert found.total == pytest.approx(sum(found.parts.values()))
 
 
-def test_buckets_and_parameters_are_those_of_the_program() -> None:
-    assert BUCKET_BYTES == reduction.BUCKET_BYTES
+def test_parameters_are_those_of_the_program() -> None:
     large = layout_of(ModelConfig())
     assert large.elements == pytest.approx(336.2e6, rel=0.001)
     assert list(large.ends) == sorted(large.ends)

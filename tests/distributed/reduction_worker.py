@@ -1,4 +1,4 @@
-"""One rank of ``test_reduction.py``: trains 20 steps and writes what it saw.
+"""One rank of ``test_reduction.py``: trains 10 steps and writes what it saw.
 
 python -m tests.distributed.reduction_worker OUT.json STRATEGY REDUCE_DTYPE ORDER RANKS_OF_A_NODE
 """
@@ -24,7 +24,7 @@ from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import Plan
 from tests.convergence.golden import predictable_samples
 
-STEPS = 20
+STEPS = 10
 MICRO_BATCHES = 2
 
 
@@ -135,7 +135,7 @@ def sharded_facts(flat: FlatParameters, optimizer: ShardedLamb, reduction: Reduc
 
 
 def difference_from_unsharded(mesh: Mesh, communicators: Communicators, strategy: Strategy, bucket_bytes: int) -> float:
-    """The largest difference of a tensor, as a part of its norm, over 20 steps on equal gradients."""
+    """The largest difference of a tensor, as a part of its norm, over as many steps on equal gradients."""
     config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
     model = fresh_model()
     whole, divided = (FlatParameters.of(each, communicators.world_size) for each in (fresh_model(), model))

@@ -32,6 +32,7 @@ def test_every_order_of_the_step_gives_the_same_weights(
         accumulation = int(name[-1])
         assert run["overlap_is_same"], name
         assert run["capturing_is_same"], name
+        assert run["recomputing_is_same"], name
         assert_weights_came_beside_forward(name, run)
         # Backward fills the last bucket at its very end, so overlapped all have started by then; otherwise none has.
         assert run["buckets"] > 5

@@ -17,6 +17,27 @@ if "triton" in sys.modules and "TRITON_INTERPRET" not in os.environ:
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def language_is_patched_once() -> None:
+    """Patch Triton's language once for each module: the interpreter does it at each call of a device function.
+
+    That is a third of its time, and it leaves it so. A kernel's launch patches what its own module sees.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(function: interpreter.InterpretedFunction, *args, **kwargs):
+        if function.fn.__module__ not in patched:
+            interpreter._patch_lang(function.fn)
+            patched.add(function.fn.__module__)
+        return function.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a kernel leaves out is not zero by chance: PyTorch fills new tensors with NaN, integers with their largest."""

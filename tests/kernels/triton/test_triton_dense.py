@@ -56,11 +56,11 @@ def test_error_is_at_most_twice_plain_pytorch(shape: tuple[int, int, int], dtype
 
 
 def test_bias_gradient_is_summed_in_fp32():
-    """1,000 equal terms that bf16 holds exactly, as it does not hold their sums."""
-    product, bias = torch.zeros(1000, 1, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1, requires_grad=True)
-    upstream = torch.full((1000, 1), 1.0078125, dtype=torch.bfloat16)
+    """200 equal terms that bf16 holds exactly, as it does not hold their sums."""
+    product, bias = torch.zeros(200, 1, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1, requires_grad=True)
+    upstream = torch.full((200, 1), 1.0078125, dtype=torch.bfloat16)
     (gradient,) = torch.autograd.grad(triton_dense.bias_gelu(product, bias), bias, upstream)
-    assert gradient.item() == 503.90625
+    assert gradient.item() == 100.78125
 
 
 def test_far_tails_and_zero():

@@ -1,0 +1,46 @@
+"""Costs of recomputation: bytes that an encoder layer keeps for its backward pass, and operations that are done twice.
+
+Bytes are those of the GPU's kernels. PyTorch's own on a CPU keep masks and probabilities besides under `none`, and
+otherwise as much; `benchmarks/training/recomputation.py` counts both. While a layer's backward pass runs, what it has
+computed again is there once, as under `none`. Shape legend: D hidden, F intermediate, H heads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from bert.configuration.config import ModelConfig, Recompute
+
+_KEYS_A_GROUP = 64
+"""Keys whose dropout attention keeps in one group of bits, as `kernels.triton.attention_passes` has it."""
+
+
+def kept_bytes(
+    model: ModelConfig, mode: Recompute, precision: Literal["fp32", "bf16", "fp8"], longest_sequence: int
+) -> int:
+    """Return the bytes a token that an encoder layer but the last keeps, its input among them.
+
+    The 16-bit copies of weights that autocast makes come on top, once for all tokens.
+    """
+    D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
+    size = 4 if precision == "fp32" else 2
+    if mode == "full":
+        return size * D
+    if mode == "selective":  # input, QKV, products of attention output, FC1 and FC2
+        return size * (6 * D + F)
+    # Besides: context, the first norm's output, GELU's. In FP8 GELU's is kept as FC2's input, like those of the other three.
+    activations = size * (8 * D + F) + (3 * D + F if precision == "fp8" else size * F)
+    mask_bytes = H * -(-longest_sequence // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0
+    statistics = 4 * H + 2 * 8  # fp32: of each head's softmax, and of two norms
+    return activations + mask_bytes + statistics
+
+
+def repeated_operations(model: ModelConfig, mode: Recompute, length: int) -> float:
+    """Return the operations a token and layer in matrix products that come on top of those of one forward and backward pass.
+
+    ``length`` is that of the token's sequence. One multiplication and one addition are two; a forward pass and the backward
+    pass after it are three times the whole forward pass, which is what ``full`` adds.
+    """
+    D, F = model.hidden_size, model.intermediate_size
+    attention = 4.0 * length * D
+    return {"none": 0.0, "selective": attention, "full": attention + 8.0 * D * D + 4.0 * D * F}[mode]

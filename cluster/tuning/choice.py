@@ -1,0 +1,153 @@
+"""What was found best for a recipe on this machine: kept by ``tune``, asked for by ``run_and_time.sh``.
+
+    python -m cluster.tuning.choice RECIPE [--section.field value ...]
+
+prints, if there is one for this machine and what these settings train, a sentence, the number of processes, the threads of
+each, and settings, a line each; else nothing. Without PyTorch, whose import would take longer than most choices gain.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from bert.configuration.config import Config, flattened
+from bert.train import parse
+from cluster.probe.machine import host_memory, processor_name
+from console.program import say
+from kernels.tuning.cache import Cache
+
+SETTINGS = {"data.prefetch": (1, 64), "training.bucket_bytes": (1 << 16, 1 << 30)}
+"""Settings that are tuned, with the least and the most that is taken from a file. None of them changes what is computed."""
+VARIABLES = ("NPROC", "OMP_NUM_THREADS")
+_MOST_PROCESSES = 4096
+_OF_THE_STEP = (
+    "global_batch_size",
+    "gradient_accumulation_steps",
+    "device",
+    "precision",
+    "reduction",
+    "in_network",
+    "reduce_dtype",
+    "recompute",
+    "implementations",
+)
+"""Settings under ``training`` that decide how long a step takes."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Processes, threads of each, and settings by name."""
+
+    processes: int
+    threads: int
+    settings: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        """Say it in words, as a table or a log does."""
+        settings = "".join(f", {name} {value}" for name, value in self.settings)
+        return f"{self.processes} process(es) x {self.threads} thread(s){settings}"
+
+    @property
+    def arguments(self) -> list[str]:
+        """The settings as arguments of ``bert.train``."""
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings]
+
+    def to_json(self) -> dict[str, object]:
+        """What ``of`` reads."""
+        return {"processes": self.processes, "threads": self.threads, "settings": dict(self.settings)}
+
+    @classmethod
+    def of(cls, found: object) -> Choice:
+        """Read parsed JSON; ``ValueError`` where it is anything else than a choice."""
+        if not isinstance(found, dict) or set(found) != {"processes", "threads", "settings"}:
+            raise ValueError("expected an object with processes, threads, settings")
+        counts, settings = (found["processes"], found["threads"]), found["settings"]
+        if not all(type(count) is int and 1 <= count <= _MOST_PROCESSES for count in counts):
+            raise ValueError(f"expected 1 to {_MOST_PROCESSES} processes and threads")
+        if not isinstance(settings, dict) or not all(name in SETTINGS for name in settings):
+            raise ValueError(f"expected settings among {', '.join(SETTINGS)}")
+        for name, value in settings.items():
+            least, most = SETTINGS[name]
+            if type(value) is not int or not least <= value <= most:
+                raise ValueError(f"expected {name} from {least} to {most}")
+        return cls(*counts, tuple(settings.items()))
+
+
+def keep(config: Config, choice: Choice) -> None:
+    """Keep a choice for this machine and for what ``config`` trains; a warning where nothing can be written."""
+    Cache(room="runs").store(config.recipe, _key(config), choice.to_json())
+
+
+def kept(config: Config) -> Choice | None:
+    """The choice that was kept for this machine and for what ``config`` trains; a warning where it is damaged."""
+    found = Cache(room="runs").load(config.recipe, _key(config))
+    if found is None:
+        return None
+    try:
+        return Choice.of(found)
+    except ValueError as error:
+        say(f"warning: what was tuned for {config.recipe} is ignored: {error}")
+        return None
+
+
+def set_by_hand(choice: Choice, settings: Sequence[str]) -> str | None:
+    """Name what the user has set of a choice, in the environment or in the settings; None where it is nothing."""
+    for name in VARIABLES:
+        if os.environ.get(name):
+            return name
+    return next((name for name in ("config", "plan", *dict(choice.settings)) if name in given(settings)), None)
+
+
+def given(settings: Sequence[str]) -> set[str]:
+    """Names of the settings on a command line, among whatever else stands there."""
+    return {argument.partition("=")[0].removeprefix("--").replace("-", "_") for argument in settings}
+
+
+def _key(config: Config) -> dict[str, object]:
+    """Everything that decides what is fastest, as far as it can be known without PyTorch."""
+    shape = flattened("model", config.model)
+    shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
+    return {
+        "processor": processor_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(host_memory() / 2**30),
+        "gpus": _gpus(),
+        "python": platform.python_version(),
+        "torch": metadata.version("torch"),
+        "data.loader": config.data.loader,
+        **dict(shape),
+    }
+
+
+def _gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """Models of NVIDIA's GPUs as their driver names them."""
+    texts = [path.read_text(errors="replace") for path in sorted(proc.glob("*/information"))]
+    return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.M))]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the choice for a command line, if there is one; a wrong one is for ``bert.train`` to complain about."""
+    try:
+        config = parse(arguments)
+    except (ValueError, OSError, SystemExit):
+        return 0
+    choice = kept(config)
+    if choice is None:
+        return 0
+    if name := set_by_hand(choice, arguments):
+        say(f"tuned on this machine is {choice}: not used, as {name} is set")
+        return 0
+    for line in (f"tuned on this machine: {choice}", choice.processes, choice.threads, *choice.arguments):
+        say(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,163 @@
+"""The processes of one choice, started as ``run_and_time.sh`` would start them, that train some steps on demand."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from bert.configuration.config import REPOSITORY
+from cluster.tuning.choice import Choice
+
+_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
+_LONGEST_ANSWER = 4096
+
+
+class TrialError(ValueError):
+    """A choice that could not be started, or did not get on."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Steps of all processes together."""
+
+    seconds: float
+    tokens: int
+    waited: float
+    """Seconds that the processes waited for data, in the mean."""
+
+    @property
+    def seconds_a_token(self) -> float:
+        """Time by length of text, which differs from step to step."""
+        return self.seconds / self.tokens
+
+
+class Group:
+    """The processes of a choice. Between windows they sleep, so that several groups can take turns on one machine."""
+
+    def __init__(self, choice: Choice, recipe: str, settings: Sequence[str], deadline: float) -> None:
+        """Start them and wait until they are warmed up, at the latest at ``deadline`` by ``time.monotonic``.
+
+        Raises ``TrialError`` with what they complain about.
+        """
+        self.choice = choice
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115, closed with the processes that write to it
+        command = [sys.executable, "-m", "cluster.tuning.trial", recipe, *choice.arguments, *settings]
+        self._processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for environment in _environments(choice):
+                self._processes.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=REPOSITORY,
+                        env=environment,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=self._complaints,
+                    )
+                )
+            self._answers(deadline)
+        except BaseException:
+            self.close(patience=0.0)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(patience=0.0 if error else 5.0)
+
+    def pace(self, steps: int, untimed: int = 1, patience: float = 600.0) -> Pace:
+        """Train ``steps`` steps after some that are not timed."""
+        for process in self._processes:
+            assert process.stdin is not None
+            try:
+                process.stdin.write(b"%d %d\n" % (untimed, steps))
+                process.stdin.flush()
+            except BrokenPipeError:
+                raise self._failed("has ended") from None
+        windows = self._answers(time.monotonic() + patience)
+        return Pace(
+            max(float(window["seconds"]) for window in windows),
+            sum(int(window["tokens"]) for window in windows),
+            sum(float(window["waited"]) for window in windows) / len(windows),
+        )
+
+    @property
+    def memory(self) -> int:
+        """The most bytes that its processes have taken, all together."""
+        texts = [Path(f"/proc/{process.pid}/status").read_text() for process in self._processes]
+        return sum(1024 * int(text.partition("VmHWM:")[2].split()[0]) for text in texts)
+
+    def _answers(self, deadline: float) -> list[dict[str, float]]:
+        """A line from every process. One that ends leaves the others waiting for it, so all are listened to at once."""
+        pending = {process.stdout.fileno(): rank for rank, process in enumerate(self._processes) if process.stdout}
+        answers: list[dict[str, float]] = [{} for _ in self._processes]
+        while pending:
+            ready = select.select(list(pending), [], [], max(0.0, deadline - time.monotonic()))[0]
+            if not ready:
+                raise self._failed("was not ready in time")
+            for pipe in ready:
+                line = os.read(pipe, _LONGEST_ANSWER)
+                if not line:
+                    raise self._failed("has ended")
+                answers[pending.pop(pipe)] = json.loads(line)
+        return answers
+
+    def _failed(self, what: str) -> TrialError:
+        size = self._complaints.seek(0, os.SEEK_END)
+        self._complaints.seek(max(0, size - 65536))
+        lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
+        return TrialError(f"{self.choice} {what}{': ' + said[0].removeprefix('error: ') if said else ''}")
+
+    def close(self, patience: float = 5.0) -> None:
+        """End them, after so many seconds by force."""
+        deadline = time.monotonic() + patience
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        self._complaints.close()
+
+
+def _environments(choice: Choice) -> list[dict[str, str]]:
+    """The environment of each process; one alone is in no launcher's."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    own["OMP_NUM_THREADS"] = str(choice.threads)
+    if choice.processes == 1:
+        return [own]
+    size = str(choice.processes)
+    own |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    return [own | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(choice.processes)]
+
+
+def _free_port() -> int:
+    """A port that nobody is given by chance before it is used: the system takes those of connections from 32,768 on."""
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))
+            except OSError:
+                continue
+            return probe.getsockname()[1]

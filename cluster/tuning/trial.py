@@ -1,0 +1,102 @@
+"""One rank of a trial: a run up to where its clock would start, then as many training steps as it is asked for.
+
+    python -m cluster.tuning.trial RECIPE [--section.field value ...]
+
+Standard input has a line for each window: steps that are not timed, and steps that are. The answer on standard output is a
+line of JSON. Started as training is, by the environment of a launcher. It leaves no log, no checkpoint and no weights.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bert.configuration.config import CheckpointConfig, Config
+from bert.guards.interruption import Interruption
+from bert.guards.preflight import check
+from bert.loop import Run
+from bert.mllog import MLLog
+from bert.parallel.collectives import barrier
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.setup import build_run
+from bert.train import parse
+from console.program import complain
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some steps in a row: their seconds, the tokens of this rank, and the seconds that it waited for data."""
+
+    seconds: float
+    tokens: int
+    waited: float
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build the run, say that it is ready, and train on demand until standard input ends."""
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what a run prints is not for who asks
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            config = _leaving_nothing(parse(arguments), Path(folder))
+            mesh = join_mesh(config.training.device)
+            run = _built(config, mesh)
+            answers.write("{}\n")
+            for line in sys.stdin:
+                untimed, timed = map(int, line.split())
+                _window(run, mesh, untimed)
+                answers.write(json.dumps(asdict(_window(run, mesh, timed))) + "\n")
+            run.loader.close()
+            run.reporter.__exit__(None, None, None)
+    except (ValueError, OSError) as error:
+        complain(error)
+        return 2
+    finally:
+        leave_mesh()
+    return 0
+
+
+def _leaving_nothing(config: Config, folder: Path) -> Config:
+    seed = 0 if config.training.seed is None else config.training.seed
+    return replace(
+        config,
+        training=replace(config.training, seed=seed),
+        log=replace(config.log, results=folder, run=None, tensorboard=None),
+        checkpoint=CheckpointConfig(),
+        resume=None,
+        save_checkpoint=None,
+        dry_run=False,
+    )
+
+
+def _built(config: Config, mesh: Mesh) -> Run:
+    inputs = check(config, mesh.world_size)
+    inputs.metrics.parent.mkdir(parents=True)
+    assert config.training.seed is not None
+    hosts = ["this machine"] * mesh.world_size
+    return build_run(config, inputs, mesh, MLLog(None), Interruption(), hosts, config.training.seed, None)
+
+
+def _window(run: Run, mesh: Mesh, steps: int) -> Window:
+    run.stopwatch.reset()
+    barrier()
+    begin, tokens = time.perf_counter(), 0
+    for _ in range(steps):
+        with run.stopwatch.time("data_wait"):
+            micro_batches = next(run.loader)
+        tokens += sum(batch.tokens for batch in micro_batches)
+        run.step(micro_batches)
+    if mesh.device.type == "cuda":
+        torch.cuda.synchronize(mesh.device)
+    barrier()
+    return Window(time.perf_counter() - begin, tokens, run.stopwatch.take()["data_wait"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,207 @@
+"""The search: the default is challenged by one choice after another, and what wins is confirmed against it once more."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from bert.checkpoints.weights import weight_shapes
+from bert.configuration.config import REPOSITORY, Config
+from bert.train import parse
+from cluster.tuning.choice import VARIABLES, Choice, given, keep
+from cluster.tuning.group import Group, TrialError
+from cluster.tuning.race import TURNS, Comparison, race, window_steps
+from console.program import say
+
+_BUCKETS_BYTES = (1 << 20, 6 << 20, 100 << 20)
+_DEPTHS = (8, 16)
+_WAIT = 0.02
+"""Share of the time spent waiting for data from which on reading further ahead can gain something."""
+_CONFIRMING = 0.25
+"""Share of the seconds that is kept back for the second look at what has won."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What ``tune`` is asked for: a recipe, settings of it, and about how many seconds it may take."""
+
+    recipe: str
+    settings: tuple[str, ...]
+    seconds: float
+
+
+def tune(request: Request) -> Choice:
+    """Measure within the seconds, say what was found, and keep it. Raises ``ValueError`` where the default cannot run."""
+    if not 10 <= request.seconds <= 86400:
+        raise ValueError(f"--seconds is {request.seconds:g}, expected 10 to 86,400")
+    begin = time.monotonic()
+    config = parse([request.recipe, *request.settings])
+    _prepare(request)
+    default = default_choice(request.recipe)
+    search = _Search(request, config, default, begin + request.seconds)
+    best = search.winner()
+    if best != default and not search.is_confirmed(best):
+        best = default
+    keep(config, best)
+    say(f"kept for {request.recipe} on this machine: {best}{', the default' if best == default else ''}")
+    return best
+
+
+def default_choice(recipe: str) -> Choice:
+    """What ``run_and_time.sh`` starts where nobody says anything."""
+    script = 'source launch/processes.sh; default_processes "$1" .venv/bin/python; echo "$NPROC $OMP_NUM_THREADS"'
+    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    counts = _shell("-euo", "pipefail", "-c", script, "bash", recipe, environment=environment).split()
+    return Choice(int(counts[0]), int(counts[1]))
+
+
+def _prepare(request: Request) -> None:
+    """Make the data of a recipe that ships with them, and look for whatever would stop a run."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", *VARIABLES)}
+    _shell("./run_and_time.sh", "--prepare", request.recipe, "--", *request.settings, environment=environment)
+
+
+def _shell(*arguments: str, environment: dict[str, str]) -> str:
+    """What a script of this checkout prints. Raises ``ValueError`` with its complaint."""
+    if not (REPOSITORY / "run_and_time.sh").exists():
+        raise ValueError(f"there is no {REPOSITORY}/run_and_time.sh, whose runs are tuned: expected a checkout")
+    done = subprocess.run(
+        ["bash", *arguments], cwd=REPOSITORY, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or ["run_and_time.sh --prepare failed"]
+        raise ValueError(
+            next((line for line in lines if line.startswith("error: ")), lines[-1]).removeprefix("error: ")
+        )
+    return done.stdout
+
+
+class _Search:
+    """A search until ``deadline``, by ``time.monotonic``."""
+
+    def __init__(self, request: Request, config: Config, default: Choice, deadline: float) -> None:
+        self._request, self._config, self._default, self._deadline = request, config, default, deadline
+        self._confirming = deadline - _CONFIRMING * request.seconds
+        now = time.monotonic()
+        self._holder = self._start(default, now + 600)
+        self._start_seconds = time.monotonic() - now
+        self._steps = window_steps(self._holder)
+        self._pace = self._holder.pace(self._steps)
+        self._least_seconds = self._start_seconds + (TURNS[0] + 1) * 4 * self._pace.seconds
+        """What it takes to start a choice and compare it."""
+
+    def winner(self) -> Choice:
+        """The fastest of the choices, each compared with the fastest so far.
+
+        Of choices two are there at a time, as each takes the memory of a run.
+        """
+        say(f"{self._default}: {1000 * self._pace.seconds / self._steps:.1f} ms a step, the default")
+        try:
+            stages = (self._layouts, self._bucket_sizes, self._prefetch_depths)
+            for number, stage in enumerate(stages, 1):
+                challengers = stage()
+                for place, choice in enumerate(challengers):
+                    left = len(challengers) - place + len(stages) - number
+                    self._challenge(choice, left)
+            return self._holder.choice
+        finally:
+            self._holder.close()
+
+    def is_confirmed(self, best: Choice) -> bool:
+        """Tell whether new processes of the winner are faster than new ones of the default, too: luck does not repeat."""
+        try:
+            with self._start(self._default) as default, self._start(best) as winner:
+                found = race(default, winner, self._steps, self._untimed(best), self._deadline)
+        except TrialError as error:
+            say(f"not confirmed: {error}")
+            return False
+        say(f"once more: {_told(best, self._default, found)}")
+        return found is not None and found.is_faster
+
+    def _start(self, choice: Choice, deadline: float | None = None) -> Group:
+        if deadline is None:
+            deadline = time.monotonic() + 30 + 3 * self._start_seconds
+        return Group(choice, self._request.recipe, self._request.settings, deadline)
+
+    def _challenge(self, choice: Choice, left: int) -> None:
+        """Let a choice take its part of the time, one of ``left``, and keep the faster one."""
+        if why_not := self._why_not(choice):
+            say(f"{choice}: not measured, {why_not}")
+            return
+        now = time.monotonic()
+        deadline = now + max((self._confirming - now) / left, self._least_seconds)
+        try:
+            challenger = self._start(choice)
+        except TrialError as error:
+            say(f"not measured: {error}")
+            return
+        loser = challenger
+        try:
+            found = race(self._holder, challenger, self._steps, self._untimed(choice), deadline)
+            say(_told(choice, self._holder.choice, found))
+            if found is not None and found.is_faster:
+                loser, self._holder = self._holder, challenger
+        finally:
+            loser.close()
+
+    def _why_not(self, choice: Choice) -> str:
+        if time.monotonic() + self._least_seconds > self._confirming:
+            return "the time is up"
+        most = max(choice.processes, self._holder.choice.processes)
+        needed = self._holder.memory * most // self._holder.choice.processes
+        free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
+        if needed > free:
+            return f"it may need {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free"
+        return ""
+
+    def _untimed(self, choice: Choice) -> int:
+        """Steps before a window: what was read ahead while the others had the machine is used up in them."""
+        depth = dict(choice.settings).get("data.prefetch", 1)
+        return depth if depth > 1 or self._steps > 1 else 0
+
+    def _layouts(self) -> list[Choice]:
+        """Other numbers of processes and threads; with GPUs it is a process for each."""
+        training = self._config.training
+        if training.device != "cpu":
+            return []
+        batch = training.global_batch_size // training.gradient_accumulation_steps
+        return layouts(self._default, batch, len(os.sched_getaffinity(0)))
+
+    def _bucket_sizes(self) -> list[Choice]:
+        """Sizes with which the gradient is sent in another number of buckets."""
+        if self._holder.choice.processes == 1 or "training.bucket_bytes" in given(self._request.settings):
+            return []
+        parameters = sum(torch.Size(shape).numel() for shape in weight_shapes(self._config.model).values())
+        usual = self._config.training.bucket_bytes
+        by_count = {math.ceil(4 * parameters / size): size for size in (*_BUCKETS_BYTES, usual)}
+        return [self._with("training.bucket_bytes", size) for size in by_count.values() if size != usual]
+
+    def _prefetch_depths(self) -> list[Choice]:
+        """Depths, where data are waited for at all."""
+        pace = self._holder.pace(self._steps, max(_DEPTHS) if self._steps > 1 else 0)
+        if pace.waited < _WAIT * pace.seconds or "data.prefetch" in given(self._request.settings):
+            return []
+        return [self._with("data.prefetch", depth) for depth in _DEPTHS if depth > self._config.data.prefetch]
+
+    def _with(self, name: str, value: int) -> Choice:
+        settings = dict(self._holder.choice.settings) | {name: value}
+        return replace(self._holder.choice, settings=tuple(settings.items()))
+
+
+def layouts(default: Choice, batch: int, cores: int) -> list[Choice]:
+    """Other numbers of processes and threads, on all cores and on half of them; the batch divides over the processes."""
+    counts = [2**power for power in range(cores.bit_length()) if batch % 2**power == 0]
+    every = [Choice(count, cores // used // count) for used in (1, 2) for count in counts if cores // used >= count]
+    return [each for each in dict.fromkeys(every) if each != default]
+
+
+def _told(choice: Choice, holder: Choice, found: Comparison | None) -> str:
+    if found is None:
+        return f"{choice}: not decided in its part of the time, which more --seconds would make longer"
+    return f"{choice}: {found} of {holder}{', faster' if found.is_faster else ''}"

@@ -1,0 +1,184 @@
+"""Recomputation: the same losses, moments and weights to the last bit; and what is computed again, and by what it may be."""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bert.checkpoints.initial_model import build_model
+from bert.configuration.config import Config, ModelConfig, OptimizerConfig, Recompute
+from bert.configuration.recipes import tiny_cpu
+from bert.parallel.mesh import Mesh
+from bert.recompute import RECOMPUTED_OPS
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
+from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.shape_buckets import ShapeBucket
+from kernels import OPS, captured, varlen_attention
+from kernels.tuning.examples import example_inputs
+from tests.bert.repeating import Repeating
+from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
+from tests.kernels.test_registry import attention_call
+
+pytestmark = pytest.mark.oldest_torch
+
+Precision = Literal["fp32", "bf16", "fp8"]
+MODES: tuple[Recompute, ...] = ("selective", "full")
+SHAPE_BUCKETS = [ShapeBucket(size, 2, 16, MAX_SEQ_LENGTH) for size in (64, 96)]
+
+
+def config(recompute: Recompute, precision: Precision = "fp32") -> Config:
+    hidden = 256 if precision == "bf16" else 32
+    model = ModelConfig(3, hidden, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH)
+    recipe = tiny_cpu()
+    training = replace(recipe.training, precision=precision, recompute=recompute, gradient_accumulation_steps=2)
+    return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
+
+
+def training_step(recompute: Recompute, precision: Precision = "fp32") -> TrainingStep:
+    mesh, chosen = Mesh(0, 1, 0, torch.device("cpu")), config(recompute, precision)
+    return TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+
+
+def global_batches(run: SmallRun) -> list[list[Batch]]:
+    """Two of two micro-batches, padded to one of two sizes by turns."""
+    short = np.argsort(run.train.lengths)[:8]
+    batches = [
+        batch_of(run.train.take(short[2 * number : 2 * number + 2]), shape_bucket=SHAPE_BUCKETS[number % 2])
+        for number in range(4)
+    ]
+    return [batches[:2], batches[2:]]
+
+
+def trained(step: TrainingStep, run: SmallRun, capturer: Repeating | None = None) -> dict[str, Any]:
+    """Everything that steps leave."""
+    batches = global_batches(run)
+    torch.manual_seed(9)
+    step.warm_up(batches[0], 1, capturer, SHAPE_BUCKETS)
+    means = []
+    for micro_batches in batches:
+        step(micro_batches)
+        means.append(step.statistics.fetch()[0])
+    left = {"weights": step.flat.weights_P, "random state": torch.get_rng_state(), "state": step.model.dropout_state}
+    left |= dict(zip(("momentum", "variance"), step.optimizer.moments(), strict=True))
+    if step.fp8 is not None:
+        left["scales"] = step.fp8.scale_S
+    return {"means": means} | {name: tensor.clone() for name, tensor in left.items()}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one.keys() == other.keys()
+    assert one["means"] == other["means"]
+    for name in one.keys() - {"means"}:
+        assert torch.equal(one[name], other[name]), name
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precision) -> None:
+    """With dropout, accumulation, and in FP8 the scales of the next step."""
+    plain = trained(training_step("none", precision), small_run)
+    assert 8 < plain["means"][0]["masked_lm_loss"] < 14, "of two micro-batches"
+    for mode in MODES:
+        assert_same(trained(training_step(mode, precision), small_run), plain)
+
+
+@pytest.mark.parametrize(("implementation", "capturing"), [("pytorch", False), ("pytorch", True), ("reference", True)])
+def test_captured_steps_are_recomputed_by_the_counter(
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch, implementation: str, capturing: bool
+) -> None:
+    """While a graph is captured, the state of PyTorch's generator cannot be had: dropout by it would not be the same."""
+    monkeypatch.setattr("bert.recompute.is_capturing", lambda: capturing)
+    with ExitStack() as stack:
+        for name in ("varlen_attention", "embedding_layer_norm", *RECOMPUTED_OPS):
+            stack.enter_context(OPS[name].using(implementation))
+        plain = trained(training_step("none"), small_run, Repeating())
+        for mode in MODES:
+            found = trained(training_step(mode), small_run, Repeating())
+            if implementation == "reference" or not capturing:
+                assert_same(found, plain)
+            else:
+                assert found["means"][0] != plain["means"][0]
+
+
+def test_what_is_computed_again(small_run: SmallRun) -> None:
+    """Selective: attention and GELU of two layers of three, and no product with a weight. Hooks see one forward pass."""
+    (batch, *_), *_ = global_batches(small_run)
+    calls, hooked = {}, Counter[str]()
+    for mode in ("none", *MODES):
+        step = training_step(mode)
+        step([batch] * 2)
+        step.model.layers[1].register_forward_pre_hook(lambda *_, mode=mode: hooked.update([mode]))
+        with Counted() as counted:
+            step([batch] * 2)
+        calls[mode] = counted.calls
+        step.model.eval()
+        with Counted() as counted, torch.inference_mode():
+            step.model(batch)
+        calls[f"{mode}, evaluation"] = counted.calls
+    assert hooked == {"none": 4 - 1, "selective": 3, "full": 3}
+    assert calls["selective, evaluation"] == calls["full, evaluation"] == calls["none, evaluation"]
+    for name, selective, full in (("gelu", 2, 2), ("softmax", 0, 0), ("native_layer_norm", 4, 4), ("addmm", 0, 4)):
+        again = {mode: calls[mode][name] - calls["none"][name] for mode in MODES}
+        assert again == {"selective": 2 * selective, "full": 2 * full}, name
+
+
+def test_a_step_that_does_not_ask_for_it_does_not_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bert.recompute", None)
+    training_step("none")
+    with pytest.raises(ImportError):
+        training_step("full")
+
+
+def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:
+    """Not by measurement, nor by name; and only where it would be called again."""
+    with FakeTensorMode():
+        usual = attention_call(64)
+        with captured():
+            assert varlen_attention.permits(varlen_attention.implementations["flash_attn"], "cuda")
+        with captured(["varlen_attention"]):
+            assert varlen_attention.chosen(*usual).name == "triton"
+            assert varlen_attention.permits(varlen_attention.implementations["flash_attn"], "cpu")
+            for name in ("flash_attn", "transformer_engine"):
+                with (
+                    varlen_attention.using(name),
+                    pytest.raises(ValueError, match=f"{name} cannot .*training.recompute"),
+                ):
+                    varlen_attention.chosen(*usual)
+        with captured(RECOMPUTED_OPS):
+            assert varlen_attention.permits(varlen_attention.implementations["flash_attn"], "cuda")
+            norm = OPS["dropout_add_layer_norm"]
+            assert {name for name, each in norm.implementations.items() if norm.permits(each, "cuda")} == {
+                "triton",
+                "reference",
+            }
+
+
+@pytest.mark.parametrize("name", RECOMPUTED_OPS)
+def test_what_drops_out_the_same_in_a_second_call_is_known(name: str) -> None:
+    args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)
+    for implementation in OPS[name].implementations.values():
+        if implementation.name in ("pytorch", "reference"):
+            once, again = (implementation.function(name)(*args, **kwargs) for _ in range(2))
+            assert torch.equal(once, again) == implementation.repeatable, implementation.name
