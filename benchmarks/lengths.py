@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-HISTOGRAM = Path(__file__).resolve().parent / "data" / "wikipedia_length_histogram.csv"
-"""CSV file with columns ``length`` and ``count``."""
+from cluster.model.work import HISTOGRAM
 
 
 @functools.cache

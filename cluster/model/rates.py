@@ -189,6 +189,7 @@ def rates_of_view(view: View) -> Rates:
         {(each.operation, each.scope): _curve(each, processors) for each in view.collectives},
         demand=min(1.0, len(view.ranks) * contention.threads / processors),
         sharing=max(1.0, contention.together_s / contention.alone_s),
+        noise=0.0 if on_processors else _noise(view),
         mean=min(1.0, contention.mean_s / contention.together_s),
         last=max(1.0, contention.last_s / contention.together_s),
     )
@@ -205,6 +206,12 @@ def fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
         found_T, _ = nnls(counts_KT / largest_T / seconds_K[:, None], np.ones(len(timed)))
         costs[kind] = tuple((found_T / largest_T).tolist())
     return costs
+
+
+def _noise(view: View) -> float:
+    """How much a rank's products differ from one time to the next; what processors are shared by is in `last` already."""
+    spreads = [r.spread for rank in view.ranks for r in rank.rates if r.quantity == "product"]
+    return float(np.median(spreads)) if spreads else 0.0
 
 
 def _curve(measured: Collective, processors: float) -> Curve:

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.config import REPOSITORY, Config, ModelConfig
+from bert.configuration.config import Config, ModelConfig
 from cluster.model.strategy import Strategy
 from compliance.log.schedule import evaluation_interval
 from dataloading.batches.sampler import Plan, deal
 from dataloading.dataset.folder import open_dataset
 
-HISTOGRAM = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
+HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
 """CSV file with columns ``length`` and ``count``: of Wikipedia at maximum length 512."""
 
 EVALUATION_SEQUENCES = 10_000

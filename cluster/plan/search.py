@@ -162,7 +162,7 @@ class _Search:
             self.refusals.append(Refusal("precision", precision, str(error)))
             return None
         try:
-            memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node).values())
+            memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node, target.on_gpu).values())
             if memory > USABLE_MEMORY * rates.memory_bytes:
                 gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
                 self.refusals.append(

@@ -30,6 +30,7 @@ class Target:
         device: name of theirs.
         rates: by precision, of those that they have.
         missing: why there are none of a precision.
+        on_gpu: whether they compute on devices of their own.
     """
 
     device: str
@@ -37,6 +38,7 @@ class Target:
     ranks_per_node: int
     rates: Mapping[Precision, Rates]
     missing: Mapping[Precision, str]
+    on_gpu: bool
 
     @property
     def world_size(self) -> int:
@@ -89,7 +91,7 @@ def described(device: Device, count: int, per_node: int, networking: str = "") -
         missing["fp8"] = f"{device.name} has none"
     else:
         rates["fp8"] = rates_of_machine(machine, "fp8")
-    return Target(device.name, machine.nodes, per_node, rates, missing)
+    return Target(device.name, machine.nodes, per_node, rates, missing, device.form != "CPU")
 
 
 def _measured(view: View, path: Path, gpus: int | None) -> Target:
@@ -107,7 +109,7 @@ def _measured(view: View, path: Path, gpus: int | None) -> Target:
         else:
             missing[precision] = f"{path} has no rate of it"
     hosts = len(view.hosts)
-    return Target(view.ranks[0].device, hosts, ranks // hosts, found, missing)
+    return Target(view.ranks[0].device, hosts, ranks // hosts, found, missing, view.backend == "nccl")
 
 
 def work_for(config: Config) -> Work:

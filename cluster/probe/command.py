@@ -116,7 +116,7 @@ def _measure(request: Request, mesh: Mesh) -> View | None:
     in_hosts, between = _schedules(nodes, every)
 
     def once() -> Measured:
-        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), TURNS, 0.2 * request.seconds)
+        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), TURNS, 0.15 * request.seconds)
         return Measured(
             every,
             host_of,
@@ -130,7 +130,7 @@ def _measure(request: Request, mesh: Mesh) -> View | None:
     suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING)) if mesh.is_main else False
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
-    contention = measure_contention(mesh, _processors(every), 0.1 * request.seconds)
+    contention = measure_contention(mesh, _processors(every), 0.15 * request.seconds)
     computations = measure_computations(mesh, 0.2 * request.seconds)
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []

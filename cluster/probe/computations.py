@@ -56,7 +56,7 @@ _LAMB = ((8, 4096), (32, 16384), (16, 131072))
 """Segments and elements of each."""
 _BATCH = (32, 256)
 """Sequences of a global batch."""
-_PRODUCT, _REPEATS = 256, 5
+_PRODUCT, _REPEATS = 256, 3
 """Size of the products by which ranks show what they take from each other, and how often they do them."""
 
 
@@ -116,7 +116,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
     """
     one, other = torch.randn(2, _PRODUCT, _PRODUCT, device=mesh.device)
     out = torch.empty_like(one)
-    share = seconds / _REPEATS / (1 + 4 * max(1.0, mesh.world_size / processors))
+    share = seconds / _REPEATS / 3
     barrier()
     count = max(4, int(share / time_in_window(lambda: torch.mm(one, other, out=out), 0.02, mesh.device)))
     count = agreed_integer(count, mesh) if mesh.world_size > 1 else count
@@ -134,7 +134,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
         if mesh.rank == 0:
             alone.append(work())
         barrier()
-        together.append(time_in_window(work, 2 * share, mesh.device))
+        together.append(time_in_window(work, share, mesh.device))
         barrier()
         begun.append(work())
         barrier()

@@ -74,7 +74,7 @@ def test_the_best_is_the_fastest_of_all_ways_to_run_its_batch(found: Found, targ
             bucket_bytes=size,
         )
         rates = target.rates[precision]
-        if sum(memory_of_rank(work, strategy, 1, 8).values()) <= USABLE_MEMORY * rates.memory_bytes:
+        if sum(memory_of_rank(work, strategy, 1, 8, on_gpu=True).values()) <= USABLE_MEMORY * rates.memory_bytes:
             step = predict_step(work, strategy, rates, steps=1)
             others.append((predict_run(work, strategy, rates, step).total, strategy))
     fastest = min(others, key=lambda other: other[0])
@@ -89,7 +89,7 @@ def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work
         assert each.strategy.sequences(target.world_size) >= 1
         assert each.strategy.reduction in REDUCTIONS
     assert any("does not fit" in each.reason for each in found.refusals)
-    parts = memory_of_rank(work, found.best[0].strategy, target.nodes, target.ranks_per_node)
+    parts = memory_of_rank(work, found.best[0].strategy, target.nodes, target.ranks_per_node, on_gpu=True)
     assert found.best[0].memory == pytest.approx(sum(parts.values()))
 
 

@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def wikipedia() -> np.ndarray:
-    path = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
+    path = REPOSITORY / "cluster" / "model" / "wikipedia_length_histogram.csv"
     with path.open(encoding="utf-8") as file:
         rows = [(int(row["length"]), int(row["count"])) for row in csv.DictReader(file)]
     histogram = np.zeros(513, np.int64)

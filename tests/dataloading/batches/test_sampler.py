@@ -18,7 +18,7 @@ from dataloading.batches.sampler import Plan, _match, cost, deal
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-HISTOGRAM = REPOSITORY / "benchmarks" / "data" / "wikipedia_length_histogram.csv"
+HISTOGRAM = REPOSITORY / "cluster" / "model" / "wikipedia_length_histogram.csv"
 
 
 def plan(lengths: list[int], batch: int, world: int = 1, accumulation: int = 1, seed: int = 0) -> Plan:

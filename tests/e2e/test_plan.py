@@ -1,0 +1,47 @@
+"""From a probe of this machine to a plan, and from the plan to a run that follows it and says how it compares."""
+
+import json
+import re
+from pathlib import Path
+
+from bert.configuration.run_plan import read_plan
+from compliance.report.page import write_report
+from tests.distributed.ranks import free_port
+from tests.e2e.test_scripts import NEVER_REACHED, SHORT, one_error, start
+
+STEPS = 20
+
+
+def test_a_machine_is_probed_and_planned_for_and_a_run_follows_the_plan(checkout: Path, tmp_path: Path) -> None:
+    python, view, plan = checkout / ".venv/bin/python", tmp_path / "cluster.json", tmp_path / "plan.json"
+    launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
+    probe = ("-m", "cluster", "probe", "--out", str(view), "--seconds", "2")
+    probed = start(python, *launch, *probe, cwd=checkout, OMP_NUM_THREADS="1")
+    assert view.exists(), probed.stdout + probed.stderr
+    planned = start(
+        python, "-m", "cluster", "plan", "tiny_cpu", "--cluster", str(view), "--out", str(plan), cwd=checkout
+    )
+    assert planned.returncode == 0, planned.stdout + planned.stderr
+    assert f"./run_and_time.sh tiny_cpu -- --plan {plan}" in planned.stdout
+
+    results = tmp_path / "results"
+    settings = ("--", "--plan", str(plan), *SHORT, NEVER_REACHED, "--log.results", str(results))
+    short = ("--training.max-steps", str(STEPS), "--training.seed", "1")
+    done = start(checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, *short, cwd=tmp_path)
+    assert "tiny_cpu, run 1 of 1: 2 process(es)" in done.stdout, done.stdout + done.stderr
+    log = (results / "tiny_cpu/bert/result_0.txt").read_text()
+    for name, value in read_plan(plan).settings.items():
+        assert f"# config.{name}: {value}\n" in log
+    metrics = (results / "tiny_cpu/bert/metrics_0.jsonl").read_text().splitlines()
+    [compared] = [event for event in map(json.loads, metrics) if event["event"] == "plan"]
+    planned_ms = 1000 * sum(read_plan(plan).step_seconds.values())
+    assert abs(compared["planned_step_ms"] - planned_ms) < 1e-3 * planned_ms
+    assert compared["step_ms"] > compared["forward_backward_ms"] > 0
+    said = [event["text"] for event in map(json.loads, metrics) if event["event"] == "warning"]
+    is_far = abs(compared["step_ms"] / planned_ms - 1) > 0.2
+    assert any(re.search(r"of .*plan\.json: most of that in \w+", text) for text in said) == is_far
+    report = write_report(results / "tiny_cpu/bert").read_text()
+    assert "Step of run 0 as planned and as measured" in report
+
+    refused = start(checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="1")
+    assert "is a plan for 1 node of 2 ranks, but the run has 1 rank: plan again" in one_error(refused)
