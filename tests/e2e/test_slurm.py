@@ -44,7 +44,7 @@ def test_tasks_come_in_the_order_of_place(
     """With what `launch/slurm.sub` gives srun. Nodes come sorted where nobody asks, so the view has them the other way."""
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
-    write_view(replace(view, hosts=named), tmp_path / "cluster.json")
+    write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
     place = ("place", str(tmp_path / "cluster.json"), "--tasks-per-node", "2", "--out", str(hosts))
     cluster.run(sys.executable, "-m", "cluster", *place, cwd=checkout)
     assert hosts.read_text().split() == ["n2", "n2", "n1", "n1"]
