@@ -1,6 +1,6 @@
 """Tune small and middle-size training on this machine, and compare what was found with the default once more.
 
-    python benchmarks/training/tuning.py [--seconds S] [--case NAME] [--out FILE]
+    python benchmarks/training/tuning.py [--seconds S] [--out FILE]
 
 The second comparison has new processes of both, a number of turns that is fixed beforehand, and is no part of what `tune`
 decided by. Where tuning keeps the default there is nothing to compare. Choices go to a folder that is removed.
@@ -12,7 +12,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -24,33 +23,29 @@ from cluster.tuning.group import Group
 from cluster.tuning.race import Comparison, window_steps
 from cluster.tuning.tune import Request, default_choice, tune
 
-CASES = {
-    "tiny_cpu": (),
-    "middle": (
-        "--data.initial-checkpoint=None",
-        "--model.num-hidden-layers=4",
-        "--model.hidden-size=256",
-        "--model.intermediate-size=1024",
-    ),
-}
+MIDDLE = (
+    "--data.initial-checkpoint=None",
+    "--model.num-hidden-layers=4",
+    "--model.hidden-size=256",
+    "--model.intermediate-size=1024",
+)
+CASES = {"tiny_cpu": (), "middle": MIDDLE, "middle, batch 4": (*MIDDLE, "--training.global-batch-size=4")}
 TURNS = 20
 
 
-def main(seconds: float = 120.0, case: Literal["tiny_cpu", "middle", "all"] = "all", out: Path | None = None) -> None:
+def main(seconds: float = 120.0, out: Path | None = None) -> None:
     """Print what tuning says, and the ratio of times in the second comparison.
 
     Args:
         seconds: For each tuning.
-        case: Only this one.
         out: Write the figures here as JSON.
     """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MLPERF_BERT_CACHE"] = folder
         for name, settings in CASES.items():
-            if case in (name, "all"):
-                print(name, flush=True)
-                rows.append({"case": name, **_row(tune(Request("tiny_cpu", settings, seconds)), settings)})
+            print(name, flush=True)
+            rows.append({"case": name, **_row(tune(Request("tiny_cpu", settings, seconds)), settings)})
     if out:
         write_figures(out, {"seconds": seconds, "turns": TURNS, "rows": rows})
     for row in rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from contextlib import suppress
 from math import exp
 
 from cluster.devices import Device, device_named
@@ -25,8 +26,9 @@ def machine_of(view: View) -> Machine:
             f"the hosts of the probe differ ({', '.join(names[:4])}; {min(ranks.values())} to {max(ranks.values())} ranks "
             "each): a prediction is of equal hosts, so probe some that are"
         )
-    per_node = len(view.ranks) // len(view.hosts)
-    machine = describe_machine(_device(names[0]), len(view.hosts), per_node, "bridge" if _has_pairs(view) else "")
+    device = _device(names[0])
+    per_node = view.hosts[0].sockets if device.form == "CPU" else len(view.ranks) // len(view.hosts)
+    machine = describe_machine(device, len(view.hosts), per_node, "bridge" if _has_pairs(view) else "")
     ports = len({(rank.host, rank.card) for rank in view.ranks if rank.card}) // len(view.hosts)
     rate = _measured_gbit_s(view)
     if not ports or rate is None:
@@ -37,13 +39,15 @@ def machine_of(view: View) -> Machine:
 
 
 def _device(name: str) -> Device:
-    try:
-        return device_named(name)
-    except ValueError:
-        raise ValueError(
-            f"the device of the probe is {name!r}, of which the facts file knows nothing: expected one of "
-            "`python -m cluster devices`, by whose published results the model is fitted"
-        ) from None
+    with suppress(ValueError):
+        device = device_named(name)
+        # Processors have "CPU" in their names, which a person may say for the one that is known.
+        if device.form != "CPU" or device.name.rpartition("-")[2] in name:
+            return device
+    raise ValueError(
+        f"the device of the probe is {name!r}, of which the facts file knows nothing: expected one of "
+        "`python -m cluster devices`, by whose published results the model is fitted"
+    )
 
 
 def _has_pairs(view: View) -> bool:

@@ -260,10 +260,13 @@ def test_a_probed_machine_has_its_devices_and_its_measured_network() -> None:
 
 def test_probes_of_what_nothing_is_published_for_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "cluster.json"
+    for name in ("CPU", "AMD EPYC", "Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz"):
+        with pytest.raises(ValueError, match="of which the facts file knows nothing"):
+            machine_of(probed(name))
+    known = machine_of(probed("Intel(R) Xeon(R) Platinum 8480+", ranks=4))
+    assert (known.device.name, known.per_node) == ("Xeon-8480+", 2)
     write_view(made_up(), file)
-    assert "the device of the probe is 'CPU', of which the facts file knows nothing" in refused(
-        "predict", "--cluster", file
-    )
+    assert "the device of the probe is 'CPU'" in refused("predict", "--cluster", file)
     write_view(probed(), file)
     assert "without --accelerator" in refused("predict", "--cluster", file, "--accelerator", "H100")
     done = cluster("predict", "--cluster", file)
