@@ -66,22 +66,22 @@ class Network:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._names = [f"reduce{os.getpid()}h{host}" for host in range(case.hosts)]
-        self._switch = f"reduce{os.getpid()}sw"
+        self.switch = f"reduce{os.getpid()}sw"
 
     def __enter__(self) -> list[str]:
-        switch = self._switch
+        switch = self.switch
         try:
-            _ip("netns", "add", switch)
-            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-            _ip("-n", switch, "link", "set", "br0", "up")
+            ip("netns", "add", switch)
+            ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", switch, "link", "set", "br0", "up")
             for host, name in enumerate(self._names):
-                _ip("netns", "add", name)
-                _ip("-n", name, "link", "set", "lo", "up")
-                _ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
-                _ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
-                _ip("-n", name, "link", "set", "v0", "up")
-                _ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
-                _ip("-n", switch, "link", "set", f"p{host}", "up")
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
+                ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
+                ip("-n", name, "link", "set", "v0", "up")
+                ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
+                ip("-n", switch, "link", "set", f"p{host}", "up")
                 if self._case.rate:
                     shape = ("qdisc", "add", "dev", "v0", "root", "tbf", "rate", self._case.rate)
                     _run("ip", "netns", "exec", name, "tc", *shape, "burst", "256kb", "latency", "50ms")
@@ -91,8 +91,13 @@ class Network:
         return self._names
 
     def __exit__(self, *_: object) -> None:
-        for name in (*self._names, self._switch):
+        for name in (*self._names, self.switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def on_host(namespace: str, name: str) -> list[str]:
+    """What runs the command behind it on a host, under a host name that nobody else sees."""
+    return ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$0" "$@"']
 
 
 def main(quick: bool = False, out: Path | None = None) -> None:
@@ -139,7 +144,7 @@ def why_not() -> str | None:
     name = f"reduce{os.getpid()}probe"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
-    _ip("netns", "del", name)
+    ip("netns", "del", name)
     return None
 
 
@@ -148,19 +153,8 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
     with Network(cases[0]) as names, tempfile.TemporaryDirectory() as folder:
         hosts = []
         for host, name in enumerate(names):
-            inside = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                f'hostname h{host} && exec "$0" "$@"',
-            ]
             command = [
-                *inside,
+                *on_host(name, f"h{host}"),
                 sys.executable,
                 __file__,
                 "--host",
@@ -372,7 +366,8 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
     return ratios
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Run ``ip``; RuntimeError where it refuses."""
     _run("ip", *arguments)
 
 

@@ -8,6 +8,8 @@ each, and settings, a line each; else nothing. Without PyTorch, whose import wou
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import platform
 import re
@@ -135,7 +137,8 @@ def _gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Print the choice for a command line, if there is one; a wrong one is for ``bert.train`` to complain about."""
     try:
-        config = parse(arguments)
+        with contextlib.redirect_stdout(io.StringIO()):  # --help is answered by the run, too
+            config = parse(arguments)
     except (ValueError, OSError, SystemExit):
         return 0
     choice = kept(config)
