@@ -27,9 +27,10 @@ from dataloading.batches.synthetic import synthetic_samples
 from tests.distributed.reduction_worker import regrouped
 
 STEPS = 20
+DRAWS = 60
 ALONE, ALONE_FP32, ALONE_FP8 = (f"1,flat,block,1,1,{precision}" for precision in ("fp64", "fp32", "fp8"))
-MODEL = ModelConfig(3, 24, 4, 40, 99, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
-"""Of a vocabulary that divides by no number of ranks."""
+MODEL = ModelConfig(3, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
+"""Of a vocabulary that divides by no number of ranks, and of which the last of four has nothing."""
 FP8_MODEL = replace(MODEL, hidden_size=64, intermediate_size=128, initializer_range=0.05)
 
 
@@ -53,7 +54,7 @@ def config(tensor: int, strategy: str, accumulation: int, precision: str) -> Con
 def global_batches(mesh: Mesh, accumulation: int, padded: bool) -> list[list[Batch]]:
     """This rank's micro-batches of each step: of lengths that divide by nothing, or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
-    samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 + 40  # learnable, and on different ranks
+    samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable, and on different ranks
     plan = Plan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
     steps = []
     for step in range(STEPS):
@@ -105,6 +106,8 @@ def train(mesh: Mesh, shape: str) -> dict[str, Any]:
         "words": len(model.embeddings.word),
         "returns": _returns(step),
         "saved": dict(step.gather_whole_model().state_dict()),
+        "dropped": _losses_with_dropout(step, mesh, batches[0]) if (strategy, precision) == ("flat", "fp64") else [],
+        "skips": _skips(step, mesh),
     }
 
 
@@ -138,6 +141,40 @@ def _returns(step: TrainingStep) -> bool:
     with torch.no_grad():
         step.whole.shard_(step.flat.weights_P, whole)
     return torch.equal(before, step.flat.weights_P)
+
+
+def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Batch]) -> list[float]:
+    """Sums over all ranks of the losses of the same batch, each time with other elements dropped."""
+    config = replace(step.model.config, hidden_dropout=0.1, attention_dropout=0.1)
+    for part in (step.model, step.model.embeddings, *step.model.layers):
+        part.config = config  # type: ignore[assignment]
+    torch.manual_seed(11 + mesh.rank)
+    step.model.seed_dropout(11 + mesh.rank)
+    losses = torch.zeros(DRAWS, dtype=torch.float64)
+    with torch.no_grad(), step.autocast():
+        for draw in range(DRAWS):
+            for batch in micro_batches:
+                losses[draw] += step.model(batch).masked_lm_loss / mesh.tensor
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+    return losses.tolist()
+
+
+def _skips(step: TrainingStep, mesh: Mesh) -> bool:
+    """Whether no rank takes a step where one rank's gradient is not finite, and all take the next."""
+    taken, before = int(step.optimizer.steps), state(step)
+    steps = []
+    for value in (torch.nan, 1e-3):
+        step.flat.gradients_P.fill_(1e-3)
+        if mesh.rank == mesh.world_size - 1:
+            step.flat.gradients_P[-1] = value
+        step._reduction.finish()
+        step.optimizer.step()
+        after = state(step)
+        steps.append(
+            (int(step.optimizer.steps) - taken, all(torch.equal(after[name], before[name]) for name in before))
+        )
+    return steps == [(0, True), (1, False)]
 
 
 def _agreed(tensors: Sequence[torch.Tensor]) -> bool:

@@ -74,8 +74,22 @@ def test_every_shape_trains_as_one_rank(
     assert found["returns"], "shards of a whole vector are what they were"
     for name, tensor in found["saved"].items():
         assert torch.equal(tensor, found["last"][f"weight {name}"].float()), name
+    assert one["skips"]
+    assert found["skips"]
     ranks = int(shape[0])
     assert found["words"] == -(-MODEL.vocab_size // (8 * ranks)) * 8, "no rank has all words, or all logits"
+
+
+def test_dropout_is_as_random_as_on_one_rank(
+    alone: dict[str, dict[str, Any]], shared: dict[str, dict[str, Any]]
+) -> None:
+    """The mean loss of a batch over many draws, and how far draws lie apart; not that of no dropout, nor always the same."""
+    draws = [torch.tensor(found["dropped"]) for found in (alone[ALONE], shared[FP64[0]], shared[FP64[1]])]
+    for other in draws[1:]:
+        error = ((draws[0].var() + other.var()) / len(other)).sqrt()
+        assert abs(other.mean() - draws[0].mean()) < 4 * error
+        assert 0.6 < other.std() / draws[0].std() < 1.6
+        assert len(set(other.tolist())) == len(other)
 
 
 def test_fp8_has_the_scales_of_whole_tensors(
@@ -112,6 +126,10 @@ def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tm
     one, other = (load_file(folder / "saved") for folder in ended.values())
     for name, tensor in one.items():
         torch.testing.assert_close(other[name], tensor, rtol=2e-5, atol=1e-5)
+    evaluated = {"parallel__tensor": 2, "data__initial_checkpoint": ended["shared"] / "saved"}
+    with Ranks(small_run.arguments(tmp_path, **evaluated), 2, "bert.evaluate") as started:
+        assert started.ends() == [0, 0], started.output
+    assert f"{counts[0][-1][0]:,} of {counts[0][-1][1]:,} masked tokens" in started.output
     for source, ranks, tensor in (("one", 2, 2), ("shared", 1, 1)):
         folder = tmp_path / f"from {source}"
         settings = _checkpoints(folder) | _without_dropout() | {"parallel__tensor": tensor, "training__seed": None}
