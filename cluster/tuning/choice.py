@@ -114,7 +114,7 @@ def given(settings: Sequence[str]) -> set[str]:
 
 def _key(config: Config) -> dict[str, object]:
     """Everything that decides what is fastest, as far as it can be known without PyTorch."""
-    shape = flattened("model", config.model)
+    shape = flattened("model", config.model) + flattened("parallel", config.parallel)
     shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
     return {
         "processor": processor_name(),

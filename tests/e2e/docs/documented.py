@@ -26,6 +26,9 @@ SHORT = " --training.max-samples 320 --evaluation.interval-samples 320 --evaluat
 SHORTENED = {
     "./run_tests.sh": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # this is that command
     "./run_and_time.sh tiny_cpu 3": "NPROC=1 ./run_and_time.sh tiny_cpu 2 --" + EASY,
+    "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2": (
+        "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2" + EASY
+    ),
     "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
     "python -m bert.train tiny_cpu --training.max-samples 9600 --log.tensorboard data/tensorboard": (
         "python -m bert.train tiny_cpu --log.tensorboard data/tensorboard" + BRIEF
