@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.distributed.reduction_worker import regrouped
 
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig
@@ -24,7 +25,6 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
-from tests.distributed.reduction_worker import regrouped
 
 STEPS = 20
 DRAWS = 60
