@@ -131,7 +131,7 @@ def _measure(request: Request, mesh: Mesh) -> View | None:
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
     contention = measure_contention(mesh, _processors(every), 0.15 * request.seconds)
-    computations = measure_computations(mesh, 0.2 * request.seconds)
+    computations = measure_computations(mesh, _processors(every), 0.2 * request.seconds)
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []
     if mesh.world_size > 1:

@@ -42,6 +42,8 @@ _COPIES = 4
 _DROPOUT = 0.1
 _EPS = 1e-12
 _TURNS = 3
+_SLICE_S = 0.015
+"""Some times as long as a processor stays with a rank before it goes to another."""
 _LINEAR = ((64, 128, 128), (512, 128, 512), (512, 512, 128), (768, 256, 256), (96, 256, 1024), (192, 1024, 384))
 """Rows, inputs and outputs; on a GPU eight times as many of each."""
 _ATTENTION = ((1, 128, 4, 32), (1, 384, 4, 64), (16, 32, 4, 32), (6, 128, 4, 32), (2, 96, 16, 64))
@@ -92,19 +94,22 @@ def trials_of(device: torch.device) -> list[Trial]:
     return trials + [_batch(size) for size in _BATCH]
 
 
-def measure_computations(mesh: Mesh, seconds: float) -> list[ComputationTime]:
-    """Time every computation, over about so many seconds in all. Every rank must call it at the same time."""
+def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[ComputationTime]:
+    """Time every computation, over about so many seconds in all. Every rank must call it at the same time.
+
+    ``processors``: of all machines together. Where ranks share them, a window is long beside the turns that they take.
+    """
     trials = trials_of(mesh.device)
-    window = seconds / (_TURNS * len(trials))
+    window = max(seconds / (_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
     for trial in trials:
         trial.action()
     barrier()
     own_TK = np.array(
         [[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(_TURNS)]
     )
-    turns_TK = np.median(gather_numbers(own_TK, mesh), axis=0)
-    found_K = turns_TK.min(axis=0)  # what comes in between makes it slower, never faster
-    spread_K = 1.4826 * np.median(np.abs(turns_TK / np.median(turns_TK, axis=0) - 1), axis=0)
+    turns_TK = gather_numbers(own_TK, mesh).mean(axis=0)
+    found_K = np.median(turns_TK, axis=0)
+    spread_K = 1.4826 * np.median(np.abs(turns_TK / found_K - 1), axis=0)
     rows = zip(trials, found_K.tolist(), spread_K.tolist(), strict=True)
     return [ComputationTime(trial.kind, trial.counts, found, spread) for trial, found, spread in rows]
 
