@@ -13,7 +13,7 @@ from cluster import __main__ as program
 from cluster import placement
 from cluster.fat_tree import FatTree
 from cluster.placement import Placing, climb, cost, place
-from cluster.view import Host, Rank, View, write_view
+from cluster.view import Contention, Host, Rank, View, write_view
 
 PATHS = st.builds(lambda pod, leaf: (f"pod {pod}", f"leaf {pod}.{leaf}"), st.integers(0, 1), st.integers(0, 2))
 
@@ -120,7 +120,9 @@ def write_hosts(path: Path, *hosts: tuple[str, tuple[str, ...]], known: bool = T
     found = tuple(Host(name, 1, 1, 2, 1 << 30, (), switches) for name, switches in hosts)
     source = "slurm" if known else "unknown"
     ranks = tuple(Rank(place, 0, "cpu", 1 << 30, -1, "", "", ()) for place in range(len(hosts)))
-    write_view(View("2026-01-01T00:00:00", "c", "2.13.0", "gloo", 1.0, source, found, ranks, (), (), ()), path)
+    alone = Contention(2, 1, 1.0, 1.0, 1.0, 1.0)
+    view = View("2026-01-01T00:00:00", "c", "2.13.0", "gloo", 1.0, source, found, ranks, (), (), (), alone, ())
+    write_view(view, path)
 
 
 def run_place(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
