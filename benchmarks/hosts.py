@@ -61,6 +61,8 @@ def _rank(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     enter(namespaces[host], f"h{host}")
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})  # as launchers bind ranks, so that none wanders
     place = {
         "RANK": number,
         "WORLD_SIZE": len(namespaces) * local_size,

@@ -37,8 +37,6 @@ _SAMPLES, _LONGEST, _MOST_MASKED = 20_000, 128, 20
 _INTERVAL_S = 0.4
 _ROUNDS = 2
 """Of runs in every way, in turn; the faster one counts, as what comes in between makes it slower, never faster."""
-_ATTEMPTS, _MOST_OTHERS = 2, 0.25
-"""How often something is run at most, until others have taken no more than this share of the processors."""
 _CLOSE = 1.03
 """A strategy within so much of the fastest counts as that."""
 
@@ -113,7 +111,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     ways = {way: parse(_arguments(common, way)) for way in case.reductions}
     with Network(Hosts(case.hosts, case.ranks, "block", case.rate, 0, 0)) as names:
         sys.argv = ["cluster", "probe", "--out", str(view_file), "--seconds", str(seconds)]
-        _together(names, case, cluster, folder)
+        others_probing = _together(names, case, cluster, folder)
         rates = rates_of_view(read_view(view_file))
         predicted = {way: predict_step(work_of(each), strategy_of(each), rates) for way, each in ways.items()}
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
@@ -122,10 +120,9 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
                 # A record's interval is long beside what writing it takes.
                 interval = max(1, min(20, round(_INTERVAL_S / predicted[way].total)))
                 arguments = [*_arguments(common, way), "--log.interval-steps", str(interval)]
-                _together(names, case, lambda arguments=arguments: train(arguments), folder)
-                found[way].append(
-                    _steady(max((folder / way / "bert").glob("metrics_*.jsonl"), key=os.path.getmtime))
-                )  # fmt: skip
+                others = _together(names, case, lambda arguments=arguments: train(arguments), folder)
+                metrics = max((folder / way / "bert").glob("metrics_*.jsonl"), key=os.path.getmtime)
+                found[way].append({**_steady(metrics), "others": others, "others_probing": others_probing})
     return [_row(case, way, predicted[way], min(found[way], key=lambda each: each["step_ms"])) for way in ways]
 
 
@@ -142,21 +139,19 @@ def _row(case: Case, way: str, predicted: PredictedStep, found: dict[str, float]
         "ratio": 1000 * predicted.total / found["step_ms"],
         "predicted_parts": {f"{name}_ms": 1000 * each for name, each in predicted.parts.items()},
         "measured_parts": {name: found[name] for name in PARTS},
+        "others_share": {"probe": found["others_probing"], "run": found["others"]},
     }
 
 
-def _together(names: list[str], case: Case, program: Callable[[], int], folder: Path) -> None:
-    """Run a program on all ranks, and again where something else had the processors meanwhile."""
-    for _ in range(_ATTEMPTS):
-        before, own = _busy_seconds(), _own_seconds()
-        statuses = run_ranks(names, case.ranks, program, folder, limit_s=120)
-        if any(status not in (0, 1) for status in statuses):
-            output = "".join(path.read_text() for path in sorted(folder.glob("rank_*.txt")))
-            raise SystemExit(f"error: ranks ended with {statuses}:\n{output[-4000:]}")
-        busy, own = _busy_seconds() - before, _own_seconds() - own
-        if busy - own < _MOST_OTHERS * busy:
-            return
-        print(f"  others took {busy - own:.1f} s of the processors, of {busy:.1f} s", flush=True)
+def _together(names: list[str], case: Case, program: Callable[[], int], folder: Path) -> float:
+    """Run a program on all ranks; returns the share of the processors' work that was somebody else's meanwhile."""
+    before, own = _busy_seconds(), _own_seconds()
+    statuses = run_ranks(names, case.ranks, program, folder, limit_s=120)
+    if any(status not in (0, 1) for status in statuses):
+        output = "".join(path.read_text() for path in sorted(folder.glob("rank_*.txt")))
+        raise SystemExit(f"error: ranks ended with {statuses}:\n{output[-4000:]}")
+    busy = _busy_seconds() - before
+    return max(0.0, busy - (_own_seconds() - own)) / max(busy, 1e-9)
 
 
 def _busy_seconds() -> float:

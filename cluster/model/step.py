@@ -82,10 +82,9 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     scale = compute / float(compute_AR.sum(0).mean())
     means = [float(part.mean()) * scale for part in (embedding, layer, last)]
     constant = rates.micro_batch_s * scale
-    ends = _timeline(strategy, rates, layout, (*means, constant), layers)
+    ends, reducing = _timeline(strategy, rates, layout, (*means, constant), layers)
     straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)
     exposed = ends.arrived - ends.computed + ends.waited_first
-    reducing = _reduction_seconds(strategy, rates, layout)
     reduce = exposed + (straggling if rates.world_size > 1 else 0.0)
     return PredictedStep(
         data_wait,
@@ -104,8 +103,13 @@ def _seconds(computations: list[Computation], rates: Rates, precision: str, size
     return total
 
 
-def _timeline(strategy: Strategy, rates: Rates, layout: Layout, means: tuple[float, ...], layers: int) -> Ends:
-    """Run a mean rank's step: pieces are the parts of the first forward pass, what is between, and of the last backward."""
+def _timeline(
+    strategy: Strategy, rates: Rates, layout: Layout, means: tuple[float, ...], layers: int
+) -> tuple[Ends, float]:
+    """Run a mean rank's step: pieces are the parts of the first forward pass, what is between, and of the last backward.
+
+    Returns its ends, and the seconds of all messages with nothing beside them.
+    """
     embedding, layer, last, constant = means
     parts = [embedding, *[layer] * layers, last]
     forward = [FORWARD * (each + constant / len(parts)) for each in parts]
@@ -131,7 +135,7 @@ def _timeline(strategy: Strategy, rates: Rates, layout: Layout, means: tuple[flo
             part = sum(end <= bucket.start for end in layout.ends)
             seconds, share = _reduce(strategy, rates, 4 * (bucket.stop - bucket.start))
             messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), share))
-    return run(pieces, messages, rates.demand)
+    return run(pieces, messages, rates.demand), sum(message.seconds for message in messages)
 
 
 def _gather(strategy: Strategy, rates: Rates, size: int) -> Message:
@@ -168,19 +172,6 @@ def _sum(
         "all-reduce": ("all-to-all", "all-gather"),
     }
     return [rates.collective(each, scope, size / 2) for each in names[operation]]
-
-
-def _reduction_seconds(strategy: Strategy, rates: Rates, layout: Layout) -> float:
-    """Seconds of all that ranks exchange in a step, with nothing beside it."""
-    if rates.world_size == 1:
-        return 0.0
-    total = 0.0
-    for bucket in layout.buckets(rates.world_size, strategy.bucket_bytes):
-        size = 4 * (bucket.stop - bucket.start)
-        total += _reduce(strategy, rates, size)[0]
-        if strategy.reduction in ("sharded", "sharded_world"):
-            total += _gather(strategy, rates, size).seconds
-    return total
 
 
 def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:

@@ -33,18 +33,16 @@ class Message:
 
 @dataclass(frozen=True)
 class Ends:
-    """Seconds at which all pieces are computed, and all messages are there; and what pieces waited for messages."""
+    """Seconds at which all pieces are computed, and all messages are there; and what the first piece waited for messages."""
 
     computed: float
     arrived: float
-    waited: float
     waited_first: float
-    """Of that, before the first piece."""
 
 
 def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> Ends:
     """Let pieces and messages go on side by side. ``demand``: share of the processors that computing keeps busy alone."""
-    now = computed = waited = first = 0.0
+    now = computed = waited_first = 0.0
     piece = message = 0
     left_piece = pieces[0].seconds if pieces else 0.0
     left_message = messages[0].seconds if messages else 0.0
@@ -59,9 +57,8 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
         until_message = left_message / speed_message if sending else float("inf")
         step = min(until_piece, until_message)
         now += step
-        if not computing and piece < len(pieces):
-            waited += step
-            first += step if piece == 0 else 0.0
+        if not computing and piece == 0:
+            waited_first += step
         if computing:
             left_piece -= step * speed_piece
         if sending:
@@ -72,7 +69,7 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
         if sending and until_message <= until_piece:
             message += 1
             left_message = messages[message].seconds if message < len(messages) else 0.0
-    return Ends(computed, now, waited, first)
+    return Ends(computed, now, waited_first)
 
 
 def _speeds(demand: float, share: float) -> tuple[float, float]:

@@ -27,6 +27,8 @@ SMALLEST_BYTES, LARGEST_BYTES = 64 * 2**10, 256 * 2**20
 _FACTOR = 4
 """From one size to the next."""
 _REPEATS, _FEWEST_REPEATS = 5, 3
+_FEWEST_SIZES = 3
+"""Up to 1 MiB, whatever that takes: what shapers let through at once would pass for what a link carries."""
 _PERIOD = 61
 """Values repeat after so many elements; a prime number, so that pieces of equal size differ."""
 
@@ -45,7 +47,8 @@ class WrongResult:
 def measure_collectives(mesh: Mesh, seconds: float) -> tuple[list[Collective], list[WrongResult]]:
     """Time all collectives in all scopes. Every rank must call it at the same time; all get the same answer.
 
-    The sizes of each go up from ``SMALLEST_BYTES`` until the next would take longer than its part of ``seconds``.
+    The sizes of each go up from ``SMALLEST_BYTES``, at least three times, until the next would take longer than its part of
+    ``seconds``.
     """
     groups = Communicators.create(mesh)
     every = list(range(mesh.world_size))
@@ -81,7 +84,7 @@ def _times(
     points, wrong, spent, size = [], [], 0.0, SMALLEST_BYTES
     while size <= LARGEST_BYTES:
         left, next_one = seconds - spent, _FACTOR * points[-1][1] if points else 0.0
-        if len(points) >= 2 and left < _FEWEST_REPEATS * next_one:
+        if len(points) >= _FEWEST_SIZES and left < _FEWEST_REPEATS * next_one:
             break
         trial = _Trial(mesh.device, group, ranks, mesh.rank, operation, size)
         took, busy, bad = trial.run(mesh, _REPEATS if left > 2 * _REPEATS * next_one else _FEWEST_REPEATS)

@@ -116,22 +116,22 @@ def _measure(request: Request, mesh: Mesh) -> View | None:
     in_hosts, between = _schedules(nodes, every)
 
     def once() -> Measured:
-        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), TURNS, 0.15 * request.seconds)
+        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), TURNS, 0.3 * request.seconds)
         return Measured(
             every,
             host_of,
             cells,
             gather_numbers(rates_TC, mesh),
             measure_paths(mesh, in_hosts, TURNS, 0.1 * request.seconds) if in_hosts else None,
-            measure_paths(mesh, between, TURNS, 0.15 * request.seconds) if between else None,
+            measure_paths(mesh, between, TURNS, 0.2 * request.seconds) if between else None,
         )
 
     measured = once()
     suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING)) if mesh.is_main else False
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
-    contention = measure_contention(mesh, _processors(every), 0.15 * request.seconds)
-    computations = measure_computations(mesh, 0.2 * request.seconds)
+    contention = measure_contention(mesh, _processors(every), 0.1 * request.seconds)
+    computations = measure_computations(mesh, _processors(every), 0.2 * request.seconds)
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []
     if mesh.world_size > 1:

@@ -42,8 +42,18 @@ _COPIES = 4
 _DROPOUT = 0.1
 _EPS = 1e-12
 _TURNS = 3
-_LINEAR = ((64, 128, 128), (512, 128, 512), (512, 512, 128), (768, 256, 256), (96, 256, 1024), (192, 1024, 384))
-"""Rows, inputs and outputs; on a GPU eight times as many of each."""
+_SLICE_S = 0.015
+"""Some times as long as a processor stays with a rank before it goes to another."""
+_LINEAR = (
+    (64, 128, 128),
+    (512, 128, 512),
+    (512, 512, 128),
+    (768, 256, 256),
+    (96, 256, 1024),
+    (192, 1024, 384),
+    (64, 256, 8192),
+)
+"""Rows, inputs and outputs, the last as of a vocabulary; on a GPU eight times as many of each."""
 _ATTENTION = ((1, 128, 4, 32), (1, 384, 4, 64), (16, 32, 4, 32), (6, 128, 4, 32), (2, 96, 16, 64))
 """Sequences, their length, heads and size of a head."""
 _NORM = ((32, 128), (512, 128), (768, 512))
@@ -52,8 +62,8 @@ _LOSS = ((8, 1024), (64, 1024), (32, 16384))
 """Rows and columns."""
 _EMBEDDING = ((64, 128, 1024), (768, 128, 1024), (192, 256, 8192))
 """Tokens, their size, and words."""
-_LAMB = ((8, 4096), (32, 16384), (16, 131072))
-"""Segments and elements of each."""
+_LAMB = ((8, 4096), (32, 16384), (16, 393216))
+"""Segments and elements of each: in a core's cache, in the processor's, and in none."""
 _BATCH = (32, 256)
 """Sequences of a global batch."""
 _PRODUCT, _REPEATS = 256, 3
@@ -92,19 +102,22 @@ def trials_of(device: torch.device) -> list[Trial]:
     return trials + [_batch(size) for size in _BATCH]
 
 
-def measure_computations(mesh: Mesh, seconds: float) -> list[ComputationTime]:
-    """Time every computation, over about so many seconds in all. Every rank must call it at the same time."""
+def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[ComputationTime]:
+    """Time every computation, over about so many seconds in all. Every rank must call it at the same time.
+
+    ``processors``: of all machines together. Where ranks share them, a window is long beside the turns that they take.
+    """
     trials = trials_of(mesh.device)
-    window = seconds / (_TURNS * len(trials))
+    window = max(seconds / (_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
     for trial in trials:
         trial.action()
     barrier()
     own_TK = np.array(
         [[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(_TURNS)]
     )
-    turns_TK = np.median(gather_numbers(own_TK, mesh), axis=0)
-    found_K = turns_TK.min(axis=0)  # what comes in between makes it slower, never faster
-    spread_K = 1.4826 * np.median(np.abs(turns_TK / np.median(turns_TK, axis=0) - 1), axis=0)
+    turns_TK = gather_numbers(own_TK, mesh).mean(axis=0)
+    found_K = np.median(turns_TK, axis=0)
+    spread_K = 1.4826 * np.median(np.abs(turns_TK / found_K - 1), axis=0)
     rows = zip(trials, found_K.tolist(), spread_K.tolist(), strict=True)
     return [ComputationTime(trial.kind, trial.counts, found, spread) for trial, found, spread in rows]
 
@@ -114,7 +127,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
 
     ``processors``: of all machines together.
     """
-    one, other = torch.randn(2, _PRODUCT, _PRODUCT, device=mesh.device)
+    one, other = torch.rand(2, _PRODUCT, _PRODUCT, device=mesh.device)
     out = torch.empty_like(one)
     share = seconds / _REPEATS / 3
     barrier()
@@ -162,7 +175,7 @@ def _backward_of(make: Callable[[], Callable[[], Tensor]], kind: str, counts: tu
 
 def _leaf(*shape: int, device: torch.device) -> Tensor:
     """A parameter or an activation with room for its gradient, as the flat vector has it."""
-    leaf = torch.randn(*shape, device=device, requires_grad=True)
+    leaf = torch.rand(*shape, device=device, requires_grad=True)
     leaf.grad = torch.zeros_like(leaf)
     return leaf
 
@@ -172,7 +185,7 @@ def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int, device: to
 
     def make() -> Callable[[], Tensor]:
         weight, bias = _leaf(outputs, inputs, device=device), _leaf(outputs, device=device)
-        x = torch.randn(rows, inputs, device=device, dtype=dtype, requires_grad=True)
+        x = torch.rand(rows, inputs, device=device, dtype=dtype, requires_grad=True)
 
         def computation() -> Tensor:
             x.grad = None
@@ -190,7 +203,7 @@ def _attention(count: int, length: int, heads: int, size: int, dropout: bool, de
     drops = _drops(dropout, device)
 
     def make() -> Callable[[], Tensor]:
-        qkv = torch.randn(count * length, 3, heads, size, device=device, requires_grad=True)
+        qkv = torch.rand(count * length, 3, heads, size, device=device, requires_grad=True)
 
         def computation() -> Tensor:
             qkv.grad = None
@@ -208,7 +221,7 @@ def _norm(rows: int, size: int, dropout: bool, device: torch.device) -> Trial:
 
     def make() -> Callable[[], Tensor]:
         bias, weight, norm_bias = (_leaf(size, device=device) for _ in range(3))
-        x, residual = (torch.randn(rows, size, device=device, requires_grad=True) for _ in range(2))
+        x, residual = (torch.rand(rows, size, device=device, requires_grad=True) for _ in range(2))
 
         def computation() -> Tensor:
             x.grad = residual.grad = None
@@ -236,7 +249,7 @@ def _embedding(tokens: int, size: int, words: int, dropout: bool, device: torch.
 
 def _gelu(rows: int, size: int, device: torch.device) -> Trial:
     def make() -> Callable[[], Tensor]:
-        x = torch.randn(rows, size, device=device, requires_grad=True)
+        x = torch.rand(rows, size, device=device, requires_grad=True)
 
         def computation() -> Tensor:
             x.grad = None
@@ -251,7 +264,7 @@ def _loss(rows: int, words: int, device: torch.device) -> Trial:
     labels = torch.randint(words, (rows,), device=device)
 
     def make() -> Callable[[], Tensor]:
-        logits = torch.randn(rows, words, device=device, requires_grad=True)
+        logits = torch.rand(rows, words, device=device, requires_grad=True)
 
         def computation() -> Tensor:
             logits.grad = None
@@ -263,8 +276,8 @@ def _loss(rows: int, words: int, device: torch.device) -> Trial:
 
 
 def _lamb(segments: int, size: int, device: torch.device) -> Trial:
-    weights = torch.randn(segments * size, device=device)
-    gradients = torch.randn_like(weights)
+    weights = torch.rand(segments * size, device=device)
+    gradients = torch.rand_like(weights)
     state = LambState.zeros_like(weights)
     layout = LambSegments((size,) * segments, (True,) * segments)
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)

@@ -120,9 +120,9 @@ def write_hosts(path: Path, *hosts: tuple[str, tuple[str, ...]], known: bool = T
     found = tuple(Host(name, 1, 1, 2, 1 << 30, (), switches) for name, switches in hosts)
     source = "slurm" if known else "unknown"
     ranks = tuple(Rank(place, 0, "cpu", 1 << 30, -1, "", "", ()) for place in range(len(hosts)))
-    contention = Contention(2, 1, 0.01, 0.01, 0.01, 0.01)
-    made = ("2026-01-01T00:00:00", "c", "2.13.0", "gloo", 1.0)
-    write_view(View(*made, source, found, ranks, (), (), (), contention, ()), path)
+    alone = Contention(2, 1, 1.0, 1.0, 1.0, 1.0)
+    view = View("2026-01-01T00:00:00", "c", "2.13.0", "gloo", 1.0, source, found, ranks, (), (), (), alone, ())
+    write_view(view, path)
 
 
 def run_place(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
