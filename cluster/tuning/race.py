@@ -52,7 +52,8 @@ class Comparison:
 
     def __str__(self) -> str:
         """Say it in one line."""
-        return f"{self.ratio:.3f} of the time ({self.low:.3f} to {self.high:.3f}, {self.turns} turns)"
+        between = f"{self.low:.3f} to {self.high:.3f}, " if self.turns >= TURNS[0] else ""
+        return f"{self.ratio:.3f} of the time ({between}{self.turns} turns)"
 
 
 def window_steps(group: Group) -> int:

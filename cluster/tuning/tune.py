@@ -97,8 +97,9 @@ class _Search:
         except BaseException:
             self._holder.close(patience=0.0)
             raise
-        self._least_seconds = self._start_seconds + (TURNS[0] + 1) * 4 * self._pace.seconds
-        """What it takes to start a choice and compare it."""
+        window = self._pace.seconds * (1 + 1 / self._steps)
+        self._least_seconds = self._start_seconds + 1.25 * (TURNS[0] + 1) * 4 * window
+        """What it takes to start a choice and compare it, though it be a little slower."""
 
     def winner(self) -> Choice:
         """The fastest of the choices, each compared with the fastest so far.
