@@ -6,7 +6,7 @@ The launcher's environment says rank and world size; who shares a host is found 
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from bert.parallel.attempt import agree_on_attempt
 from bert.parallel.launch import Launch
+from bert.parallel.left_out import Absent, take_part
 from bert.parallel.master_port import require_free_port
 from bert.parallel.single import all_gather_single
 from kernels.precision import set_product_precision
@@ -38,6 +39,10 @@ class Mesh:
     device: torch.device
     nodes: tuple[tuple[int, ...], ...] = ()
     """The ranks of each host, by local rank; ``()`` stands for one host. Neighbours need not have neighbouring ranks."""
+    hosts: tuple[str, ...] = ()
+    """The name of every rank's host, by rank."""
+    absent: Absent | None = None
+    """Ranks of the launcher that sit out, if any do."""
 
     @property
     def is_main(self) -> bool:
@@ -56,11 +61,12 @@ class Mesh:
         return tuple(sorted(ranks[place] for ranks in self.nodes)) or (self.rank,)
 
 
-def join_mesh(device: str, timeout: timedelta = TIMEOUT) -> Mesh:
+def join_mesh(device: str, timeout: timedelta = TIMEOUT, left_out: Collection[str] | None = None) -> Mesh:
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
-    NCCL between GPUs, gloo between CPUs. From here on products are as precise as training asks (``set_product_precision``).
-    Raises ``ValueError`` when the environment, the device or the hosts do not fit.
+    With ``left_out``, hosts of these names sit out (``bert.parallel.left_out``). NCCL between GPUs, gloo between CPUs. From
+    here on products are as precise as training asks (``set_product_precision``). Raises ``ValueError`` when the environment,
+    the device or the hosts do not fit, and ``LeftOut`` on a host that sits out.
     """
     launch = Launch.from_environment()
     set_product_precision()
@@ -75,6 +81,8 @@ def join_mesh(device: str, timeout: timedelta = TIMEOUT) -> Mesh:
         torch.cuda.set_device(launch.local_rank)
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     nodes: tuple[tuple[int, ...], ...] = ()
+    hosts: tuple[str, ...] = (socket.gethostname(),)
+    absent: Absent | None = None
     if launch.world_size > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
@@ -92,9 +100,13 @@ def join_mesh(device: str, timeout: timedelta = TIMEOUT) -> Mesh:
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         attempt = agree_on_attempt(store, launch.rank, launch.world_size, timeout.total_seconds())
         store = PrefixStore(attempt, store)
+        if left_out is not None:
+            launch, absent = take_part(store, launch, left_out)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-        nodes = group_by_host(_all_identities(launch, place), one_launcher=device == "cuda")
-    return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes)
+        identities = _all_identities(launch, place)
+        nodes = group_by_host(identities, one_launcher=device == "cuda")
+        hosts = tuple(identity.host for identity in identities)
+    return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes, hosts, absent)
 
 
 _DESCRIPTORS = 1024
