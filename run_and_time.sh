@@ -106,7 +106,7 @@ asked=()
 [[ " ${settings[*]}" != *" --log.tensorboard"* ]] || asked=(tensorboard)
 supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}" "${asked[@]}"
 python=.venv/bin/python
-train=(-m bert.train "$recipe")
+train=(-m cluster.train "$recipe")
 
 # Check the result files, and show and write the table and the report of their folder.
 verdict() {

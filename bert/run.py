@@ -2,36 +2,47 @@
 
 import os
 import shlex
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from bert.checkpoints.training_state import RunState, checkpoint_folders, find, lock
+from bert.checkpoints.training_state import RunState, checkpoint_folders, find, lock, written_by
 from bert.checkpoints.weights import VOCABULARY, save_weights
+from bert.checkpoints.world import World, changes, planned_anew
 from bert.configuration.config import Config
 from bert.guards.data_guard import DataGuard
 from bert.guards.faults import ended_together
 from bert.guards.interruption import Interruption, orderly
-from bert.guards.preflight import Inputs, check, refuse_others, result_folder
+from bert.guards.preflight import Inputs, check, check_shares, refuse_others, result_folder
 from bert.guards.triton_cache import require_private_cache
 from bert.loop import train
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
-from bert.parallel.launch import Launch
+from bert.parallel.launch import Launch, job, may_start_again, restarts
+from bert.parallel.left_out import LeftOut, left_out_hosts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.watchdog import FAULT_STATUS
 from bert.reporting.provenance import provenance
 from bert.reporting.result_files import claim, create_log
 from bert.setup import build_run, log_settings
 from console.program import complain, say
 from console.version import commit
 
-__all__ = ["leave_mesh", "run"]
+__all__ = ["Look", "leave_mesh", "run"]
+
+Look = Callable[[Mesh], list[str]]
+"""A look at machines that have changed, by all ranks at the same time; on rank 0 it returns lines for the log."""
+
+_OWN_SIGNAL_S = 15.0
+"""Agents that stop their ranks at the same event do so within this time."""
 
 
-def run(config: Config, arguments: Sequence[str]) -> int:
+def run(config: Config, arguments: Sequence[str], look: Look | None = None) -> int:
     """Check everything, join the other ranks and train, unless it is a dry run; returns the exit status.
 
+    ``look`` is taken when the run goes on from a checkpoint on other hosts than those that wrote it.
     Raises ``ValueError`` or ``OSError`` where an input or a setting is wrong, and ``Interrupted`` when a signal comes before
     training does. ``leave_mesh`` is for the caller, however it ends.
     """
@@ -44,10 +55,19 @@ def run(config: Config, arguments: Sequence[str]) -> int:
             complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
         return 0
-    mesh = join_mesh(config.training.device, tensor=config.parallel.tensor)
+    try:
+        mesh = join_mesh(config.training.device, tensor=config.parallel.tensor, left_out=_left_out(config))
+    except LeftOut as left_out:
+        say(left_out)
+        return left_out.wait()
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
-    status = _timed_run(config, inputs, mesh, guard, interruption)
+    status = _timed_run(config, inputs, mesh, guard, interruption, look)
+    if status == "aborted" and may_start_again() and _stopped_for_others(interruption, mesh):
+        complain("stopped with ranks of another host: to be started again without them", "warning")
+        return FAULT_STATUS
+    if mesh.absent and mesh.is_main and interruption.number is None:
+        mesh.absent.release()
     if interruption.number is None:
         return orderly(0 if status == "success" else 1)
     if mesh.is_main:
@@ -55,11 +75,20 @@ def run(config: Config, arguments: Sequence[str]) -> int:
     return orderly(128 + interruption.number)
 
 
-def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption) -> str:
+def _timed_run(
+    config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption, look: Look | None
+) -> str:
     """Initialise, start the clock, train to the target, stop the clock; returns how it ended."""
+    again = _started_again(config, mesh)
     if config.checkpoint.folder is not None:
-        lock(config.checkpoint.folder, mesh)
-    resumed = _resumed(config, inputs, mesh)
+        lock(config.checkpoint.folder, mesh, again)
+    resumed = _resumed(config, inputs, mesh, again)
+    before = resumed.world if resumed else None
+    if again and before:
+        config = planned_anew(config, before, mesh.world_size)
+    adaptive = config.log.division == "open" and (again or may_start_again())
+    check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)
+    world = World.of(mesh.hosts, config, before if again else None)
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
     log = MLLog(None)
@@ -73,10 +102,14 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
         log.header(provenance(config, mesh, seed))
         if resumed:
             log.resumed(resumed.path, resumed.samples)
+        if mesh.absent and mesh.absent.hosts:
+            log.line(f"# left out as stragglers: {', '.join(mesh.absent.hosts)}")
+        if before:
+            _note_changes(before, world, mesh, log, look)
         log.cache_clear(config.log.cache_cleared)
         log.init_start()
         log_settings(log, config, inputs, mesh, seed)
-        timed = build_run(config, inputs, mesh, log, interruption, watchdog.hosts, seed, resumed)
+        timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed)
         with timed.reporter:
             log.init_stop()
             guard.require_untouched()
@@ -95,16 +128,56 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
     return status
 
 
-def _resumed(config: Config, inputs: Inputs, mesh: Mesh) -> RunState | None:
-    """Find the state from which the run goes on, if it does: asked to, or started again by torchrun after a fault.
+def _left_out(config: Config) -> list[str] | None:
+    """Names of hosts that are to sit out; None where stragglers are not left out."""
+    if config.training.leave_out_stragglers is None or config.checkpoint.folder is None:
+        return None
+    return left_out_hosts(config.checkpoint.folder)
 
-    An agent of torchrun that only starts its ranks again because another one does so has not counted that.
+
+def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Look | None) -> None:
+    """Say what has changed since the checkpoint was written, and look at the machines when they are others."""
+    lines = changes(before, world)
+    if before.hosts != world.hosts and look is not None:
+        lines += look(mesh)
+    for line in lines:
+        log.line(f"# {line}")
+        if mesh.is_main:
+            say(line)
+
+
+def _stopped_for_others(interruption: Interruption, mesh: Mesh) -> bool:
+    """Tell whether ranks of other hosts got a signal and this one gets none: its host is to go on without theirs.
+
+    An agent takes exit status 0 for the end of the run, and ends all agents with it. Where all are to start again, as when
+    a host comes, each stops its own ranks, one a little after the other.
     """
+    signals = torch.tensor([int(interruption.number is not None)], device=mesh.device)
+    some = all_reduce_sum_(signals).item() > 0
+    leave_mesh()
+    deadline = time.monotonic() + _OWN_SIGNAL_S
+    while some and interruption.number is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return some and interruption.number is None
+
+
+def _started_again(config: Config, mesh: Mesh) -> bool:
+    """Tell whether this goes on with a run that was there before, because its launcher says so, or the checkpoints.
+
+    Where a host comes, agents of torchrun start all ranks again, and count that nowhere; but the job's name is the same.
+    """
+    if all_reduce_sum_(torch.tensor([restarts()], device=mesh.device)).item():
+        return True
+    folder = config.checkpoint.folder
+    return folder is not None and job() != "" and written_by(folder, mesh) == job()
+
+
+def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunState | None:
+    """Find the state from which the run goes on, if it does: asked to, or started ``again``."""
     folder = config.resume
-    restarts = torch.tensor([int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))], device=mesh.device)
-    if not all_reduce_sum_(restarts).item():
+    if not again:
         refuse_others(config)
-    elif folder is None and config.checkpoint.folder and checkpoint_folders(config.checkpoint.folder):
+    elif config.checkpoint.folder and checkpoint_folders(config.checkpoint.folder):
         if config.log.division == "closed":
             raise ValueError(
                 "a run of the closed division is timed in one piece and does not go on after a fault: start it anew"

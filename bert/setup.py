@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.console import Console
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
+from bert.checkpoints.world import World
 from bert.configuration.config import Config
 from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
@@ -17,6 +19,7 @@ from bert.guards.preflight import Inputs, plan_of
 from bert.loop import Run
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_text, broadcast_
+from bert.parallel.left_out import leave_out
 from bert.parallel.mesh import Mesh
 from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import LivePanel, PlainLines
@@ -45,11 +48,11 @@ def build_run(
     mesh: Mesh,
     log: MLLog,
     interruption: Interruption,
-    hosts: Sequence[str],
+    world: World,
     seed: int,
     resumed: RunState | None,
 ) -> Run:
-    """Everything that the training loop needs, warmed up and as ``resumed`` says; ``hosts`` are names by rank.
+    """Everything that the training loop needs, warmed up and as ``resumed`` says; ``world`` is noted in checkpoints.
 
     Every rank must call it at the same time. Who gets it closes its reporter and its loader.
     """
@@ -63,7 +66,9 @@ def build_run(
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
     log.weights_initialization(config.model.num_hidden_layers)
     loader = _loader(config, inputs.train, mesh, seed, shape_buckets, start.steps)
-    checkpoints = None if config.checkpoint.folder is None else Checkpoints(config, inputs.train, mesh, seed, step)
+    checkpoints = None
+    if config.checkpoint.folder is not None:
+        checkpoints = Checkpoints(config, inputs.train, mesh, seed, step, world)
     reporter = _reporter(config, inputs, mesh, log, step, start.samples)  # last: from here on it wants to be closed
     return Run(
         config=config,
@@ -79,7 +84,7 @@ def build_run(
         step=step,
         evaluator=evaluator,
         checkpoints=RunCheckpoints(checkpoints, stopwatch.stage, reporter) if checkpoints else NoCheckpoints(),
-        stragglers=Stragglers(hosts),
+        stragglers=_stragglers(config, mesh),
         interruption=interruption,
     )
 
@@ -97,7 +102,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
     log.hyperparameters(
         {
             "global_batch_size": training.global_batch_size,
-            "d_batch_size": training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps),
+            "d_batch_size": -(-training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps)),
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "max_sequence_length": inputs.train.info.max_seq_length,
             "max_predictions_per_seq": inputs.train.info.max_predictions_per_seq,
@@ -117,6 +122,13 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
             "eval_interval_samples": inputs.interval,
         }
     )
+
+
+def _stragglers(config: Config, mesh: Mesh) -> Stragglers:
+    after, folder = config.training.leave_out_stragglers, config.checkpoint.folder
+    if after is None or folder is None or not mesh.is_main:
+        return Stragglers(mesh.hosts)
+    return Stragglers(mesh.hosts, partial(leave_out, folder), after)
 
 
 def _warmed_up_step(
@@ -177,7 +189,8 @@ def _shape_buckets(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBuck
         return []
     micro_batches = mesh.data_size * training.gradient_accumulation_steps
     tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
-    return choose_shape_buckets(tokens, masked, training.global_batch_size // micro_batches, train.info.max_seq_length)
+    sequences = -(-training.global_batch_size // micro_batches)
+    return choose_shape_buckets(tokens, masked, sequences, train.info.max_seq_length)
 
 
 def _loader(

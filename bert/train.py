@@ -9,12 +9,15 @@ after signal n. Under torchrun every orderly end is 0, because torchrun takes an
 length; the log tells how the run ended.
 """
 
+from __future__ import annotations
+
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -27,12 +30,15 @@ from bert.guards.interruption import Interrupted
 from bert.parallel.launch import Launch
 from console.program import accept_any_text, answer_version, complain, parsed, say_document
 
+if TYPE_CHECKING:
+    from bert.run import Look
+
 OLDEST_TORCH = (2, 11)
 """PyTorch's oldest release that this is tested with, of the images of NGC from 26.02 on. Installing asks for it too."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Parse, check, run; returns the exit status."""
+def main(arguments: Sequence[str], look: Look | None = None) -> int:
+    """Parse, check, run; returns the exit status. ``look``: see ``bert.run.run``."""
     accept_any_text()
     answer_version(arguments)
     try:
@@ -46,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     )  # PyTorch and kernels: seconds that a wrong command line need not wait for
 
     try:
-        return run(config, arguments)
+        return run(config, arguments, look)
     except Interrupted as interrupted:
         _complain(interrupted)
         return interrupted.status

@@ -16,7 +16,6 @@ Training waits only for the copy to the host's memory; a thread writes it from t
 import hashlib
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -32,6 +31,7 @@ from torch import Tensor
 
 from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.weights import Weight, write_safetensors
+from bert.checkpoints.world import World
 from bert.configuration.config import Config
 from bert.parallel.collectives import agreed_text, all_reduce_min_, broadcast_
 from bert.parallel.mesh import Mesh
@@ -64,6 +64,8 @@ class RunState:
     settings: dict[str, str]
     """What must be the same when the run goes on."""
     path: str = ""
+    world: World | None = None
+    """That wrote it; None in checkpoints of before there was such a note."""
 
     def require_sound(self) -> None:
         """Raise ``TypeError`` where a value is of another type, or a number beyond what a run can have."""
@@ -73,6 +75,8 @@ class RunState:
         if not isinstance(self.settings, dict) or not all(isinstance(value, str) for value in self.settings.values()):
             raise TypeError
         scales = [] if self.fp8_scales is None else self.fp8_scales
+        if self.world is not None:
+            self.world.require_sound()
         if not isinstance(scales, list) or not all(type(scale) is float and 0 < scale < math.inf for scale in scales):
             raise TypeError
 
@@ -80,7 +84,9 @@ class RunState:
 class Checkpoints:
     """Writer of a run's checkpoints, one at a time, which keeps the newest ones."""
 
-    def __init__(self, config: Config, train: Dataset, mesh: Mesh, seed: int, step: TrainingStep) -> None:
+    def __init__(
+        self, config: Config, train: Dataset, mesh: Mesh, seed: int, step: TrainingStep, world: World | None = None
+    ) -> None:
         assert config.checkpoint.folder is not None
         self.longest_s: float | None = None
         """Seconds that writing one has taken at most."""
@@ -90,6 +96,7 @@ class Checkpoints:
         self._mesh = mesh
         self._seed = seed
         self._step = step
+        self._world = world
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
         size, pinned = step.whole.size, mesh.device.type == "cuda"
@@ -149,6 +156,7 @@ class Checkpoints:
             dropout_draws=int(step.model.dropout_state[1]),
             fp8_scales=None if step.fp8 is None else step.fp8.scale_S.tolist(),
             settings=self._settings,
+            world=self._world,
         )
         self._written = self._writer.submit(self._write, state)
 
@@ -204,15 +212,14 @@ def reseed(seed: int, steps: int, mesh: Mesh) -> None:
     torch.manual_seed(int.from_bytes(hashlib.sha256(known.encode()).digest()[:8]))
 
 
-def lock(folder: Path, mesh: Mesh) -> None:
+def lock(folder: Path, mesh: Mesh, again: bool) -> None:
     """Keep other runs out of a folder of checkpoints until this process ends; every rank must call it at the same time.
 
+    ``again``: the run is started again, and a process of it that is just being ended may still have the folder.
     Where there can be no lock, that is a warning. Raises ``ValueError`` on every rank when another run is there.
     """
 
     def take() -> str:
-        # Of a run that is started again, a process that is just being ended may still have it.
-        again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         try:
             lock_checkpoints(folder, _PATIENCE_S if again else 0.0)
         except OSError as error:
@@ -230,7 +237,32 @@ def find(folder: Path, config: Config, train: Dataset, mesh: Mesh) -> RunState:
     Raises ``ValueError`` on every rank when there is none, with what is wrong with each.
     """
     found = _told_by_main(lambda: json.dumps(asdict(_newest(folder, config, train))), mesh)
-    return RunState(**json.loads(found))
+    return _state_of(json.loads(found))
+
+
+def _state_of(content: dict[str, Any]) -> RunState:
+    """The state in JSON's types. Raises ``TypeError`` where it is none."""
+    world = content.pop("world", None)
+    return RunState(**content, world=None if world is None else World(**world))
+
+
+def written_by(folder: Path, mesh: Mesh) -> str:
+    """The job (``bert.parallel.launch.job``) that wrote the newest checkpoint in ``folder``, as far as known, or "".
+
+    Every rank must call it at the same time.
+    """
+
+    def look() -> str:
+        for path in checkpoint_folders(folder):
+            try:
+                world = read_json(path / "state.json", _STATE_BYTES, _REMEDY).get("world")
+            except (ValueError, AttributeError):
+                continue
+            if isinstance(world, dict) and isinstance(world.get("job"), str):
+                return world["job"]
+        return ""
+
+    return _told_by_main(look, mesh)
 
 
 def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
@@ -317,7 +349,7 @@ def _read_state(path: Path) -> RunState:
         if content.pop("format") != FORMAT:
             raise ValueError(f"{name}: of another format than {FORMAT}; {_REMEDY}")
         files: dict[str, Any] = content.pop("files")
-        state = RunState(**content | {"path": str(path)})
+        state = _state_of(content | {"path": str(path)})
         whole = {file: {name: files[file][name] for name in ("bytes", "sha256")} for file in _FILES}
         state.require_sound()
         if not all(type(digest["bytes"]) is int for digest in whole.values()):

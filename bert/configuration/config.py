@@ -117,6 +117,9 @@ class TrainingConfig:
     fault_seconds: float = 60.0
     """After this long without a sign of life from a rank, or with all ranks waiting for one, the run ends on all ranks. A
     phase may take ten times its longest so far, and ten times as long as this when it comes for the first time."""
+    leave_out_stragglers: int | None = None
+    """After so many log intervals in a row in which a rank is a straggler, its host sits out from the next start on, until
+    its name is taken out of left_out.json in checkpoint.folder. None: stragglers are only named."""
     warmup_steps: int = 2
     """Steps on synthetic batches before the clock starts; every state is restored after them."""
     cuda_graphs: bool = True
@@ -173,6 +176,8 @@ class TrainingConfig:
                 "training.in_network is on, but training.reduce_dtype is bf16, in which switches would round every sum of "
                 "two: set reduce_dtype to fp32, or in_network to auto or off"
             )
+        if self.leave_out_stragglers is not None:
+            _at_least(3, "training.leave_out_stragglers", self.leave_out_stragglers)
         if self.seed is not None and not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")
 
@@ -303,6 +308,11 @@ class Config:
             raise ValueError(
                 "resume is set in the closed division, whose results are timed from the start in one piece: "
                 "leave it out, or set log.division to open"
+            )
+        if self.training.leave_out_stragglers is not None and self.checkpoint.folder is None:
+            raise ValueError(
+                "training.leave_out_stragglers is set, but checkpoint.folder is not: hosts are left out where a run goes on "
+                "from a checkpoint; set both, or neither"
             )
         changed = [field.name for field in fields(ModelConfig) if getattr(self.model, field.name) != field.default]
         if self.log.division == "closed" and changed:

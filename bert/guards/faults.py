@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from bert.configuration.config import Config
 from bert.guards.interruption import Interrupted
 from bert.mllog import MLLog
+from bert.parallel.launch import may_start_again
 from bert.parallel.mesh import Mesh
-from bert.parallel.watchdog import Watchdog
+from bert.parallel.watchdog import FAULT_STATUS, Watchdog
 from console.program import reason
 
 
@@ -28,7 +29,8 @@ def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
     try:
         yield watchdog
     except Interrupted as interrupted:
-        watchdog.failed(str(interrupted), interrupted.status)
+        # Where others are to start again without this one, their agents must not take them for done.
+        watchdog.failed(str(interrupted), FAULT_STATUS if may_start_again() else interrupted.status)
         raise
     except (ValueError, OSError) as error:
         watchdog.failed(reason(error), 2)

@@ -18,6 +18,7 @@ from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
 from bert.mllog import evaluation_interval, evaluation_samples
+from bert.parallel.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_groups
 from bert.reporting.result_files import choose_files
 from bert.reporting.tensorboard import require_installed
@@ -58,10 +59,11 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     if config.data.initial_checkpoint is not None:
         check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
     require_whole_groups(config.parallel.tensor, world_size, "in all")
-    plan_of(config, train, world_size // config.parallel.tensor, seed=0)
+    if not (may_start_again() or restarts()):  # then the checkpoint may say how shares are planned anew
+        check_shares(config, train, world_size // config.parallel.tensor)
     _choose_implementations(config)
     choose_loader(config.data.loader, torch.device(config.training.device))
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+    if not (may_start_again() or restarts() or job()):
         refuse_others(config)
     if config.dry_run and config.resume is not None:  # a run reads it through when its ranks have joined
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
@@ -90,10 +92,21 @@ def result_folder(config: Config) -> Path:
     return config.log.results / config.log.system / "bert"
 
 
+def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = False) -> None:
+    """Raise ``ValueError`` where the global batch does not divide, or with ``uneven`` where a copy would get no share."""
+    micro_batches = plan_of(config, train, data_size, seed=0).micro_batches
+    batch, steps = config.training.global_batch_size, config.training.gradient_accumulation_steps
+    if batch % micro_batches and not uneven:
+        raise ValueError(
+            f"training.global_batch_size {batch} does not divide over {data_size} ranks x {steps} accumulation steps: "
+            f"make it a multiple of {micro_batches}"
+        )
+
+
 def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> Plan:
     """Plan which samples come when, and on which of ``data_size`` copies of the model.
 
-    Raises ``ValueError`` where the global batch does not divide.
+    Raises ``ValueError`` where a copy would get no share.
     """
     training = config.training
     return Plan(

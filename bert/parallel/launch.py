@@ -53,6 +53,25 @@ class Launch:
         return cls(rank, world_size, local_rank, local_size, names[0], names[1])
 
 
+def restarts() -> int:
+    """How often the launcher has started this again: an agent of torchrun its processes, or Slurm the job.
+
+    An agent that only starts its processes again because another one does so has not counted that.
+    """
+    return _environment("TORCHELASTIC_RESTART_COUNT", 0) or _environment("SLURM_RESTART_COUNT", 0)
+
+
+def may_start_again() -> bool:
+    """Tell whether an agent of torchrun starts its processes again when one fails."""
+    return _environment("TORCHELASTIC_MAX_RESTARTS", 0) > 0
+
+
+def job() -> str:
+    """The name that agents of torchrun meet under (``--rdzv-id``), the same after every restart; "" where there is none."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name[:256]
+
+
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.lstrip("-").isdigit():

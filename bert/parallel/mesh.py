@@ -12,7 +12,7 @@ import math
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -26,6 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from bert.parallel.attempt import agree_on_attempt
 from bert.parallel.launch import Launch
+from bert.parallel.left_out import Absent, take_part
 from bert.parallel.master_port import require_free_port
 from bert.parallel.single import all_gather_single
 from kernels.precision import set_product_precision
@@ -51,6 +52,10 @@ class Mesh:
     """The ranks of each host, by local rank; ``()`` stands for one host. Neighbours need not have neighbouring ranks."""
     tensor: int = 1
     """Ranks that share a copy of the model."""
+    hosts: tuple[str, ...] = ()
+    """The name of every rank's host, by rank."""
+    absent: Absent | None = None
+    """Ranks of the launcher that sit out, if any do."""
 
     @property
     def is_main(self) -> bool:
@@ -110,12 +115,15 @@ class Mesh:
         return f"data {self.data_size} x tensor {self.tensor}"
 
 
-def join_mesh(device: str, timeout: timedelta = TIMEOUT, tensor: int = 1) -> Mesh:
+def join_mesh(
+    device: str, timeout: timedelta = TIMEOUT, tensor: int = 1, left_out: Collection[str] | None = None
+) -> Mesh:
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
-    NCCL between GPUs, gloo between CPUs; ``tensor`` ranks share a copy of the model. From here on products are as precise as
-    training asks (``set_product_precision``). Raises ``ValueError`` when the environment, the device, the hosts or the
-    shape do not fit.
+    NCCL between GPUs, gloo between CPUs; ``tensor`` ranks share a copy of the model. With ``left_out``, hosts of these names
+    sit out (``bert.parallel.left_out``). From here on products are as precise as training asks (``set_product_precision``).
+    Raises ``ValueError`` when the environment, the device, the hosts or the shape do not fit, and ``LeftOut`` on a host that
+    sits out.
     """
     launch = Launch.from_environment()
     set_product_precision()
@@ -130,6 +138,8 @@ def join_mesh(device: str, timeout: timedelta = TIMEOUT, tensor: int = 1) -> Mes
         torch.cuda.set_device(launch.local_rank)
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     nodes: tuple[tuple[int, ...], ...] = ()
+    hosts: tuple[str, ...] = (socket.gethostname(),)
+    absent: Absent | None = None
     if launch.world_size > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
@@ -147,10 +157,14 @@ def join_mesh(device: str, timeout: timedelta = TIMEOUT, tensor: int = 1) -> Mes
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         attempt = agree_on_attempt(store, launch.rank, launch.world_size, timeout.total_seconds())
         store = PrefixStore(attempt, store)
+        if left_out is not None:
+            launch, absent = take_part(store, launch, left_out)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
-        nodes = group_by_host(_all_identities(launch, place), one_launcher=device == "cuda")
+        identities = _all_identities(launch, place)
+        nodes = group_by_host(identities, one_launcher=device == "cuda")
+        hosts = tuple(identity.host for identity in identities)
     require_whole_groups(tensor, len(nodes[0]) if nodes else launch.world_size, "on each host")
-    return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes, tensor)
+    return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes, tensor, hosts, absent)
 
 
 def require_whole_groups(tensor: int, ranks: int, where: str) -> None:

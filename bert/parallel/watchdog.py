@@ -70,11 +70,6 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
 
-    @property
-    def hosts(self) -> list[str]:
-        """The host of every rank on rank 0, which alone knows them; on others as many names of their own."""
-        return self._hub.hosts if self._hub else [socket.gethostname()] * self._mesh.world_size
-
     @contextlib.contextmanager
     def getting_on(self, stage: Stage) -> Iterator[None]:
         """Expect of this rank that it gets on in the body, from ``stage`` to stage."""

@@ -1,7 +1,7 @@
 """The steps of an interval, reported: the one place of the loop where the host waits for the device."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from bert.configuration.config import Config
@@ -10,6 +10,7 @@ from bert.reporting.records import Position, StepRecord
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import Statistics
+from console.program import reason
 
 SLOW_RATIO = 1.2
 """A rank is slow if it takes so many times the median."""
@@ -20,8 +21,15 @@ SLOW_INTERVALS = 3
 class Stragglers:
     """Search for ranks that hold up the others, by the time of each one's own work; ``hosts`` are their names by rank."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(
+        self, hosts: Sequence[str], leave_out: Callable[[str], None] | None = None, after: int | None = None
+    ) -> None:
+        """``leave_out`` gets the host of a rank that was slow in so many intervals in a row as ``after`` says."""
         self._hosts = hosts
+        self._leave_out = leave_out
+        self._after = after
+        self._slow_for = [0] * len(hosts)
+        """Intervals in a row in which each was slow."""
         self._in_a_row = [0] * len(hosts)
         """Intervals in which each was slow, or no longer slow if it has been named."""
         self._named = [False] * len(hosts)
@@ -31,7 +39,9 @@ class Stragglers:
         middle = median(seconds)
         lines = []
         for rank, (host, own) in enumerate(zip(self._hosts, seconds, strict=True)):
-            changed = (own > SLOW_RATIO * middle) != self._named[rank]
+            is_slow = own > SLOW_RATIO * middle
+            self._slow_for[rank] = self._slow_for[rank] + 1 if is_slow else 0
+            changed = is_slow != self._named[rank]
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if changed else 0
             if self._in_a_row[rank] == SLOW_INTERVALS:
                 self._in_a_row[rank], self._named[rank] = 0, not self._named[rank]
@@ -39,7 +49,17 @@ class Stragglers:
                 state = "is slow" if self._named[rank] else "is no longer slow"
                 spent = f"{1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
                 lines.append(f"rank {rank} on host {host} {state}: {spent}")
+            if self._leave_out is not None and self._slow_for[rank] == self._after:
+                lines.append(self._noted(host))
         return lines
+
+    def _noted(self, host: str) -> str:
+        assert self._leave_out is not None
+        try:
+            self._leave_out(host)
+        except (OSError, ValueError) as error:  # a note that cannot be written costs no run
+            return f"host {host} was slow in {self._after} intervals in a row, but cannot be left out: {reason(error)}"
+        return f"host {host} was slow in {self._after} intervals in a row: it sits out from the next start on"
 
 
 class Intervals:

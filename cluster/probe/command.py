@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Sequence
@@ -32,6 +33,9 @@ from console.version import commit
 
 TURNS = 5
 """Of measuring; as many again where something is suspicious, which all count then."""
+
+_SHORT_S, _SHORT_TURNS, _SHORT_LIMIT_S = 3.0, 3, 10.0
+"""Of measuring in a short probe, which takes longer where ranks wait for others in every turn, and its end."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,7 @@ def probe(request: Request) -> int:
     store = meet(launch, request.limit, request.hosts)
     try:
         mesh = join_mesh(device.type, timeout=timedelta(seconds=max(60.0, 4 * request.seconds)))
-        view = _measure(request, mesh)
+        view = _measure(mesh, request.seconds, TURNS, request.data)
         status = 0
         if view is not None:
             write_view(view, request.out)
@@ -94,6 +98,16 @@ def probe(request: Request) -> int:
         del store
 
 
+def short_probe(mesh: Mesh) -> list[str]:
+    """Probe ranks that have joined already, within ten seconds where devices and links are as fast as usual.
+
+    Every rank must call it at the same time; where measuring takes long, there is no second look. Returns what was found,
+    on rank 0; [] on the others.
+    """
+    view = _measure(mesh, _SHORT_S, _SHORT_TURNS, limit=_SHORT_LIMIT_S)
+    return [] if view is None else report(view)
+
+
 def report(view: View) -> list[str]:
     """Lines that say what was found."""
     many = len(view.ranks)
@@ -105,37 +119,39 @@ def report(view: View) -> list[str]:
 
 
 @torch.no_grad()
-def _measure(request: Request, mesh: Mesh) -> View | None:
+def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, limit: float = math.inf) -> View | None:
     """The view, on rank 0; None on the others."""
     start = time.perf_counter()
     every = [Facts.decoded(content) for content in _gather_bytes(facts_of(mesh).encoded(), mesh)]
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
     sharers = _sharers(mesh, every)
-    cells = cells_of(mesh.device, request.data)
+    cells = cells_of(mesh.device, data)
     in_hosts, between = _schedules(nodes, every)
 
     def once() -> Measured:
-        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), TURNS, 0.3 * request.seconds)
+        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), turns, 0.3 * seconds)
         return Measured(
             every,
             host_of,
             cells,
             gather_numbers(rates_TC, mesh),
-            measure_paths(mesh, in_hosts, TURNS, 0.1 * request.seconds) if in_hosts else None,
-            measure_paths(mesh, between, TURNS, 0.2 * request.seconds) if between else None,
+            measure_paths(mesh, in_hosts, turns, 0.1 * seconds) if in_hosts else None,
+            measure_paths(mesh, between, turns, 0.2 * seconds) if between else None,
         )
 
     measured = once()
-    suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING)) if mesh.is_main else False
+    suspicious = False
+    if mesh.is_main and 2 * (time.perf_counter() - start) + 0.4 * seconds < limit:
+        suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
-    contention = measure_contention(mesh, _processors(every), 0.1 * request.seconds)
-    computations = measure_computations(mesh, _processors(every), 0.2 * request.seconds)
+    contention = measure_contention(mesh, _processors(every), 0.1 * seconds)
+    computations = measure_computations(mesh, _processors(every), 0.2 * seconds)
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []
     if mesh.world_size > 1:
-        collectives, wrong = measure_collectives(mesh, 0.3 * request.seconds)
+        collectives, wrong = measure_collectives(mesh, 0.3 * seconds)
     if not mesh.is_main:
         return None
     together = _Together(tuple(computations), contention, tuple(collectives), tuple(wrong))

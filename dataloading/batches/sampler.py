@@ -63,10 +63,10 @@ class Plan:
                 f"world size {self.world_size}, training.gradient_accumulation_steps {self.gradient_accumulation_steps} "
                 f"and training.global_batch_size {self.global_batch_size} must all be at least 1"
             )
-        if self.global_batch_size % self.micro_batches:
+        if self.global_batch_size < self.micro_batches:
             raise ValueError(
-                f"training.global_batch_size {self.global_batch_size} does not divide over {self.world_size} ranks x "
-                f"{self.gradient_accumulation_steps} accumulation steps: make it a multiple of {self.micro_batches}"
+                f"training.global_batch_size {self.global_batch_size} leaves some of {self.world_size} ranks x "
+                f"{self.gradient_accumulation_steps} accumulation steps without a sequence: take fewer of either"
             )
 
     @property
@@ -87,12 +87,15 @@ class Plan:
         )
 
     def rank_batches(self, step: int, rank: int) -> list[MicroBatch]:
-        """The micro-batches of ``rank`` in step ``step``: equal numbers of sequences, and cost as equal as may be."""
+        """The micro-batches of ``rank`` in step ``step``, of cost as equal as may be.
+
+        All have equal numbers of sequences, or some have fewer where the global batch does not divide; none is empty.
+        """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
-        return [MicroBatch(batch[rows], len(batch), masked) for rows in mine]
+        return [MicroBatch(batch[rows[rows >= 0]], len(batch), masked) for rows in mine]
 
 
 def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -102,13 +105,19 @@ def cost(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 
 def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
-    """[micro_batches, n / micro_batches] positions of ``lengths`` < 65,536, each micro-batch's longest first.
+    """[micro_batches, n / micro_batches rounded up] positions of n ``lengths`` < 65,536, each micro-batch's longest first.
 
     Longest first, each to the micro-batch with the least cost so far among those with room, in rounds of one for each.
     Where a micro-batch has few sequences, a round is for half of the micro-batches, since some need a second long sequence
     before others have a short one, and rounds of `_match` follow. Each gets the same number of sequences, which keeps the
-    shapes of a captured step few. Exact integers and stable sorts: equal on every machine.
+    shapes of a captured step few. Where n does not divide, empty places, position -1, are dealt as sequences of length 0,
+    last of all; as long as n is no less than ``micro_batches``, none gets nothing else. Exact integers and stable sorts:
+    equal on every machine.
     """
+    empty = -len(lengths) % micro_batches
+    if empty:
+        dealt = deal(np.append(lengths, np.zeros(empty, lengths.dtype)), micro_batches)
+        return np.where(dealt < len(lengths), dealt, -1)
     longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")
     cost_N = cost(lengths)
     sequences = len(lengths) // micro_batches

@@ -101,9 +101,10 @@ def draw_sizes(
     tokens, masked = [], []
     for _ in range(max(_GLOBAL_BATCHES, -(-_MICRO_BATCHES // micro_batches))):
         batch = generator.integers(0, len(lengths), global_batch_size)
-        dealt = batch[deal(lengths[batch], micro_batches)]
-        tokens.append(lengths[dealt].sum(axis=1, dtype=np.int64))
-        masked.append(masked_counts[dealt].sum(axis=1, dtype=np.int64))
+        dealt = deal(lengths[batch], micro_batches)
+        for sums, sizes in ((tokens, lengths), (masked, masked_counts)):
+            drawn = np.append(sizes[batch], 0)  # an empty place, -1, takes the last
+            sums.append(drawn[dealt].sum(axis=1, dtype=np.int64))
     return np.concatenate(tokens), np.concatenate(masked)
 
 

@@ -148,6 +148,7 @@ def test_a_version_that_is_none_is_one_line(bare: Path, version: str) -> None:
         ("run_tests.sh", "Run the tests: ./run_tests.sh [--quick] [pytest arguments]."),
         ("launch/docker.sh", "  IMAGE=mlperf-bert launch/docker.sh h100_1x8 10"),
         ("launch/bind.sh", "  launch/bind.sh COMMAND [ARGUMENT...]"),
+        ("launch/elastic.sh", "  launch/elastic.sh MIN:MAX HOST:PORT RECIPE -- --checkpoint.folder DIR"),
         ("launch/slurm.sub", "  sbatch -N8 launch/slurm.sub dgxa100_8x8 10"),
     ],
 )
@@ -159,6 +160,31 @@ def test_help_is_the_head_of_the_script_and_needs_no_packages(bare: Path, script
     assert "set -" not in done.stdout
     assert "SBATCH" not in done.stdout
     assert not (bare / ".venv").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "the numbers of hosts are ''"),
+        (("4:3", "h0:1", "tiny_cpu"), "the numbers of hosts are '4:3'"),
+        (("2:a[$(touch opened)]", "h0:1", "tiny_cpu"), "the numbers of hosts are '2:a["),
+        (("3:4", "h0", "tiny_cpu"), "the place to meet is 'h0'"),
+        (("3:4", "h0:1"), "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings"),
+        (
+            ("3:4", "h0:1", "tiny_cpu", "--checkpoint.folder", "a"),
+            "expected launch/elastic.sh 3:4 h0:1 RECIPE -- settings",
+        ),
+        (("3:4", "h0:1", "tiny_cpu", "--", "--checkpoint.every-steps", "9"), "set --checkpoint.folder to a folder"),
+        (("--meet", "a[$(touch opened)]"), "PORT is 'a[$(touch opened)]'"),
+    ],
+)
+def test_hosts_that_come_and_go_are_told_in_one_line_what_is_missing(
+    bare: Path, arguments: tuple[str, ...], says: str
+) -> None:
+    shutil.copy(ROOT / "launch/elastic.sh", bare / "launch")
+    assert says in one_error(start(bare / "launch/elastic.sh", *arguments, cwd=bare))
+    assert not (bare / ".venv").exists()
+    assert not (bare / "opened").exists()
 
 
 @pytest.mark.parametrize("arguments", [(), ("results/tiny_cpu/bert/result_7.txt",), ("a\nb",)])

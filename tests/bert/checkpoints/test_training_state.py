@@ -39,6 +39,7 @@ from tests.conftest import REPOSITORY, SmallRun
 
 MESH = Mesh(0, 1, 0, torch.device("cpu"))
 SEED = 7
+WORLD: dict[str, object] = {"hosts": {"h0": 1}, "accumulation": 1, "sequences": 8, "fitting": 8, "job": ""}
 
 
 @dataclass(frozen=True)
@@ -367,6 +368,10 @@ def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
         (damage(lambda state: state.update(settings=[])), "not the state of a run (TypeError)"),
         (damage(lambda state: state.update(settings={"model.vocab_size": 3})), "not the state of a run (TypeError)"),
         (damage(lambda state: state.update(fp8_scales=3)), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(world=[])), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(world={"hosts": {"h0": 1}})), "not the state of a run (TypeError)"),
+        (damage(lambda state: state.update(world=WORLD | {"hosts": [1]})), "not the state of a run (AttributeError)"),
+        (damage(lambda state: state.update(world=WORLD | {"fitting": "x"})), "not the state of a run (TypeError)"),
         (damage(lambda state: state.update(fp8_scales=["1"])), "not the state of a run (TypeError)"),
         (damage(lambda state: state.update(fp8_scales=[float("nan")])), "not the state of a run (TypeError)"),
         (

@@ -294,6 +294,5 @@ def test_a_hub_that_never_answers_is_an_error_that_says_where() -> None:
 
 def test_one_rank_needs_no_thread() -> None:
     watchdog = Watchdog(Mesh(0, 1, 0, torch.device("cpu")), SECONDS)
-    assert watchdog.hosts == [socket.gethostname()]
     watchdog.failed("nobody is told")
     watchdog.close()

@@ -29,9 +29,9 @@ def plan(lengths: list[int], batch: int, world: int = 1, accumulation: int = 1, 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
     world, accumulation = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    rounds = draw(st.integers(1, 6))
+    batch = draw(st.integers(1, 6)) * world * accumulation + draw(st.integers(0, world * accumulation - 1))
     lengths = draw(st.lists(st.integers(3, 512), min_size=1, max_size=150))
-    return plan(lengths, world * accumulation * rounds, world, accumulation, draw(st.integers(0, 2**31 - 1)))
+    return plan(lengths, batch, world, accumulation, draw(st.integers(0, 2**31 - 1)))
 
 
 @given(plans())
@@ -44,10 +44,12 @@ def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
 
 
 @given(plans(), st.integers(0, 20))
-def test_ranks_share_the_global_batch_in_equal_numbers(made: Plan, step: int) -> None:
+def test_ranks_share_the_global_batch_in_numbers_as_equal_as_may_be(made: Plan, step: int) -> None:
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
-    assert {len(micro.indices) for share in shares for micro in share} == {made.global_batch_size // made.micro_batches}
+    sizes = [len(micro.indices) for share in shares for micro in share]
+    assert min(sizes) >= 1
+    assert max(sizes) == -(-made.global_batch_size // made.micro_batches)
     union = np.concatenate([micro.indices for share in shares for micro in share])
     assert sorted(union) == sorted(made.global_batch(step))
     expected = (made.global_batch_size, int(made.masked_counts[made.global_batch(step)].sum()))
@@ -209,8 +211,8 @@ def imbalance(sums: np.ndarray) -> float:
     ("lengths", "batch", "world", "accumulation", "message"),
     [
         ([], 4, 1, 1, "holds no samples"),
-        ([5, 6], 3, 2, 1, "multiple of 2"),
-        ([5, 6], 4, 2, 3, "multiple of 6"),
+        ([5, 6], 1, 2, 1, "without a sequence"),
+        ([5, 6], 4, 2, 3, "without a sequence"),
         ([5, 6], 0, 1, 1, "at least 1"),
     ],
 )

@@ -1,0 +1,80 @@
+"""A global batch over other ranks than before, what the log says of it, and notes in checkpoints that are damaged."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert.checkpoints.world import World, changes, planned_anew
+from bert.configuration.config import Config
+from bert.configuration.recipes import RECIPES
+
+CONFIG = RECIPES["tiny_cpu"]()
+
+
+def config(batch: int, steps: int = 1) -> Config:
+    return replace(
+        CONFIG, training=replace(CONFIG.training, global_batch_size=batch, gradient_accumulation_steps=steps)
+    )
+
+
+def hosts(count: int, ranks: int = 1) -> list[str]:
+    return [f"h{host}" for host in range(count) for _ in range(ranks)]
+
+
+@given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 8), st.lists(st.integers(1, 64), max_size=4))
+def test_no_micro_batch_grows_however_often_ranks_change(batch: int, first: int, steps: int, then: list[int]) -> None:
+    batch = max(batch, first * steps, *then, 1)
+    made = config(batch, steps)
+    world = World.of(hosts(first), made)
+    fitting = world.sequences
+    for ranks in then:
+        made = planned_anew(made, world, ranks)
+        world = World.of(hosts(ranks), made, world)
+        world.require_sound()
+        assert made.training.global_batch_size == batch
+        assert batch >= ranks * world.accumulation  # every micro-batch has a sequence
+        assert world.fitting == max(fitting, world.sequences)
+        assert world.sequences <= fitting or fitting == 1
+        if world.accumulation > 1 and world.sequences <= fitting:  # no more micro-batches than must be
+            assert -(-batch // (ranks * (world.accumulation - 1))) > fitting
+        fitting = world.fitting
+
+
+def test_all_ranks_again_have_their_first_shares() -> None:
+    made = config(448, 2)
+    first = World.of(hosts(4, 8), made)
+    fewer = World.of(hosts(3, 8), planned_anew(made, first, 24), first)
+    assert (first.accumulation, first.sequences) == (2, 7)
+    assert (fewer.accumulation, fewer.sequences, fewer.fitting) == (3, 7, 7)
+    assert World.of(hosts(4, 8), planned_anew(made, fewer, 32), fewer) == first
+
+
+def test_hosts_that_went_and_came_are_named_with_the_shares() -> None:
+    first = World.of(hosts(4, 2), config(32))
+    assert changes(first, first) == []
+    then = World.of(["h0", "h0", "h1", "h9", "h9", "\x1b[2J"], config(32, 2), first)
+    assert changes(first, then) == [
+        "lost: host h1 (1 rank), host h2 (2 ranks), host h3 (2 ranks)",
+        r"gained: host \x1b[2J (1 rank), host h9 (2 ranks)",
+        "shares of the global batch: 6 ranks on 4 hosts, a step of each with at most 2 x 3 sequences; "
+        "before 8 ranks on 4 hosts, a step of each with at most 1 x 4 sequences",
+    ]
+    many = World.of(hosts(20), config(32))
+    assert changes(many, World.of(["h0"], config(32)))[0].endswith("host h15 (1 rank), host h16 (1 rank) and 11 more")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("hosts", value) for value in ({}, {"h0": 0}, {"h0": "1"}, {"h0": True}, {"h0": 1 << 40})),
+        *((count, value) for count in ("accumulation", "sequences", "fitting") for value in (0, -1, 1.5, "1", None)),
+        ("job", 7),
+    ],
+)
+def test_a_note_of_other_values_is_none(name: str, value: Any) -> None:
+    fields: dict[str, Any] = asdict(World.of(hosts(2), config(4))) | {name: value}
+    with pytest.raises(TypeError):
+        World(**fields).require_sound()

@@ -1,0 +1,76 @@
+"""A rank of a run that loses a host and gets it back: ``python -m tests.distributed.elastic_worker HOST ROLE ...``.
+
+``HOST agent ...`` is torchrun's agent on a host of that name. ``HOST rank FOLDER ...`` is a rank of ``cluster.train`` there,
+and ``HOST slow FOLDER ...`` one whose data come late. Under an agent, rank 0 waits where a test is to do something: on all
+hosts once, for its end, which the file "whole" in FOLDER asks for; and on fewer hosts until its agent stops it, as one does
+when a host has come, which "fewer" asks for.
+"""
+
+import ctypes
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CLONE_NEWUTS = 0x04000000
+HOSTS = 4
+AT_STEP = 12
+"""Of each process, counted from its start, those of its warm-up among them."""
+
+
+def be_on(host: str) -> None:
+    """Take a host name that nobody else sees, where the system lets this user."""
+    if ctypes.CDLL(None).unshare(CLONE_NEWUTS) == 0:
+        socket.sethostname(host)
+
+
+def main(folder: Path, arguments: list[str], is_slow: bool) -> int:
+    import cluster.train
+    from bert.guards.interruption import Interruption
+    from bert.step import TrainingStep
+    from dataloading.batches.loader import NumpyLoader
+
+    made: list[Interruption] = []
+    steps = 0
+
+    def made_one(interruption: Interruption) -> None:
+        made.append(interruption)
+
+    def at_step(_: TrainingStep) -> None:
+        nonlocal steps
+        steps += 1
+        name = "whole" if int(os.environ["WORLD_SIZE"]) == HOSTS else "fewer"
+        if steps == AT_STEP and os.environ["RANK"] == "0" and not (folder / f"{name}-is-done").exists():
+            (folder / name).touch()
+            while made[0].number is None:
+                time.sleep(0.05)
+
+    before_each(Interruption, "__init__", made_one)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        before_each(TrainingStep, "__call__", at_step)
+    if is_slow:
+        before_each(NumpyLoader, "__next__", lambda _: time.sleep(0.1))
+    return cluster.train.main(arguments, cluster.train.look)
+
+
+def before_each(owner: type, name: str, act: Callable[[Any], None]) -> None:
+    original = getattr(owner, name)
+
+    def changed(self: object, *arguments: object) -> object:
+        act(self)
+        return original(self, *arguments)
+
+    setattr(owner, name, changed)
+
+
+if __name__ == "__main__":
+    host, role, *rest = sys.argv[1:]
+    be_on(host)
+    if role != "agent":
+        sys.exit(main(Path(rest[0]), rest[1:], role == "slow"))
+    sys.argv = ["torchrun", *rest]
+    runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

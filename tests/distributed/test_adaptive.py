@@ -1,0 +1,164 @@
+"""Hosts that are lost, come back, or are left out: real agents of torchrun and processes, under host names of their own."""
+
+import json
+import os
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import TCPStore
+
+from compliance.check.checker import check_log
+from compliance.log.records import read_log
+from console.text import counted
+from tests.conftest import SmallRun
+from tests.distributed.elastic_worker import HOSTS
+from tests.distributed.ranks import Ranks, free_port, wait_for
+from tests.programs import PATIENCE_S, Program
+
+STEPS, EVERY = 60, 5
+PARTS = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate")
+
+
+def agent(number: int, port: int, folder: Path, arguments: list[str]) -> Program:
+    """The agent of a host; its address decides its place among the ranks."""
+    place = ["--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d", "--rdzv-id=adaptive"]
+    place += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--local-addr=127.0.0.{number + 1}"]
+    place += [
+        "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,is_host=0",
+        "-m",
+        "tests.distributed.elastic_worker",
+    ]
+    return Program(
+        "tests.distributed.elastic_worker",
+        [f"h{number}", "agent", *place, f"h{number}", "rank", str(folder), *arguments],
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS=1,
+    )
+
+
+def kill_host(agent: int) -> None:
+    """Kill an agent and its ranks, as when a machine loses its power."""
+    ranks = [int(number) for number in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
+    for process in (agent, *ranks):
+        os.kill(process, signal.SIGKILL)
+
+
+def curve(results: Path) -> dict[int, dict[str, float]]:
+    """Records of the steps of all attempts; of a step that was trained twice the later."""
+    files = sorted((results / "tiny_cpu" / "bert").glob("metrics_*.jsonl"))
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["event"] == "step"}
+
+
+def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, tmp_path: Path) -> None:
+    settings = {"training__max_samples": 16 * STEPS, "evaluation__interval_samples": 16 * 10}
+    with Ranks(small_run.arguments(tmp_path / "unbroken", **settings), HOSTS) as unbroken:
+        settings |= {"checkpoint__folder": tmp_path / "checkpoints", "checkpoint__every_steps": EVERY}
+        arguments = small_run.arguments(tmp_path, **settings, training__fault_seconds=600)
+        store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)  # outlives every host
+        agents = [agent(number, store.port, tmp_path, arguments) for number in range(HOSTS)]
+        try:
+            wait_for((tmp_path / "whole").exists, agents[1])
+            (tmp_path / "whole-is-done").touch()
+            (tmp_path / "fewer").unlink(missing_ok=True)  # where some came late
+            kill_host(agents[0].pid)
+            wait_for((tmp_path / "fewer").exists, agents[1])
+            (tmp_path / "fewer-is-done").touch()
+            agents.append(agent(0, store.port, tmp_path, arguments))
+            statuses = [each.wait(PATIENCE_S) for each in agents]
+        finally:
+            for each in agents:
+                each.kill()
+        assert unbroken.ends() == [1] * HOSTS, unbroken.output
+    output = "".join(each.output for each in agents)
+    assert statuses == [-signal.SIGKILL, *[0] * HOSTS], output
+    check_curve(curve(tmp_path / "unbroken"), curve(tmp_path))
+    check_logs(sorted((tmp_path / "tiny_cpu" / "bert").glob("result_*.txt")))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a process a host name of its own")
+def test_a_straggler_sits_out_when_slurm_starts_the_job_again(small_run: SmallRun, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    settings = {
+        "training__global_batch_size": 12,
+        "training__leave_out_stragglers": 4,
+        "evaluation__interval_samples": 120,
+    }
+    settings |= {"checkpoint__folder": folder, "checkpoint__every_steps": 5}
+
+    def started(samples: int, **environment: object) -> tuple[list[int], str]:
+        arguments, port = small_run.arguments(tmp_path, **settings, training__max_samples=samples), free_port()
+        ranks = [
+            Program(
+                "tests.distributed.elastic_worker",
+                [f"h{rank}", "slow" if rank == 2 and not environment else "rank", str(tmp_path), *arguments],
+                RANK=rank,
+                WORLD_SIZE=3,
+                LOCAL_RANK=0,
+                LOCAL_WORLD_SIZE=1,
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=port,
+                **environment,
+            )
+            for rank in range(3)
+        ]
+        try:
+            return [rank.wait(PATIENCE_S) for rank in ranks], "".join(rank.output for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+    statuses, output = started(120)
+    assert statuses == [1, 1, 1], output
+    assert "host h2 was slow in 4 intervals in a row: it sits out from the next start on" in output
+    assert json.loads((folder / "left_out.json").read_text()) == ["h2"]
+    statuses, output = started(240, SLURM_RESTART_COUNT=1)
+    assert statuses == [1, 1, 0], output
+    assert "host h2 sits out as a straggler" in output
+    text = (tmp_path / "tiny_cpu" / "bert" / "result_1.txt").read_text()
+    for line in (f"resumed from: {folder / 'step_00000010'}", "left out as stragglers: h2", "lost: host h2 (1 rank)"):
+        assert f"# {line}\n" in text
+    assert "2 ranks on 2 hosts, a step of each with at most 2 x 3 sequences; before 3 ranks on 3 hosts" in text
+    assert list(curve(tmp_path)) == list(range(1, 21))
+
+
+def check_curve(unbroken: dict[int, dict[str, float]], broken: dict[int, dict[str, float]]) -> None:
+    """The same to rounding, though three ranks take shares of 6, 5 and 5 sequences in micro-batches of 3 and 2."""
+    assert list(unbroken) == list(broken) == list(range(1, STEPS + 1))
+    for step, expected in unbroken.items():
+        for name in PARTS:
+            assert broken[step][name] == pytest.approx(expected[name], rel=2e-5, abs=2e-6), (step, name)
+
+
+def check_logs(results: list[Path]) -> None:
+    """The last three are those of all hosts, of all but one, and of all again; what each says of it."""
+    whole, fewer, again = (result.read_text() for result in results[-3:])
+    host = "h0" if os.geteuid() == 0 else socket.gethostname()
+    others = HOSTS if os.geteuid() == 0 else 1
+    four, three = f"4 ranks on {counted(others, 'host')}", f"3 ranks on {counted(min(3, others), 'host')}"
+    four, three = (
+        f"{ranks}, a step of each with at most {of} sequences" for ranks, of in ((four, "1 x 4"), (three, "2 x 3"))
+    )
+    assert "run_stop" not in whole  # rank 0 was killed
+    resumed = re.search(r"# resumed from: .*/step_(\d{8})\n", again)
+    assert resumed
+    assert int(resumed[1]) == int(re.findall(r"^step +(\d+) ", fewer, re.M)[-1])  # stopped in order: no step is lost
+    for text, lines in (
+        (fewer, (f"lost: host {host} (1 rank)", f"shares of the global batch: {three}; before {four}")),
+        (again, (f"gained: host {host} (1 rank)", f"shares of the global batch: {four}; before {three}")),
+    ):
+        for line in lines:
+            assert f"# {line}\n" in text
+        measured = re.search(r"# probe: \d host\(s\), \d rank\(s\), gloo, measured in (\d+) s\n", text)
+        assert measured
+        assert int(measured[1]) <= 10
+    settings = [
+        re.findall(r'"(?:global_batch_size|d_batch_size|gradient_accumulation_steps)", "value": (\d+)', text)
+        for text in (whole, fewer, again)
+    ]
+    assert settings == [["16", "4", "1"], ["16", "3", "2"], ["16", "4", "1"]]
+    assert "eval_accuracy" in [finding.key for finding in check_log(read_log(results[-1])).findings]  # no timed result
