@@ -29,10 +29,10 @@ from benchmarks.gpu_parts import correctness as gpu_correctness
 from benchmarks.gpu_parts import end_to_end as gpu_end_to_end
 from benchmarks.gpu_parts import memory as gpu_memory
 from benchmarks.gpu_parts import peers as gpu_peers
-from benchmarks.gpu_parts import scale as gpu_scale
 from benchmarks.gpu_parts import step as gpu_step
 from benchmarks.gpu_parts.cases import cases, drawn_model
 from benchmarks.gpu_parts.fp8 import fp8_cases
+from benchmarks.gpu_parts.measuring import scale as gpu_scale
 from benchmarks.gpu_parts.measuring.report import Report
 from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
 from bert.configuration.config import ModelConfig

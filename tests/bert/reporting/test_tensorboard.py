@@ -59,6 +59,8 @@ def test_every_number_of_a_record_is_shown(tmp_path: Path) -> None:
         sink.write(record)
     assert set(read(tmp_path).Tags()["scalars"]) == OF_A_STEP | OF_AN_EVALUATION  # while the file is still open
     sink.close()
+    with pytest.raises(ValueError, match="closed file"):
+        sink.write(STEP)
     not_shown = {"step", "samples", "time_s"}  # the axes
     assert {field for field in StepRecord.__annotations__ if field not in not_shown} == {
         tag.partition("/")[2] for tag in OF_A_STEP

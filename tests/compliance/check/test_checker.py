@@ -80,6 +80,7 @@ def test_open_log_is_held_to_its_own_target_and_interval(tmp_path: Path, open_lo
     path = tmp_path / "result_0.txt"
     path.write_text(value("eval_accuracy", 0.29, -1)(open_log))
     assert [finding.key for finding in check_file(path).findings] == ["eval_accuracy"]
+    assert check_file(path).summary.startswith("1 error, ruleset ")
     path.write_text(metadata("eval_accuracy", "epoch_num", 1500)(open_log))
     assert "every 1000 samples" in check_file(path).findings[0].found
     path.write_text(delete("eval_interval_samples")(delete("quality_target")(open_log)))

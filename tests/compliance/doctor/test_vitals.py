@@ -377,7 +377,8 @@ UNLIMITED = vitals.resource.RLIM_INFINITY
         (8 << 20, 65536, TWO_NODES, True, [("fail", "limits")]),
         (8 << 20, 65536, TWO_NODES, False, []),
         (8 << 20, 65536, GPU_PLAN, True, []),
-        (UNLIMITED, 256, GPU_PLAN, False, [("warn", "limits")]),
+        (UNLIMITED, 1023, GPU_PLAN, False, [("warn", "limits")]),
+        (UNLIMITED, 1024, GPU_PLAN, False, []),
     ],
 )
 def test_limits(

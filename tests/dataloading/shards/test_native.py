@@ -134,6 +134,8 @@ def test_any_truncation_is_noticed(shard_path: Path) -> None:
         shard_path.write_bytes(content[:size])
         with pytest.raises(ValueError, match=shard_path.name), open_shard(shard_path) as shard:
             shard.verify()
+    with pytest.raises(ValueError, match=shard_path.name), open_shard(shard_path) as shard:
+        shard.take(np.array([0]))  # which is there
 
 
 def test_any_flipped_byte_of_the_arrays_is_noticed(shard_path: Path) -> None:
