@@ -7,7 +7,7 @@ from collections import Counter
 from contextlib import suppress
 from math import exp
 
-from cluster.devices import Device, device_named
+from cluster.devices import Device, device_named, devices
 from cluster.model.calibration import calibration
 from cluster.model.machine import Machine, Network, describe_machine
 from cluster.view import View
@@ -39,10 +39,13 @@ def machine_of(view: View) -> Machine:
 
 
 def _device(name: str) -> Device:
+    # A processor is known by its number: many have "CPU" in their names, which a person may say for the one that is known.
+    for device in devices():
+        if device.form == "CPU" and device.name.rpartition("-")[2] in name:
+            return device
     with suppress(ValueError):
         device = device_named(name)
-        # Processors have "CPU" in their names, which a person may say for the one that is known.
-        if device.form != "CPU" or device.name.rpartition("-")[2] in name:
+        if device.form != "CPU":
             return device
     raise ValueError(
         f"the device of the probe is {name!r}, of which the facts file knows nothing: expected one of "
