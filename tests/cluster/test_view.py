@@ -90,7 +90,7 @@ def change(*path: Any, to: Any) -> Any:
 
 
 DAMAGE = {
-    "another version": (change("version", to=2), "version 2, expected 1"),
+    "another version": (change("version", to=1), "version 1, expected 2"),
     "no view": (change("format", to="something"), "no view of a cluster"),
     "an edited number": (change("view", "links", 0, "seconds_per_byte", to=5e-9), "edited or damaged"),
     "a number as text": (change("view", "links", 3, "latency_s", to="fast"), "view.links[3].latency_s is fast"),
