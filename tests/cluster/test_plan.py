@@ -109,8 +109,8 @@ def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     assert lines[1].split()[0] == "1"
     text = "\n".join(lines)
     for said in (
-        "batch 3,072:",
-        "micro-batch 48:",
+        "batch 768:",
+        "  micro-batch ",
         "precision bf16:",
         "reduction flat:",
         "sums in fp32:",
