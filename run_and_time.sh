@@ -101,7 +101,7 @@ locked() {
 }
 
 extras=()
-! command -v nvidia-smi >/dev/null || extras=(dali) # with a GPU, DALI loads the data
+! command -v nvidia-smi >/dev/null || extras=(dali nvml) # with a GPU, DALI loads the data
 asked=()
 [[ " ${settings[*]}" != *" --log.tensorboard"* ]] || asked=(tensorboard)
 supervise bash -euo pipefail -c 'source launch/venv.sh && prepare_venv "$@"' run_and_time.sh "${extras[@]}" "${asked[@]}"

@@ -24,9 +24,9 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.gpu_parts.measuring.report import CUT_OFF, Report, Row
+from benchmarks.gpu_parts.measuring.table import page
 from benchmarks.gpu_parts.part import LOST
-from benchmarks.gpu_parts.report import CUT_OFF, Report, Row
-from benchmarks.gpu_parts.table import page
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str]) -> Settings:
 def _folder_of_the_gpu(out: Path | None) -> Path:
     import torch  # takes seconds, and nothing else here needs it
 
-    from benchmarks.gpu_parts.timing import folder_name
+    from benchmarks.gpu_parts.measuring.timing import folder_name
 
     if not torch.cuda.is_available():
         raise ValueError("needs a CUDA device, and PyTorch sees none here")

@@ -64,16 +64,17 @@ class PendingAccuracy:
 class Evaluator:
     """Evaluation of the model on every sample of the set, each rank on its share.
 
-    Ranks take every ``world_size``-th sample in order of length, so shares are alike and batches hold similar lengths. They
-    are read once, in the background if ``read_ahead`` was called, and stay on the device.
+    Copies of the model take every ``data_size``-th sample in order of length, so shares are alike and batches hold similar
+    lengths. They are read once, in the background if ``read_ahead`` was called, and stay on the device.
     """
 
     def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
         by_length = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
-        share = by_length[mesh.rank :: mesh.world_size]
+        share = by_length[mesh.data_rank :: mesh.data_size]
         self.samples = len(dataset)
         self._dataset = dataset
         self._device = mesh.device
+        self._counted = mesh.tensor_rank == 0
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._shape_buckets: list[ShapeBucket] = []
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
@@ -143,6 +144,8 @@ class Evaluator:
         with autocast:
             correct = model(batch).masked_lm_correct
         assert correct is not None  # in evaluation the model counts
+        if not self._counted:  # ranks that share a copy of the model have the same counts
+            return
         self._counts[0] += correct
         self._counts[1] += (batch.masked_lm_ids >= 0).sum()
 

@@ -9,7 +9,8 @@ precision of autocast, as attention, heads, norms, embeddings and the residual s
 Each quantized tensor is a site with a scale of its own: the largest power of two that keeps the largest magnitude of the
 step before inside the format, with room to grow (``kernels.reference.fp8.HEADROOM_BITS``). All scales are on the device and
 the host reads none, so that a captured step can be replayed. They are each rank's own where they are of activations and
-gradients; those of the weights agree, as weights do.
+gradients; those of the weights agree, as weights do. Ranks that share a copy of the model agree on all of them, which are
+then those of whole tensors.
 
 On a CPU the definitions of ``kernels.reference.fp8`` stand in: right, and several times slower than fp32. They are for
 tests.
@@ -105,8 +106,12 @@ class Fp8State:
     amax_S: Tensor
     """fp32, the largest magnitude since the last update; of a weight, at its last cast."""
 
-    def __init__(self, denses: Iterable[Dense], device: torch.device) -> None:
+    def __init__(
+        self, denses: Iterable[Dense], device: torch.device, agree_: Callable[[Tensor], None] = lambda _: None
+    ) -> None:
+        """``agree_`` leaves the largest of all magnitudes where several ranks have parts of a tensor."""
         denses = list(denses)
+        self._agree_ = agree_
         largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]
         self._largest_S = torch.tensor(largest * len(denses), device=device)
         self.scale_S = torch.ones_like(self._largest_S)
@@ -153,6 +158,7 @@ class Fp8State:
 
     @torch.no_grad()
     def _update_scales_(self) -> None:
+        self._agree_(self.amax_S)
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
         torch.reciprocal(self.scale_S, out=self.inverse_S)
         self.amax_S.zero_()
@@ -273,15 +279,15 @@ class _FeedForward(torch.autograd.Function):
         return input_gradient_TD, wide_weight_gradient_FD, bias_gradient_F, narrow_weight_gradient_DF, None, None, None
 
 
-def enable_fp8(model: BertForPreTraining) -> Fp8State:
-    """Let the encoder compute in FP8, on the device where its parameters are.
+def enable_fp8(model: BertForPreTraining, agree_: Callable[[Tensor], None] = lambda _: None) -> Fp8State:
+    """Let the encoder compute in FP8, on the device where its parameters are; ``agree_`` as of ``Fp8State``.
 
     The state reads parameters when it casts them: they may move into flat buffers afterwards. Weights have their scales at
     once, activations and gradients have 1 until ``calibrate_``.
     """
     layers = [layer for layer in model.layers[:-1] if isinstance(layer, EncoderLayer)]
     by_layer = [(layer.query_key_value, layer.attention_output, layer.intermediate, layer.output) for layer in layers]
-    state = Fp8State((dense for denses in by_layer for dense in denses), model.dropout_state.device)
+    state = Fp8State((dense for denses in by_layer for dense in denses), model.dropout_state.device, agree_)
     for index, layer in enumerate(layers):
         layer.products = Fp8Products(state.denses[4 * index : 4 * index + 4])
     state.refresh_weights_()

@@ -103,6 +103,40 @@ class Dense(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
+class Placement:
+    """Placement of weights and hidden states: all of them are here, so that there is nothing to do.
+
+    ``bert.parallel.tensor`` has the one where ranks share them: products are of all rows with a rank's shard of a weight,
+    everything between products is of a rank's own rows.
+    """
+
+    def all_rows(self, own: Tensor) -> Tensor:
+        """Gather what each rank has of the rows."""
+        return own
+
+    def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:  # noqa: ARG002
+        """Take this rank's part of what all ranks have; ``empty`` is what rows past the end hold."""
+        return rows
+
+    def summed(self, product: Tensor) -> Tensor:
+        """Return this rank's rows of the sum of products of shards."""
+        return product
+
+    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return for the own rows a table of words, and where in it theirs are."""
+        return input_ids_T, word_VD
+
+    def masked_lm_loss(
+        self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return ``masked_lm_loss`` over all rows, of which ``hidden_MD`` are the own."""
+        return masked_lm_loss(hidden_MD, word_VD, bias_V, labels_M, count_correct=count_correct)
+
+    def total(self, loss: Tensor) -> Tensor:
+        """Add up a loss of own rows."""
+        return loss
+
+
 class Embeddings(nn.Module):
     """Word, position and segment tables with the norm after their sum."""
 
@@ -113,14 +147,16 @@ class Embeddings(nn.Module):
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
         self.norm = LayerNorm(config.hidden_size)
+        self.placement = Placement()
 
     def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """[T, D]."""
+        word_ids_T, word_VD = self.placement.words(batch.input_ids, self.word)
         return embedding_layer_norm(
-            batch.input_ids,
-            batch.position_ids,
-            batch.segment_ids,
-            self.word,
+            word_ids_T,
+            self.placement.own_rows(batch.position_ids),
+            self.placement.own_rows(batch.segment_ids),
+            word_VD,
             self.position,
             self.segment,
             self.norm.weight,
@@ -164,10 +200,12 @@ class EncoderLayer(nn.Module):
         self.output = Dense(intermediate, hidden)
         self.output_norm = LayerNorm(hidden)
         self.products = MatrixProducts()
+        self.placement = Placement()
 
     def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
         """[T, D] for all tokens."""
-        qkv_T3HE = self.products.with_bias(hidden_TD, self.query_key_value).unflatten(-1, (3, *self._heads))
+        all_TD = self.placement.all_rows(hidden_TD)
+        qkv_T3HE = self.products.with_bias(all_TD, self.query_key_value).unflatten(-1, (3, -1, self._head_size))
         context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(self.index))
         return self._after_attention(context_THE.flatten(1), hidden_TD, sites)
 
@@ -184,29 +222,32 @@ class EncoderLayer(nn.Module):
 
         Exact, because nothing after the last attention mixes tokens.
         """
-        hidden = hidden_TD.shape[-1]
+        hidden_TD = self.placement.all_rows(hidden_TD)
         weight, bias = self.query_key_value.weight, self.query_key_value.bias
-        key, value = F.linear(hidden_TD, weight[hidden:], bias[hidden:]).unflatten(-1, (2, *self._heads)).unbind(1)
+        queries = len(weight) // 3
+        keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
+        key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
         chosen_QD = hidden_TD.index_select(0, rows_Q)
-        query = F.linear(chosen_QD, weight[:hidden], bias[:hidden]).unflatten(-1, self._heads)
+        query = F.linear(chosen_QD, weight[:queries], bias[:queries]).unflatten(-1, (-1, self._head_size))
         dropout = sites.attention(self.index)
         context_QHE = varlen_attention(query, key, value, cu_seqlens_q, cu_seqlens, max_seqlen, dropout)
-        return self._after_attention(context_QHE.flatten(1), chosen_QD, sites)
+        return self._after_attention(context_QHE.flatten(1), self.placement.own_rows(chosen_QD), sites)
 
     @property
-    def _heads(self) -> tuple[int, int]:
-        return self.config.num_attention_heads, self.config.hidden_size // self.config.num_attention_heads
+    def _head_size(self) -> int:
+        return self.config.hidden_size // self.config.num_attention_heads
 
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
         projected_TD = self.products.without_bias(context_TD, self.attention_output)
         attended_TD = self._added(
-            projected_TD,
+            self.placement.summed(projected_TD),
             self.attention_output.bias,
             residual_TD,
             self.attention_norm,
             sites.after_attention(self.index),
         )
-        narrow_TD = self.products.feed_forward(attended_TD, self.intermediate, self.output)
+        all_TD = self.placement.all_rows(attended_TD)
+        narrow_TD = self.placement.summed(self.products.feed_forward(all_TD, self.intermediate, self.output))
         dropout = sites.after_feed_forward(self.index)
         return self._added(narrow_TD, self.output.bias, attended_TD, self.output_norm, dropout)
 
@@ -235,6 +276,7 @@ class BertForPreTraining(nn.Module):
         self.transform = Dense(hidden, hidden)
         self.transform_norm = LayerNorm(hidden)
         self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
+        self.placement = Placement()
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
@@ -245,7 +287,7 @@ class BertForPreTraining(nn.Module):
     def forward(self, batch: "Batch") -> PretrainingOutput:
         """Both losses of a micro-batch, as sums."""
         cls_SD, masked_MD = self.head_inputs(batch)
-        loss, correct = masked_lm_loss(
+        loss, correct = self.placement.masked_lm_loss(
             self._transformed(masked_MD),
             self.embeddings.word,
             self.decoder_bias,
@@ -253,7 +295,8 @@ class BertForPreTraining(nn.Module):
             count_correct=not self.training,
         )
         logits_S2 = self.next_sentence_logits(cls_SD)
-        next_sentence_loss = cross_entropy_sum(logits_S2, batch.next_sentence_labels)
+        labels_S = self.placement.own_rows(batch.next_sentence_labels, empty=-1)
+        next_sentence_loss = self.placement.total(cross_entropy_sum(logits_S2, labels_S))
         return PretrainingOutput(loss, next_sentence_loss, correct)
 
     def head_inputs(self, batch: "Batch") -> tuple[Tensor, Tensor]:
@@ -272,8 +315,9 @@ class BertForPreTraining(nn.Module):
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
         output_QD = last.forward_rows(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites, rows_Q, cu_seqlens_q)
-        heads_QD = output_QD.index_select(0, order_Q.argsort())
-        return heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
+        heads_QD = self.placement.all_rows(output_QD).index_select(0, order_Q.argsort())
+        cls_SD, masked_MD = heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
+        return self.placement.own_rows(cls_SD), self.placement.own_rows(masked_MD)
 
     def encode(self, batch: "Batch") -> Tensor:
         """The encoder's output for every token, [T, D]."""
@@ -282,7 +326,7 @@ class BertForPreTraining(nn.Module):
         hidden_TD = embedded_TD.to(compute_dtype(embedded_TD))
         for layer in self.layers:
             hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
-        return hidden_TD
+        return self.placement.all_rows(hidden_TD)[: batch.tokens]
 
     def _next_sites(self) -> DropoutSites:
         """The dropout of the next forward pass; in training each has a step of its own."""

@@ -20,7 +20,7 @@ find pointers at multiples of 16 bytes read 16 bytes at a time."""
 
 @dataclass(frozen=True)
 class FlatParameters:
-    """Weights and gradients as two flat fp32 vectors of which the model's parameters are views.
+    """Weights and gradients as two flat vectors, fp32 where the model is, of which the model's parameters are views.
 
     One vector makes the reduction one message and the optimizer a few passes, whatever the number of tensors. Padding is
     zeros that stay zeros: it has no gradient.
@@ -44,8 +44,8 @@ class FlatParameters:
         The buffers go on with zeros up to a multiple of ``shards``, so that ranks can divide them equally.
         """
         segments = lamb_segments(model)
-        size, device = sum(segments.sizes), model.decoder_bias.device
-        weights_N = torch.zeros(padded(size, shards), device=device)
+        size = sum(segments.sizes)
+        weights_N = model.decoder_bias.new_zeros(padded(size, shards))
         gradients_N = torch.zeros_like(weights_N)
         places, start = {}, 0
         for parameter in model.parameters():

@@ -44,7 +44,7 @@ def run(config: Config, arguments: Sequence[str]) -> int:
             complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
         return 0
-    mesh = join_mesh(config.training.device)
+    mesh = join_mesh(config.training.device, tensor=config.parallel.tensor)
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
     status = _timed_run(config, inputs, mesh, guard, interruption)
@@ -86,7 +86,7 @@ def _timed_run(config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, int
             with watchdog.getting_on(timed.stopwatch.stage):
                 status = train(timed)
         timed.loader.close()
-        model = timed.step.gather_weights()
+        model = timed.step.gather_whole_model()
         if config.save_checkpoint and mesh.is_main:
             metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
             save_weights(model, config.save_checkpoint, metadata)

@@ -97,7 +97,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
     log.hyperparameters(
         {
             "global_batch_size": training.global_batch_size,
-            "d_batch_size": training.global_batch_size // (mesh.world_size * training.gradient_accumulation_steps),
+            "d_batch_size": training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps),
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "max_sequence_length": inputs.train.info.max_seq_length,
             "max_predictions_per_seq": inputs.train.info.max_predictions_per_seq,
@@ -134,12 +134,14 @@ def _warmed_up_step(
     Where there are ``shape_buckets``, the step is captured for each, and so is the evaluation for its own.
     """
     model = first_model(config, mesh, seed)
+    for parameter in model.parameters():
+        broadcast_(parameter.data)
     step = TrainingStep(model, config, mesh, stopwatch)
     if mesh.world_size > 1:
-        log.line(f"# {step.choice}")
+        shape = f"{mesh}, " if mesh.tensor > 1 else ""
+        log.line(f"# {shape}{step.choice}")
         if mesh.is_main:
-            say(step.choice)
-    broadcast_(step.flat.weights_P)
+            say(f"{shape}{step.choice}")
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * mesh.world_size + mesh.rank)
     batches = _synthetic_batches(config, train, mesh, shape_buckets)
@@ -173,7 +175,7 @@ def _shape_buckets(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBuck
     training = config.training
     if mesh.device.type != "cuda" or not training.cuda_graphs:
         return []
-    micro_batches = mesh.world_size * training.gradient_accumulation_steps
+    micro_batches = mesh.data_size * training.gradient_accumulation_steps
     tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
     return choose_shape_buckets(tokens, masked, training.global_batch_size // micro_batches, train.info.max_seq_length)
 
@@ -185,17 +187,17 @@ def _loader(
         from dataloading.batches.dali import DaliLoader as Chosen  # an optional dependency
     else:
         Chosen = NumpyLoader
-    plan = plan_of(config, train, mesh.world_size, seed)
+    plan = plan_of(config, train, mesh.data_size, seed)
 
     def rank_batches(step: int) -> list[MicroBatch]:
-        return plan.rank_batches(first_step + step, mesh.rank)
+        return plan.rank_batches(first_step + step, mesh.data_rank)
 
     return Chosen(train, rank_batches, mesh.device, config.data.prefetch, shape_buckets)
 
 
 def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
     """Random tokens in the lengths of a drawn global batch: sizes are metadata."""
-    micro_batches = plan_of(config, train, mesh.world_size, seed=0).rank_batches(0, mesh.rank)
+    micro_batches = plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank)
     batches = []
     for micro in micro_batches:
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)

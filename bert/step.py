@@ -25,6 +25,7 @@ from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import ShardedLamb, WeightGather
+from bert.parallel.tensor.shards import TensorParallel, WholeVectors, tensor_parallel
 from bert.reporting.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -39,13 +40,18 @@ class Statistics:
     def __init__(self, mesh: Mesh) -> None:
         self.own_seconds = [0.0] * mesh.world_size
         """What each rank gave at the last fetch, by rank."""
-        self._rank = mesh.rank
+        self._rank, self._counts = mesh.rank, mesh.tensor_rank == 0
         size = mesh.world_size + len(self.NAMES) + 2
         self._all = torch.zeros(size, dtype=torch.float64, device=mesh.device)
         self._sums = self._all[mesh.world_size :]
 
     def add_micro_batch(self, masked_lm_loss: Tensor, next_sentence_loss: Tensor, tokens: Tensor) -> None:
-        """Add a micro-batch's share of the global batch's mean losses and its tokens, all []."""
+        """Add a micro-batch's share of the global batch's mean losses and its tokens, all [].
+
+        Of the ranks that share a copy of the model, and so have all three, one does.
+        """
+        if not self._counts:
+            return
         self._sums[0] += masked_lm_loss.detach()
         self._sums[1] += next_sentence_loss.detach()
         self._sums[3] += tokens
@@ -98,7 +104,8 @@ class TrainingStep:
 
     def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
         self.model = model
-        self.fp8 = _fp8_state(model, config, mesh)
+        tensor = tensor_parallel(model, mesh)
+        self.fp8 = _fp8_state(model, config, mesh, tensor)
         training = config.training
         self._recomputed: Collection[str] = ()
         if training.recompute != "none":
@@ -108,6 +115,8 @@ class TrainingStep:
             self._recomputed = RECOMPUTED_OPS
         communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
         self.flat = FlatParameters.of(model, communicators.world_size)
+        self.whole = WholeVectors(model, self.flat, tensor)
+        """How flat vectors of this rank go together to those of the whole model."""
         self.choice = choose(training, self.flat, communicators)
         """How gradients are summed over ranks, and why so."""
         strategy = self.choice.way.strategy
@@ -116,10 +125,11 @@ class TrainingStep:
         self.optimizer: Lamb | ShardedLamb
         self._gather: WeightGather | None = None
         if strategy in ("sharded", "sharded_world"):
-            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction)
             self._gather = WeightGather(model, self.flat, self._reduction)
-        else:
+        if self._gather is None and tensor is None:
             self.optimizer = Lamb(self.flat, config.optimizer)
+        else:
+            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor)
         self.statistics = Statistics(mesh)
         self._mesh = mesh
         self._stopwatch = stopwatch
@@ -137,7 +147,7 @@ class TrainingStep:
 
     def _roles(self, count: int) -> list[Role]:
         """The roles of a step's micro-batches, in their order."""
-        gathers, reduces = self._gather is not None and self.fp8 is None, self._mesh.world_size > 1
+        gathers, reduces = self._gather is not None and self.fp8 is None, self._mesh.data_size > 1
         return [Role(gathers and place == 0, reduces and place == count - 1) for place in range(count)]
 
     def _forward_backward(self, role: Role, batch: Batch) -> None:
@@ -178,6 +188,22 @@ class TrainingStep:
         if self._gather is not None:
             self._gather()
         return self.model
+
+    def gather_whole_model(self) -> BertForPreTraining:
+        """``gather_weights``, and where ranks share a copy of the model, return one of their own with all weights of it.
+
+        Every rank must call it at the same time.
+        """
+        model = self.gather_weights()
+        if self._mesh.tensor == 1:
+            return model
+        whole = BertForPreTraining(model.config)
+        with torch.no_grad():
+            for parameter, (_, part) in zip(
+                whole.parameters(), self.whole.parts(self.whole.gather(self.flat.weights_P)), strict=True
+            ):
+                parameter.copy_(part)
+        return whole
 
     def autocast(self) -> torch.autocast:
         """The context in which the model computes."""
@@ -236,8 +262,8 @@ class TrainingStep:
         self._update = timed
 
 
-def _fp8_state(model: BertForPreTraining, config: Config, mesh: Mesh) -> Fp8State | None:
+def _fp8_state(model: BertForPreTraining, config: Config, mesh: Mesh, tensor: TensorParallel | None) -> Fp8State | None:
     if config.training.precision != "fp8":
         return None
     require_fp8(mesh.device)
-    return enable_fp8(model)
+    return enable_fp8(model) if tensor is None else enable_fp8(model, tensor.all_reduce_max_)

@@ -49,6 +49,7 @@ def _predict(
     interconnect: str = "",
     networking: str = "",
     round: str | None = None,
+    cluster: Path | None = None,
     json: FlagCreatePairsOff[bool] = False,
     table: Path | None = None,
     out: Path | None = None,
@@ -62,6 +63,8 @@ def _predict(
         interconnect: Of the accelerators of a node, in words: "NVLINK BRIDGE" between cards counts.
         networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
         round: Round of MLPerf Training whose software and recipes are used, the newest if none.
+        cluster: The file of a probe, in place of what stands above: its devices and hosts, and the network as it was
+            measured.
         json: Print one JSON document.
         table: A CSV file of machines to predict instead, with the columns of published_results.csv.
         out: Where to write that table with the predictions.
@@ -72,13 +75,23 @@ def _predict(
     from cluster.model.prediction import as_document, as_lines, predict, usual_run
 
     if table is not None or out is not None:
-        if table is None or out is None or accelerator is not None or json:
-            raise ValueError("--table and --out go together, without --accelerator and --json")
+        if table is None or out is None or accelerator is not None or cluster is not None or json:
+            raise ValueError("--table and --out go together, without --accelerator, --cluster and --json")
         _predict_table(table, out)
         return
-    if accelerator is None:
+    if cluster is not None:
+        from cluster.model.probed import machine_of
+        from cluster.view import read_view
+
+        if accelerator is not None or interconnect or networking:
+            raise ValueError(
+                "--cluster says all of the machine, without --accelerator, --interconnect and --networking"
+            )
+        machine = machine_of(read_view(cluster))
+    elif accelerator is not None:
+        machine = describe_machine(device_named(accelerator), nodes, gpus_per_node, interconnect, networking)
+    else:
         raise ValueError("no --accelerator given; `python -m cluster devices` lists those that are known")
-    machine = describe_machine(device_named(accelerator), nodes, gpus_per_node, interconnect, networking)
     prediction = predict(usual_run(machine, round) if batch is None else Run(machine, batch, round))
     if json:
         say_json(as_document(prediction))

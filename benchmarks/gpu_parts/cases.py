@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.gpu_parts.report import NotUsableError
+from benchmarks.gpu_parts.measuring.report import NotUsableError
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from bert.optimizer import FlatParameters

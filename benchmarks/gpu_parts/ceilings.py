@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.report import NotUsableError, Row
-from benchmarks.gpu_parts.scale import Context
-from benchmarks.gpu_parts.timing import measured, timed_row
+from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
+from benchmarks.gpu_parts.measuring.scale import Context
+from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from kernels.reference.fp8 import E4M3, E5M2, capability_reasons
 
 

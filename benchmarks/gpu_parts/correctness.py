@@ -18,8 +18,8 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
 from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
-from benchmarks.gpu_parts.report import NotUsableError, Report, Row
-from benchmarks.gpu_parts.scale import Context
+from benchmarks.gpu_parts.measuring.report import NotUsableError, Report, Row
+from benchmarks.gpu_parts.measuring.scale import Context
 from kernels import OPS, Dropout, LambHyperparameters, LambSegments, LambState, lamb_step
 
 _PART = Path(__file__).with_name("part.py")

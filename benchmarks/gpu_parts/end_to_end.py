@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.report import NotUsableError, Report, Row
-from benchmarks.gpu_parts.scale import Context, clipped_lengths
+from benchmarks.gpu_parts.measuring.report import NotUsableError, Report, Row
+from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths
 from dataloading.batches.synthetic import synthetic_samples
 
 NEEDS = ("h5py", "mlperf_logging", "rich", "safetensors", "tokenizers", "tyro")

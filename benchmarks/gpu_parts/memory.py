@@ -5,8 +5,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.gpu_parts.report import Row
-from benchmarks.gpu_parts.scale import Context, clipped_lengths, samples_of
+from benchmarks.gpu_parts.measuring.report import Row
+from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths, samples_of
 from benchmarks.gpu_parts.step import Precision, training_step
 from bert.configuration.recipes import h100_1x1
 from dataloading.batches.loader import batch_of, shape_bucket_of

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_parts.ceilings import Ceilings
-from benchmarks.gpu_parts.report import NotUsableError, Row
-from benchmarks.gpu_parts.scale import Context, micro_batches, samples_of, training_flop
+from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
+from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, samples_of, training_flop
+from benchmarks.gpu_parts.measuring.timing import measured, release, timed_row
 from benchmarks.gpu_parts.step import prepare, training_step
-from benchmarks.gpu_parts.timing import measured, release, timed_row
 from benchmarks.training.hugging_face import new_model, padded
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from dataloading.batches.loader import Batch

@@ -5,11 +5,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from benchmarks.gpu_parts.budget import split, synchronisations
 from benchmarks.gpu_parts.ceilings import Ceilings
-from benchmarks.gpu_parts.report import NotUsableError, Row
-from benchmarks.gpu_parts.scale import Context, micro_batches, training_flop
-from benchmarks.gpu_parts.timing import measured, timed_row
+from benchmarks.gpu_parts.measuring.budget import split, synchronisations
+from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
+from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, training_flop
+from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
 from bert.configuration.recipes import dgxa100_1x8, h100_1x1, h100_1x8
 from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch

@@ -10,6 +10,7 @@ accelerator it takes no core from the communication. Once it is matrix products,
 cores that gloo's threads need as well; what they slow it down by counts as exposed.
 """
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -65,22 +66,22 @@ class Network:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._names = [f"reduce{os.getpid()}h{host}" for host in range(case.hosts)]
-        self._switch = f"reduce{os.getpid()}sw"
+        self.switch = f"reduce{os.getpid()}sw"
 
     def __enter__(self) -> list[str]:
-        switch = self._switch
+        switch = self.switch
         try:
-            _ip("netns", "add", switch)
-            _ip("-n", switch, "link", "add", "br0", "type", "bridge")
-            _ip("-n", switch, "link", "set", "br0", "up")
+            ip("netns", "add", switch)
+            ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", switch, "link", "set", "br0", "up")
             for host, name in enumerate(self._names):
-                _ip("netns", "add", name)
-                _ip("-n", name, "link", "set", "lo", "up")
-                _ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
-                _ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
-                _ip("-n", name, "link", "set", "v0", "up")
-                _ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
-                _ip("-n", switch, "link", "set", f"p{host}", "up")
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
+                ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
+                ip("-n", name, "link", "set", "v0", "up")
+                ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
+                ip("-n", switch, "link", "set", f"p{host}", "up")
                 if self._case.rate:
                     shape = ("qdisc", "add", "dev", "v0", "root", "tbf", "rate", self._case.rate)
                     _run("ip", "netns", "exec", name, "tc", *shape, "burst", "256kb", "latency", "50ms")
@@ -90,8 +91,13 @@ class Network:
         return self._names
 
     def __exit__(self, *_: object) -> None:
-        for name in (*self._names, self._switch):
+        for name in (*self._names, self.switch):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def on_host(namespace: str, name: str) -> list[str]:
+    """What runs the command behind it on a host, under a host name that nobody else sees."""
+    return ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$0" "$@"']
 
 
 def main(quick: bool = False, out: Path | None = None) -> None:
@@ -117,9 +123,10 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, "wait")]
         cases += [Case(2, 1, "block", rate, 64, 3, "products") for rate in ("300mbit", "1gbit")]
     figures = []
-    for case in cases:
-        figures.append(measure(case))
-        print(_line(figures[-1]), flush=True)
+    for _, alike in itertools.groupby(cases, lambda case: (case.hosts, case.rate)):
+        for figure in measure(list(alike)):
+            figures.append(figure)
+            print(_line(figure), flush=True)
     ratios = _ratios(figures)
     if out:
         write_figures(out, {"cases": figures, "ratios": ratios})
@@ -137,50 +144,49 @@ def why_not() -> str | None:
     name = f"reduce{os.getpid()}probe"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
-    _ip("netns", "del", name)
+    ip("netns", "del", name)
     return None
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Run one case on namespaces of its own."""
-    with Network(case) as names, tempfile.TemporaryDirectory() as folder:
-        found = Path(folder) / "found.json"
+def measure(cases: list[Case]) -> list[dict[str, Any]]:
+    """Run cases of as many hosts and the same links one after another, on namespaces of their own."""
+    with Network(cases[0]) as names, tempfile.TemporaryDirectory() as folder:
         hosts = []
         for host, name in enumerate(names):
-            inside = [
-                "ip",
-                "netns",
-                "exec",
-                name,
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                f'hostname h{host} && exec "$0" "$@"',
+            command = [
+                *on_host(name, f"h{host}"),
+                sys.executable,
+                __file__,
+                "--host",
+                str(host),
+                json.dumps([case.__dict__ for case in cases]),
+                folder,
             ]
-            command = [*inside, sys.executable, __file__, "--host", str(host), json.dumps(case.__dict__), str(found)]
             hosts.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
         try:
-            codes = [host.wait(timeout=300) for host in hosts]
+            codes = [host.wait(timeout=300 * len(cases)) for host in hosts]
         finally:
             for host in hosts:
                 host.kill()
         if any(codes):
             raise RuntimeError(f"hosts ended with {codes}")
-        return case.__dict__ | json.loads(found.read_text())
+        found = [json.loads((Path(folder) / f"{number}.json").read_text()) for number in range(len(cases))]
+        return [case.__dict__ | figures for case, figures in zip(cases, found, strict=True)]
 
 
-def _host(host: int, case: Case, found: Path) -> int:
-    """Fork the ranks of a host, as each would import PyTorch for seconds; returns how many failed."""
+def _host(host: int, cases: list[Case], folder: Path) -> int:
+    """Fork the ranks of a host for each case, as each would import PyTorch for seconds; returns how many failed."""
     fork = multiprocessing.get_context("fork")
-    ranks = [
-        fork.Process(target=_rank, args=(host, local, case, found), daemon=True) for local in range(case.local_size)
-    ]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    return sum(rank.exitcode != 0 for rank in ranks)
+    for number, case in enumerate(cases):
+        arguments = [(host, local, case, folder / f"{number}.json", 29600 + number) for local in range(case.local_size)]
+        ranks = [fork.Process(target=_rank, args=given, daemon=True) for given in arguments]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if failed := sum(rank.exitcode != 0 for rank in ranks):
+            return failed
+    return 0
 
 
 class _Layer(torch.autograd.Function):
@@ -197,14 +203,14 @@ class _Layer(torch.autograd.Function):
         return gradients[0], torch.ones(()).expand_as(ctx.weight), None
 
 
-def _rank(host: int, local: int, case: Case, found: Path) -> None:
+def _rank(host: int, local: int, case: Case, found: Path, port: int) -> None:
     place = {
         "RANK": host * case.local_size + local if case.order == "block" else local * case.hosts + host,
         "WORLD_SIZE": case.hosts * case.local_size,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": case.local_size,
         "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": 29600,
+        "MASTER_PORT": port,
         "GLOO_SOCKET_IFNAME": "v0",
     }
     os.environ |= {name: str(value) for name, value in place.items()}
@@ -360,7 +366,8 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
     return ratios
 
 
-def _ip(*arguments: str) -> None:
+def ip(*arguments: str) -> None:
+    """Run ``ip``; RuntimeError where it refuses."""
     _run("ip", *arguments)
 
 
@@ -372,6 +379,6 @@ def _run(*command: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--host"]:
-        sys.exit(_host(int(sys.argv[2]), Case(**json.loads(sys.argv[3])), Path(sys.argv[4])))
+        sys.exit(_host(int(sys.argv[2]), [Case(**case) for case in json.loads(sys.argv[3])], Path(sys.argv[4])))
     else:
         tyro.cli(main)

@@ -11,6 +11,7 @@ from bert.evaluator import Accuracy, Evaluator
 from bert.guards.preflight import check_evaluation
 from bert.guards.triton_cache import require_private_cache
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.tensor.shards import tensor_parallel
 from console.program import complain, say
 from dataloading.dataset.folder import Dataset
 
@@ -27,7 +28,7 @@ def checkpoint_accuracy(config: Config) -> Accuracy | None:
     if config.dry_run:
         say(f"{config.recipe}: ready, {len(dataset):,} samples would be evaluated")
         return None
-    mesh = join_mesh(config.training.device)
+    mesh = join_mesh(config.training.device, tensor=config.parallel.tensor)
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         complain(warning, "warning")
     return _evaluate(config, dataset, mesh)
@@ -37,6 +38,7 @@ def _evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
     """FP8 is training's: where a recipe has it, the products are in bf16 here."""
     started = time.perf_counter()
     model = first_model(config, mesh, seed=0)
+    tensor_parallel(model, mesh)
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     report = _progress(started, len(dataset), mesh.is_main)

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -92,11 +92,11 @@ class Checkpoints:
         self._step = step
         self._writer = ThreadPoolExecutor(1, "checkpoint")
         self._written: Future[None] | None = None
-        size, pinned = step.flat.weights_P.numel(), mesh.device.type == "cuda"
+        size, pinned = step.whole.size, mesh.device.type == "cuda"
         self._removable = set(_by_step(self._folder)) if mesh.is_main else set()
         """Checkpoints that are this run's own to replace: those it goes on from, and those it has written."""
         self._copies = [torch.empty(size, pin_memory=pinned) for _ in _FILES] if mesh.is_main else []
-        """[P] each, in the host's memory: what is being written."""
+        """Of the whole model, in the host's memory: what is being written."""
 
     @property
     def writing(self) -> bool:
@@ -133,12 +133,14 @@ class Checkpoints:
             step.fp8.set_scales_(all_reduce_min_(step.fp8.scale_S))
             step.fp8.refresh_weights_()
         step.gather_weights()
-        momentum_P, variance_P = step.optimizer.moments()
+        vectors = step.flat.weights_P, *step.optimizer.moments()
+        assert not self.writing
+        for place, vector_P in enumerate(vectors):
+            whole = step.whole.gather(vector_P)
+            if self._mesh.is_main:
+                self._copies[place].copy_(whole)
         if not self._mesh.is_main:
             return
-        assert not self.writing
-        for copy_P, vector_P in zip(self._copies, (step.flat.weights_P, momentum_P, variance_P), strict=True):
-            copy_P.copy_(vector_P)
         state = RunState(
             step=steps,
             samples=samples,
@@ -164,8 +166,8 @@ class Checkpoints:
         final = self._folder / f"step_{state.step:08}"
         with atomic_path(final) as partial:
             partial.mkdir()
-            for name, copy_P in zip(_FILES, self._copies, strict=True):
-                write_safetensors(partial / name, _weights(self._step, copy_P), {})
+            for name, copy in zip(_FILES, self._copies, strict=True):
+                write_safetensors(partial / name, _weights(self._step, copy), {})
                 sync(partial / name)
             files = {name: _digest(partial / name) for name in _FILES}
             text = json.dumps({"format": FORMAT, **asdict(state), "files": files}, indent=1)
@@ -249,11 +251,11 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     """Bring model and optimizer to where ``state`` says; every rank must call it at the same time."""
     reseed(state.seed, state.step, mesh)
     vectors = [torch.zeros_like(step.flat.weights_P) for _ in _FILES]
-    if mesh.is_main:
-        for name, vector_P in zip(_FILES, vectors, strict=True):
-            _read_into(step, Path(state.path) / name, vector_P)
-    for vector_P in vectors:
-        broadcast_(vector_P)
+    for name, vector_P in zip(_FILES, vectors, strict=True):
+        whole = vector_P.new_zeros(step.whole.size)
+        if mesh.is_main:
+            _read_into(step, Path(state.path) / name, whole)
+        step.whole.shard_(vector_P, broadcast_(whole))
     weights_P, momentum_P, variance_P = vectors
     with torch.no_grad():
         step.flat.weights_P.copy_(weights_P)
@@ -337,20 +339,14 @@ def _digest(path: Path) -> dict[str, object]:
     return {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
-def _parts(step: TrainingStep, vector_P: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A flat vector's part for each parameter, in the parameter's shape."""
-    for name, parameter in step.model.named_parameters():
-        yield name, vector_P[step.flat.places[parameter]].view_as(parameter)
+def _weights(step: TrainingStep, whole: Tensor) -> Mapping[str, Weight]:
+    return {name: Weight(tuple(part.shape), part.detach().cpu) for name, part in step.whole.parts(whole)}
 
 
-def _weights(step: TrainingStep, vector_P: Tensor) -> Mapping[str, Weight]:
-    return {name: Weight(tuple(part.shape), part.detach().cpu) for name, part in _parts(step, vector_P)}
-
-
-def _read_into(step: TrainingStep, path: Path, vector_P: Tensor) -> None:
+def _read_into(step: TrainingStep, path: Path, whole: Tensor) -> None:
     try:
         with safe_open(path, "pt") as file:
-            for name, part in _parts(step, vector_P):
+            for name, part in step.whole.parts(whole):
                 found = file.get_tensor(name)
                 if found.shape != part.shape:  # one that is smaller would be repeated
                     raise ValueError(f"{path} holds {name} of shape {tuple(found.shape)}, expected {tuple(part.shape)}")

@@ -178,6 +178,17 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """How ranks share a copy of the model."""
+
+    tensor: int = 1
+    """Ranks of a host that share a copy: heads, the feed-forward layer and the vocabulary are divided among them."""
+
+    def __post_init__(self) -> None:
+        _at_least(1, "parallel.tensor", self.tensor)
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     """Target and times of evaluations."""
 
@@ -261,6 +272,7 @@ class Config:
     plan: Path | None = None
     """Take the settings of this file of `python -m cluster plan`, on as many processes as it is for, and compare the
     measured step with its prediction. A setting that contradicts it is refused."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     resume: Path | None = None
     """Go on from the newest whole checkpoint in this folder, on any number of ranks. The log is a new one, and no timed
     result."""
@@ -303,6 +315,7 @@ class Config:
                 f"training.max_samples {self.training.max_samples} is less than one global batch of "
                 f"{self.training.global_batch_size}: raise it or lower training.global_batch_size"
             )
+        self._check_tensor()
         if self.training.precision == "fp8":
             self._check_fp8()
         if self.training.precision == "bf16" and self.training.device == "cpu" and self.model.hidden_size < 256:
@@ -310,11 +323,28 @@ class Config:
                 "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32"
             )
 
+    def _check_tensor(self) -> None:
+        """Nobody can have half a head; what is left of the vocabulary past the last whole share is filled up."""
+        tensor, model = self.parallel.tensor, self.model
+        names = ("num_attention_heads", "intermediate_size")
+        most = math.gcd(*(getattr(model, name) for name in names))
+        if most % tensor:
+            near = sorted(
+                (size for size in range(1, most + 1) if most % size == 0), key=lambda size: abs(size - tensor)
+            )
+            sizes = " and ".join(f"model.{name} {getattr(model, name)}" for name in names)
+            raise ValueError(
+                f"parallel.tensor is {tensor}, which does not divide {sizes}: set it to {' or '.join(map(str, near[:2]))}"
+            )
+
     def _check_fp8(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
-            if getattr(self.model, name) % 16:
+            multiple = 16 * self.parallel.tensor
+            if getattr(self.model, name) % multiple:
+                shared = f" with parallel.tensor {self.parallel.tensor}" if self.parallel.tensor > 1 else ""
                 raise ValueError(
-                    f"model.{name} is {getattr(self.model, name)}, but training.precision fp8 needs a multiple of 16"
+                    f"model.{name} is {getattr(self.model, name)}, but training.precision fp8{shared} needs a multiple of "
+                    f"{multiple}"
                 )
         if self.model.num_hidden_layers == 1:
             raise ValueError(

@@ -18,7 +18,7 @@ from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
 from bert.mllog import evaluation_interval, evaluation_samples
-from bert.parallel.mesh import Mesh
+from bert.parallel.mesh import Mesh, require_whole_groups
 from bert.reporting.result_files import choose_files
 from bert.reporting.tensorboard import require_installed
 from dataloading.batches.loader import choose_loader
@@ -57,7 +57,8 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     (train, evaluation), vocabulary = _open_data(config, [config.data.train, config.data.evaluation])
     if config.data.initial_checkpoint is not None:
         check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
-    plan_of(config, train, world_size, seed=0)
+    require_whole_groups(config.parallel.tensor, world_size, "in all")
+    plan_of(config, train, world_size // config.parallel.tensor, seed=0)
     _choose_implementations(config)
     choose_loader(config.data.loader, torch.device(config.training.device))
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -89,14 +90,17 @@ def result_folder(config: Config) -> Path:
     return config.log.results / config.log.system / "bert"
 
 
-def plan_of(config: Config, train: Dataset, world_size: int, seed: int) -> Plan:
-    """Plan which samples come when, and on which rank. Raises ``ValueError`` where the global batch does not divide."""
+def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> Plan:
+    """Plan which samples come when, and on which of ``data_size`` copies of the model.
+
+    Raises ``ValueError`` where the global batch does not divide.
+    """
     training = config.training
     return Plan(
         train.lengths,
         train.masked_counts,
         global_batch_size=training.global_batch_size,
-        world_size=world_size,
+        world_size=data_size,
         gradient_accumulation_steps=training.gradient_accumulation_steps,
         seed=seed,
     )

@@ -1,8 +1,14 @@
-"""Place of this process among the others: rank, host, and the neighbours on the host.
+"""Place of this process among the others: rank, host, the neighbours on the host, and those that share a copy of the model.
 
 The launcher's environment says rank and world size; who shares a host is found by asking all ranks.
+
+Groups are not those of PyTorch's DeviceMesh, which sorts the ranks of a node: where local ranks are in another order on one
+host than on the next, a rank's place in its node would not be that of its rail, and shards of different places would be
+added. For a node that is the world it also takes the default group.
 """
 
+import inspect
+import math
 import os
 import resource
 import socket
@@ -11,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +36,11 @@ TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place in the run: a grid of nodes by ranks of a node."""
+    """This process's place in the run: a grid of nodes by ranks of a node.
+
+    Neighbours on a node share a copy of the model, ``tensor`` of them, and get the same micro-batches; ranks with the same
+    place in such a tensor group have the same shards of it, and add up gradients: its data group. Neither leaves its rail.
+    """
 
     rank: int
     world_size: int
@@ -38,6 +49,8 @@ class Mesh:
     device: torch.device
     nodes: tuple[tuple[int, ...], ...] = ()
     """The ranks of each host, by local rank; ``()`` stands for one host. Neighbours need not have neighbouring ranks."""
+    tensor: int = 1
+    """Ranks that share a copy of the model."""
 
     @property
     def is_main(self) -> bool:
@@ -55,12 +68,54 @@ class Mesh:
         place = self.node_ranks.index(self.rank)
         return tuple(sorted(ranks[place] for ranks in self.nodes)) or (self.rank,)
 
+    @cached_property
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each copy of the model, copies by their lowest rank."""
+        nodes = self.nodes or (tuple(range(self.world_size)),)
+        starts = range(0, len(nodes[0]), self.tensor)
+        return tuple(sorted((ranks[start : start + self.tensor] for ranks in nodes for start in starts), key=min))
 
-def join_mesh(device: str, timeout: timedelta = TIMEOUT) -> Mesh:
+    @property
+    def data_size(self) -> int:
+        """Copies of the model: as many micro-batches are computed at a time."""
+        return len(self.tensor_groups)
+
+    @cached_property
+    def data_rank(self) -> int:
+        """The number of this rank's copy: which micro-batches it gets."""
+        return next(copy for copy, ranks in enumerate(self.tensor_groups) if self.rank in ranks)
+
+    @property
+    def tensor_ranks(self) -> tuple[int, ...]:
+        """The ranks that share this one's copy."""
+        return self.tensor_groups[self.data_rank]
+
+    @property
+    def tensor_rank(self) -> int:
+        """The number of this rank's shard of its copy."""
+        return self.tensor_ranks.index(self.rank)
+
+    @property
+    def data_ranks(self) -> tuple[int, ...]:
+        """The ranks that have this one's shard, by copy."""
+        return tuple(ranks[self.tensor_rank] for ranks in self.tensor_groups)
+
+    @property
+    def node_data_ranks(self) -> tuple[int, ...]:
+        """Those of them on this host."""
+        return self.node_ranks[self.tensor_rank :: self.tensor]
+
+    def __str__(self) -> str:
+        """Name the shape as a log does."""
+        return f"data {self.data_size} x tensor {self.tensor}"
+
+
+def join_mesh(device: str, timeout: timedelta = TIMEOUT, tensor: int = 1) -> Mesh:
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
-    NCCL between GPUs, gloo between CPUs. From here on products are as precise as training asks (``set_product_precision``).
-    Raises ``ValueError`` when the environment, the device or the hosts do not fit.
+    NCCL between GPUs, gloo between CPUs; ``tensor`` ranks share a copy of the model. From here on products are as precise as
+    training asks (``set_product_precision``). Raises ``ValueError`` when the environment, the device, the hosts or the
+    shape do not fit.
     """
     launch = Launch.from_environment()
     set_product_precision()
@@ -94,7 +149,41 @@ def join_mesh(device: str, timeout: timedelta = TIMEOUT) -> Mesh:
         store = PrefixStore(attempt, store)
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
         nodes = group_by_host(_all_identities(launch, place), one_launcher=device == "cuda")
-    return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes)
+    require_whole_groups(tensor, len(nodes[0]) if nodes else launch.world_size, "on each host")
+    return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes, tensor)
+
+
+def require_whole_groups(tensor: int, ranks: int, where: str) -> None:
+    """Raise ``ValueError``, with the largest size that a model divided by ``tensor`` allows too, unless ranks divide so."""
+    if ranks % tensor:
+        raise ValueError(
+            f"parallel.tensor is {tensor}, but {ranks} rank{'s' * (ranks > 1)} {where} do not divide into groups of that "
+            f"size: set it to {math.gcd(ranks, tensor)}, or start a multiple of {tensor} ranks {where}"
+        )
+
+
+def process_group(ranks: Sequence[int], options: Any = None) -> dist.ProcessGroup | None:
+    """Create a group of its own, in this order; None for a rank alone. Every rank of it must call it at the same time."""
+    if len(ranks) == 1:
+        return None
+    # PyTorch 2.11 has no sort_ranks; where ranks ascend it does not matter.
+    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def require_order(mesh: Mesh) -> None:
+    """Raise ``ValueError`` where this PyTorch has no groups in the order of local ranks, and that is not the ranks' own.
+
+    The same on every rank, so that none waits for others that have been refused.
+    """
+    crossed = next((ranks for ranks in mesh.nodes if list(ranks) != sorted(ranks)), None)
+    if crossed is not None and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise ValueError(
+            f"a host's ranks by local rank are {', '.join(map(str, crossed))}, and PyTorch {torch.__version__} makes no "
+            "group in that order: number each host's ranks as its local ranks, or install PyTorch 2.12 or newer"
+        )
 
 
 _DESCRIPTORS = 1024

@@ -3,7 +3,6 @@
 Losses are divided by counts of the whole global batch, so that gradients add up: nothing is scaled before or after.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,14 +15,15 @@ from torch import Tensor
 
 from bert.configuration.config import TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
-from bert.parallel.mesh import TIMEOUT, Mesh
+from bert.parallel.mesh import Mesh, process_group, require_order
 from bert.parallel.single import all_gather_single
 from bert.parallel.sums import Bf16Sums, Fp32Sums, ReduceDtype, Sums, shard_of
 
 Strategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
 its rail, all-gather in the node. sharded: the same without the all-gather; ``WeightGather`` gathers weights instead.
-sharded_world: reduce-scatter over all ranks, and weights gathered over all."""
+sharded_world: reduce-scatter over all ranks, and weights gathered over all. With tensor parallelism, ranks are here those of
+a data group, which have the same shards of the model."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Communicators:
-    """Groups of their own, so that reductions meet no other traffic: all ranks, this node's, this rail's.
+    """Groups of their own, so that reductions meet no other traffic: this rank's data group, its part in the node, the rail.
 
-    None where this rank would be alone. They are not made by PyTorch's DeviceMesh, which sorts the ranks of a node: where
-    local ranks are in another order on one host than on the next, a rank's place in its node would not be that of its
-    rail, and shards of different places would be added. For a node that is the world it also takes the default group.
+    None where this rank would be alone.
     """
 
     world: dist.ProcessGroup | None
@@ -67,18 +65,18 @@ class Communicators:
         switches cannot is its own affair: it sends as otherwise, and warns. Raises ``ValueError`` when it is on and cannot
         be asked for, or when this PyTorch has no groups in the order of local ranks.
         """
-        _require_order(mesh)
+        require_order(mesh)
         options, why_not = None, "as set"
         if in_network != "off":
             options, why_not = _in_network_options(mesh, reduce_dtype)
             if in_network == "on" and options is None and len(mesh.rail_ranks) > 1:
                 raise ValueError(f"training.in_network is on, but {why_not}: set it to auto or off")
         return cls(
-            _group(tuple(range(mesh.world_size))),
-            _group(mesh.node_ranks),
-            _group(mesh.rail_ranks),
-            mesh.world_size,
-            _group(mesh.rail_ranks, options) if options is not None else None,
+            process_group(mesh.data_ranks),
+            process_group(mesh.node_data_ranks),
+            process_group(mesh.rail_ranks),
+            mesh.data_size,
+            process_group(mesh.rail_ranks, options) if options is not None else None,
             why_not,
         )
 
@@ -107,26 +105,6 @@ def _in_network_options(mesh: Mesh, reduce_dtype: ReduceDtype = "fp32") -> tuple
         return None, "this PyTorch cannot ask NCCL for it"
     setattr(options.config, "collnet_enable", 1)  # noqa: B010  absent from PyTorch's type stubs
     return options, ""
-
-
-def _require_order(mesh: Mesh) -> None:
-    """The same on every rank, so that none waits for others that have been refused."""
-    crossed = next((ranks for ranks in mesh.nodes if list(ranks) != sorted(ranks)), None)
-    if crossed is not None and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
-        raise ValueError(
-            f"a host's ranks by local rank are {', '.join(map(str, crossed))}, and PyTorch {torch.__version__} makes no "
-            "group in that order: number each host's ranks as its local ranks, or install PyTorch 2.12 or newer"
-        )
-
-
-def _group(ranks: tuple[int, ...], options: Any = None) -> dist.ProcessGroup | None:
-    if len(ranks) == 1:
-        return None
-    # PyTorch 2.11 has no sort_ranks; where ranks ascend it does not matter.
-    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
-    group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
-    assert isinstance(group, dist.ProcessGroup)
-    return group
 
 
 class CommunicationStream:
@@ -238,8 +216,9 @@ class Reduction:
 
     @property
     def shard_group(self) -> dist.ProcessGroup | None:
-        """The ranks that each have a shard of a bucket; None where this one has all of it."""
-        return self.communicators.world if self.strategy == "sharded_world" else self.communicators.node
+        """The ranks that each have a shard of the sum of a bucket; None where this one has all of it."""
+        groups = self.communicators
+        return {"sharded": groups.node, "sharded_world": groups.world}.get(self.strategy)
 
     def close(self) -> None:
         """Take the hooks off the model again."""
@@ -278,8 +257,10 @@ class Reduction:
         if self.strategy == "flat":
             sums.all_reduce_(gradients, groups.world)
             return
-        sums.reduce_scatter_(gradients, self.shard_group)
-        if self.strategy != "sharded_world":
-            sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
+        if self.strategy == "sharded_world":
+            sums.reduce_scatter_(gradients, groups.world)
+            return
+        sums.reduce_scatter_(gradients, groups.node)
+        sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
         if self.strategy == "hierarchical":
             sums.all_gather_(gradients, groups.node)

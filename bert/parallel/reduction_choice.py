@@ -104,7 +104,7 @@ def measured_choice(
                 torch.cuda.synchronize(device)
             times[place] = time.perf_counter() - begin
         if communicators.world:
-            dist.all_reduce(times, dist.ReduceOp.MAX, group=communicators.world)
+            dist.all_reduce(times, dist.ReduceOp.MAX)  # over all data groups, so that all choose the same
         best = list(map(min, best, times.tolist()))
         spent += times.sum().item()
         if spent > enough_seconds:  # the same sum, and so the same answer, everywhere

@@ -1,7 +1,8 @@
-"""LAMB with its state divided among the ranks of a node, so that every node holds the whole of it, or among all ranks.
+"""LAMB with its state divided among the ranks of a node, so that every node holds the whole of it, or among all ranks; and
+LAMB of parameters that are divided themselves, among the ranks of a tensor group.
 
 Shape legend: N flat parameters with padding, R ranks that share the state, W = N / R elements of a shard, G segments, K
-spans.
+spans, I of the W elements that are of parameters that a whole tensor group has.
 
 A rank's shard is its part of every bucket of the reduction, one after the other. A span is what one segment has in
 the shard without a gap.
@@ -10,6 +11,7 @@ the shard without a gap.
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bert.configuration.config import OptimizerConfig
@@ -17,27 +19,38 @@ from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, hyperparameters, learning_rate_tensor
 from bert.parallel.reduction import Reduction
 from bert.parallel.single import all_gather_single
+from bert.parallel.tensor.shards import TensorParallel
 from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of_squares
 
 
 class ShardedLamb:
-    """LAMB as ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded or sharded_world.
+    """LAMB as ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded or sharded_world, or with any where
+    ``tensor`` has divided the model.
 
     A step leaves each weight with the ranks that have it in their shard; ``WeightGather`` brings it to the others. Sums over
     shards are added in the order of the ranks, and hence equal everywhere to the last bit; so weights stay equal as long as
     the rails' sums are. A step whose gradients are not all finite changes nothing but ``skipped``.
+
+    What all ranks of a tensor group have lies at the same places of their vectors, and they update it alike.
     """
 
-    def __init__(self, flat: FlatParameters, config: OptimizerConfig, reduction: Reduction) -> None:
-        assert reduction.strategy in ("sharded", "sharded_world")
+    def __init__(
+        self,
+        flat: FlatParameters,
+        config: OptimizerConfig,
+        reduction: Reduction,
+        tensor: TensorParallel | None = None,
+    ) -> None:
+        assert reduction.strategy in ("sharded", "sharded_world") or tensor is not None
         self.flat = flat
         self.config = config
         self._reduction = reduction
         self._group = reduction.shard_group
+        self._tensor = tensor
         shard = len(flat.weights_N) // (self._group.size() if self._group else 1)
         device = flat.weights_N.device
         self.momentum_W, self.variance_W, self._gradient_W, self._weight_W, self._update_W = (
-            torch.zeros(shard, device=device) for _ in range(5)
+            flat.weights_N.new_zeros(shard) for _ in range(5)
         )
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], the steps taken."""
@@ -49,6 +62,12 @@ class ShardedLamb:
         adapted = [segment for segment, _, _ in spans if flat.segments.adapted[segment]]
         self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
         self._rows_GK = _rows(adapted, len(flat.segments.sizes)).to(device)
+        everywhere = [False] * len(flat.segments.sizes) if tensor is None else tensor.on_all_ranks(flat)
+        places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
+        self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
+        self._counts = tensor is None or tensor.rank == 0
+        """Whether this rank is the one of its tensor group that counts what all have."""
+        self._counted_G = torch.tensor([self._counts or not each for each in everywhere], device=device)
 
     @torch.no_grad()
     def step(self) -> Tensor:
@@ -60,7 +79,7 @@ class ShardedLamb:
         self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
-        norm = self._over_shards(sum_of_squares(gradient_W)).sqrt().float()
+        norm = self._over_shards(self._squares_with_sums_()).sqrt().to(gradient_W.dtype)
         squares_2K = lamb_directions(
             weight_W,
             gradient_W,
@@ -72,7 +91,7 @@ class ShardedLamb:
         )
         # Every rank takes part in the sums, even one without adapted elements.
         filled_2K = torch.cat([squares_2K, squares_2K.new_zeros(2, 1)], dim=1)
-        squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1))
+        squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1) * self._counted_G)
         rate = learning_rate_tensor(config, self.steps)
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
@@ -107,13 +126,25 @@ class ShardedLamb:
             moment_N[: len(moment_P)] = moment_P
             self._collect(moment_N, shard_W)
 
+    def _squares_with_sums_(self) -> Tensor:
+        """Sum what the tensor group has the gradients of together; the squares that this rank counts, fp64 []."""
+        gradient_W, everywhere_I = self._gradient_W, self._everywhere_I
+        if self._tensor is None or len(everywhere_I) == 0:
+            return sum_of_squares(gradient_W)
+        summed_I = gradient_W[everywhere_I]
+        dist.all_reduce(summed_I, group=self._tensor.group)
+        gradient_W[everywhere_I] = summed_I
+        squares = sum_of_squares(gradient_W)
+        return squares if self._counts else squares - sum_of_squares(summed_I)
+
     def _over_shards(self, squares: Tensor) -> Tensor:
-        """Add up over the ranks, in their order; fp64."""
-        if self._group is None:
-            return squares
-        gathered = squares.new_empty(self._group.size() * squares.numel())
-        all_gather_single(gathered, squares.flatten(), group=self._group)
-        return gathered.view(self._group.size(), *squares.shape).sum(0)
+        """Add up over the ranks that share the state, and over the tensor group, in their order; fp64."""
+        for group in (self._group, None if self._tensor is None else self._tensor.group):
+            if group is not None:
+                gathered = squares.new_empty(group.size() * squares.numel())
+                all_gather_single(gathered, squares.flatten(), group=group)
+                squares = gathered.view(group.size(), *squares.shape).sum(0)
+        return squares
 
     def _collect(self, flat_N: Tensor, shard_W: Tensor) -> None:
         torch.cat([self._reduction.shard(flat_N, bucket) for bucket in self._reduction.buckets], out=shard_W)

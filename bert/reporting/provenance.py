@@ -26,7 +26,7 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
     head |= {
         "host": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cpu": f"{_cpu_model()}, {os.cpu_count()} logical cores",
-        "processes": f"{mesh.world_size} x {torch.get_num_threads()} threads",
+        "processes": f"{mesh.world_size} x {torch.get_num_threads()} threads, {mesh}",
         "accelerator": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "none",
         "seed": seed,
     }

@@ -1,7 +1,8 @@
 """Memory of a rank by part, in bytes: what it holds all the time, and what its largest micro-batch adds.
 
 What the forward pass keeps is counted tensor by tensor, as PyTorch's own operations keep it on a CPU; Triton's on a GPU
-draw dropout again and keep no probabilities, and what they keep is counted so where ``on_gpu`` is set.
+draw dropout again and keep no probabilities, and what they keep is counted so where ``on_gpu`` is set. What a layer keeps
+that recomputes is in ``cluster.model.recomputation``.
 
 Shape legend: T tokens, Q rows of the last layer, S sequences, M masked tokens, D hidden, F intermediate, V vocabulary,
 H heads.
@@ -9,10 +10,13 @@ H heads.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.model.computations import layout_of
+from cluster.model.recomputation import kept_bytes
 from cluster.model.strategy import Strategy
 from cluster.model.work import MicroBatches, Work
 
@@ -34,13 +38,15 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     sharded = strategy.reduction in ("sharded", "sharded_world")
     shard = elements / {"sharded": ranks, "sharded_world": world_size}.get(strategy.reduction, 1)
     bucket = max(each.stop - each.start for each in layout.buckets(world_size, strategy.bucket_bytes))
-    largest: tuple[float, float] = (0.0, 0.0)
+    largest = (0.0, 0.0, 0.0)
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, world_size, step)
         kept_AR = kept_by_forward(work, strategy, sizes, on_gpu)
         logits_AR = sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0)
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
-        largest = max(largest, (float(kept_AR[worst]), float(logits_AR[worst])), key=sum)
+        whole_AR = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu)
+        layer = float(whole_AR[worst] - kept_AR[worst]) / max(1, work.model.num_hidden_layers - 1)
+        largest = max(largest, (float(kept_AR[worst]), float(logits_AR[worst]), layer), key=sum)
     return {
         "weights": 4.0 * elements,
         "gradients": 4.0 * elements,
@@ -50,6 +56,8 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and world_size > 1 else 0.0,
         "activations": largest[0],
         "logits": largest[1],
+        # What one layer has computed again while its backward pass runs; logits have been freed by then.
+        "recomputed": largest[2],
         "16-bit weights": 0.0 if strategy.precision == "fp32" else _cast_weights(work),
     }
 
@@ -78,10 +86,16 @@ def kept_by_forward(work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu:
     # Sequences of one length are one call, for which PyTorch's products copy keys and values.
     copied = sizes.equal_AR * 2 * size * D if model.attention_dropout and not on_gpu else 0
     layer = T * 3 * size * D + copied + attended(T, sizes.pairs_AR) + rest(T, 2)
+    layers = model.num_hidden_layers - 1
+    inner = layers * layer
+    if on_gpu or strategy.recompute != "none":
+        inner = layers * T * kept_bytes(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
+        # On a CPU norms give fp32, which the layers between get; the first one's input is cast, and the last casts its own.
+        inner = inner + (0 if on_gpu else max(0, layers - 1) * T * (4 - size) * D)
     query = 0 if model.attention_dropout and not on_gpu else size * D
     last = T * 2 * size * D + Q * (16 + size * D + query) + attended(Q, sizes.last_pairs_AR) + rest(Q, 1)
     heads = Q * size * D + M * (3 * size * D + 8) + S * (size * D + 8)
-    return embedding + (model.num_hidden_layers - 1) * layer + last + heads
+    return embedding + inner + last + heads
 
 
 def _cast_weights(work: Work) -> float:

@@ -1,4 +1,4 @@
-"""Costs of recomputation: bytes that an encoder layer keeps for its backward pass, and operations that are done twice.
+"""Costs of recomputation: bytes that an encoder layer keeps for its backward pass, and computations that are done again.
 
 Bytes are those of the GPU's kernels. PyTorch's own on a CPU keep masks and probabilities besides under `none`, and
 otherwise as much; `benchmarks/training/recomputation.py` counts both. While a layer's backward pass runs, what it has
@@ -13,6 +13,13 @@ from bert.configuration.config import ModelConfig, Recompute
 
 _KEYS_A_GROUP = 64
 """Keys whose dropout attention keeps in one group of bits, as `kernels.triton.attention_passes` has it."""
+
+REPEATED: dict[Recompute, tuple[str, ...]] = {
+    "none": (),
+    "selective": ("attention", "gelu", "norm"),
+    "full": ("linear", "attention", "gelu", "norm"),
+}
+"""Kinds of `cluster.model.computations` of which the backward pass of a layer but the last repeats the forward part."""
 
 
 def kept_bytes(
@@ -33,14 +40,3 @@ def kept_bytes(
     mask_bytes = H * -(-longest_sequence // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0
     statistics = 4 * H + 2 * 8  # fp32: of each head's softmax, and of two norms
     return activations + mask_bytes + statistics
-
-
-def repeated_operations(model: ModelConfig, mode: Recompute, length: int) -> float:
-    """Return the operations a token and layer in matrix products that come on top of those of one forward and backward pass.
-
-    ``length`` is that of the token's sequence. One multiplication and one addition are two; a forward pass and the backward
-    pass after it are three times the whole forward pass, which is what ``full`` adds.
-    """
-    D, F = model.hidden_size, model.intermediate_size
-    attention = 4.0 * length * D
-    return {"none": 0.0, "selective": attention, "full": attention + 8.0 * D * D + 4.0 * D * F}[mode]

@@ -15,6 +15,7 @@ from cluster.model.calibration import calibration
 from cluster.model.computations import Computation, Count, Layout, layout_of, parts_of
 from cluster.model.convergence import log_samples
 from cluster.model.rates import Rates
+from cluster.model.recomputation import REPEATED
 from cluster.model.strategy import Strategy
 from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
@@ -67,7 +68,10 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
 def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
     model, layout = work.model, layout_of(work.model)
     sizes = work.micro_batches(strategy, rates.world_size, step)
-    embedding, layer, last = (_seconds(part, rates, strategy.precision, sizes) for part in parts_of(model, sizes))
+    parts = parts_of(model, sizes)
+    embedding, layer, last = (_seconds(part, rates, strategy.precision, sizes) for part in parts)
+    again = [each for each in parts[1] if each.kind in REPEATED[strategy.recompute]]
+    layer = layer + FORWARD * _seconds(again, rates, strategy.precision, sizes)
     layers = model.num_hidden_layers - 1
     compute_AR = rates.micro_batch_s + embedding + layers * layer + last
     assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bert.configuration.config import Config, TrainingConfig
+from bert.configuration.config import Config, Recompute, TrainingConfig
 
 Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """As `training.reduction` names them."""
@@ -35,12 +35,13 @@ class Strategy:
     in_network: bool = False
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     bucket_bytes: int = BUCKET_BYTES
+    recompute: Recompute = "none"
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        for name, allowed in (("precision", Precision), ("reduction", Reduction)):
+        for name, allowed in (("precision", Precision), ("reduction", Reduction), ("recompute", Recompute)):
             if getattr(self, name) not in get_args(allowed):
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}"
@@ -73,4 +74,5 @@ def strategy_of(config: Config) -> Strategy:
         "flat" if training.reduction == "auto" else training.reduction,
         training.in_network == "on",
         training.reduce_dtype,
+        recompute=training.recompute,
     )

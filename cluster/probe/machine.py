@@ -208,27 +208,26 @@ def nvlink_clique(address: str) -> str:
 def _fabric(pynvml: Any, handle: Any) -> str:
     """The clique that the fabric manager of a multi-node NVLink domain has put a device into."""
     try:
-        info = pynvml.c_nvmlGpuFabricInfo_t()
-        pynvml.nvmlDeviceGetGpuFabricInfo(handle, pynvml.byref(info))
-    except (pynvml.NVMLError, AttributeError, TypeError):
+        info = pynvml.c_nvmlGpuFabricInfo_v2_t()  # what asks without a version is to be removed in CUDA 14
+        pynvml.nvmlDeviceGetGpuFabricInfoV(handle, pynvml.byref(info))
+    except (pynvml.NVMLError, AttributeError):  # an older driver or package
         return ""
     identity = bytes(info.clusterUuid)
-    done = info.state == getattr(pynvml, "NVML_GPU_FABRIC_STATE_COMPLETED", 3)
+    done = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == pynvml.NVML_SUCCESS
     return f"{identity.hex()}/{info.cliqueId}" if done and any(identity) else ""
 
 
 def _neighbours(pynvml: Any, handle: Any, address: str) -> str:
     """Over an NVSwitch all devices of the host are one clique, else those that are joined directly."""
     joined = []
-    for link in range(getattr(pynvml, "NVML_NVLINK_MAX_LINKS", 18)):
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
         try:
             if pynvml.nvmlDeviceGetNvLinkState(handle, link) != pynvml.NVML_FEATURE_ENABLED:
                 continue
             kind = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
-            if kind == getattr(pynvml, "NVML_NVLINK_DEVICE_TYPE_SWITCH", 2):
+            if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
                 return f"{socket.gethostname()}/nvswitch"[:128]
-            remote = pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId
-            joined.append((remote.decode() if isinstance(remote, bytes) else remote).lower()[-12:])
+            joined.append(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId.lower()[-12:])
         except pynvml.NVMLError:
             continue
     return f"{socket.gethostname()}/{min([*joined, address])}"[:128] if joined else ""

@@ -8,6 +8,8 @@ each, and settings, a line each; else nothing. Without PyTorch, whose import wou
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import platform
 import re
@@ -112,7 +114,7 @@ def given(settings: Sequence[str]) -> set[str]:
 
 def _key(config: Config) -> dict[str, object]:
     """Everything that decides what is fastest, as far as it can be known without PyTorch."""
-    shape = flattened("model", config.model)
+    shape = flattened("model", config.model) + flattened("parallel", config.parallel)
     shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
     return {
         "processor": processor_name(),
@@ -135,7 +137,8 @@ def _gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
 def main(arguments: Sequence[str]) -> int:
     """Print the choice for a command line, if there is one; a wrong one is for ``bert.train`` to complain about."""
     try:
-        config = parse(arguments)
+        with contextlib.redirect_stdout(io.StringIO()):  # --help is answered by the run, too
+            config = parse(arguments)
     except (ValueError, OSError, SystemExit):
         return 0
     choice = kept(config)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy.special import stdtrit
 
 from cluster.tuning.group import Group
 
@@ -37,7 +37,7 @@ class Comparison:
         """From the logarithm of the ratio of each turn."""
         mean, many = statistics.fmean(logarithms), len(logarithms)
         error = statistics.stdev(logarithms) / math.sqrt(many) if many > 1 else math.inf
-        reach = float(stats.t.isf(DOUBT, max(1, many - 1))) * error
+        reach = -float(stdtrit(max(1, many - 1), DOUBT)) * error
         return cls(math.exp(mean), math.exp(mean - reach), math.exp(min(mean + reach, 700.0)), many)
 
     @property

@@ -91,8 +91,12 @@ class _Search:
         now = time.monotonic()
         self._holder = self._start(default, now + 600)
         self._start_seconds = time.monotonic() - now
-        self._steps = window_steps(self._holder)
-        self._pace = self._holder.pace(self._steps)
+        try:
+            self._steps = window_steps(self._holder)
+            self._pace = self._holder.pace(self._steps)
+        except BaseException:
+            self._holder.close(patience=0.0)
+            raise
         self._least_seconds = self._start_seconds + (TURNS[0] + 1) * 4 * self._pace.seconds
         """What it takes to start a choice and compare it."""
 

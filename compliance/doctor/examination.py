@@ -113,11 +113,18 @@ def _check_batch(about: _Examined) -> Iterator[Diagnosis]:
         return
     batch, steps = (plan.setting("training", name) for name in ("global_batch_size", "gradient_accumulation_steps"))
     layout = f"{plan.nodes} node(s) x {plan.ranks} rank(s) x {steps} micro-batch(es)"
-    if batch % (plan.world_size * steps):
+    if plan.tensor > 1:
+        layout += f", {plan.tensor} ranks to a copy of the model,"
+    if plan.ranks % plan.tensor:
+        remedy = f"start a multiple of {plan.tensor} ranks on each node (NPROC), or change --parallel.tensor"
+        yield fail(
+            "recipe", f"{plan.ranks} rank(s) of a node cannot share copies of the model by {plan.tensor}", remedy
+        )
+    elif batch * plan.tensor % (plan.world_size * steps):
         remedy = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
         yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", remedy)
     else:
-        each = batch // (plan.world_size * steps)
+        each = batch * plan.tensor // (plan.world_size * steps)
         yield ok("recipe", f"{plan.recipe}: a batch of {batch} over {layout} of {each} sequence(s)")
 
 

@@ -71,6 +71,11 @@ class Plan:
         """Processes over all nodes."""
         return self.nodes * self.ranks
 
+    @property
+    def tensor(self) -> int:
+        """Processes that share a copy of the model."""
+        return self.setting("parallel", "tensor") or 1
+
 
 def shape_in_name(recipe: str) -> tuple[int, int] | None:
     """(nodes, GPUs of each) that a recipe is made for, by its name: dgxa100_8x8."""

@@ -33,8 +33,8 @@ from benchmarks.gpu_parts import scale as gpu_scale
 from benchmarks.gpu_parts import step as gpu_step
 from benchmarks.gpu_parts.cases import cases, drawn_model
 from benchmarks.gpu_parts.fp8 import fp8_cases
-from benchmarks.gpu_parts.report import Report
-from benchmarks.gpu_parts.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
+from benchmarks.gpu_parts.measuring.report import Report
+from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
 from bert.configuration.config import ModelConfig
 from tests.conftest import REPOSITORY
 

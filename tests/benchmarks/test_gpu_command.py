@@ -15,8 +15,8 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import part as gpu_part
-from benchmarks.gpu_parts.report import CUT_OFF, NotUsableError, Report, Row
-from benchmarks.gpu_parts.table import page
+from benchmarks.gpu_parts.measuring.report import CUT_OFF, NotUsableError, Report, Row
+from benchmarks.gpu_parts.measuring.table import page
 from tests.conftest import REPOSITORY
 
 GPU_PY = REPOSITORY / "benchmarks" / "gpu.py"

@@ -1,13 +1,16 @@
-"""Facts of a machine from trees of files as under /sys, from Slurm's lines, and who has not come."""
+"""Facts of a machine from trees of files as under /sys, from Slurm's lines, from NVIDIA's library, and who has not come."""
 
+import socket
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bert.parallel.launch import Launch
 from cluster.__main__ import main
 from cluster.probe.arrival import describe_absent, slurm_hosts
-from cluster.probe.machine import Facts, nearest_card, network_cards, slurm_switches, switches_of
+from cluster.probe.machine import Facts, nearest_card, network_cards, nvlink_clique, slurm_switches, switches_of
 from cluster.view import Card
 from tests.e2e.test_launchers import Machine
 
@@ -114,3 +117,69 @@ def test_a_wrong_option_is_refused_in_one_line(
     [line] = capsys.readouterr().err.splitlines()
     assert said in line
     assert list(tmp_path.iterdir()) == []
+
+
+class Driver:
+    """NVIDIA's driver behind the real package: C functions by name, which fill what they are handed a pointer to."""
+
+    def __init__(self, pynvml: Any, links: Mapping[int, tuple[int, str]], cluster: bytes = b"") -> None:
+        self._pynvml, self._links, self._cluster = pynvml, links, cluster
+
+    def __call__(self, name: str) -> Callable[..., int]:
+        found = getattr(self, name, None)
+        if found is None:
+            raise self._pynvml.NVMLError(self._pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+        return found
+
+    def nvmlInitWithFlags(self, _flags: int) -> int:  # noqa: N802 - the name is NVIDIA's
+        return self._pynvml.NVML_SUCCESS
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, address: Any, _device: Any) -> int:  # noqa: N802 - the name is NVIDIA's
+        return self._pynvml.NVML_SUCCESS if address.value == b"0000:07:00.0" else self._pynvml.NVML_ERROR_NOT_FOUND
+
+    def nvmlDeviceGetGpuFabricInfoV(self, _device: Any, info: Any) -> int:  # noqa: N802 - the name is NVIDIA's
+        if not self._cluster:
+            return self._pynvml.NVML_ERROR_NOT_SUPPORTED
+        assert info._obj.version == self._pynvml.nvmlGpuFabricInfo_v2
+        info._obj.clusterUuid[:] = self._cluster
+        info._obj.cliqueId, info._obj.state = 5, self._pynvml.NVML_GPU_FABRIC_STATE_COMPLETED
+        return self._pynvml.NVML_SUCCESS
+
+    def nvmlDeviceGetNvLinkState(self, _device: Any, link: int, active: Any) -> int:  # noqa: N802 - the name is NVIDIA's
+        active._obj.value = link in self._links
+        return self._pynvml.NVML_SUCCESS if link < 18 else self._pynvml.NVML_ERROR_INVALID_ARGUMENT
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, _device: Any, link: int, kind: Any) -> int:  # noqa: N802 - the name is NVIDIA's
+        kind._obj.value = self._links[link][0]
+        return self._pynvml.NVML_SUCCESS
+
+    def nvmlDeviceGetNvLinkRemotePciInfo_v2(self, _device: Any, link: int, info: Any) -> int:  # noqa: N802 - the name is NVIDIA's
+        info._obj.busId = self._links[link][1]
+        return self._pynvml.NVML_SUCCESS
+
+
+@pytest.mark.parametrize(
+    ("address", "links", "cluster", "clique"),
+    [
+        ("0000:07:00.0", {0: (0, "00000000:0A:00.0"), 3: (0, "00000000:0F:00.0")}, b"", "0000:07:00.0"),
+        ("0000:07:00.0", {0: (0, "00000000:03:00.0")}, b"", "0000:03:00.0"),
+        ("0000:07:00.0", {0: (2, "00000000:C1:00.0")}, b"", "nvswitch"),
+        ("0000:07:00.0", {0: (2, "00000000:C1:00.0")}, bytes(range(16)), f"{bytes(range(16)).hex()}/5"),
+        ("0000:07:00.0", {0: (2, "00000000:C1:00.0")}, bytes(16), "nvswitch"),
+        ("0000:07:00.0", {}, b"", ""),
+        ("0000:08:00.0", {0: (2, "00000000:C1:00.0")}, b"", ""),
+        ("", {0: (2, "00000000:C1:00.0")}, b"", ""),
+    ],
+)
+def test_nvlink_is_asked_for_through_nvidia_s_package(
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    links: dict[int, tuple[int, str]],
+    cluster: bytes,
+    clique: str,
+) -> None:
+    pynvml = pytest.importorskip("pynvml")
+    monkeypatch.setattr(pynvml, "_LoadNvmlLibrary", lambda: None)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer", Driver(pynvml, links, cluster))
+    found = nvlink_clique(address)
+    assert found.removeprefix(f"{socket.gethostname()}/") == clique

@@ -1,13 +1,17 @@
 """Memory of a rank by part, held to what a real model keeps and to what its optimizer holds."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from bert.configuration.config import ModelConfig, OptimizerConfig
+from benchmarks.training.recomputation import Storages
+from bert.configuration.config import ModelConfig, OptimizerConfig, Recompute
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
+from bert.recompute import recompute_layers
 from cluster.model.memory import kept_by_forward, memory_of_rank
 from cluster.model.strategy import Precision, Strategy
 from cluster.model.work import Work
@@ -82,3 +86,27 @@ def test_a_gpu_keeps_no_masks_and_no_probabilities() -> None:
     strategy = Strategy(SEQUENCES, precision="bf16")
     sizes = work.micro_batches(strategy, 1, 0)
     assert kept_by_forward(work, strategy, sizes, on_gpu=True) < kept_by_forward(work, strategy, sizes)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_recomputation_keeps_what_is_predicted(precision: Precision) -> None:
+    """By the difference to what is alive without it: weights and their copies are the same."""
+    config = ModelConfig(3, 128, 4, 512, 1024, 128)
+    work, samples = work_and_samples(config)
+    batch = batch_of(samples)
+    kept, parts = {}, {}
+    for mode in get_args(Recompute):
+        model = BertForPreTraining(config)
+        initialize_(model, torch.Generator().manual_seed(0))
+        if mode != "none":
+            recompute_layers(model, mode)
+        with Storages() as storages, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            output = model(batch)
+            kept[mode] = storages.alive()
+        del output
+        parts[mode] = memory_of_rank(work, Strategy(SEQUENCES, precision=precision, recompute=mode), 1, 1)
+    for mode in ("selective", "full"):
+        saved = parts["none"]["activations"] - parts[mode]["activations"]
+        assert saved == pytest.approx(kept["none"] - kept[mode], rel=0.02)
+        assert parts[mode]["recomputed"] == pytest.approx(saved / 2), "of two layers one at a time"
+    assert parts["none"]["recomputed"] == 0 < parts["full"]["activations"] < parts["selective"]["activations"]

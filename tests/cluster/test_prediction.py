@@ -1,6 +1,7 @@
 """Predictions as people, programs and tables get them."""
 
 import csv
+import dataclasses
 import json
 import math
 import subprocess
@@ -16,7 +17,10 @@ from cluster.model.cost_model import Run
 from cluster.model.machine import describe_machine
 from cluster.model.prediction import PARTS, predict, usual_run
 from cluster.model.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
+from cluster.model.probed import machine_of
 from cluster.model.published import TABLE, results
+from cluster.view import Link, Rank, View, write_view
+from tests.cluster.test_view import made_up
 from tests.conftest import REPOSITORY
 
 
@@ -220,3 +224,54 @@ def test_a_hostile_name_is_shown_harmlessly(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "\x1b" not in done.stderr
     assert "row 2 is left empty" in done.stderr
+
+
+def probed(
+    device: str = "NVIDIA H100 80GB HBM3",
+    hosts: int = 4,
+    ranks: int = 8,
+    gbit_s: float = 300.0,
+    clique: str = "nvswitch",
+) -> View:
+    """A view of hosts with a card for each rank."""
+    made = made_up(hosts, 1)
+    every = [
+        Rank(h, r, device, 80 << 30, 0, f"mlx5_{r}", f"{h}/{clique}", ()) for h in range(hosts) for r in range(ranks)
+    ]
+    pairs = [(a, b) for a in range(0, hosts * ranks, ranks) for b in range(0, hosts * ranks, ranks) if a != b]
+    links = [Link(a, b, 1e-5, 8e-9 / gbit_s, 0.01) for a, b in pairs] + [Link(0, 1, 1e-6, 1e-12, 0.01)]
+    return dataclasses.replace(made, ranks=tuple(every), links=tuple(links), collectives=(), outliers=())
+
+
+def test_a_probed_machine_has_its_devices_and_its_measured_network() -> None:
+    machine = machine_of(probed())
+    assert (machine.device.name, machine.nodes, machine.per_node) == ("H100-SXM-80GB", 4, 8)
+    assert machine.network.ports == 8
+    assert not machine.network.is_assumed
+    described = describe_machine(machine.device, 4, 8, networking="8x IB NDR 400Gb/s")
+    fast, usual, slow = (
+        predict(Run(each, 3072)).minutes
+        for each in (machine_of(probed(gbit_s=390)), described, machine_of(probed(gbit_s=20)))
+    )
+    assert fast < usual * 1.02 < 1.2 * usual < slow
+    assert machine_of(probed(hosts=1)).network.is_assumed
+    assert machine_of(probed("NVIDIA A100 80GB PCIe", ranks=2, clique="0000:07:00.0")).is_bridged
+
+
+def test_probes_of_what_nothing_is_published_for_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.json"
+    for name in ("CPU", "AMD EPYC", "Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz"):
+        with pytest.raises(ValueError, match="of which the facts file knows nothing"):
+            machine_of(probed(name))
+    known = machine_of(probed("Intel(R) Xeon(R) Platinum 8480+", ranks=4))
+    assert (known.device.name, known.per_node) == ("Xeon-8480+", 2)
+    write_view(made_up(), file)
+    assert "the device of the probe is 'CPU'" in refused("predict", "--cluster", file)
+    write_view(probed(), file)
+    assert "without --accelerator" in refused("predict", "--cluster", file, "--accelerator", "H100")
+    done = cluster("predict", "--cluster", file)
+    assert done.stdout.startswith("32 x H100-SXM-80GB, 4 nodes"), done.stderr
+    uneven = probed()
+    for ranks in (uneven.ranks[:-1], (*uneven.ranks[:-1], dataclasses.replace(uneven.ranks[-1], device="NVIDIA H200"))):
+        with pytest.raises(ValueError, match="the hosts of the probe differ"):
+            machine_of(dataclasses.replace(uneven, ranks=ranks))

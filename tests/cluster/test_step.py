@@ -1,13 +1,14 @@
 """A step by hand, by its properties, and beside what published results say of the same machine."""
 
 from dataclasses import replace
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.config import ModelConfig, Recompute
 from bert.configuration.recipes import tiny_model
 from cluster.devices import device_named
 from cluster.model.calibration import calibration
@@ -116,6 +117,20 @@ def test_a_step_of_bert_large_is_near_that_of_published_results(name: str, nodes
     assert found.total == pytest.approx(run_time(parameters, run).total, rel=0.1)
 
 
+def test_recomputation_costs_forward_parts_of_the_layers_but_the_last() -> None:
+    """Of two layers the first: full repeats all of it, selective all but the products."""
+    alone = rates(1, 1)
+    layer = parts_of(TINY.model, TINY.micro_batches(Strategy(16), 1, 0))[1]
+    found = [predict_step(TINY, Strategy(16, recompute=mode), alone, steps=1) for mode in get_args(Recompute)]
+    plain, selective, full = (each.forward_backward for each in found)
+    whole, products = (
+        sum(float(np.sum(alone.seconds(each))) for each in layer if each.kind in kinds)
+        for kinds in (("linear", "attention", "norm", "gelu"), ("linear",))
+    )
+    assert full - plain == pytest.approx(whole / 3)
+    assert full - selective == pytest.approx(products / 3)
+
+
 def test_costs_come_from_what_a_probe_timed() -> None:
     found = rates_of_view(made_up())
     assert float(found.seconds(Computation("gelu", (1.0, 524288.0)))) == pytest.approx(1e-3)
@@ -133,6 +148,7 @@ def test_a_strategy_that_cannot_be_is_refused_in_one_line() -> None:
         {"reduction": "flat", "in_network": True},
         {"reduction": "sharded", "in_network": True, "reduce_dtype": "bf16"},
         {"precision": "fp16"},
+        {"recompute": "some"},
     ):
         with pytest.raises(ValueError, match=r"expected|goes with"):
             Strategy(32, **settings)  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ COMPLIANCE = ("check", "report", "summary", "system", "convergence", "doctor", "
 COMMANDS = {  # the empty one is the program itself
     "dataloading": ("", *DATALOADING),
     "compliance": ("", *COMPLIANCE),
-    "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "whatif"),
+    "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),
     "kernels": ("", "autotune", "show", "pin", "clear"),
     "kernels.ahead_of_time": ("",),
     "bert.convert": ("",),

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 from tests.conftest import SmallRun
-from tests.distributed.faulty_worker import AT_STEP
 from tests.distributed.ranks import free_port
+from tests.distributed.workers.faulty_worker import AT_STEP
 from tests.programs import PATIENCE_S, Program
 
 
@@ -20,7 +20,12 @@ def test_all_nodes_start_again_and_go_on_from_the_last_checkpoint(small_run: Sma
     settings |= {"checkpoint__folder": folder, "checkpoint__every_steps": 20, "log__interval_steps": 20}
     agent = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", "--rdzv-backend=c10d", "--rdzv-id=nodes"]
     agent += [f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1"]
-    agent += ["-m", "tests.distributed.faulty_worker", "linger:0,die:1", *small_run.arguments(tmp_path, **settings)]
+    agent += [
+        "-m",
+        "tests.distributed.workers.faulty_worker",
+        "linger:0,die:1",
+        *small_run.arguments(tmp_path, **settings),
+    ]
     agents = [Program("torch.distributed.run", agent, OMP_NUM_THREADS=1) for _ in range(2)]
     try:
         statuses = [each.wait(PATIENCE_S) for each in agents]

@@ -32,7 +32,7 @@ LONG = 60.0
 """Of runs that are not."""
 ATTACK_S = 5.0
 """How long strangers go on."""
-WORKER = "tests.distributed.faulty_worker"
+WORKER = "tests.distributed.workers.faulty_worker"
 
 
 class Start(Protocol):

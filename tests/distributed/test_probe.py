@@ -34,7 +34,7 @@ def shape(namespace: str, rate: str) -> None:
 @contextmanager
 def competitor(core: int) -> Iterator[None]:
     """Something that is always busy on a core."""
-    process = Program("tests.distributed.host_worker", ["busy", str(core)])
+    process = Program("tests.distributed.workers.host_worker", ["busy", str(core)])
     try:
         yield
     finally:
@@ -49,7 +49,7 @@ def start(
     port, world = free_port(), len(names)
     return [
         Program(
-            "tests.distributed.host_worker",
+            "tests.distributed.workers.host_worker",
             [name, f"h{rank}", str(CORES[0]) if rank == pinned else "any", "cluster", "probe", *arguments],
             RANK=rank,
             WORLD_SIZE=world,
@@ -159,7 +159,7 @@ def test_ranks_of_one_host_are_measured_over_its_links(tmp_path: Path) -> None:
 
 def test_a_wrong_sum_names_the_rank(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with Ranks(["--out", str(out)], 2, "tests.distributed.wrong_sum_worker") as ranks:
+    with Ranks(["--out", str(out)], 2, "tests.distributed.workers.wrong_sum_worker") as ranks:
         assert ranks.ends() == [1, 1], ranks.output
     view = read_view(out)
     assert {outlier.ranks for outlier in view.outliers} == {(1,)}

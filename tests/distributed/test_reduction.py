@@ -22,7 +22,7 @@ from tests.distributed.ranks import Ranks
 
 
 def run_worker(out: Path, count: int, *arguments: object, worker: str = "reduction_worker") -> dict[str, Any]:
-    with Ranks([str(out), *map(str, arguments)], count, f"tests.distributed.{worker}") as ranks:
+    with Ranks([str(out), *map(str, arguments)], count, f"tests.distributed.workers.{worker}") as ranks:
         assert ranks.ends() == [0] * count, ranks.output
     return json.loads(out.read_text())
 

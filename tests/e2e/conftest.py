@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.e2e.slurm_cluster import Cluster
+from tests.e2e.slurm.slurm_cluster import Cluster
 
 COMMITTED_RESULTS = "cpu_2cores"
 
@@ -51,7 +51,7 @@ def bare_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for entry in Path(sys.prefix).iterdir():
         if entry.name != "installed":
             (copy / ".venv" / entry.name).symlink_to(entry)
-    mark = "source launch/venv.sh; for part in run test dali; do venv_pins >.venv/installed/$part; done"
+    mark = "source launch/venv.sh; for part in run test dali nvml; do venv_pins >.venv/installed/$part; done"
     subprocess.run(["bash", "-c", mark], cwd=copy, check=True)
     return copy
 

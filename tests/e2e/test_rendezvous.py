@@ -1,6 +1,10 @@
-"""Where the processes of one node meet: a store that everybody on the machine may write, in which nothing is a program."""
+"""``run_and_time.sh`` from a first start to verdict and report, and where its processes meet.
+
+That is a store that everybody on the machine may write, in which nothing is a program.
+"""
 
 import base64
+import json
 import os
 import pickle
 import subprocess
@@ -13,9 +17,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from compliance.doctor.host import Host
 from compliance.doctor.rendezvous import ports_open_to_all
-from tests.e2e.test_scripts import NEVER_REACHED, SHORT, environment, read, wait_for
+from tests.e2e.test_scripts import environment, read, wait_for
 
-STEPS = ("--training.max-samples", "1600", "--evaluation.interval-samples", "1600", "--log.interval-steps", "1")
+LONG_ENOUGH = ("--evaluation.interval-samples", "960", "--evaluation.target", "0.02", "--log.interval-steps", "1")
+"""To look into the stores before the first evaluation reaches the target."""
 
 
 class Opens:
@@ -35,7 +40,7 @@ def launcher(folder: Path) -> int:
         if (
             b"bert.train" in words
             and b"torch.distributed.run" not in words
-            and os.fsencode(folder / "results") in words
+            and Path(f"/proc/{command.parent.name}/cwd").resolve() == folder
         ):
             parent = int(read(command.with_name("status")).partition(b"PPid:")[2].split()[0])
             if b"torch.distributed.run" in read(Path(f"/proc/{parent}/cmdline")):
@@ -50,11 +55,12 @@ def stores(process: int) -> list[TCPStore]:
     return [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)) for port in ports]
 
 
-def test_a_pickle_in_the_store_is_not_opened(checkout: Path, tmp_path: Path) -> None:
-    settings = ("--", *SHORT, NEVER_REACHED, *STEPS, "--log.results", str(tmp_path / "results"))
+def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(checkout: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [checkout / "run_and_time.sh", "tiny_cpu", "1", *settings],
-        env=environment(NPROC="2", PET_STANDALONE="1", PET_RDZV_BACKEND="c10d"),  # torchrun takes options from these
+        [checkout / "run_and_time.sh", "--", *LONG_ENOUGH],
+        cwd=tmp_path,
+        # torchrun takes options from two of these
+        env=environment(NPROC="2", CLEAR_CACHES="1", PET_STANDALONE="1", PET_RDZV_BACKEND="c10d"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -66,7 +72,7 @@ def test_a_pickle_in_the_store_is_not_opened(checkout: Path, tmp_path: Path) -> 
     wait_for(lambda: any(line.startswith("step ") for line in shown) or process.poll() is not None)
     values: dict[str, bytes] = {}
     hostile = base64.b64encode(pickle.dumps(Opens(tmp_path / "was opened"))).decode()
-    for store in stores(launcher(tmp_path)):
+    for store in stores(launcher(checkout)):
         for key in store.list_keys():
             values[key] = store.get(key)
             if is_pickle(values[key]):
@@ -74,8 +80,15 @@ def test_a_pickle_in_the_store_is_not_opened(checkout: Path, tmp_path: Path) -> 
         store.set("torch.rendezvous.none", hostile)  # where an elastic agent without a name of its run would look
     process.wait(timeout=240)
     reader.join()
-    assert process.returncode == 1, "".join(shown)  # it missed its target
-    assert "1 of 1 runs" not in "".join(shown)
+    assert process.returncode == 0, "".join(shown)
+    assert "installing" not in "".join(shown)
+    assert "PASS results/tiny_cpu/bert/result_0.txt" in "".join(shown)
+    assert "1 of 1 runs valid" in "".join(shown)
+    log = (checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
+    assert "# processes: 2 x " in log
+    assert f"# config.log.cache_cleared: {os.access('/proc/sys/vm/drop_caches', os.W_OK)}" in log
+    assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
+    assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
     assert not (tmp_path / "was opened").is_symlink()
     assert values
     assert not [key for key, value in values.items() if is_pickle(value)]

@@ -1,27 +1,16 @@
-"""``run_and_time.sh`` trains, in a copy of the checkout: from a first start to verdict and report."""
+"""``run_and_time.sh`` trains, in a copy of the checkout: with data of one's own, and twice at once."""
 
-import json
-import os
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from bert.train import parse
+from cluster.tuning.choice import Choice, keep
 from tests.conftest import SmallRun
 from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, environment, start
-
-
-def test_run_ends_with_verdict_and_report(checkout: Path, tmp_path: Path) -> None:
-    done = start(checkout / "run_and_time.sh", "--", *SHORT, REACHED_AT_ONCE, cwd=tmp_path, NPROC="2", CLEAR_CACHES="1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "installing" not in done.stdout
-    assert "PASS results/tiny_cpu/bert/result_0.txt" in done.stdout
-    assert "1 of 1 runs valid" in done.stdout
-    log = (checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
-    assert "# processes: 2 x " in log
-    assert f"# config.log.cache_cleared: {os.access('/proc/sys/vm/drop_caches', os.W_OK)}" in log
-    assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
-    assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
 
 
 def test_tiny_cpu_with_other_data_makes_none_of_its_own(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
@@ -60,3 +49,38 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tm
         assert re.findall(r"^(?:PASS|FAIL) (.*?): official", output, re.M) == [log]
         assert "end: success" in output
     assert {path: path.read_text() for path in earlier} == earlier
+
+
+def test_what_was_tuned_is_used_unless_something_is_set(
+    checkout: Path, tmp_path: Path, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First of a search that has time for little, then a choice that is none of the defaults."""
+    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
+    recipe, *settings = small_run.arguments(tmp_path / "results", evaluation__target=0.001)
+    tune = [".venv/bin/python", "-m", "cluster", "tune", recipe, "--seconds", "10", "--", *settings]
+    done = subprocess.run(tune, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "kept for tiny_cpu on this machine: " in done.stdout
+    assert not (tmp_path / "results").exists()
+
+    config = parse([recipe, *settings])
+    keep(config, Choice(1, 1, (("data.prefetch", 3), ("training.bucket_bytes", 1 << 16))))
+    script, told = (
+        checkout / "run_and_time.sh",
+        "1 process(es) x 1 thread(s), data.prefetch 3, training.bucket_bytes 65536",
+    )
+    done = start(script, recipe, "1", "--", *settings, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"==> tuned on this machine: {told}\n" in done.stdout
+    log = (tmp_path / "results/tiny_cpu/bert/result_0.txt").read_text()
+    for line in ("processes: 1 x 1 threads", "config.data.prefetch: 3", "config.training.bucket_bytes: 65536"):
+        assert f"# {line}\n" in log
+    for given, env, said in (
+        (["--data.prefetch", "5"], {}, f"tuned on this machine is {told}: not used, as data.prefetch is set"),
+        ([], {"NPROC": "2"}, f"tuned on this machine is {told}: not used, as NPROC is set"),
+        ([], {"TUNED": "0"}, None),
+        (["--training.global-batch-size", "8"], {}, None),
+    ):
+        done = start(script, recipe, "1", "--", *settings, *given, "--dry-run", cwd=tmp_path, **env)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [line for line in done.stdout.splitlines() if "tuned" in line] == ([f"==> {said}"] if said else [])

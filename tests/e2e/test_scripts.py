@@ -99,6 +99,7 @@ OPENS = "a[$(touch opened)]"
         ((), {"OMP_NUM_THREADS": OPENS}, "OMP_NUM_THREADS is 'a["),
         ((), {"CLEAR_CACHES": OPENS}, "CLEAR_CACHES is 'a["),
         ((), {"CLEAR_CACHES": "2"}, "CLEAR_CACHES is '2', expected a whole number of at least 0 and at most 1"),
+        ((), {"TUNED": OPENS}, "TUNED is 'a["),
         ((), {"NNODES": OPENS}, "NNODES is 'a["),
         ((), {"NNODES": "0"}, "NNODES is '0'"),
         ((), {"NNODES": "2\x1b[2J"}, "NNODES is $'2\\E[2J'"),

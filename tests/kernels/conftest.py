@@ -19,9 +19,9 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 @pytest.fixture(scope="session", autouse=True)
 def language_is_patched_once() -> None:
-    """Patch Triton's language once for each module: the interpreter does it at each call of a device function.
+    """The interpreter patches all of Triton's language at each call of a device function, and leaves it so: once is enough.
 
-    That is a third of its time, and it leaves it so. A kernel's launch patches what its own module sees.
+    A kernel's launch patches what its own module sees.
     """
     if importlib.util.find_spec("triton") is None:
         return
@@ -35,7 +35,7 @@ def language_is_patched_once() -> None:
             patched.add(function.fn.__module__)
         return function.rewrite()(*args, **kwargs)
 
-    interpreter.InterpretedFunction.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
+    interpreter.InterpretedFunction.__call__ = call
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,14 @@ import torch
 
 from bert.parallel.launch import Launch
 from bert.parallel.master_port import require_free_port
-from bert.parallel.mesh import Identity, Mesh, _allow_descriptors, group_by_host, join_mesh
+from bert.parallel.mesh import (
+    Identity,
+    Mesh,
+    _allow_descriptors,
+    group_by_host,
+    join_mesh,
+    require_whole_groups,
+)
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -123,6 +130,35 @@ def test_any_order_makes_a_grid() -> None:
         assert rank in mesh.rail_ranks
         assert {identities[other].local_rank for other in mesh.rail_ranks} == {identities[rank].local_rank}
         assert len(mesh.rail_ranks) == 4
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4, 8])
+def test_copies_of_the_model_stay_in_a_node_and_on_their_rails(tensor: int) -> None:
+    identities = hosts("block", 4, 8)
+    random.Random(tensor).shuffle(identities)
+    meshes = [Mesh(rank, 32, 0, CPU, group_by_host(identities), tensor) for rank in range(32)]
+    for mesh in meshes:
+        assert (mesh.data_size, len(mesh.tensor_ranks), str(mesh)) == (
+            32 // tensor,
+            tensor,
+            f"data {32 // tensor} x tensor {tensor}",
+        )
+        assert mesh.tensor_ranks[mesh.tensor_rank] == mesh.data_ranks[mesh.data_rank] == mesh.rank
+        assert set(mesh.tensor_ranks) <= set(mesh.node_ranks)
+        assert set(mesh.rail_ranks) <= set(mesh.data_ranks)
+        assert set(mesh.node_data_ranks) == set(mesh.node_ranks) & set(mesh.data_ranks)
+        for other in mesh.tensor_ranks:  # with the same shard of a sharded optimizer
+            assert meshes[other].data_rank == mesh.data_rank
+            assert meshes[other].node_data_ranks.index(other) == mesh.node_data_ranks.index(mesh.rank)
+    assert [mesh.data_rank for mesh in meshes] == list(range(32)) or tensor > 1
+
+
+def test_ranks_that_do_not_divide_into_copies_are_refused() -> None:
+    require_whole_groups(4, 8, "on each host")
+    with pytest.raises(
+        ValueError, match=r"6 ranks on each host do not divide .*: set it to 2, or start a multiple of 4"
+    ):
+        require_whole_groups(4, 6, "on each host")
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:

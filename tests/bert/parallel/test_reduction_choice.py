@@ -126,7 +126,7 @@ def test_groups_are_made_of_the_asked_for_kind(monkeypatch: pytest.MonkeyPatch) 
         made.append((ranks, options))
         return None if len(ranks) == 1 else object()
 
-    monkeypatch.setattr("bert.parallel.reduction._group", group)
+    monkeypatch.setattr("bert.parallel.reduction.process_group", group)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     asked: tuple[Asked, ...] = ("auto", "on")
     for in_network in asked:

@@ -1,4 +1,6 @@
-"""A process on a host of its own: ``python -m tests.distributed.host_worker NAMESPACE HOST CORE MODULE ARGUMENT...``.
+"""A process on a host of its own.
+
+python -m tests.distributed.workers.host_worker NAMESPACE HOST CORE MODULE ARGUMENT...
 
 It enters a network namespace, takes a host name that nobody else sees, and runs a module as ``python -m`` would. CORE is the
 only core that it may use, or "any". It measures time beside other tests, so it goes before them where it may.

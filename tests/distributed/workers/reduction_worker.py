@@ -1,6 +1,6 @@
 """One rank of ``test_reduction.py``: trains 10 steps and writes what it saw.
 
-python -m tests.distributed.reduction_worker OUT.json STRATEGY REDUCE_DTYPE ORDER RANKS_OF_A_NODE
+python -m tests.distributed.workers.reduction_worker OUT.json STRATEGY REDUCE_DTYPE ORDER RANKS_OF_A_NODE
 """
 
 import json

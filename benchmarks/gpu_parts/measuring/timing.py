@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_parts.report import DeviceLostError, Row, first_line
+from benchmarks.gpu_parts.measuring.report import DeviceLostError, Row, first_line
 
 _WARM_UP = 3
 _HEAD_START_CYCLES = 2_000_000

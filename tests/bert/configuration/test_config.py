@@ -65,6 +65,17 @@ def test_underscores_are_understood() -> None:
         (["tiny_cpu", "--training.precision", "bf16"], "training.precision"),
         (["tiny_cpu", "--training.reduce-dtype", "fp16"], "training.reduce-dtype"),
         (["tiny_cpu", "--training.reduction", "ring"], "training.reduction"),
+        (["tiny_cpu", "--parallel.tensor", "0"], "parallel.tensor is 0: expected at least 1"),
+        (
+            ["tiny_cpu", "--parallel.tensor", "3"],
+            "parallel.tensor is 3, which does not divide model.num_attention_heads 4 and model.intermediate_size 512: "
+            "set it to 2 or 4",
+        ),
+        (["dgxa100_1x8", "--parallel.tensor", "32"], "intermediate_size 4096: set it to 16 or 8"),
+        (
+            ["h100_1x8", "--parallel.tensor", "8", "--model.intermediate-size", "4032", "--log.division", "open"],
+            "model.intermediate_size is 4032, but training.precision fp8 with parallel.tensor 8 needs a multiple of 128",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named_in_one_line(arguments: list[str], message: str) -> None:

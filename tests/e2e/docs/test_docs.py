@@ -7,7 +7,7 @@ import pytest
 
 from compliance.check.checker import check_file
 from tests.conftest import REPOSITORY
-from tests.e2e.documented import FIRST, PAGES, SHORTENED, assert_works, commands
+from tests.e2e.docs.documented import FIRST, PAGES, SHORTENED, assert_works, commands
 
 
 @pytest.mark.parametrize("command", [line for line in commands("README.md") if line != FIRST])

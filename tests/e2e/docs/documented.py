@@ -26,6 +26,9 @@ SHORT = " --training.max-samples 320 --evaluation.interval-samples 320 --evaluat
 SHORTENED = {
     "./run_tests.sh": "./run_tests.sh --collect-only --numprocesses 0 tests/test_imports.py",  # this is that command
     "./run_and_time.sh tiny_cpu 3": "NPROC=1 ./run_and_time.sh tiny_cpu 2 --" + EASY,
+    "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2": (
+        "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2" + EASY
+    ),
     "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
     "python -m bert.train tiny_cpu --training.max-samples 9600 --log.tensorboard data/tensorboard": (
         "python -m bert.train tiny_cpu --log.tensorboard data/tensorboard" + BRIEF
@@ -50,10 +53,11 @@ SHORTENED = {
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
     "python -m cluster probe --out cluster.json": "python -m cluster probe --out cluster.json --seconds 2",
     "./run_and_time.sh tiny_cpu -- --plan plan.json": "./run_and_time.sh tiny_cpu -- --plan plan.json" + EASY,
+    "python -m cluster tune tiny_cpu": "python -m cluster tune tiny_cpu --seconds 10",
     "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
 }
 FIRST = "./run_and_time.sh"
-"""``tests/e2e/test_runs.py`` runs it, and looks at what it prints and leaves."""
+"""``tests/e2e/test_rendezvous.py`` runs it, and looks at what it prints and leaves."""
 MAY_MISS_TARGET = re.compile(r"-m bert\.train tiny_cpu --training\.max-samples")
 """Shown with too few samples on purpose: exit status 1 says that the target was not reached."""
 

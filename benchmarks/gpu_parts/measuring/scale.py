@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.gpu_parts.report import Report
+from benchmarks.gpu_parts.measuring.report import Report
 from benchmarks.lengths import drawn_lengths, length_counts
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import ModelConfig

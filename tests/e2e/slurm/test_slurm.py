@@ -1,13 +1,17 @@
 """``launch/slurm.sub`` on a real Slurm cluster of this machine: two nodes, a task each, from sbatch to the report."""
 
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from cluster.view import write_view
+from tests.cluster.test_view import made_up
 from tests.conftest import SmallRun
-from tests.e2e.slurm_cluster import Cluster, missing
-from tests.e2e.slurm_jobs import RESULTS, output, small, submit, training
+from tests.e2e.slurm.slurm_cluster import Cluster, missing
+from tests.e2e.slurm.slurm_jobs import RESULTS, output, small, submit, training
 
 SHORT = ("--", "--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target", "0.02")
 """Settings with which the recipe as it is reaches its target at once."""
@@ -32,6 +36,41 @@ def test_two_tasks_train_and_the_job_reports(cluster: Cluster, checkout: Path) -
         dropped = "# config.log.cache_cleared: True" in log
         assert dropped == ('"cache_clear", "value": true' in log)
     assert (checkout / RESULTS / "report.html").exists()
+
+
+def test_tasks_come_in_the_order_of_place(
+    cluster: Cluster, checkout: Path, small_run: SmallRun, tmp_path: Path
+) -> None:
+    """With what `launch/slurm.sub` gives srun. Nodes come sorted where nobody asks, so the view has them the other way."""
+    view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
+    named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
+    write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
+    place = ("place", str(tmp_path / "cluster.json"), "--tasks-per-node", "2", "--out", str(hosts))
+    cluster.run(sys.executable, "-m", "cluster", *place, cwd=checkout)
+    assert hosts.read_text().split() == ["n2", "n2", "n1", "n1"]
+    tasks = re.findall(r"srun (--ntasks=.*?) \\", (checkout / "launch/slurm.sub").read_text())[-1]
+    for order, nodes in (("block", ["n1", "n1", "n2", "n2"]), ("arbitrary", ["n2", "n2", "n1", "n1"])):
+        script = f"all=4 tasks=2; srun {tasks} sh -c 'echo rank $SLURM_PROCID $SLURMD_NODENAME'"
+        options = ("-N2", "--ntasks-per-node=2", f"--distribution={order}", f"--output={tmp_path}/{order}")
+        file = {"SLURM_HOSTFILE": str(hosts)} if order == "arbitrary" else {}
+        job = cluster.run("sbatch", "--parsable", *options, f"--wrap={script}", **file).strip()
+        assert cluster.finish(job)["ExitCode"] == "0:0", (tmp_path / order).read_text()
+        ranks = sorted(re.findall(r"^rank (\d) (n\d)$", (tmp_path / order).read_text(), re.M))
+        assert ranks == [(str(rank), node) for rank, node in enumerate(nodes)]
+    settings = small(small_run, evaluation__interval_samples=80, evaluation__target=0.001)
+    options = ("-N2", "--ntasks-per-node=2", "--distribution=arbitrary")
+    job = submit(
+        cluster,
+        checkout,
+        "tiny_cpu",
+        "1",
+        *settings,
+        options=options,
+        SLURM_HOSTFILE=str(hosts),
+        MASTER_ADDR="127.0.0.1",
+    )
+    assert cluster.finish(job)["ExitCode"] == "0:0", output(checkout, job)
+    assert "# processes: 4 x 1 threads" in (checkout / RESULTS / "result_0.txt").read_text()
 
 
 def test_jobs_at_once_take_the_numbers_that_are_free_and_report_their_own(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_parts.report import Report, Row, number, percent
+from benchmarks.gpu_parts.measuring.report import Report, Row, number, percent
 
 _COLUMNS = ("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note")
 _WIDEST = (13, 58, 9, 9, 18, 10, 6, 62)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.documented import DATA, assert_works, commands
+from tests.e2e.docs.documented import DATA, assert_works, commands
 
 
 @pytest.mark.parametrize("command", commands(*DATA))

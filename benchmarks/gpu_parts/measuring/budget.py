@@ -8,9 +8,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_parts.report import NotUsableError, Row, first_line
-from benchmarks.gpu_parts.scale import Context
-from benchmarks.gpu_parts.timing import measured
+from benchmarks.gpu_parts.measuring.report import NotUsableError, Row, first_line
+from benchmarks.gpu_parts.measuring.scale import Context
+from benchmarks.gpu_parts.measuring.timing import measured
 
 BUDGET = {
     "loss": ("nll", "cross_entropy", "logsoftmax", "log_softmax", "argmax"),

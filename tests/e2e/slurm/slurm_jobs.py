@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.conftest import SmallRun
-from tests.e2e.slurm_cluster import Cluster
+from tests.e2e.slurm.slurm_cluster import Cluster
 
 RESULTS = Path("results/tiny_cpu/bert")
 

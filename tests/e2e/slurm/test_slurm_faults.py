@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import REPOSITORY, SmallRun
-from tests.e2e.slurm_cluster import Cluster, missing
-from tests.e2e.slurm_jobs import RESULTS, output, small, submit, training
+from tests.e2e.slurm.slurm_cluster import Cluster, missing
+from tests.e2e.slurm.slurm_jobs import RESULTS, output, small, submit, training
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -81,7 +81,7 @@ def is_task(environ: Path, cluster: Cluster, job: str, rank: int) -> bool:
 def test_killed_tests_leave_no_daemons_and_no_jobs(tmp_path: Path) -> None:
     script = f"""
 from pathlib import Path
-from tests.e2e.slurm_cluster import Cluster
+from tests.e2e.slurm.slurm_cluster import Cluster
 cluster = Cluster(Path({str(tmp_path)!r}), nodes=2)
 cluster.start()
 cluster.run("sbatch", "--output=/dev/null", "--wrap", "exec tail -f {tmp_path}/slurm.conf")

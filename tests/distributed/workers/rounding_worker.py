@@ -1,6 +1,6 @@
 """One rank of the test of what sums over ranks lose: every way, over nodes of every size, against sums in fp64.
 
-python -m tests.distributed.rounding_worker OUT.json
+python -m tests.distributed.workers.rounding_worker OUT.json
 """
 
 import json
@@ -15,7 +15,7 @@ from bert.optimizer import FlatParameters
 from bert.parallel.mesh import join_mesh, leave_mesh
 from bert.parallel.reduction import Communicators, Reduction, Strategy
 from bert.parallel.sums import ReduceDtype
-from tests.distributed.reduction_worker import fresh_model, regrouped
+from tests.distributed.workers.reduction_worker import fresh_model, regrouped
 
 
 def contribution(rank: int, size: int) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """One rank of ``test_overlap.py``: the training step in every order that it can run in, on the same batches.
 
-python -m tests.distributed.step_worker OUT.json RANKS_OF_A_NODE ACCUMULATIONS STRATEGY...
+python -m tests.distributed.workers.step_worker OUT.json RANKS_OF_A_NODE ACCUMULATIONS STRATEGY...
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.repeating import Repeating
 from tests.convergence.golden import predictable_samples
-from tests.distributed.reduction_worker import regrouped
+from tests.distributed.workers.reduction_worker import regrouped
 
 STEPS = 5
 BUCKET_BYTES = 40_000

@@ -1,6 +1,6 @@
 """One rank of the test of the measured choice: which way is taken when one of them is slow, and what is given back.
 
-python -m tests.distributed.choice_worker OUT.json
+python -m tests.distributed.workers.choice_worker OUT.json
 
 Two nodes of two ranks, and a second rail in the place of one in the switches.
 """
@@ -17,17 +17,16 @@ import torch.distributed as dist
 
 from bert.configuration.recipes import tiny_cpu
 from bert.optimizer import FlatParameters
-from bert.parallel import reduction
-from bert.parallel.mesh import join_mesh, leave_mesh
+from bert.parallel.mesh import join_mesh, leave_mesh, process_group
 from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.reduction_choice import choose
-from tests.distributed.reduction_worker import fresh_model, regrouped
+from tests.distributed.workers.reduction_worker import fresh_model, regrouped
 
 
 def main(out: str) -> None:
     mesh = regrouped(join_mesh("cpu"), "cyclic", 2)
     training = replace(tiny_cpu().training, device="cuda")
-    found = replace(Communicators.create(mesh), in_network_rail=reduction._group(mesh.rail_ranks))
+    found = replace(Communicators.create(mesh), in_network_rail=process_group(mesh.rail_ranks))
     all_reduce, slow = dist.all_reduce, set()
 
     def delayed(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:

@@ -1,4 +1,7 @@
-"""A rank of a run that breaks on purpose: ``python -m tests.distributed.faulty_worker WAY:RANK[,WAY:RANK] RECIPE ...``."""
+"""A rank of a run that breaks on purpose.
+
+python -m tests.distributed.workers.faulty_worker WAY:RANK[,WAY:RANK] RECIPE ...
+"""
 
 import contextlib
 import os

@@ -1,0 +1,1 @@
+"""What the parts share: sizes, times, rows of figures and their page."""

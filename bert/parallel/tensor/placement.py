@@ -1,0 +1,139 @@
+"""Hidden states on the ranks of a tensor group: all rows where products need them, a rank's own between products.
+
+Rows are divided evenly, with inert ones past the end: zeros, which no sequence owns and no loss reads.
+
+Shape legend in ``bert/model.py``; besides R ranks of the group, W = N / R own rows of N, rounded up.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from bert.model import BertForPreTraining, EncoderLayer, Placement
+from bert.parallel.single import all_gather_single, reduce_scatter_single
+from bert.parallel.tensor.vocabulary import shard_loss
+from kernels import masked_lm_logits
+
+
+class SharedPlacement(Placement):
+    """``Placement`` where each rank of ``group`` has a shard of the weights and its own rows of hidden states.
+
+    Dropout falls on own rows and own heads only, so that it is as random as on one rank where every rank has a seed of its
+    own.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, vocab_size: int) -> None:
+        self._group = group
+        self._vocab_size = vocab_size
+
+    def all_rows(self, own: Tensor) -> Tensor:
+        """[R W, ...] from each rank's [W, ...]; gradients are summed, and scattered back."""
+        rows = _AllRows.apply(own, self._group)
+        assert isinstance(rows, Tensor)
+        return rows
+
+    def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
+        """[W, ...] of [N, ...]."""
+        own = self._each(len(rows))
+        start = own * self._group.rank()
+        return _lengthened(rows[start : start + own], own, empty)
+
+    def summed(self, product: Tensor) -> Tensor:
+        """[W, D] of the sum over ranks of [N, D]; gradients are gathered."""
+        rows = _SummedRows.apply(_lengthened(product, self._each(len(product)) * self._group.size()), self._group)
+        assert isinstance(rows, Tensor)
+        return rows
+
+    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a table of the own rows' words in their order, brought together from the shards that have them."""
+        places_T = input_ids_T - len(word_VD) * self._group.rank()
+        here_T = (places_T >= 0) & (places_T < len(word_VD))
+        found_TD = torch.where(here_T[:, None], F.embedding(places_T.clamp(0, len(word_VD) - 1), word_VD), 0.0)
+        table_WD = self.summed(found_TD)
+        return torch.arange(len(table_WD), device=table_WD.device), table_WD
+
+    def masked_lm_loss(
+        self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``kernels.masked_lm_loss``, from logits of which each rank has those of its words; the same on all ranks."""
+        hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]
+        start = len(word_VD) * self._group.rank()
+        known = min(max(0, self._vocab_size - start), len(word_VD))
+        if known < len(word_VD):  # rows past the vocabulary must not win
+            bias_V = torch.cat([bias_V[:known], bias_V.new_full((len(bias_V) - known,), -torch.inf)])
+        product = masked_lm_logits if count_correct else F.linear
+        return shard_loss(product(hidden_MD, word_VD, bias_V), labels_M, start, self._group, count_correct)
+
+    def total(self, loss: Tensor) -> Tensor:
+        """[] the sum over ranks, on all of them."""
+        total = _Total.apply(loss, self._group)
+        assert isinstance(total, Tensor)
+        return total
+
+    def _each(self, rows: int) -> int:
+        return -(-rows // self._group.size())
+
+
+def place(model: BertForPreTraining, placement: Placement) -> None:
+    """Let all parts of a model, whose weights are where ``placement`` says, keep their hidden states there."""
+    model.placement = model.embeddings.placement = placement
+    for layer in model.layers:
+        assert isinstance(layer, EncoderLayer)
+        layer.placement = placement
+
+
+def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
+    if len(rows) == length:
+        return rows
+    return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, length - len(rows)), value=empty)
+
+
+class _AllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gathered(own, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _scattered(gradient, ctx.group), None
+
+
+class _SummedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scattered(product, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gathered(gradient, ctx.group), None
+
+
+class _Total(torch.autograd.Function):
+    """Sum whose gradient each rank has already: the loss is the same on all of them."""
+
+    @staticmethod
+    def forward(_: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+        total = own.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    rows = own.new_empty((group.size() * len(own), *own.shape[1:]))
+    all_gather_single(rows, own.contiguous(), group=group)
+    return rows
+
+
+def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    own = rows.new_empty((len(rows) // group.size(), *rows.shape[1:]))
+    reduce_scatter_single(own, rows.contiguous(), group=group)
+    return own

@@ -1,0 +1,64 @@
+"""A machine as a probe saw it: its devices by the facts file, its network as it was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from contextlib import suppress
+from math import exp
+
+from cluster.devices import Device, device_named
+from cluster.model.calibration import calibration
+from cluster.model.machine import Machine, Network, describe_machine
+from cluster.view import View
+
+
+def machine_of(view: View) -> Machine:
+    """Return the machine of a view.
+
+    Raises:
+        ValueError: hosts or devices differ, or the device is not in the facts file.
+    """
+    names = sorted({rank.device for rank in view.ranks})
+    ranks = Counter(rank.host for rank in view.ranks)
+    if len(names) > 1 or len(set(ranks.values())) > 1:
+        raise ValueError(
+            f"the hosts of the probe differ ({', '.join(names[:4])}; {min(ranks.values())} to {max(ranks.values())} ranks "
+            "each): a prediction is of equal hosts, so probe some that are"
+        )
+    device = _device(names[0])
+    per_node = view.hosts[0].sockets if device.form == "CPU" else len(view.ranks) // len(view.hosts)
+    machine = describe_machine(device, len(view.hosts), per_node, "bridge" if _has_pairs(view) else "")
+    ports = len({(rank.host, rank.card) for rank in view.ranks if rank.card}) // len(view.hosts)
+    rate = _measured_gbit_s(view)
+    if not ports or rate is None:
+        return machine
+    # The model takes a port for what it is called, of which training reaches a share; what was measured has lost it already.
+    port = Network(ports, rate / exp(calibration().parameters["network_efficiency"]))
+    return Machine(machine.device, machine.nodes, machine.per_node, machine.is_bridged, port)
+
+
+def _device(name: str) -> Device:
+    with suppress(ValueError):
+        device = device_named(name)
+        # Processors have "CPU" in their names, which a person may say for the one that is known.
+        if device.form != "CPU" or device.name.rpartition("-")[2] in name:
+            return device
+    raise ValueError(
+        f"the device of the probe is {name!r}, of which the facts file knows nothing: expected one of "
+        "`python -m cluster devices`, by whose published results the model is fitted"
+    )
+
+
+def _has_pairs(view: View) -> bool:
+    """Tell whether NVLink joins devices of a host by twos."""
+    joined = Counter((rank.host, rank.clique) for rank in view.ranks if rank.clique)
+    return bool(joined) and max(joined.values()) == 2
+
+
+def _measured_gbit_s(view: View) -> float | None:
+    """The median rate of paths between hosts, one way; None of one host."""
+    between = [
+        link.seconds_per_byte for link in view.links if view.ranks[link.source].host != view.ranks[link.target].host
+    ]
+    return 8e-9 / statistics.median(between) if between else None

@@ -1,0 +1,234 @@
+"""What is kept for a machine is read back or ignored, noise is not taken for gain, and real processes train on demand."""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from bert.configuration.config import Config
+from bert.configuration.recipes import tiny_cpu
+from bert.train import parse
+from cluster.__main__ import main as cluster
+from cluster.tuning import choice as module
+from cluster.tuning.choice import Choice, keep, kept, main
+from cluster.tuning.group import Group, Pace, TrialError
+from cluster.tuning.race import Comparison, race
+from cluster.tuning.tune import layouts
+from tests.conftest import SmallRun
+from tests.hostile import NAME
+
+FOUND = Choice(1, 2, (("data.prefetch", 8), ("training.bucket_bytes", 1 << 20)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache of a machine on which nothing is set by hand."""
+    monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path))
+    for name in module.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "runs"
+
+
+def test_a_choice_is_for_its_machine_and_its_shape(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_cpu()
+    assert kept(config) is None
+    keep(config, FOUND)
+    assert kept(config) == FOUND
+    assert [path.name.startswith("tiny_cpu-") for path in folder.iterdir()] == [True]
+    assert kept(replace(config, training=replace(config.training, seed=4, max_samples=64))) == FOUND
+    assert kept(replace(config, training=replace(config.training, global_batch_size=64))) is None
+    assert kept(replace(config, model=replace(config.model, hidden_size=256))) is None
+    monkeypatch.setattr(module, "processor_name", lambda: "another")
+    assert kept(config) is None
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_script_gets_lines_and_what_is_set_by_hand_stays(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lines(*arguments: str) -> list[str]:
+        assert main(["tiny_cpu", *arguments]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    assert lines() == []
+    keep(tiny_cpu(), FOUND)
+    told = "1 process(es) x 2 thread(s), data.prefetch 8, training.bucket_bytes 1048576"
+    settings = ["--data.prefetch=8", "--training.bucket-bytes=1048576"]
+    assert lines("--training.seed", "3") == [f"tuned on this machine: {told}", "1", "2", *settings]
+    parse(["tiny_cpu", *settings])
+    for given in (["--data.prefetch", "4"], ["--training.bucket_bytes=65536"], ["--data.prefetch=4"]):
+        name = given[0].partition("=")[0].removeprefix("--")
+        assert lines(*given) == [f"tuned on this machine is {told}: not used, as {name} is set"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert lines() == [f"tuned on this machine is {told}: not used, as OMP_NUM_THREADS is set"]
+    assert lines("--model.hidden-size", "256") == lines("--no-such-setting", "1") == lines("--help") == []
+
+
+def damaged(**changes: Any) -> dict[str, object]:
+    return FOUND.to_json() | changes
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        [],
+        NAME,
+        {},
+        damaged(processes=0),
+        damaged(processes=True),
+        damaged(processes=10**9),
+        damaged(threads=1.5),
+        damaged(threads="2; touch opened"),
+        damaged(threads=math.nan),
+        damaged(settings=[]),
+        damaged(settings={"data.prefetch": 0}),
+        damaged(settings={"data.prefetch": "8 --log.results=/"}),
+        damaged(settings={"training.bucket_bytes": 1 << 60}),
+        damaged(settings={"log.results": 1}),
+        damaged(settings={NAME: 1}),
+        damaged(more=1),
+    ],
+)
+@pytest.mark.usefixtures("folder")
+def test_what_is_no_choice_is_ignored_in_one_line(capsys: pytest.CaptureFixture[str], content: object) -> None:
+    keep(tiny_cpu(), cast(Any, Written(content)))
+    assert kept(tiny_cpu()) is None
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == (content is not None)
+    assert all(
+        line.isprintable() and line.startswith("warning: what was tuned for tiny_cpu is ignored") for line in said
+    )
+
+
+class Written:
+    """Something else in a choice's place."""
+
+    def __init__(self, content: object) -> None:
+        self.to_json = lambda: content
+
+
+def make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: path.write_bytes(b"[" * 100_000),
+        lambda path: path.write_bytes(b" " * (2 << 20)),
+        lambda path: path.write_text(path.read_text().replace('"cores"', '"kernels"')),
+        make_pipe,
+    ],
+)
+def test_a_damaged_file_is_ignored(folder: Path, spoil: Callable[[Path], object]) -> None:
+    keep(tiny_cpu(), FOUND)
+    (path,) = folder.iterdir()
+    spoil(path)
+    assert kept(tiny_cpu()) is None
+    if not path.is_fifo():
+        keep(tiny_cpu(), FOUND)
+        assert kept(tiny_cpu()) == FOUND
+
+
+def test_layouts_use_all_cores_then_half_and_divide_the_batch() -> None:
+    assert layouts(Choice(2, 1), 32, 2) == [Choice(1, 2), Choice(1, 1)]
+    assert layouts(Choice(1, 1), 32, 1) == []
+    assert layouts(Choice(1, 8), 12, 8) == [Choice(2, 4), Choice(4, 2), Choice(1, 4), Choice(2, 2), Choice(4, 1)]
+    assert layouts(Choice(1, 6), 8, 6) == [Choice(2, 3), Choice(4, 1), Choice(1, 3), Choice(2, 1)]
+
+
+class Drawn:
+    """Processes whose times are drawn: of a mean, with noise and now and then a disturbance by something else."""
+
+    def __init__(self, mean: float, generator: np.random.Generator) -> None:
+        self._mean, self._generator = mean, generator
+
+    def pace(self, steps: int, _untimed: int) -> Pace:
+        noise = self._generator.lognormal(0.0, 0.05) * (2.0 if self._generator.random() < 0.03 else 1.0)
+        return Pace(steps * self._mean * noise, steps * 100, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("mean", "least", "most"), [(1.0, 0.0, 0.02), (1.02, 0.0, 0.0), (0.85, 0.9, 1.0), (1.5, 0.0, 0.0)]
+)
+def test_noise_is_not_taken_for_gain_and_gain_is_found(mean: float, least: float, most: float) -> None:
+    generator, taken, many = np.random.default_rng(5), 0, 200
+    for _ in range(many):
+        holder, challenger = (cast(Group, Drawn(each, generator)) for each in (1.0, mean))
+        found = race(holder, challenger, 3, 1, time.monotonic() + 60)
+        assert found is not None
+        taken += found.is_faster
+    assert least <= taken / many <= most
+
+
+def test_too_few_turns_decide_nothing() -> None:
+    generator = np.random.default_rng(5)
+    holder, challenger = (cast(Group, Drawn(each, generator)) for each in (1.0, 0.9))
+    assert race(holder, challenger, 3, 1, time.monotonic() - 1) is None
+    assert not Comparison.of([-0.1]).is_faster
+
+
+@pytest.fixture
+def settings(small_run: SmallRun, tmp_path: Path) -> tuple[str, ...]:
+    return tuple(small_run.arguments(tmp_path / "results")[1:])
+
+
+def test_processes_train_on_demand_and_leave_nothing(settings: tuple[str, ...], tmp_path: Path) -> None:
+    config: Config = parse(["tiny_cpu", *settings])
+    folder = str(tmp_path / "checkpoints")
+    asked = (
+        *settings,
+        "--checkpoint.folder",
+        folder,
+        "--save-checkpoint",
+        f"{folder}/weights",
+        "--checkpoint.every-steps",
+        "1",
+    )
+    with Group(Choice(2, 1, (("data.prefetch", 2),)), "tiny_cpu", asked, time.monotonic() + 300) as group:
+        first, second = group.pace(3), group.pace(2, untimed=0)
+        assert first.seconds > 0 < second.seconds
+        assert 3 * config.training.global_batch_size * 3 <= first.tokens <= 3 * config.training.global_batch_size * 48
+        assert group.memory > 50 << 20
+        group._processes[1].kill()
+        with pytest.raises(TrialError, match="has ended"):
+            group.pace(1)
+    assert not (tmp_path / "results").exists()
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_choice_that_cannot_run_says_why_in_a_line(settings: tuple[str, ...]) -> None:
+    with pytest.raises(
+        TrialError, match=r"^1 process\(es\) x 1 thread\(s\), .* has ended: data.prefetch is 0: expected"
+    ):
+        Group(Choice(1, 1, (("data.prefetch", 0),)), "tiny_cpu", settings, time.monotonic() + 300)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["tiny_gpu"], "unknown recipe 'tiny_gpu'"),
+        (["tiny_cpu", "--seconds", "1"], "--seconds is 1, expected 10 to 86,400"),
+        (["tiny_cpu", "--seconds", "nan"], "--seconds is nan"),
+        ([], "RECIPE"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["cluster", "tune", *arguments])
+    assert cluster() == 2
+    shown = capsys.readouterr()
+    [line] = shown.err.splitlines()
+    assert line.startswith("error: ")
+    assert complaint in line
+    assert shown.out == ""

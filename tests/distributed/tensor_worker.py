@@ -1,0 +1,201 @@
+"""One rank of ``test_tensor_parallel.py``: the training step in many shapes, one after the other, on the same ranks.
+
+python -m tests.distributed.tensor_worker OUT.pt SHAPE...
+
+A shape is TENSOR,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,PRECISION. OUT.pt maps each to what it came to.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from tests.distributed.reduction_worker import regrouped
+
+from bert.checkpoints.initial_model import build_model
+from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.recipes import tiny_cpu
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
+from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.sampler import Plan
+from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.synthetic import synthetic_samples
+
+STEPS = 20
+DRAWS = 60
+ALONE, ALONE_FP32, ALONE_FP8 = (f"1,flat,block,1,1,{precision}" for precision in ("fp64", "fp32", "fp8"))
+MODEL = ModelConfig(3, 24, 8, 40, 70, 64, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.3)
+"""Of a vocabulary that divides by no number of ranks, and of which the last of four has nothing."""
+FP8_MODEL = replace(MODEL, hidden_size=64, intermediate_size=128, initializer_range=0.05)
+
+
+def config(tensor: int, strategy: str, accumulation: int, precision: str) -> Config:
+    recipe = tiny_cpu()
+    training = replace(
+        recipe.training,
+        reduction=strategy,  # type: ignore[arg-type]
+        gradient_accumulation_steps=accumulation,
+        precision="fp8" if precision == "fp8" else "fp32",
+    )
+    return replace(
+        recipe,
+        model=FP8_MODEL if precision == "fp8" else MODEL,
+        training=training,
+        optimizer=OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1),
+        parallel=replace(recipe.parallel, tensor=tensor),
+    )
+
+
+def global_batches(mesh: Mesh, accumulation: int, padded: bool) -> list[list[Batch]]:
+    """This rank's micro-batches of each step: of lengths that divide by nothing, or padded to shape buckets."""
+    samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
+    samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable, and on different ranks
+    plan = Plan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
+    steps = []
+    for step in range(STEPS):
+        taken = [(samples.take(micro.indices), micro) for micro in plan.rank_batches(step, mesh.data_rank)]
+        buckets = [
+            ShapeBucket(len(some.input_ids) + 3, len(some) + 1, len(some.masked_lm_ids) + 2, 32) for some, _ in taken
+        ]
+        steps.append(
+            [
+                batch_of(some, micro, bucket if padded else None)
+                for (some, micro), bucket in zip(taken, buckets, strict=True)
+            ]
+        )
+    return steps
+
+
+def train(mesh: Mesh, shape: str) -> dict[str, Any]:
+    """Losses and norms of every step, what the first one came to, and the end: whole vectors on all ranks."""
+    tensor, strategy, order, local_size, accumulation, precision = shape.split(",")
+    mesh = replace(regrouped(mesh, order, int(local_size)), tensor=int(tensor))
+    chosen = config(int(tensor), strategy, int(accumulation), precision)
+    model = build_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3)
+    if precision == "fp64":
+        model.double()
+    step = TrainingStep(model, chosen, mesh, Stopwatch())
+    torch.manual_seed(0)
+    means, first = [], {}
+    batches = global_batches(mesh, int(accumulation), padded=order == "cyclic")
+    if step.fp8 is not None:
+        batches = batches[:1]
+    step.warm_up(batches[0], 1)
+    scales = None if step.fp8 is None else step.fp8.scale_S.clone()
+    for micro_batches in batches:
+        step(micro_batches)
+        means.append(step.statistics.fetch()[0])
+        first = first or state(step)
+    last = state(step)
+    correct = sum(_correct(step, batch) for micro_batches in batches for batch in micro_batches)
+    counts = torch.tensor([correct if mesh.tensor_rank == 0 else 0])
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    return {
+        "means": means,
+        "first": first,
+        "last": last,
+        "correct": int(counts),
+        "agreed": _agreed(list(last.values())),
+        "scales": scales,
+        "words": len(model.embeddings.word),
+        "returns": _returns(step),
+        "saved": dict(step.gather_whole_model().state_dict()),
+        "dropped": _losses_with_dropout(step, mesh, batches[0]) if (strategy, precision) == ("flat", "fp64") else [],
+        "skips": _skips(step, mesh),
+    }
+
+
+def state(step: TrainingStep) -> dict[str, torch.Tensor]:
+    """Weights and moments of the whole model by name."""
+    step.gather_weights()
+    vectors = {
+        "weight": step.flat.weights_P,
+        **dict(zip(("momentum", "variance"), step.optimizer.moments(), strict=True)),
+    }
+    return {
+        f"{kind} {name}": part.detach().clone()
+        for kind, vector_P in vectors.items()
+        for name, part in step.whole.parts(step.whole.gather(vector_P))
+    }
+
+
+def _correct(step: TrainingStep, batch: Batch) -> int:
+    step.model.eval()
+    with torch.inference_mode(), step.autocast():
+        correct = step.model(batch).masked_lm_correct
+    step.model.train()
+    return int(correct)  # type: ignore[arg-type]
+
+
+def _returns(step: TrainingStep) -> bool:
+    """Whether shards of a whole vector are what they were before it was brought together."""
+    before = step.flat.weights_P.clone()
+    whole = step.whole.gather(step.flat.weights_P).clone()
+    step.flat.weights_P.data.zero_()
+    with torch.no_grad():
+        step.whole.shard_(step.flat.weights_P, whole)
+    return torch.equal(before, step.flat.weights_P)
+
+
+def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Batch]) -> list[float]:
+    """Sums over all ranks of the losses of the same batch, each time with other elements dropped."""
+    config = replace(step.model.config, hidden_dropout=0.1, attention_dropout=0.1)
+    for part in (step.model, step.model.embeddings, *step.model.layers):
+        part.config = config  # type: ignore[assignment]
+    torch.manual_seed(11 + mesh.rank)
+    step.model.seed_dropout(11 + mesh.rank)
+    losses = torch.zeros(DRAWS, dtype=torch.float64)
+    with torch.no_grad(), step.autocast():
+        for draw in range(DRAWS):
+            for batch in micro_batches:
+                losses[draw] += step.model(batch).masked_lm_loss / mesh.tensor
+    if dist.is_initialized():
+        dist.all_reduce(losses)
+    return losses.tolist()
+
+
+def _skips(step: TrainingStep, mesh: Mesh) -> bool:
+    """Whether no rank takes a step where one rank's gradient is not finite, and all take the next."""
+    taken, before = int(step.optimizer.steps), state(step)
+    steps = []
+    for value in (torch.nan, 1e-3):
+        step.flat.gradients_P.fill_(1e-3)
+        if mesh.rank == mesh.world_size - 1:
+            step.flat.gradients_P[-1] = value
+        step._reduction.finish()
+        step.optimizer.step()
+        after = state(step)
+        steps.append(
+            (int(step.optimizer.steps) - taken, all(torch.equal(after[name], before[name]) for name in before))
+        )
+    return steps == [(0, True), (1, False)]
+
+
+def _agreed(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all ranks have the same to the last bit."""
+    if not dist.is_initialized():
+        return True
+    one = torch.cat([tensor.flatten().double() for tensor in tensors])
+    other = one.clone()
+    dist.broadcast(other, src=0)
+    same = torch.tensor([int(torch.equal(one, other))])
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    return bool(same)
+
+
+def main(out: str, *shapes: str) -> None:
+    mesh = join_mesh("cpu")
+    found = {shape: train(mesh, shape) for shape in shapes}
+    if mesh.is_main:
+        torch.save(found, out)
+    leave_mesh()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
