@@ -7,12 +7,17 @@ one after another; as the plan deals them; and with unequal numbers of sequences
 the least work so far, which shows what equal numbers cost. An imbalance is the largest share over the mean one: a step takes
 so many times as long as in perfect balance. Every deal is checked to hold each sequence once.
 
+No dealing of equal numbers goes below the least imbalance of tokens that is printed for few sequences a rank: below it, even
+the linear program over all combinations of that many lengths, fractions of combinations allowed, needs more ranks than there
+are (`dataloading.batches.packing_strategy`, whose packs are shares here).
+
 The plan's own cost is taken in processes of their own that open a made-up data set as training does: a length index of
 156 million samples on disk, already in the system's cache, and no shards.
 """
 
 import heapq
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -30,6 +35,7 @@ import tyro
 from numpy.typing import NDArray
 
 from benchmarks.lengths import HISTOGRAM, drawn_lengths
+from dataloading.batches.packing_strategy import pack_histogram
 from dataloading.batches.sampler import Plan, cost, deal
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.manifest import write_metadata
@@ -53,6 +59,9 @@ SHARES = (
     (1024, 2),
 )
 """Ranks, and sequences a rank: those of published results, and fewer."""
+
+BOUNDED = ((4096, 4), (1024, 3), (1024, 2))
+"""Ranks, and sequences a rank, of which the bound is computed: some ten seconds each."""
 
 BATCHES = ((3072, 64), (3072, 512), (12288, 3072), (16384, 4096))
 """Global batch sizes and ranks over which the plan is timed."""
@@ -91,13 +100,22 @@ def main(
         rows.append(row)
         means = "".join(f"{_pair(row[name], 'mean'):>20}" for name in DEALS)
         print(f"{ranks:6}{sequences:6}{means}{_pair(row['ours'], 'worst'):>20}{row['ours']['ms']:8.2f}", flush=True)
+    bounds = []
+    for ranks, sequences in BOUNDED[-1:] if quick else BOUNDED:
+        least = least_imbalance(drawn_lengths(generator, ranks * sequences, histogram), ranks)
+        bounds.append({"ranks": ranks, "sequences": sequences, "tokens": least})
+        print(f"{ranks:6}{sequences:6}  no dealing has an imbalance of tokens below {least:.4f}", flush=True)
     plans = _timed_plans(drawn_lengths(generator, min(samples, 1 << 20), histogram), samples)
     if out:
         from benchmarks.conditions import (
             write_figures,
         )  # brings in torch, which the processes that are measured do without
 
-        write_figures(out, {"batches": batches, "imbalance": rows, "samples": samples, "plans": plans}, ("numpy",))
+        write_figures(
+            out,
+            {"batches": batches, "imbalance": rows, "bounds": bounds, "samples": samples, "plans": plans},
+            ("numpy",),
+        )
     at_64 = next(row for row in rows if (row["ranks"], row["sequences"]) == (64, 48))
     shown = ", ".join(f"{name} {at_64[name]['tokens']['mean']:.4f}" for name in DEALS)
     print(f"tokens at 64 ranks of 48 sequences: {shown}")
@@ -121,6 +139,27 @@ def measure(folder: str, global_batch_size: int, world_size: int) -> None:
         "peak_mb": _peak_bytes() / 1e6,
     }
     print(json.dumps(figures))
+
+
+def least_imbalance(lengths: NDArray[np.int64], ranks: int) -> float:
+    """Return an imbalance of tokens that no dealing of equal numbers of sequences to ``ranks`` goes below."""
+    sequences = len(lengths) // ranks
+    mean = lengths.sum() / ranks
+
+    def is_excluded(tokens: int) -> bool:
+        counts = np.zeros(tokens + 1, np.int64)
+        found = np.bincount(lengths)
+        counts[: len(found)] = found
+        return pack_histogram(counts, tokens, sequences).bound > ranks
+
+    low = max(math.ceil(mean), int(lengths.max()))
+    if not is_excluded(low):
+        return low / mean
+    high = low + math.ceil(mean / 8)  # farther off than any deal here
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_excluded(middle) else (low, middle)
+    return high / mean
 
 
 def _in_order(lengths: NDArray[np.int64], ranks: int) -> Groups:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bert.configuration.config import Config
 from bert.configuration.config_file import did_you_mean
+from bert.configuration.own_text import FOLLOWING
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import RunPlan, settings_of, write_plan
 from cluster.display.scaling_page import write_page
@@ -31,11 +32,13 @@ class Request:
 
 
 def recipe_named(name: str) -> Config:
-    """Return a recipe. Raises ``ValueError`` where there is none of that name."""
+    """Return a recipe. Raises ``ValueError`` where there is none of that name, or its settings follow from its data."""
     if name not in RECIPES:
         raise ValueError(
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
         )
+    if name in FOLLOWING:
+        raise ValueError(f"{name} takes its settings from its data when it starts: there is nothing to plan")
     return RECIPES[name]()
 
 

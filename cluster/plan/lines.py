@@ -22,7 +22,7 @@ def as_lines(found: Found, world_size: int) -> Iterator[str]:
     for place, each in enumerate(found.best, 1):
         yield _row(place, each, world_size)
     yield ""
-    yield "time to train against the first, at best with"
+    yield f"time to train against the first ({_steps(found.best[0])}), at best with"
     yield from _rivals(found, world_size)
     yield from _refused(found.refusals)
 
@@ -76,15 +76,15 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
 def _cause(best: Candidate, rival: Candidate) -> str:
     """What makes a rival slower: another number of steps, or the part that takes the most longer."""
     if rival.strategy.global_batch_size != best.strategy.global_batch_size:
-        theirs, ours = (
-            f"{each.run.samples / 1e6:.2f} million samples in {each.run.steps:,.0f} steps of {1000 * each.step.total:.2f} ms"
-            for each in (rival, best)
-        )
-        return f"{theirs}, not {ours}"
+        return _steps(rival)
     longer = {part: rival.step.parts[part] - seconds for part, seconds in best.step.parts.items()}
     most = max(longer, key=lambda part: longer[part])
     before, after = 1000 * best.step.parts[most], 1000 * rival.step.parts[most]
     return f"{most.replace('_', ' ')} {after:.2f} ms a step, not {before:.2f}"
+
+
+def _steps(each: Candidate) -> str:
+    return f"{each.run.samples / 1e6:.2f} million samples in {each.run.steps:,.0f} steps of {1000 * each.step.total:.2f} ms"
 
 
 def _refused(refusals: Sequence[Refusal]) -> Iterator[str]:

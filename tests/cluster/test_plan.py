@@ -109,8 +109,8 @@ def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     assert lines[1].split()[0] == "1"
     text = "\n".join(lines)
     for said in (
-        "batch 3,072:",
-        "micro-batch 48:",
+        "batch 768:",
+        "  micro-batch ",
         "precision bf16:",
         "reduction flat:",
         "sums in fp32:",
@@ -141,6 +141,7 @@ def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, monkeypat
     ("arguments", "said"),
     [
         (["h100_9x9"], "unknown recipe 'h100_9x9': expected one of tiny_cpu"),
+        (["own_text_cpu"], "own_text_cpu takes its settings from its data when it starts"),
         (["tiny_cpu"], "tiny_cpu names no device: give --cluster"),
         (["h100_1x8", "--accelerator", "H900"], "accelerator 'H900' is unknown; nearest:"),
         (["h100_1x8", "--gpus", "12"], "--gpus is 12, expected whole nodes of 8"),

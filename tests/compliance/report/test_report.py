@@ -245,6 +245,22 @@ def test_parts_of_a_step_are_stacked(one: Path) -> None:
     assert "Parts of a step of run 0" in page.text
 
 
+def test_a_step_stands_beside_the_one_that_was_planned(one: Path) -> None:
+    measured = {"forward_backward_ms": 21.0, "reduce_ms": 15.0, "update_ms": 4.0, "data_wait_ms": 0.0, "other_ms": 1.0}
+    planned = {f"planned_{name}": value for name, value in measured.items()} | {"planned_reduce_ms": 5.0}
+    event = {"event": "plan", "step_ms": 41.0, "planned_step_ms": 31.0, **measured, **planned}
+    metrics = one / "metrics_0.jsonl"
+    metrics.write_text(json.dumps(event) + "\n")
+    text = Page(report.render(load_results(one))).text
+    assert "Step of run 0 as planned and as measured" in text
+    rows = re.sub(r"\s+", "", text)
+    assert "exposedcommunication515+200%" in rows
+    assert "waitingfordata00-" in rows
+    assert "step3141+32%" in rows
+    metrics.write_text(json.dumps(event | {"planned_step_ms": "<b>"}) + "\n")
+    assert "as planned" not in Page(report.render(load_results(one))).text
+
+
 def test_skipped_steps_are_told_and_losses_that_are_no_numbers_left_out(one: Path) -> None:
     steps = [{"event": "step", "step": n, "samples": 32 * n, "loss": 9.0, "skipped_steps": 2} for n in range(1, 4)]
     lines = [json.dumps(step) for step in steps]

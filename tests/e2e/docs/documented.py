@@ -52,6 +52,7 @@ SHORTENED = {
     "--text README.md docs/data.md",
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
     "python -m cluster probe --out cluster.json": "python -m cluster probe --out cluster.json --seconds 2",
+    "./run_and_time.sh tiny_cpu -- --plan plan.json": "./run_and_time.sh tiny_cpu -- --plan plan.json" + EASY,
     "python -m cluster tune tiny_cpu": "python -m cluster tune tiny_cpu --seconds 10",
     "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
 }
