@@ -236,7 +236,7 @@ def _reporter(
                 "target": config.evaluation.target,
                 "global_batch_size": config.training.global_batch_size,
                 "world_size": mesh.world_size,
-                "parameters": sum(parameter.numel() for parameter in step.model.parameters()),
+                "parameters": step.whole.parameters,
                 "commit": commit(),
                 "started": datetime.now(UTC).isoformat(timespec="seconds"),
             },

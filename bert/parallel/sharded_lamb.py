@@ -61,13 +61,13 @@ class ShardedLamb:
         self._spans = _layout(spans, flat.segments.adapted, shard)
         adapted = [segment for segment, _, _ in spans if flat.segments.adapted[segment]]
         self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
-        self._rows_GK = _rows(adapted, len(flat.segments.sizes)).to(device)
         everywhere = [False] * len(flat.segments.sizes) if tensor is None else tensor.on_all_ranks(flat)
         places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
         self._counts = tensor is None or tensor.rank == 0
         """Whether this rank is the one of its tensor group that counts what all have."""
-        self._counted_G = torch.tensor([self._counts or not each for each in everywhere], device=device)
+        counted = [-1 if everywhere[segment] and not self._counts else segment for segment in adapted]
+        self._rows_GK = _rows(counted, len(flat.segments.sizes)).to(device)
 
     @torch.no_grad()
     def step(self) -> Tensor:
@@ -91,7 +91,7 @@ class ShardedLamb:
         )
         # Every rank takes part in the sums, even one without adapted elements.
         filled_2K = torch.cat([squares_2K, squares_2K.new_zeros(2, 1)], dim=1)
-        squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1) * self._counted_G)
+        squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1))
         rate = learning_rate_tensor(config, self.steps)
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
@@ -197,7 +197,10 @@ def _layout(spans: list[tuple[int, int, int]], adapted: tuple[bool, ...], size: 
 
 
 def _rows(segments: list[int], count: int) -> Tensor:
-    """Return [G, longest] places of each segment's spans, filled up with the place after the last: sums in a fixed order."""
+    """Return [G, longest] places of each segment's spans, filled up with the place after the last: sums in a fixed order.
+
+    A span of segment -1 is in none.
+    """
     rows = [[place for place, other in enumerate(segments) if other == segment] for segment in range(count)]
     longest = max(1, *map(len, rows))
     return torch.tensor([row + [len(segments)] * (longest - len(row)) for row in rows], dtype=torch.int64)

@@ -135,6 +135,11 @@ class WholeVectors:
         if tensor is None:
             self.size = len(flat.weights_P)
 
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(map(math.prod, self._shapes.values()))
+
     def parts(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Each parameter's part of a whole vector, in the parameter's shape, as a view."""
         for name, part in self._places.items():

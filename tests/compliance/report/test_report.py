@@ -390,6 +390,14 @@ def test_a_report_that_cannot_be_written_is_a_users_error(one: Path, tmp_path: P
     assert report.write_report(one, format="csv", out=tmp_path / "a.csv").read_text().startswith("run,official")
 
 
+def test_the_head_says_how_many_share_a_copy_of_the_model(closed: Results) -> None:
+    run = closed.shown
+    header = run.log.header | {"config.parallel.tensor": "4"}
+    shared = replace(closed, runs=(replace(run, log=replace(run.log, header=header)),))
+    assert "x NVIDIA H100 80GB HBM3, tensor parallel 4, global batch size 768" in Page(report.render(shared)).text
+    assert "tensor parallel" not in Page(report.render(closed)).text
+
+
 def test_settings_that_differ_are_named(closed: Results) -> None:
     def headed(number: int, **header: str) -> Any:
         run = closed.runs[number]
