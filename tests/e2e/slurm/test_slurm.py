@@ -122,29 +122,6 @@ def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path,
     assert not list((checkout / "results").glob(f"slurm-{job}.claim*"))
 
 
-def test_requeued_job_goes_on_from_its_checkpoint_on_fewer_nodes(
-    cluster: Cluster, checkout: Path, small_run: SmallRun
-) -> None:
-    folder = checkout / "results/checkpoints"
-    settings = small(small_run, checkpoint__folder=folder, checkpoint__every_steps=20)
-    job = submit(cluster, checkout, "tiny_cpu", *settings)
-    training(cluster, checkout, 0)
-    cluster.run("scontrol", "requeue", job)
-    cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING", 60)
-    cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now", "NumNodes=1")
-    cluster.wait_for(lambda: cluster.job(job)["JobState"] == "RUNNING", 60)
-    training(cluster, checkout, 0)
-    cluster.run("scancel", job)
-    cluster.finish(job)
-    text = (checkout / RESULTS / "result_0.txt").read_text()
-    assert f"# resumed from: {folder}/step_" in text, output(checkout, job)
-    assert re.search(
-        r"^# lost: host .* \(1 rank\)\n# shares of the global batch: 1 rank on 1 host, .* 2 x 8 sequences;", text, re.M
-    )
-    assert "# probe: 1 host(s), 1 rank(s)" in text
-    assert (checkout / RESULTS / "result_0.txt.cut-off-1").exists()
-
-
 def test_notes_of_an_earlier_job_with_the_same_number_are_left_alone(cluster: Cluster, checkout: Path) -> None:
     earlier = submit(cluster, checkout, "nothing", options=("-N1", "--hold"))
     cluster.run("scancel", earlier)
