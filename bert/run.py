@@ -85,7 +85,7 @@ def _timed_run(
     resumed = _resumed(config, inputs, mesh, again)
     before = resumed.world if resumed else None
     if again and before:
-        config = planned_anew(config, before, mesh.world_size)
+        config = planned_anew(config, before, mesh.data_size)
     adaptive = config.log.division == "open" and (again or may_start_again())
     check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)
     world = World.of(mesh.hosts, config, before if again else None)

@@ -30,8 +30,8 @@ class World:
     @classmethod
     def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":
         """The world of a run on ``hosts``, named by rank, which goes on from one of ``before``."""
-        steps = config.training.gradient_accumulation_steps
-        sequences = -(-config.training.global_batch_size // (len(hosts) * steps))
+        steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.tensor
+        sequences = -(-config.training.global_batch_size // (copies * steps))
         fitting = max(sequences, before.fitting if before else 0)
         return cls(dict(Counter(hosts)), steps, sequences, fitting, job())
 
@@ -49,15 +49,15 @@ class World:
             raise TypeError
 
 
-def planned_anew(config: Config, before: World, world_size: int) -> Config:
-    """The same global batch over ``world_size`` ranks, in as few micro-batches as have room for it.
+def planned_anew(config: Config, before: World, data_size: int) -> Config:
+    """The same global batch over ``data_size`` copies of the model, in as few micro-batches as have room for it.
 
     None gets more sequences than one has had ``before``, except where each had a single one and ranks do not divide the
     batch. Everything else that depends on the ranks (reduction, shape buckets, kernels) is chosen at every start.
     """
     batch = config.training.global_batch_size
-    steps = -(-batch // (world_size * before.fitting))
-    steps = max(1, min(steps, batch // world_size))  # no rank without a sequence
+    steps = -(-batch // (data_size * before.fitting))
+    steps = max(1, min(steps, batch // data_size))  # no rank without a sequence
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
 

@@ -66,9 +66,13 @@ class RunPlan:
                     "plan again"
                 )
 
+    def is_for(self, world_size: int, local_size: int) -> bool:
+        """Tell whether it was made for so many ranks; ``local_size`` of this node, 0 where that is not known."""
+        return world_size == self.nodes * self.ranks_per_node and local_size in (0, self.ranks_per_node)
+
     def require_ranks(self, world_size: int, local_size: int, path: Path) -> None:
-        """Raise ``ValueError`` on another number of ranks; ``local_size`` of this node, 0 where that is not known."""
-        if world_size != self.nodes * self.ranks_per_node or local_size not in (0, self.ranks_per_node):
+        """Raise ``ValueError`` where it was not made for so many ranks."""
+        if not self.is_for(world_size, local_size):
             planned = f"{counted(self.nodes, 'node')} of {counted(self.ranks_per_node, 'rank')}"
             here = counted(world_size, "rank") + (f", {local_size} a node" if local_size else "")
             raise ValueError(

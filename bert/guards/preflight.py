@@ -54,7 +54,10 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     plan = None
     if config.plan is not None:
         plan = read_plan(config.plan)
-        plan.require_ranks(world_size, local_size, config.plan)
+        if not (may_start_again() or restarts()):
+            plan.require_ranks(world_size, local_size, config.plan)
+        elif not plan.is_for(world_size, local_size):
+            plan = None  # hosts have gone or come: its settings hold, its prediction does not
     (train, evaluation), vocabulary = _open_data(config, [config.data.train, config.data.evaluation])
     if config.data.initial_checkpoint is not None:
         check_initial_weights(config.data.initial_checkpoint, config, vocabulary)

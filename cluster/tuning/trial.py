@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from bert.checkpoints.world import World
 from bert.configuration.config import CheckpointConfig, Config
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import check
@@ -79,8 +80,8 @@ def _built(config: Config, mesh: Mesh) -> Run:
     inputs = check(config, mesh.world_size)
     inputs.metrics.parent.mkdir(parents=True)
     assert config.training.seed is not None
-    hosts = ["this machine"] * mesh.world_size
-    return build_run(config, inputs, mesh, MLLog(None), Interruption(), hosts, config.training.seed, None)
+    world = World.of(mesh.hosts, config)
+    return build_run(config, inputs, mesh, MLLog(None), Interruption(), world, config.training.seed, None)
 
 
 def _window(run: Run, mesh: Mesh, steps: int) -> Window:

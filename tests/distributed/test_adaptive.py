@@ -14,8 +14,8 @@ from compliance.check.checker import check_log
 from compliance.log.records import read_log
 from console.text import counted
 from tests.conftest import SmallRun
-from tests.distributed.elastic_worker import HOSTS
 from tests.distributed.ranks import Ranks, free_port, wait_for
+from tests.distributed.workers.elastic_worker import HOSTS
 from tests.programs import PATIENCE_S, Program
 
 STEPS, EVERY = 60, 5
@@ -29,10 +29,10 @@ def agent(number: int, port: int, folder: Path, arguments: list[str]) -> Program
     place += [
         "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,is_host=0",
         "-m",
-        "tests.distributed.elastic_worker",
+        "tests.distributed.workers.elastic_worker",
     ]
     return Program(
-        "tests.distributed.elastic_worker",
+        "tests.distributed.workers.elastic_worker",
         [f"h{number}", "agent", *place, f"h{number}", "rank", str(folder), *arguments],
         TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
         GLOO_SOCKET_IFNAME="lo",
@@ -94,7 +94,7 @@ def test_a_straggler_sits_out_when_slurm_starts_the_job_again(small_run: SmallRu
         arguments, port = small_run.arguments(tmp_path, **settings, training__max_samples=samples), free_port()
         ranks = [
             Program(
-                "tests.distributed.elastic_worker",
+                "tests.distributed.workers.elastic_worker",
                 [f"h{rank}", "slow" if rank == 2 and not environment else "rank", str(tmp_path), *arguments],
                 RANK=rank,
                 WORLD_SIZE=3,

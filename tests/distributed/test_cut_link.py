@@ -30,7 +30,7 @@ def hosts() -> Iterator[tuple[list[str], str]]:
     """The namespaces of two hosts, host 0 at 10.77.0.1, and of the switch between them."""
     network = Network(Case(hosts=2, local_size=2, order="block", rate=None, megabytes=1, rounds=1))
     with network as names:
-        yield names, network._switch
+        yield names, network.switch
 
 
 def ip(*arguments: str) -> None:

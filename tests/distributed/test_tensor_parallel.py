@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
-from tests.distributed.tensor_worker import ALONE, ALONE_FP8, ALONE_FP32, MODEL
 from tests.distributed.test_ranks import records
+from tests.distributed.workers.tensor_worker import ALONE, ALONE_FP8, ALONE_FP32, MODEL
 
 FP64 = [
     "2,flat,block,4,1,fp64",
@@ -25,7 +25,7 @@ FP8 = ["4,flat,block,4,1,fp8"]
 
 
 def worker(out: Path, ranks: int, shapes: list[str]) -> dict[str, dict[str, Any]]:
-    with Ranks([str(out), *shapes], ranks, "tests.distributed.tensor_worker") as started:
+    with Ranks([str(out), *shapes], ranks, "tests.distributed.workers.tensor_worker") as started:
         assert started.ends() == [0] * ranks, started.output
     return torch.load(out)
 

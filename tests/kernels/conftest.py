@@ -35,7 +35,7 @@ def language_is_patched_once() -> None:
             patched.add(function.fn.__module__)
         return function.rewrite()(*args, **kwargs)
 
-    interpreter.InterpretedFunction.__call__ = call
+    interpreter.InterpretedFunction.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @pytest.fixture(autouse=True)

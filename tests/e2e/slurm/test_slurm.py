@@ -4,6 +4,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,7 +53,7 @@ def test_tasks_come_in_the_order_of_place(
     for order, nodes in (("block", ["n1", "n1", "n2", "n2"]), ("arbitrary", ["n2", "n2", "n1", "n1"])):
         script = f"all=4 tasks=2; srun {tasks} sh -c 'echo rank $SLURM_PROCID $SLURMD_NODENAME'"
         options = ("-N2", "--ntasks-per-node=2", f"--distribution={order}", f"--output={tmp_path}/{order}")
-        file = {"SLURM_HOSTFILE": str(hosts)} if order == "arbitrary" else {}
+        file: dict[str, Any] = {"SLURM_HOSTFILE": str(hosts)} if order == "arbitrary" else {}
         job = cluster.run("sbatch", "--parsable", *options, f"--wrap={script}", **file).strip()
         assert cluster.finish(job)["ExitCode"] == "0:0", (tmp_path / order).read_text()
         ranks = sorted(re.findall(r"^rank (\d) (n\d)$", (tmp_path / order).read_text(), re.M))

@@ -1,4 +1,4 @@
-"""A rank of a run that loses a host and gets it back: ``python -m tests.distributed.elastic_worker HOST ROLE ...``.
+"""A rank of a run that loses a host and gets it back: ``python -m tests.distributed.workers.elastic_worker HOST ROLE ...``.
 
 ``HOST agent ...`` is torchrun's agent on a host of that name. ``HOST rank FOLDER ...`` is a rank of ``cluster.train`` there,
 and ``HOST slow FOLDER ...`` one whose data come late. Under an agent, rank 0 waits where a test is to do something: on all

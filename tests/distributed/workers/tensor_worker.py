@@ -1,6 +1,6 @@
 """One rank of ``test_tensor_parallel.py``: the training step in many shapes, one after the other, on the same ranks.
 
-python -m tests.distributed.tensor_worker OUT.pt SHAPE...
+python -m tests.distributed.workers.tensor_worker OUT.pt SHAPE...
 
 A shape is TENSOR,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,PRECISION. OUT.pt maps each to what it came to.
 """
@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.distributed.reduction_worker import regrouped
 
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig
@@ -25,6 +24,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
+from tests.distributed.workers.reduction_worker import regrouped
 
 STEPS = 20
 DRAWS = 60
