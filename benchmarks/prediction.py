@@ -25,8 +25,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported: of 
 import tyro
 
 from benchmarks.conditions import write_figures
-from cluster.model.calibration import GROUPS, Calibration, Held, calibrate
-from cluster.model.published import Result, results
+from cluster.published.calibration import GROUPS, Calibration, Held, calibrate
+from cluster.published.results import Result, results
 
 
 def main(

@@ -70,9 +70,9 @@ def _predict(
         out: Where to write that table with the predictions.
     """
     from cluster.devices import device_named
-    from cluster.model.cost_model import Run
-    from cluster.model.machine import describe_machine
-    from cluster.model.prediction import as_document, as_lines, predict, usual_run
+    from cluster.published.cost_model import Run
+    from cluster.published.machine import describe_machine
+    from cluster.published.prediction import as_document, as_lines, predict, usual_run
 
     if table is not None or out is not None:
         if table is None or out is None or accelerator is not None or cluster is not None or json:
@@ -80,7 +80,7 @@ def _predict(
         _predict_table(table, out)
         return
     if cluster is not None:
-        from cluster.model.probed import machine_of
+        from cluster.published.probed import machine_of
         from cluster.view import read_view
 
         if accelerator is not None or interconnect or networking:
@@ -101,7 +101,7 @@ def _predict(
 
 
 def _predict_table(table: Path, out: Path) -> None:
-    from cluster.model.prediction_table import predict_table
+    from cluster.published.prediction_table import predict_table
 
     rows = predict_table(table, out)
     for row in rows:
@@ -115,9 +115,9 @@ def _calibrate(out: Path) -> None:
     """Fit the cost model to the published results again, which takes a minute or two.
 
     Args:
-        out: Where to write what `cluster/model/calibration.json` holds.
+        out: Where to write what `cluster/published/calibration.json` holds.
     """
-    from cluster.model.calibration import calibrate, to_json
+    from cluster.published.calibration import calibrate, to_json
     from console.files import write_atomically
 
     made, _ = calibrate()

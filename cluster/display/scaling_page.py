@@ -8,8 +8,8 @@ from pathlib import Path
 
 from cluster.devices import Device
 from cluster.display.markup import document, figure_list, section, text
-from cluster.model.published import Result
 from cluster.plan.scaling import CAUSES, Point
+from cluster.published.results import Result
 from console.files import write_atomically
 
 _CLASSES = dict(zip(CAUSES, ("compute", "data-wait", "reduce", "update", "evaluation", "other"), strict=True))

@@ -1,1 +1,1 @@
-"""What a run costs on a machine: parts of a step, samples to converge, time to train, fitted to published results."""
+"""A step of this program and the memory of a rank, by part: from the plan of its batches and the rates of its ranks."""

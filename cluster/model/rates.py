@@ -15,9 +15,11 @@ from typing import get_args
 import numpy as np
 from scipy.optimize import nnls
 
-from cluster.model.calibration import calibration
 from cluster.model.computations import TERMS, Computation, Count, parts_of
-from cluster.model.cost_model import (
+from cluster.model.strategy import BUCKET_BYTES
+from cluster.model.work import wikipedia_work
+from cluster.published.calibration import calibration
+from cluster.published.cost_model import (
     FP8_SHARE,
     PARAMETERS,
     SEQUENCE_FLOPS,
@@ -28,9 +30,7 @@ from cluster.model.cost_model import (
     network_rate,
     sequence_time,
 )
-from cluster.model.machine import Machine
-from cluster.model.strategy import BUCKET_BYTES
-from cluster.model.work import wikipedia_work
+from cluster.published.machine import Machine
 from cluster.view import Collective, Operation, Scope, View
 
 LINEAR_FLOPS = 6.0
@@ -224,8 +224,8 @@ def _curve(measured: Collective, processors: float) -> Curve:
 def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     """Return the rates of a machine by the facts of its devices and the published results.
 
-    A sequence of Wikipedia's mean cost takes as long as `cluster.model.cost_model` has it, and so does a reduction over all
-    ranks. Raises ``ValueError`` where devices have no FP8 and it is asked for.
+    A sequence of Wikipedia's mean cost takes as long as `cluster.published.cost_model` has it, and so does a reduction over
+    all ranks. Raises ``ValueError`` where devices have no FP8 and it is asked for.
     """
     device, p = machine.device, calibration().parameters
     if precision == "fp8" and device.fp8_tflops is None:

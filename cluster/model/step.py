@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cluster.model.calibration import calibration
 from cluster.model.computations import Computation, Count, Layout, layout_of, parts_of
-from cluster.model.convergence import log_samples
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
 from cluster.model.strategy import Strategy
 from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
+from cluster.published.calibration import calibration
+from cluster.published.convergence import log_samples
 from cluster.view import Operation, Scope
 
 FORWARD = 1 / 3

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from bert.configuration.config import Config
 from cluster.devices import Device
-from cluster.model.calibration import calibration
-from cluster.model.cost_model import Run
-from cluster.model.machine import Machine, describe_machine
-from cluster.model.published import Result, results
 from cluster.model.work import wikipedia_work
 from cluster.plan.search import Candidate, search
 from cluster.plan.target import described
+from cluster.published.calibration import calibration
+from cluster.published.cost_model import Run
+from cluster.published.machine import Machine, describe_machine
+from cluster.published.results import Result, results
 from console.files import write_atomically
 
 LARGEST = 16_384

@@ -15,7 +15,7 @@ from statistics import median
 
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig
 from bert.configuration.recipes import RECIPES
-from cluster.model.published import TABLE
+from cluster.published.results import TABLE
 from console.text import counted
 
 _Key = tuple[int, float, float, float, int, int]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.model.calibration import (
+from cluster.published.calibration import (
     CALIBRATION,
     GROUPS,
     INTERVAL,
@@ -18,9 +18,9 @@ from cluster.model.calibration import (
     fit,
     to_json,
 )
-from cluster.model.cost_model import run_time
-from cluster.model.parameters import prior_of
-from cluster.model.published import TABLE, results
+from cluster.published.cost_model import run_time
+from cluster.published.parameters import prior_of
+from cluster.published.results import TABLE, results
 
 pytestmark = pytest.mark.slow
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.devices import Device, device_named, devices
-from cluster.model.calibration import calibration
-from cluster.model.convergence import REFERENCE_POINTS
-from cluster.model.cost_model import SEQUENCE_FLOPS, Run, run_time, step_time
-from cluster.model.machine import describe_machine
-from cluster.model.parameters import BATCH_KNOTS, PRIORS
+from cluster.published.calibration import calibration
+from cluster.published.convergence import REFERENCE_POINTS
+from cluster.published.cost_model import SEQUENCE_FLOPS, Run, run_time, step_time
+from cluster.published.machine import describe_machine
+from cluster.published.parameters import BATCH_KNOTS, PRIORS
 from tests.conftest import REPOSITORY
 
 P = calibration().parameters

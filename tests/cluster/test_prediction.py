@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.devices import device_named, devices
-from cluster.model.cost_model import Run
-from cluster.model.machine import describe_machine
-from cluster.model.prediction import PARTS, predict, usual_run
-from cluster.model.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
-from cluster.model.probed import machine_of
-from cluster.model.published import TABLE, results
+from cluster.published.cost_model import Run
+from cluster.published.machine import describe_machine
+from cluster.published.prediction import PARTS, predict, usual_run
+from cluster.published.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
+from cluster.published.probed import machine_of
+from cluster.published.results import TABLE, results
 from cluster.view import Link, Rank, View, write_view
 from tests.cluster.test_view import made_up
 from tests.conftest import REPOSITORY

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from bert.configuration.config import ModelConfig, Recompute
 from bert.configuration.recipes import tiny_model
 from cluster.devices import device_named
-from cluster.model.calibration import calibration
 from cluster.model.computations import TERMS, Computation, layout_of, parts_of
-from cluster.model.cost_model import Run, run_time, step_time, uses_fp8
-from cluster.model.machine import describe_machine
 from cluster.model.rates import Curve, Rates, rates_of_machine, rates_of_view
 from cluster.model.step import predict_run, predict_step
 from cluster.model.strategy import BUCKET_BYTES, Strategy
 from cluster.model.work import Work, wikipedia_work
+from cluster.published.calibration import calibration
+from cluster.published.cost_model import Run, run_time, step_time, uses_fp8
+from cluster.published.machine import describe_machine
 from cluster.view import Operation, Scope
 from tests.cluster.test_view import made_up
 

@@ -10,8 +10,8 @@ from math import log2
 from pathlib import Path
 
 from cluster.devices import Device, device_named
-from cluster.model.cost_model import Run
-from cluster.model.machine import Machine, describe_machine
+from cluster.published.cost_model import Run
+from cluster.published.machine import Machine, describe_machine
 
 TABLE = Path(__file__).parents[2] / "compliance/report/published_results.csv"
 """Closed and open results of MLPerf Training v2.0 to v3.1, as `compliance/report/published.py` describes them."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.model.calibration import INTERVAL, Calibration, calibration
-from cluster.model.cost_model import Run, RunTime, run_time, uses_fp8
-from cluster.model.machine import Machine
-from cluster.model.published import Result, nearest, results, usual_batches
+from cluster.published.calibration import INTERVAL, Calibration, calibration
+from cluster.published.cost_model import Run, RunTime, run_time, uses_fp8
+from cluster.published.machine import Machine
+from cluster.published.results import Result, nearest, results, usual_batches
 from console.text import counted
 
 PARTS = {

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from math import exp, log, log2
 
-from cluster.model.parameters import BATCH_KNOTS, Parameters
+from cluster.published.parameters import BATCH_KNOTS, Parameters
 
 REFERENCE_POINTS = (
     (448, 2_414_421),

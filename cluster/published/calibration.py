@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from cluster.model.cost_model import Run, log_samples_needed, run_time, step_time, time_of_steps
-from cluster.model.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
-from cluster.model.published import TABLE, Result, results
+from cluster.published.cost_model import Run, log_samples_needed, run_time, step_time, time_of_steps
+from cluster.published.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
+from cluster.published.results import TABLE, Result, results
 
 CALIBRATION = Path(__file__).with_name("calibration.json")
 

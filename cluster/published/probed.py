@@ -8,8 +8,8 @@ from contextlib import suppress
 from math import exp
 
 from cluster.devices import Device, device_named, devices
-from cluster.model.calibration import calibration
-from cluster.model.machine import Machine, Network, describe_machine
+from cluster.published.calibration import calibration
+from cluster.published.machine import Machine, Network, describe_machine
 from cluster.view import View
 
 

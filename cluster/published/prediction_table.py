@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.model.cost_model import ROUND, Run
-from cluster.model.prediction import Prediction, predict, usual_run
-from cluster.model.published import described_machine, whole_number
+from cluster.published.cost_model import ROUND, Run
+from cluster.published.prediction import Prediction, predict, usual_run
+from cluster.published.results import described_machine, whole_number
 from console.files import read_bounded, write_atomically
 
 COLUMNS = (

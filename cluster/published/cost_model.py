@@ -13,9 +13,9 @@ import re
 from dataclasses import dataclass
 from math import ceil, exp, log2
 
-from cluster.model.convergence import REFERENCE_POINTS, SEQUENCES_PER_GB, log_samples
-from cluster.model.machine import Machine
-from cluster.model.parameters import Parameters, chip_parameter
+from cluster.published.convergence import REFERENCE_POINTS, SEQUENCES_PER_GB, log_samples
+from cluster.published.machine import Machine
+from cluster.published.parameters import Parameters, chip_parameter
 from compliance.log.schedule import evaluation_interval
 
 PARAMETERS = 336.2e6
