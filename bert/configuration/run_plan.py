@@ -19,6 +19,8 @@ PLANNED = (
     "training.in_network",
     "training.reduce_dtype",
     "training.bucket_bytes",
+    "training.recompute",
+    "parallel.tensor",
     *(f"optimizer.{field.name}" for field in fields(OptimizerConfig)),
 )
 """Settings that a plan decides, all of them. The optimizer's go with the global batch size."""

@@ -74,5 +74,6 @@ def strategy_of(config: Config) -> Strategy:
         "flat" if training.reduction == "auto" else training.reduction,
         training.in_network == "on",
         training.reduce_dtype,
-        recompute=training.recompute,
+        training.bucket_bytes,
+        training.recompute,
     )

@@ -12,7 +12,7 @@ _MOST_VALUES = 8
 
 _HEAD = (
     f"{'':>2}{'minutes':>10}{'batch':>8}{'micro-batches':>15}  {'precision':<10}{'reduction':<15}{'sums':<6}{'MiB':>5}"
-    f"{'step ms':>10}{'fwd+bwd':>10}{'reduce':>9}{'update':>9}{'GB':>7}"
+    f"{'step ms':>10}{'fwd+bwd':>10}{'reduce':>9}{'update':>9}{'GB':>7}  recompute"
 )
 
 
@@ -35,7 +35,7 @@ def _row(place: int, each: Candidate, world_size: int) -> str:
     return (
         f"{place:>2}{_minutes(each.seconds):>10}{strategy.global_batch_size:>8,}{micro:>15}  {strategy.precision:<10}"
         f"{strategy.reduction:<15}{strategy.reduce_dtype:<6}{strategy.bucket_bytes / 2**20:>5.0f}{total:>10.2f}"
-        f"{computing:>10.2f}{reduce:>9.2f}{update:>9.2f}{each.memory / 1e9:>7.1f}"
+        f"{computing:>10.2f}{reduce:>9.2f}{update:>9.2f}{each.memory / 1e9:>7.1f}  {strategy.recompute}"
     )
 
 
@@ -48,6 +48,7 @@ def _values(each: Candidate, world_size: int) -> dict[str, str]:
         "precision": strategy.precision,
         "reduction": strategy.reduction,
         "sums in": strategy.reduce_dtype,
+        "recompute": strategy.recompute,
         "buckets of": f"{strategy.bucket_bytes / 2**20:g} MiB",
     }
 

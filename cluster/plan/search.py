@@ -1,15 +1,17 @@
 """Search for the fastest feasible way to run a recipe on given ranks: each way is predicted, none is tried.
 
 All are gone through, but for those that compute longer than the best ones take in all. Micro-batches are as large as memory
-allows, or the next smaller ones: accumulating more often costs launches and saves nothing else.
+allows, or the next smaller ones: accumulating more often costs launches and saves nothing else. Layers recompute only where
+that makes room for larger ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice, takewhile
 
-from bert.configuration.config import Config
+from bert.configuration.config import Config, Recompute
 from cluster.model.computations import layout_of
 from cluster.model.memory import memory_of_rank
 from cluster.model.step import PredictedRun, PredictedStep, predict_run, predict_step
@@ -20,6 +22,8 @@ from cluster.plan.target import Target
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
 REDUCTIONS: tuple[Reduction, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
+RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
+"""From the most memory to the least, and from the least time to the most."""
 BUCKETS = tuple(mebibytes * 2**20 for mebibytes in (5, 25, 100, 400))
 BEST = 5
 _MICRO_BATCHES = 2
@@ -111,7 +115,7 @@ class _Search:
         if target.nodes == 1 or target.ranks_per_node == 1:
             self._reductions = ("flat", "sharded_world")  # the others are the same here
         self._works: dict[int, Work] = {}
-        self._too_many: dict[Precision, int] = {}
+        self._too_many: dict[tuple[Precision, Recompute], int] = {}
         """Sequences of the smallest micro-batch that does not fit; larger ones are not looked at."""
 
     def computing(self, schedule: Schedule) -> Iterator[Candidate]:
@@ -126,14 +130,20 @@ class _Search:
             if precision in self._target.missing:
                 self.refusals.append(Refusal("precision", precision, self._target.missing[precision]))
                 continue
-            fitting = 0
-            for accumulation in _divisors(batch // ranks):
-                candidate = self.candidate(schedule, Strategy(batch, accumulation, precision, self._reductions[-1]))
-                if candidate is not None:
-                    yield candidate
-                    fitting += 1
-                if fitting == _MICRO_BATCHES:
-                    break
+            enough = batch // ranks + 1
+            for recompute in RECOMPUTES:
+                strategy = Strategy(batch, 1, precision, self._reductions[-1], recompute=recompute)
+                found = list(islice(self._fitting(schedule, strategy, enough), _MICRO_BATCHES))
+                yield from found
+                if found:
+                    enough = found[0].strategy.gradient_accumulation_steps
+
+    def _fitting(self, schedule: Schedule, like: Strategy, enough: int) -> Iterator[Candidate]:
+        """Candidates with less accumulation than ``enough``, with which what recomputes less fits, the least one first."""
+        sequences = schedule.global_batch_size // self._target.world_size
+        for accumulation in takewhile(lambda each: each < enough, _divisors(sequences)):
+            if candidate := self.candidate(schedule, replace(like, gradient_accumulation_steps=accumulation)):
+                yield candidate
 
     def other_ways(self, like: Candidate) -> Iterator[Candidate]:
         """Candidates that compute the same, and sum gradients in any other way."""
@@ -154,7 +164,8 @@ class _Search:
         """Predict a strategy; None where it is not feasible."""
         target, work, precision = self._target, self._works[strategy.global_batch_size], strategy.precision
         rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
-        if sequences >= self._too_many.get(precision, sequences + 1):
+        memory_by = precision, strategy.recompute
+        if sequences >= self._too_many.get(memory_by, sequences + 1):
             return None
         try:
             configured(self._config, schedule, strategy)
@@ -165,11 +176,10 @@ class _Search:
             memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node, target.on_gpu).values())
             if memory > USABLE_MEMORY * rates.memory_bytes:
                 gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
-                self.refusals.append(
-                    Refusal("micro-batch", sequences, f"does not fit in {precision}, {strategy.reduction}: {gigabytes}")
-                )
+                way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}"
+                self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
                 if strategy.reduction == self._reductions[-1]:
-                    self._too_many[precision] = sequences
+                    self._too_many[memory_by] = sequences
                 return None
             step = predict_step(work, strategy, rates, steps=1)
             run = predict_run(work, strategy, rates, step)
@@ -202,6 +212,7 @@ def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config
         in_network="auto",
         reduce_dtype=strategy.reduce_dtype,
         bucket_bytes=strategy.bucket_bytes,
+        recompute=strategy.recompute,
     )
     return replace(config, training=training, optimizer=schedule.optimizer)
 

@@ -96,9 +96,16 @@ def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work
 def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
     config, target = h100_1x8(), target_of("h100_1x8", None, 2048)
     small = {name: replace(rates, memory_bytes=5e9) for name, rates in target.rates.items()}
-    best = search(config, work, replace(target, rates=small)).best[0]
+    found = search(config, work, replace(target, rates=small))
+    best = found.best[0]
     assert best.memory <= USABLE_MEMORY * 5e9
-    assert best.strategy.sequences(2048) < 8, "as many as 16,384 sequences would be on each"
+    assert best.strategy.sequences(2048) < 8 or best.strategy.recompute != "none", "as 16,384 sequences take more"
+    strategies = [each.strategy for each in found.ranked]
+    recomputing = [each for each in strategies if each.recompute != "none"]
+    assert recomputing, "which makes room for larger micro-batches"
+    for each in recomputing:
+        rivals = [other for other in strategies if replace(other, recompute="none") == replace(each, recompute="none")]
+        assert rivals == [each], "so large a micro-batch fits with less computed again"
     none = {name: replace(rates, memory_bytes=1e9) for name, rates in target.rates.items()}
     with pytest.raises(ValueError, match=r"nothing is feasible on 2,048 x H100-SXM-80GB: .*does not fit in bf16"):
         search(config, work, replace(target, rates=none))
