@@ -49,6 +49,7 @@ def main(arguments: Sequence[str]) -> int:
             _table(arguments)
         else:
             command(arguments[1:])
+        sys.stdout.flush()  # not first when Python ends, where nobody could catch that the reader has gone
     except BrokenPipeError:
         return reader_has_gone()
     except (ValueError, OSError) as error:

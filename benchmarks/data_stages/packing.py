@@ -23,7 +23,7 @@ from scipy import optimize, sparse  # noqa: F401  # loaded before the runs
 
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import published_packing
-from benchmarks.lengths import HISTOGRAM, length_counts
+from cluster.model.histogram import HISTOGRAM, length_counts
 from dataloading.batches.packing_strategy import Strategy, pack_histogram
 
 LIMITS = (3, 12, None)

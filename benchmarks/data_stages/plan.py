@@ -34,7 +34,7 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
-from benchmarks.lengths import HISTOGRAM, drawn_lengths
+from cluster.model.histogram import HISTOGRAM, drawn_lengths
 from dataloading.batches.packing_strategy import pack_histogram
 from dataloading.batches.sampler import Plan, cost, deal
 from dataloading.dataset.folder import open_dataset

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from benchmarks.conditions import write_figures
-from benchmarks.lengths import drawn_lengths
+from cluster.model.histogram import drawn_lengths
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.convert import convert

@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.conditions import write_figures
-from benchmarks.lengths import drawn_lengths
 from benchmarks.training.hugging_face import new_model, padded
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
+from cluster.model.histogram import drawn_lengths
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bert.configuration.config import Config, ModelConfig
+from cluster.model.histogram import drawn_lengths
 from cluster.model.strategy import Strategy
 from compliance.log.schedule import evaluation_interval
 from dataloading.batches.sampler import Plan, deal
 from dataloading.dataset.folder import open_dataset
-
-HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
-"""CSV file with columns ``length`` and ``count``: of Wikipedia at maximum length 512."""
 
 EVALUATION_SEQUENCES = 10_000
 """Of the benchmark."""
@@ -87,6 +84,7 @@ class Work:
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
         """Return what the plan gives each rank in a step. Raises ``ValueError`` where the global batch does not divide."""
+        strategy.sequences(ranks)  # a run may share out an uneven batch after it lost hosts; nobody plans that
         return self._micro_batches(strategy.global_batch_size, strategy.gradient_accumulation_steps, ranks, step)
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  a program makes few of them, and keeps them to its end
@@ -146,14 +144,7 @@ def work_of(config: Config) -> Work:
 
 def wikipedia_work(model: ModelConfig | None = None) -> Work:
     """Return the benchmark's work, its lengths drawn from the shipped histogram of Wikipedia."""
-    lengths = _drawn(HISTOGRAM, _DRAWN + EVALUATION_SEQUENCES)
+    lengths = drawn_lengths(np.random.default_rng(0), _DRAWN + EVALUATION_SEQUENCES).astype(np.uint16)
     masked = np.clip(np.rint(_MASKED_SHARE * lengths), 1, _MOST_MASKED).astype(np.uint16)
     train, evaluation = slice(_DRAWN), slice(_DRAWN, None)
     return Work(model or ModelConfig(), lengths[train], masked[train], lengths[evaluation], masked[evaluation])
-
-
-@functools.cache
-def _drawn(path: Path, count: int) -> NDArray[np.uint16]:
-    lengths, counts = np.loadtxt(path, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
-    generator = np.random.default_rng(0)
-    return generator.choice(lengths, count, p=counts / counts.sum()).astype(np.uint16)

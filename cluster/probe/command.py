@@ -21,7 +21,7 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.single import all_gather_single
 from cluster.probe.arrival import meet
 from cluster.probe.collectives import WrongResult, measure_collectives
-from cluster.probe.computations import measure_computations, measure_contention
+from cluster.probe.computations import UNKNOWN, measure_computations, measure_contention
 from cluster.probe.computing import cells_of, gather_numbers, measure_rates
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers, sentence
 from cluster.probe.links import Paths, measure_paths
@@ -146,8 +146,10 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
         suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
-    contention = measure_contention(mesh, _processors(every), 0.1 * seconds)
-    computations = measure_computations(mesh, _processors(every), 0.2 * seconds)
+    computations, contention = [], UNKNOWN
+    if limit == math.inf:  # many kinds, each of which takes its time; they are for predictions, and name nothing slow
+        contention = measure_contention(mesh, _processors(every), 0.1 * seconds)
+        computations = measure_computations(mesh, _processors(every), 0.2 * seconds)
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []
     if mesh.world_size > 1:

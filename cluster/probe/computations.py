@@ -70,6 +70,10 @@ _PRODUCT, _REPEATS = 256, 3
 """Size of the products by which ranks show what they take from each other, and how often they do them."""
 
 
+UNKNOWN = Contention(0, 0, 0.0, 0.0, 0.0, 0.0)
+"""What ranks take from each other, where it has not been measured."""
+
+
 @dataclass(frozen=True)
 class Trial:
     """A computation to time; ``kind`` has the type, or "with dropout", after its name, ``counts`` are those of its terms."""

@@ -155,7 +155,7 @@ def check_logs(results: list[Path]) -> None:
             assert f"# {line}\n" in text
         measured = re.search(r"# probe: \d host\(s\), \d rank\(s\), gloo, measured in (\d+) s\n", text)
         assert measured
-        assert int(measured[1]) <= 10
+        assert int(measured[1]) <= 60  # 3 s of it beside nothing else; other tests are at work
     settings = [
         re.findall(r'"(?:global_batch_size|d_batch_size|gradient_accumulation_steps)", "value": (\d+)', text)
         for text in (whole, fewer, again)

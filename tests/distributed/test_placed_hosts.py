@@ -19,7 +19,7 @@ def run(namespaces: Sequence[str], order: Sequence[str], module: Sequence[str]) 
     """Exit statuses of a module on every host."""
     ranks = [
         Program(
-            "tests.distributed.host_worker",
+            "tests.distributed.workers.host_worker",
             [namespaces[NAMES.index(host)], host, "any", *module],
             **environment_of(rank, order),
         )

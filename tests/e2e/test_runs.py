@@ -73,7 +73,8 @@ def test_what_was_tuned_is_used_unless_something_is_set(
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"==> tuned on this machine: {told}\n" in done.stdout
     log = (tmp_path / "results/tiny_cpu/bert/result_0.txt").read_text()
-    for line in ("processes: 1 x 1 threads", "config.data.prefetch: 3", "config.training.bucket_bytes: 65536"):
+    processes = "processes: 1 x 1 threads, data 1 x tensor 1"
+    for line in (processes, "config.data.prefetch: 3", "config.training.bucket_bytes: 65536"):
         assert f"# {line}\n" in log
     for given, env, said in (
         (["--data.prefetch", "5"], {}, f"tuned on this machine is {told}: not used, as data.prefetch is set"),

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.gpu_parts.measuring.report import Report
-from benchmarks.lengths import drawn_lengths, length_counts
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import h100_1x1
 from bert.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
+from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples

@@ -1,4 +1,4 @@
-"""Lengths of sequences as Wikipedia has them at maximum length 512, from the histogram beside the results."""
+"""Lengths of sequences as Wikipedia has them at maximum length 512, from the histogram that is shipped."""
 
 import functools
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.model.work import HISTOGRAM
+HISTOGRAM = Path(__file__).with_name("wikipedia_length_histogram.csv")
+"""CSV file with columns ``length`` and ``count``."""
 
 
 @functools.cache
