@@ -84,4 +84,6 @@ def test_what_was_tuned_is_used_unless_something_is_set(
     ):
         done = start(script, recipe, "1", "--", *settings, *given, "--dry-run", cwd=tmp_path, **env)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert [line for line in done.stdout.splitlines() if "tuned" in line] == ([f"==> {said}"] if said else [])
+        assert [line for line in done.stdout.splitlines() if line.startswith("==> tuned")] == (
+            [f"==> {said}"] if said else []
+        )
