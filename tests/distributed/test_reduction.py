@@ -45,7 +45,7 @@ CASES = [
     pytest.param(4, "sharded", "cyclic", 2, marks=pytest.mark.oldest_torch),
     (4, "hierarchical", "block", 2),
     (4, "sharded", "block", 4),
-    (8, "sharded_world", "block", 4),
+    (4, "sharded_world", "block", 2),
 ]
 
 

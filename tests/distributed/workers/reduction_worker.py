@@ -51,7 +51,7 @@ def train(mesh: Mesh, strategy: Strategy, reduce_dtype: ReduceDtype) -> dict[str
     model = fresh_model()
     communicators = Communicators.create(mesh)
     flat = FlatParameters.of(model, communicators.world_size)
-    reduction = Reduction(flat, communicators, strategy, reduce_dtype, bucket_bytes=40_000)
+    reduction = Reduction(flat, communicators, strategy, reduce_dtype, bucket_bytes=60_000)
     config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
     optimizer, gather = Lamb(flat, config), None
     if strategy.startswith("sharded"):

@@ -37,7 +37,7 @@ def main(out: str) -> None:
         exact = torch.stack(contributions).double().sum(0)
         for strategy in get_args(Strategy):
             for dtype in get_args(ReduceDtype):
-                reduction = Reduction(flat, communicators, strategy, dtype, bucket_bytes=40_000)
+                reduction = Reduction(flat, communicators, strategy, dtype, bucket_bytes=200_000)
                 flat.gradients_N.copy_(contributions[mesh.rank])
                 reduction.finish()
                 reduction.close()
