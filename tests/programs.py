@@ -28,18 +28,14 @@ PATIENCE_S = 600.0
 class Program:
     """A running ``python -m MODULE ARGUMENTS``, as ``subprocess.Popen`` would have it; stdout and stderr go to one file."""
 
-    def __init__(
-        self, module: str, arguments: list[str], inside: tuple[str, ...] = (), /, **environment: object
-    ) -> None:
-        """``inside``: the command in which the server is to run, as one that enters a network namespace; ``environment``:
-        what differs from the tests' own.
-        """
+    def __init__(self, module: str, arguments: list[str], /, **environment: object) -> None:
+        """``environment``: what differs from the tests' own."""
         variables = os.environ | {name: str(value) for name, value in environment.items()}
         self.returncode: int | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the program that it belongs to
         self._status, status = os.pipe()
         request = json.dumps([module, arguments, variables]).encode()
-        socket.send_fds(_server(inside), [request], [self._output.fileno(), status])
+        socket.send_fds(_server(), [request], [self._output.fileno(), status])
         os.close(status)
         self.pid = self._number()
 
@@ -83,11 +79,11 @@ class Program:
 
 
 @cache
-def _server(inside: tuple[str, ...]) -> socket.socket:
+def _server() -> socket.socket:
     """A connection to a server, which ends with the tests."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
-    command = [*inside, sys.executable, "-m", "tests.programs", str(theirs.fileno())]
+    command = [sys.executable, "-m", "tests.programs", str(theirs.fileno())]
     subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()], env=os.environ | {"OMP_NUM_THREADS": "1"})
     theirs.close()
     return ours

@@ -32,6 +32,7 @@ import tyro
 from torch import Tensor, nn
 
 from benchmarks.conditions import write_figures
+from benchmarks.hosts import enter
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction import Communicators, Reduction, Strategy
@@ -39,6 +40,7 @@ from bert.parallel.reduction_choice import measured_choice
 from bert.parallel.sums import ReduceDtype
 from kernels import LambSegments
 
+FORK = multiprocessing.get_context("fork")
 LAYERS = 16
 STRATEGIES: tuple[Strategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 
@@ -112,9 +114,9 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         print(f"error: {missing}", file=sys.stderr)
         raise SystemExit(2)
     if quick:
-        cases = [Case(2, 2, "block", None, 8, 3), Case(2, 2, "cyclic", None, 8, 3)]
+        cases = [Case(2, 2, "block", None, 4, 2), Case(2, 2, "cyclic", None, 4, 2)]
         cases += [
-            Case(2, 2, "block", None, 8, 3, reduce_dtype="bf16"),
+            Case(2, 2, "block", None, 4, 2, reduce_dtype="bf16"),
             Case(2, 1, "block", "300mbit", 4, 1, "products"),
         ]
     else:
@@ -151,42 +153,34 @@ def why_not() -> str | None:
 def measure(cases: list[Case]) -> list[dict[str, Any]]:
     """Run cases of as many hosts and the same links one after another, on namespaces of their own."""
     with Network(cases[0]) as names, tempfile.TemporaryDirectory() as folder:
-        hosts = []
-        for host, name in enumerate(names):
-            command = [
-                *on_host(name, f"h{host}"),
-                sys.executable,
-                __file__,
-                "--host",
-                str(host),
-                json.dumps([case.__dict__ for case in cases]),
-                folder,
-            ]
-            hosts.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}))
+        hosts = [FORK.Process(target=_host, args=(n, name, cases, Path(folder))) for n, name in enumerate(names)]
+        for host in hosts:
+            host.start()
         try:
-            codes = [host.wait(timeout=300 * len(cases)) for host in hosts]
+            for host in hosts:
+                host.join(timeout=300 * len(cases))
         finally:
             for host in hosts:
                 host.kill()
+        codes = [host.exitcode for host in hosts]
         if any(codes):
             raise RuntimeError(f"hosts ended with {codes}")
         found = [json.loads((Path(folder) / f"{number}.json").read_text()) for number in range(len(cases))]
         return [case.__dict__ | figures for case, figures in zip(cases, found, strict=True)]
 
 
-def _host(host: int, cases: list[Case], folder: Path) -> int:
-    """Fork the ranks of a host for each case, as each would import PyTorch for seconds; returns how many failed."""
-    fork = multiprocessing.get_context("fork")
+def _host(host: int, namespace: str, cases: list[Case], folder: Path) -> None:
+    """Fork the ranks of a host for each case, as each would import PyTorch for seconds; its status is how many failed."""
+    enter(namespace, f"h{host}")
     for number, case in enumerate(cases):
         arguments = [(host, local, case, folder / f"{number}.json", 29600 + number) for local in range(case.local_size)]
-        ranks = [fork.Process(target=_rank, args=given, daemon=True) for given in arguments]
+        ranks = [FORK.Process(target=_rank, args=given, daemon=True) for given in arguments]
         for rank in ranks:
             rank.start()
         for rank in ranks:
             rank.join()
         if failed := sum(rank.exitcode != 0 for rank in ranks):
-            return failed
-    return 0
+            sys.exit(failed)
 
 
 class _Layer(torch.autograd.Function):
@@ -214,6 +208,7 @@ def _rank(host: int, local: int, case: Case, found: Path, port: int) -> None:
         "GLOO_SOCKET_IFNAME": "v0",
     }
     os.environ |= {name: str(value) for name, value in place.items()}
+    torch.set_num_threads(1)
     mesh = join_mesh("cpu")
     communicators = Communicators.create(mesh)
     size = case.megabytes * 250_000 // LAYERS
@@ -243,7 +238,6 @@ def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
 
 
 def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
-    counter = Path("/sys/class/net/v0/statistics/tx_bytes")
     seconds, sent_bytes = [], []
 
     def communicate() -> None:
@@ -256,16 +250,22 @@ def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction)
     dist.barrier()
     for _ in range(case.rounds):
         dist.barrier()
-        begin, before = time.perf_counter(), int(counter.read_text())
+        begin, before = time.perf_counter(), _sent_bytes()
         communicate()
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
-        sent_bytes.append(int(counter.read_text()) - before)
+        sent_bytes.append(_sent_bytes() - before)
     sent = torch.zeros(mesh.world_size, dtype=torch.float64)
     sent[mesh.rank] = min(sent_bytes)  # more is what a busy host had to send twice
     dist.all_reduce(sent)
     reduction.close()
     return {"seconds": min(seconds), "megabytes_per_host": sent.max().item() / 1e6}
+
+
+def _sent_bytes() -> int:
+    """What this host's interface has sent so far; /sys would be that of the machine."""
+    [line] = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.lstrip().startswith("v0:"))
+    return int(line.partition(":")[2].split()[8])
 
 
 def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communicators: Communicators) -> dict[str, Any]:
@@ -319,7 +319,6 @@ def _computation(kind: str, seconds: float) -> Callable[[], None]:
     """Build a function that takes about ``seconds``, on every rank at once."""
     if kind == "wait":
         return lambda: time.sleep(seconds)
-    torch.set_num_threads(1)
     one, other = torch.randn(2, 256, 256)
     count, begin = 0, time.perf_counter()
     while time.perf_counter() - begin < 0.5:
@@ -378,7 +377,4 @@ def _run(*command: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--host"]:
-        sys.exit(_host(int(sys.argv[2]), [Case(**case) for case in json.loads(sys.argv[3])], Path(sys.argv[4])))
-    else:
-        tyro.cli(main)
+    tyro.cli(main)

@@ -30,7 +30,7 @@ SECONDS = 4.0
 """The setting ``training.fault_seconds`` of runs that are to wait for it to pass."""
 LONG = 60.0
 """Of runs that are not."""
-ATTACK_S = 5.0
+ATTACK_S = 2.5
 """How long strangers go on."""
 WORKER = "tests.distributed.workers.faulty_worker"
 
@@ -52,7 +52,7 @@ def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
                 "training__max_samples": 10_000_000,
                 "training__global_batch_size": 12,
                 "training__fault_seconds": LONG,
-                "evaluation__interval_samples": 240,
+                "evaluation__interval_samples": 120,
             }
             arguments = small_run.arguments(tmp_path, **endless | changes)
             if breaks is not None:
@@ -73,27 +73,23 @@ def last_record(result: Path) -> str:
     return [line for line in result.read_text().splitlines() if line.startswith(":::MLLOG")][-1]
 
 
-@pytest.mark.parametrize("lost", [1, 2])
-def test_a_killed_rank_ends_all_at_once(start: Start, tmp_path: Path, lost: int) -> None:
+def test_a_killed_rank_ends_all_at_once(start: Start, tmp_path: Path) -> None:
     ranks = start()
-    ranks.processes[lost].kill()
-    others = [rank for rank in range(3) if rank != lost]
-    assert ranks.ends(*others) == [FAULT_STATUS] * 2
+    ranks.processes[2].kill()
+    assert ranks.ends(0, 1) == [FAULT_STATUS] * 2
     [message] = ranks.errors
     host = re.escape(socket.gethostname())
-    assert re.fullmatch(rf"error: rank {lost} on host {host}: ended without a word, last in \w+ of step \d+", message)
+    assert re.fullmatch(rf"error: rank 2 on host {host}: ended without a word, last in \w+ of step \d+", message)
     assert "Traceback" not in ranks.output
     assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(tmp_path).read_text()
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_a_stopped_rank_ends_all_in_time(start: Start, tmp_path: Path, count: int) -> None:
-    ranks = start(count, training__fault_seconds=SECONDS)
+def test_a_stopped_rank_ends_all_in_time(start: Start, tmp_path: Path) -> None:
+    ranks = start(training__fault_seconds=SECONDS)
     ranks.processes[1].send_signal(signal.SIGSTOP)
     begin = time.monotonic()
-    others = [rank for rank in range(count) if rank != 1]
-    assert ranks.ends(*others) == [FAULT_STATUS] * (count - 1)
+    assert ranks.ends(0, 2) == [FAULT_STATUS] * 2
     assert time.monotonic() - begin > SECONDS / 2
     [message] = ranks.errors
     assert message.startswith(f"error: rank 1 on host {socket.gethostname()}: not heard of for ")

@@ -119,11 +119,15 @@ def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_p
     assert [record["status"] for record in records(tmp_path / "minutes", "end")] == ["aborted"]
 
 
-@pytest.mark.parametrize("launched", [False, True], ids=["alone", "by torchrun"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("number", "launched"),
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)],
+    ids=["SIGTERM", "SIGINT", "SIGTERM to torchrun"],
+)
 def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
-    small_run: SmallRun, tmp_path: Path, launched: bool, number: signal.Signals
+    small_run: SmallRun, tmp_path: Path, number: signal.Signals, launched: bool
 ) -> None:
+    """To torchrun any of them means the same: it hands it on to its ranks."""
     arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
     process = torchrun(2, arguments) if launched else Program("bert.train", arguments)
     result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"

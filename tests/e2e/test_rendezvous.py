@@ -7,6 +7,7 @@ import base64
 import json
 import os
 import pickle
+import signal
 import subprocess
 import threading
 from contextlib import suppress
@@ -19,8 +20,7 @@ from compliance.doctor.host import Host
 from compliance.doctor.rendezvous import ports_open_to_all
 from tests.e2e.test_scripts import environment, read, wait_for
 
-LONG_ENOUGH = ("--evaluation.interval-samples", "960", "--evaluation.target", "0.02", "--log.interval-steps", "1")
-"""To look into the stores before the first evaluation reaches the target."""
+SETTINGS = ("--evaluation.interval-samples", "320", "--evaluation.target", "0.02", "--log.interval-steps", "1")
 
 
 class Opens:
@@ -57,7 +57,7 @@ def stores(process: int) -> list[TCPStore]:
 
 def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(checkout: Path, tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [checkout / "run_and_time.sh", "--", *LONG_ENOUGH],
+        [checkout / "run_and_time.sh", "--", *SETTINGS],
         cwd=tmp_path,
         # torchrun takes options from two of these
         env=environment(NPROC="2", CLEAR_CACHES="1", PET_STANDALONE="1", PET_RDZV_BACKEND="c10d"),
@@ -72,12 +72,18 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(che
     wait_for(lambda: any(line.startswith("step ") for line in shown) or process.poll() is not None)
     values: dict[str, bytes] = {}
     hostile = base64.b64encode(pickle.dumps(Opens(tmp_path / "was opened"))).decode()
-    for store in stores(launcher(checkout)):
+    agent = launcher(checkout)
+    ranks = [int(pid) for pid in read(Path(f"/proc/{agent}/task/{agent}/children")).split()]
+    for rank in ranks:  # or they would be at their end before the stores have been looked into
+        os.kill(rank, signal.SIGSTOP)
+    for store in stores(agent):
         for key in store.list_keys():
             values[key] = store.get(key)
             if is_pickle(values[key]):
                 store.set(key, hostile)
         store.set("torch.rendezvous.none", hostile)  # where an elastic agent without a name of its run would look
+    for rank in ranks:
+        os.kill(rank, signal.SIGCONT)
     process.wait(timeout=240)
     reader.join()
     assert process.returncode == 0, "".join(shown)

@@ -53,7 +53,9 @@ SHORTENED = {
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
     "python -m cluster probe --out cluster.json": "python -m cluster probe --out cluster.json --seconds 2",
     "./run_and_time.sh tiny_cpu -- --plan plan.json": "./run_and_time.sh tiny_cpu -- --plan plan.json" + EASY,
-    "python -m cluster tune tiny_cpu": "python -m cluster tune tiny_cpu --seconds 10",
+    "python -m cluster tune tiny_cpu": (
+        "set -o pipefail; python -m cluster tune tiny_cpu --seconds 10 | grep 'kept for tiny_cpu on this machine: '"
+    ),
     "python benchmarks/training/cpu_step.py": "python benchmarks/training/cpu_step.py --workload tiny --repeats 1",
 }
 FIRST = "./run_and_time.sh"
