@@ -1,12 +1,16 @@
 """Ranks of one run on this machine, without a launcher that would end the others when one ends; and torchrun."""
 
 import contextlib
+import json
 import random
 import socket
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from tests.conftest import SmallRun
 from tests.programs import PATIENCE_S, Program
 
 
@@ -49,6 +53,40 @@ class Ranks:
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Wait until ``condition()`` holds, while rank 0 runs."""
         wait_for(condition, self.processes[0])
+
+
+def train(run: SmallRun, results: Path, count: int, **changes: object) -> list[dict[str, Any]]:
+    """The records of the steps of a run that misses its target."""
+    trained(run, results, count, **changes)
+    return records(results, "step")
+
+
+def trained(run: SmallRun, results: Path, count: int, **changes: object) -> str:
+    """What such a run prints."""
+    with Ranks(run.arguments(results, **changes), count) as started:
+        assert started.ends() == [1] * count, started.output
+    return started.output
+
+
+def result_of(results: Path) -> Path:
+    return results / "tiny_cpu" / "bert" / "result_0.txt"
+
+
+def last_record(result: Path) -> str:
+    return [line for line in result.read_text().splitlines() if line.startswith(":::MLLOG")][-1]
+
+
+def records(results: Path, event: str) -> list[dict[str, Any]]:
+    """The metrics of run 0 of one kind."""
+    lines = result_of(results).with_name("metrics_0.jsonl").read_text().splitlines()
+    return [record for line in lines if (record := json.loads(line))["event"] == event]
+
+
+def run_worker(out: Path, count: int, *arguments: object, worker: str) -> dict[str, Any]:
+    """What the ranks of a program of ``workers/`` write into ``out``."""
+    with Ranks([str(out), *map(str, arguments)], count, f"tests.distributed.workers.{worker}") as ranks:
+        assert ranks.ends() == [0] * count, ranks.output
+    return json.loads(out.read_text())
 
 
 def wait_for(condition: Callable[[], object], process: Program | subprocess.Popen[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from bert.parallel.reduction import Strategy
-from tests.distributed.test_reduction import run_worker
+from tests.distributed.ranks import run_worker
 
 
 @pytest.mark.parametrize(("ranks", "accumulation"), [(2, 2), (4, 1)])

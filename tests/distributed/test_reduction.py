@@ -1,7 +1,6 @@
 """Ways to reduce and the sharded optimizer, on ranks over gloo: the numbers of one rank."""
 
 import inspect
-import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -18,18 +17,14 @@ from bert.parallel.reduction import CommunicationStream, Communicators, Reductio
 from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import segment_spans
 from kernels import LambSegments
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import run_worker
 
-
-def run_worker(out: Path, count: int, *arguments: object, worker: str = "reduction_worker") -> dict[str, Any]:
-    with Ranks([str(out), *map(str, arguments)], count, f"tests.distributed.workers.{worker}") as ranks:
-        assert ranks.ends() == [0] * count, ranks.output
-    return json.loads(out.read_text())
+WORKER = "reduction_worker"
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return run_worker(tmp_path_factory.mktemp("alone") / "out.json", 1, "flat", "fp32", "block", 1)
+    return run_worker(tmp_path_factory.mktemp("alone") / "out.json", 1, "flat", "fp32", "block", 1, worker=WORKER)
 
 
 SORTS_RANKS = "sort_ranks" not in inspect.signature(dist.new_group).parameters
@@ -53,7 +48,7 @@ CASES = [
 def test_ten_steps_are_those_of_one_rank(
     tmp_path: Path, alone: dict[str, Any], ranks: int, strategy: str, order: str, local_size: int
 ) -> None:
-    found = run_worker(tmp_path / "out.json", ranks, strategy, "fp32", order, local_size)
+    found = run_worker(tmp_path / "out.json", ranks, strategy, "fp32", order, local_size, worker=WORKER)
     for step, (one, other) in enumerate(zip(alone["losses"], found["losses"], strict=True)):
         assert other == pytest.approx(one, rel=2e-5, abs=2e-6), step
     assert found["norms"] == pytest.approx(alone["norms"], rel=5e-5)
@@ -81,7 +76,7 @@ def test_ten_steps_are_those_of_one_rank(
 
 @pytest.mark.parametrize("strategy", ["hierarchical", "sharded_world"])
 def test_gradients_in_bf16_train_as_well(tmp_path: Path, alone: dict[str, Any], strategy: str) -> None:
-    found = run_worker(tmp_path / "out.json", 4, strategy, "bf16", "block", 2)
+    found = run_worker(tmp_path / "out.json", 4, strategy, "bf16", "block", 2, worker=WORKER)
     assert found["norms"][:3] == pytest.approx(alone["norms"][:3], rel=2e-3)
     assert found["norms"][:3] != pytest.approx(alone["norms"][:3], rel=1e-7)  # they did travel in bf16
     for one, other in zip(alone["losses"], found["losses"], strict=True):

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks
-from tests.distributed.test_ranks import records
+from tests.distributed.ranks import Ranks, records, result_of
 from tests.distributed.workers.tensor_worker import ALONE, ALONE_FP8, ALONE_FP32, DROPPING, MODEL
 
 FP64 = [
@@ -117,7 +116,7 @@ def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tm
     _same_steps(ended["one"], ended["shared"])
     counts = [[(one["correct"], one["count"]) for one in records(folder, "eval")] for folder in ended.values()]
     assert counts[0] == counts[1]
-    log = (ended["shared"] / "tiny_cpu" / "bert" / "result_0.txt").read_text()
+    log = result_of(ended["shared"]).read_text()
     assert "# data 2 x tensor 2, reduction: sharded (as set)" in log
     assert "# config.parallel.tensor: 2" in log
     logged = {record["key"]: record["value"] for line in log.splitlines() if (record := _record(line))}

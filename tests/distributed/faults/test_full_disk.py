@@ -21,8 +21,7 @@ from bert.reporting.reporter import Reporter
 from bert.train import parse
 from compliance.log.forecast import Schedule
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks
-from tests.distributed.test_ranks import records
+from tests.distributed.ranks import Ranks, records
 from tests.programs import PATIENCE_S, Program
 
 FULL = os.strerror(errno.ENOSPC)

@@ -23,7 +23,7 @@ from bert.optimizer import learning_rate
 from bert.parallel.watchdog import FAULT_STATUS
 from bert.train import parse
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks, torchrun, wait_for
+from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, wait_for
 from tests.programs import PATIENCE_S
 
 SECONDS = 4.0
@@ -63,14 +63,6 @@ def start(small_run: SmallRun, tmp_path: Path) -> Iterator[Start]:
             return ranks
 
         yield start
-
-
-def result_of(folder: Path) -> Path:
-    return folder / "tiny_cpu" / "bert" / "result_0.txt"
-
-
-def last_record(result: Path) -> str:
-    return [line for line in result.read_text().splitlines() if line.startswith(":::MLLOG")][-1]
 
 
 def test_a_killed_rank_ends_all_at_once(start: Start, tmp_path: Path) -> None:
@@ -275,8 +267,7 @@ def test_steps_that_are_all_skipped_end_the_run_on_every_rank(
     text = result_of(tmp_path).read_text()
     assert "ending the run: no step of the last 3 intervals had finite gradients" in text
     assert '"status": "aborted"' in last_record(result_of(tmp_path))
-    metrics = result_of(tmp_path).with_name("metrics_0.jsonl").read_text().splitlines()
-    steps = [record for line in metrics if (record := json.loads(line))["event"] == "step"]
+    steps = records(tmp_path, "step")
     skipped = [record["skipped_steps"] for record in steps]
     assert skipped[-3:] == [10, 10, 10]
     assert sum(skipped) - 30 < 10

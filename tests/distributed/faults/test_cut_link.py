@@ -14,8 +14,7 @@ import pytest
 from benchmarks.training.collectives import Case, Network, why_not
 from bert.parallel.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
-from tests.distributed.ranks import free_port, wait_for
-from tests.distributed.test_faults import last_record
+from tests.distributed.ranks import free_port, last_record, result_of, wait_for
 from tests.programs import PATIENCE_S, Program
 
 SECONDS = 3.0
@@ -57,7 +56,7 @@ def test_both_ends_of_a_cut_link_end_in_time_and_name_the_other(
     names, switch = hosts
     changes = {"training__max_samples": 10_000_000, "evaluation__interval_samples": 1600, "log__interval_steps": 10}
     ranks = start(names, small_run.arguments(tmp_path, training__fault_seconds=SECONDS, **changes))
-    result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
+    result = result_of(tmp_path)
     try:
         wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), ranks[0])
         ip("-n", switch, "link", "set", "p1", "nomaster") if silent else ip("-n", names[1], "link", "set", "v0", "down")

@@ -1,6 +1,5 @@
 """The same run on 1, 2 and 4 ranks, over gloo: the same losses, the same log."""
 
-import json
 import signal
 from pathlib import Path
 
@@ -8,31 +7,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dataloading.dataset.convert import convert
+from dataloading.dataset.folder import open_dataset
+from dataloading.dataset.merge import index_shards
+from dataloading.options import Layout
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks, torchrun, wait_for
+from tests.distributed.ranks import records, result_of, torchrun, train, trained, wait_for
 from tests.programs import PATIENCE_S, Program
-
-
-def records(results: Path, event: str) -> list[dict[str, float]]:
-    lines = (results / "tiny_cpu" / "bert" / "metrics_0.jsonl").read_text().splitlines()
-    return [record for line in lines if (record := json.loads(line))["event"] == event]
-
-
-def train(
-    run: SmallRun, results: Path, ranks: int, shown: list[str] | None = None, **changes: object
-) -> list[dict[str, float]]:
-    """A run that misses its target; the records of its steps."""
-    with Ranks(run.arguments(results, **changes), ranks) as started:
-        assert started.ends() == [1] * ranks, started.output
-    if shown is not None:
-        shown.append(started.output)
-    return records(results, "step")
 
 
 @pytest.fixture(scope="module")
 def one_rank(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, float]]]:
     results = tmp_path_factory.mktemp("one_rank")
-    return results, train(small_run, results, ranks=1, save_checkpoint=results / "saved.safetensors")
+    return results, train(small_run, results, 1, save_checkpoint=results / "saved.safetensors")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -40,9 +27,8 @@ def test_more_ranks_give_the_same_losses(
     small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], ranks: int
 ) -> None:
     alone_results, alone = one_rank
-    output: list[str] = []
-    together = train(small_run, tmp_path, ranks, output)
-    assert "reduction: flat (one host)" in output[0]
+    assert "reduction: flat (one host)" in trained(small_run, tmp_path, ranks)
+    together = records(tmp_path, "step")
     assert len(together) == len(alone) == 10
     for one, other in zip(alone, together, strict=True):
         for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate"):
@@ -61,14 +47,14 @@ def test_other_reductions_end_where_the_flat_one_does(
     small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], changes: dict[str, object]
 ) -> None:
     """Losses of every step, the weights that are saved, evaluations; log and terminal name the reduction."""
-    saved, output = tmp_path / "saved.safetensors", []
-    steps = train(small_run, tmp_path, 4, output, save_checkpoint=saved, **changes)
+    saved = tmp_path / "saved.safetensors"
+    output = trained(small_run, tmp_path, 4, save_checkpoint=saved, **changes)
     narrow = "training__reduce_dtype" in changes
     line = f"# reduction: {changes['training__reduction']} (as set)"
-    assert line in (tmp_path / "tiny_cpu" / "bert" / "result_0.txt").read_text()
-    assert output[0].count(line.removeprefix("# ")) == 1
+    assert line in result_of(tmp_path).read_text()
+    assert output.count(line.removeprefix("# ")) == 1
     rel = 2e-2 if narrow else 2e-5
-    for one, other in zip(one_rank[1], steps, strict=True):
+    for one, other in zip(one_rank[1], records(tmp_path, "step"), strict=True):
         for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
             assert other[name] == pytest.approx(one[name], rel=rel, abs=2e-6), (one["step"], name)
     one, other = load_file(one_rank[0] / "saved.safetensors"), load_file(saved)
@@ -106,7 +92,7 @@ def test_evaluated_and_saved_weights_are_whole(small_run: SmallRun, tmp_path: Pa
 def test_accumulation_gives_the_same_losses(
     small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]]
 ) -> None:
-    accumulated = train(small_run, tmp_path, ranks=1, training__gradient_accumulation_steps=4)
+    accumulated = train(small_run, tmp_path, 1, training__gradient_accumulation_steps=4)
     losses = [record["loss"] for record in one_rank[1]]
     assert [record["loss"] for record in accumulated] == pytest.approx(losses, rel=2e-5)
 
@@ -130,7 +116,7 @@ def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
     """To torchrun any of them means the same: it hands it on to its ranks."""
     arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
     process = torchrun(2, arguments) if launched else Program("bert.train", arguments)
-    result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
+    result = result_of(tmp_path)
     wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text(), process)
     process.send_signal(number)
     output, _ = process.communicate(timeout=PATIENCE_S)
@@ -142,3 +128,22 @@ def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
     if not launched:
         assert process.returncode == 128 + number
         assert "Traceback" not in output
+
+
+@pytest.mark.parametrize("layout", ["varlength", "fixed"])
+def test_shards_that_other_programs_made_give_the_same_run(
+    small_run: SmallRun, tmp_path: Path, one_rank: tuple[Path, list[dict[str, float]]], layout: Layout
+) -> None:
+    folders = {}
+    for name in ("train", "evaluation"):
+        source = open_dataset(small_run.folder / name)
+        folders[name] = tmp_path / name
+        convert(source, folders[name], layout)
+        for made in ("manifest.json", "lengths.npy"):
+            (folders[name] / made).unlink()
+        index_shards(folders[name], sorted(path.name for path in folders[name].iterdir()), source.info)
+    found = train(small_run, tmp_path, 1, data__train=folders["train"], data__evaluation=folders["evaluation"])
+    for one, other in zip(one_rank[1], found, strict=True):
+        for name in ("masked_lm_loss", "next_sentence_loss", "gradient_norm"):
+            assert other[name] == one[name], name
+    assert len(records(tmp_path, "eval")) == 2

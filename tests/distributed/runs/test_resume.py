@@ -16,8 +16,7 @@ from bert.train import parse
 from compliance.check.checker import check_log
 from compliance.log.records import read_log
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks, torchrun, wait_for
-from tests.distributed.test_ranks import records
+from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, train, trained, wait_for
 from tests.distributed.workers.faulty_worker import AT_STEP
 from tests.programs import PATIENCE_S, Program
 
@@ -34,12 +33,6 @@ def settings(folder: Path, **changes: object) -> dict[str, object]:
         "checkpoint__every_steps": EVERY,
         "checkpoint__keep": 9,
     } | changes
-
-
-def train(run: SmallRun, results: Path, ranks: int, **changes: object) -> list[dict[str, float]]:
-    with Ranks(run.arguments(results, **changes), ranks) as started:
-        assert started.ends() == [1] * ranks, started.output
-    return records(results, "step")
 
 
 def kept(checkpoints: Path, target: Path, step: int) -> Path:
@@ -116,13 +109,11 @@ def test_a_resumed_log_says_so_and_is_no_timed_result(
     path = start / "step_00000008" / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"optimizer_steps": 6}))  # as if two had been skipped
     changes = {"model__hidden_dropout": 0.1, "resume": start, "training__max_samples": 16 * STEPS}
-    with Ranks(small_run.arguments(tmp_path, evaluation__interval_samples=96, **changes), 1) as started:
-        assert started.ends() == [1], started.output
-    assert "(resumed: no timed result)" in started.output
+    assert "(resumed: no timed result)" in trained(small_run, tmp_path, 1, evaluation__interval_samples=96, **changes)
     rates = [record["learning_rate"] for record in records(tmp_path, "step")]
     optimizer = parse(small_run.arguments(tmp_path)).optimizer
     assert rates == pytest.approx([learning_rate(optimizer, 6 + step) for step in range(STEPS - 8)])
-    result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
+    result = result_of(tmp_path)
     assert f"# resumed from: {start / 'step_00000008'}\n" in result.read_text()
     keys = [finding.key for finding in check_log(read_log(result)).findings]
     assert "eval_accuracy" in keys  # the evaluations before are in another log
@@ -160,9 +151,7 @@ def test_broken_checkpoints_are_passed_over_with_reasons(
         file.write(b"\1\2\3\4")
     arguments = small_run.arguments(tmp_path, resume=folder, model__hidden_dropout=0.1)
     output, _ = Program("bert.train", arguments).communicate(PATIENCE_S)
-    assert (
-        f"# resumed from: {folder / 'step_00000008'}\n" in (tmp_path / "tiny_cpu" / "bert" / "result_0.txt").read_text()
-    ), output
+    assert f"# resumed from: {folder / 'step_00000008'}\n" in result_of(tmp_path).read_text(), output
     for reason in (
         "step_00000020/state.json: damaged or of another kind",
         r"step_00000016/variance.safetensors: 1,000 bytes, expected [\d,]+",
@@ -216,7 +205,7 @@ def test_two_runs_at_a_time_do_not_share_a_folder(
     folder = tmp_path / "checkpoints"
     changes = settings(folder, training__max_samples=10_000_000, checkpoint__every_steps=1_000_000)
     first = Program("bert.train", small_run.arguments(tmp_path / "first", **changes))
-    wait_for(lambda: (tmp_path / "first" / "tiny_cpu" / "bert" / "result_0.txt").exists(), first)
+    wait_for(lambda: result_of(tmp_path / "first").exists(), first)
     with Ranks(small_run.arguments(tmp_path / "second", **changes), 1) as second:
         assert second.ends() == [2]
     assert f"{folder} is where another run writes its checkpoints (process {first.pid} on host " in second.output
@@ -260,13 +249,13 @@ def test_torchrun_starts_a_killed_run_again_from_its_last_checkpoint(small_run: 
     process = torchrun(2, arguments, "--max-restarts=1", module="tests.distributed.workers.faulty_worker")
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, output
-    first, second = ((tmp_path / "tiny_cpu" / "bert" / f"result_{number}.txt").read_text() for number in (0, 1))
-    assert "# ended by a fault: rank 1 on host" in first
-    assert '"status": "aborted"' in [line for line in first.splitlines() if line.startswith(":::MLLOG")][-1]
-    found = re.search(r"# resumed from: (.*)\n", second)
+    first = result_of(tmp_path)
+    assert "# ended by a fault: rank 1 on host" in first.read_text()
+    assert '"status": "aborted"' in last_record(first)
+    found = re.search(r"# resumed from: (.*)\n", first.with_name("result_1.txt").read_text())
     assert found
     resumed_step = int(found[1].rpartition("_")[2])
     assert resumed_step in (20, 40)
-    lines = (tmp_path / "tiny_cpu" / "bert" / "metrics_1.jsonl").read_text().splitlines()
+    lines = first.with_name("metrics_1.jsonl").read_text().splitlines()
     steps = [record["step"] for line in lines if (record := json.loads(line))["event"] == "step"]
     assert steps == list(range(resumed_step + 1, length + 1))

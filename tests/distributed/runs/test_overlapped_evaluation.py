@@ -8,13 +8,13 @@ import pytest
 
 from compliance.check.checker import check_file
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks
+from tests.distributed.ranks import Ranks, result_of
 
 
 def run(small_run: SmallRun, results: Path, module: str, ranks: int = 1, **changes: object) -> list[dict[str, Any]]:
     with Ranks(small_run.arguments(results, **changes), ranks, module) as started:
         assert set(started.ends()) <= {0, 1}, started.output
-    lines = (results / "tiny_cpu" / "bert" / "metrics_0.jsonl").read_text().splitlines()
+    lines = result_of(results).with_name("metrics_0.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -24,7 +24,7 @@ def events(records: list[dict[str, Any]], event: str, *names: str) -> list[tuple
 
 def order(results: Path) -> list[tuple[str, int | None]]:
     """The records of the run and the samples that they name."""
-    text = (results / "tiny_cpu" / "bert" / "result_0.txt").read_text()
+    text = result_of(results).read_text()
     records = [json.loads(line.partition(" ")[2]) for line in text.splitlines() if line.startswith(":::MLLOG")]
     return [(record["key"], record["metadata"].get("samples_count")) for record in records]
 
@@ -82,7 +82,7 @@ def test_success_counts_the_samples_that_were_evaluated(
         ("eval_samples", None),
         ("run_stop", None),
     ]
-    log = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
+    log = result_of(tmp_path)
     assert '"key": "train_samples", "value": 80' in log.read_text()
     verdict = check_file(log)
     assert verdict.passed, verdict.findings
