@@ -46,8 +46,8 @@ def test_tasks_come_in_the_order_of_place(
     view, hosts = made_up(hosts=2, ranks=1), tmp_path / "hosts.txt"
     named = tuple(replace(host, name=name) for host, name in zip(view.hosts, ("n2", "n1"), strict=True))
     write_view(replace(view, hosts=named, collectives=(), outliers=()), tmp_path / "cluster.json")
-    place = ("place", str(tmp_path / "cluster.json"), "--tasks-per-node", "2", "--out", str(hosts))
-    cluster.run(sys.executable, "-m", "cluster", *place, cwd=checkout)
+    written = ("--tasks-per-node", "2", "--out", str(hosts))
+    cluster.run(sys.executable, "-m", "cluster", "place", str(tmp_path / "cluster.json"), *written, cwd=checkout)
     assert hosts.read_text().split() == ["n2", "n2", "n1", "n1"]
     tasks = re.findall(r"srun (--ntasks=.*?) \\", (checkout / "launch/slurm.sub").read_text())[-1]
     for order, nodes in (("block", ["n1", "n1", "n2", "n2"]), ("arbitrary", ["n2", "n2", "n1", "n1"])):
@@ -58,20 +58,12 @@ def test_tasks_come_in_the_order_of_place(
         assert cluster.finish(job)["ExitCode"] == "0:0", (tmp_path / order).read_text()
         ranks = sorted(re.findall(r"^rank (\d) (n\d)$", (tmp_path / order).read_text(), re.M))
         assert ranks == [(str(rank), node) for rank, node in enumerate(nodes)]
+    hosts.write_text("n2\nn1\n")
     settings = small(small_run, evaluation__interval_samples=80, evaluation__target=0.001)
-    options = ("-N2", "--ntasks-per-node=2", "--distribution=arbitrary")
-    job = submit(
-        cluster,
-        checkout,
-        "tiny_cpu",
-        "1",
-        *settings,
-        options=options,
-        SLURM_HOSTFILE=str(hosts),
-        MASTER_ADDR="127.0.0.1",
-    )
+    place = {"SLURM_HOSTFILE": str(hosts), "MASTER_ADDR": "127.0.0.1"}
+    job = submit(cluster, checkout, "tiny_cpu", "1", *settings, options=("-N2", "--distribution=arbitrary"), **place)
     assert cluster.finish(job)["ExitCode"] == "0:0", output(checkout, job)
-    assert "# processes: 4 x 1 threads" in (checkout / RESULTS / "result_0.txt").read_text()
+    assert "# processes: 2 x 1 threads" in (checkout / RESULTS / "result_0.txt").read_text()
 
 
 def test_jobs_at_once_take_the_numbers_that_are_free_and_report_their_own(
