@@ -18,4 +18,5 @@ cores=$(env -u OMP_NUM_THREADS nproc)
 workers=$((cores < 7 ? cores + 2 : 8)) # two more than cores: tests of launchers and of faults wait much of their time
 say "pytest with $workers workers"
 export OMP_NUM_THREADS=1 # the tests are the parallel part
-exec .venv/bin/python -m pytest --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
+# Plugins that came with other packages take each worker half a second to load.
+exec .venv/bin/python -m pytest -p no:anyio -p no:typeguard --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

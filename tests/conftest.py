@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -45,14 +46,15 @@ MAX_SEQ_LENGTH = 48
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is slow, and run it first, so that no worker begins with the longest file when the others end."""
 
-    def room_of(item: pytest.Item) -> int:
-        file = item.path.relative_to(REPOSITORY / "tests").as_posix()
+    @cache
+    def room_of(path: Path) -> int:
+        file = path.relative_to(REPOSITORY / "tests").as_posix()
         return next((place for place, room in enumerate(SLOW_ROOMS) if file.startswith(f"{room}/")), len(SLOW_ROOMS))
 
     for item in items:
-        if room_of(item) < len(SLOW_ROOMS):
+        if room_of(item.path) < len(SLOW_ROOMS):
             item.add_marker("slow")
-    items.sort(key=room_of)
+    items.sort(key=lambda item: room_of(item.path))
 
 
 @dataclass(frozen=True)
