@@ -3,7 +3,6 @@
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,24 +154,6 @@ def allowed_here() -> str:
     return status.partition("Cpus_allowed_list:")[2].split()[0]
 
 
-@pytest.mark.parametrize("script", ["run_and_time.sh", "run_tests.sh", ".ci/run", "launch/slurm.sub", "launch/*.sh"])
-def test_scripts_are_clean_for_shellcheck(script: str) -> None:
-    files = [str(path.relative_to(REPOSITORY)) for path in REPOSITORY.glob(script)]
-    assert files
-    done = subprocess.run(["shellcheck", "-x", *files], cwd=REPOSITORY, env=tools(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
-def tools() -> dict[str, str]:
-    """The environment with the programs of ``.venv`` in reach."""
-    return os.environ | {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ['PATH']}"}
-
-
-def test_dockerfile_is_clean_for_hadolint() -> None:
-    done = subprocess.run(["hadolint", "Dockerfile"], cwd=REPOSITORY, env=tools(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
 @pytest.fixture
 def engine(tmp_path: Path) -> Path:
     """A container engine that says how it was called: which options reach it is what docker.sh is about."""
@@ -183,19 +164,13 @@ def engine(tmp_path: Path) -> Path:
     return path
 
 
+def docker(cwd: Path, *arguments: str, **env: object) -> subprocess.CompletedProcess[str]:
+    return start(REPOSITORY / "launch/docker.sh", *arguments, cwd=cwd, **{name: str(env[name]) for name in env})
+
+
 def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) -> None:
-    folders = {"DATA": str(tmp_path / "data"), "RESULTS": str(tmp_path / "my results")}
-    done = start(
-        REPOSITORY / "launch/docker.sh",
-        "tiny_cpu",
-        "2",
-        "--",
-        "--log.run",
-        "5",
-        cwd=tmp_path,
-        ENGINE=str(engine),
-        **folders,
-    )
+    folders = {"DATA": tmp_path / "data", "RESULTS": tmp_path / "my results"}
+    done = docker(tmp_path, "tiny_cpu", "2", "--", "--log.run", "5", ENGINE=engine, **folders)
     given = done.stdout.splitlines()
     assert done.returncode == 3
     assert given[-6:] == ["mlperf-bert", "tiny_cpu", "2", "--", "--log.run", "5"]
@@ -204,6 +179,18 @@ def test_docker_gets_folders_user_and_arguments(engine: Path, tmp_path: Path) ->
     assert given[given.index("--security-opt") + 1] == "no-new-privileges"
     assert "--tty" not in given
     assert (tmp_path / "my results").is_dir()
+
+
+def test_docker_gets_gpus_where_there_are_some(engine: Path, tmp_path: Path) -> None:
+    (engine.parent / "nvidia-smi").symlink_to("/bin/true")
+    (engine.parent / "podman").symlink_to(engine)
+    folders = {"DATA": tmp_path, "RESULTS": tmp_path, "PATH": f"{engine.parent}:{os.environ['PATH']}"}
+    assert "--gpus\nall\n" in docker(tmp_path, ENGINE="docker", **folders).stdout
+    assert "nvidia.com/gpu=all" in docker(tmp_path, ENGINE="podman", **folders).stdout
+
+
+def test_docker_without_an_engine_is_one_line(tmp_path: Path) -> None:
+    assert "there is no nowhere here" in one_error(docker(tmp_path, ENGINE="nowhere"))
 
 
 @pytest.mark.parametrize(
@@ -222,8 +209,7 @@ def test_docker_refuses_what_would_be_an_option_or_another_mount(
     (tmp_path / "link").symlink_to(tmp_path / "a:b")
     before = set(tmp_path.rglob("*"))
     given = {name: value.format(here=tmp_path) for name, value in env.items()}
-    done = start(REPOSITORY / "launch/docker.sh", cwd=tmp_path, ENGINE=str(engine), **given)
-    assert complaint in one_error(done)
+    assert complaint in one_error(docker(tmp_path, ENGINE=engine, **given))
     assert set(tmp_path.rglob("*")) == before
 
 
@@ -275,23 +261,6 @@ def test_what_slurm_says_is_checked_before_it_is_used(
         assert done.returncode == 9
         assert "/workspace/bert/results,/a:/b --writable\n--pwd\n" in done.stdout  # one word, and no option
     assert not (checkout / "opened").exists()
-
-
-def test_docker_gets_gpus_where_there_are_some(engine: Path, tmp_path: Path) -> None:
-    (engine.parent / "nvidia-smi").symlink_to("/bin/true")
-    (engine.parent / "podman").symlink_to(engine)
-    path = f"{engine.parent}:{os.environ['PATH']}"
-    folders = {"DATA": str(tmp_path), "RESULTS": str(tmp_path), "PATH": path}
-    assert "--gpus\nall\n" in start(REPOSITORY / "launch/docker.sh", cwd=tmp_path, ENGINE="docker", **folders).stdout
-    assert (
-        "nvidia.com/gpu=all" in start(REPOSITORY / "launch/docker.sh", cwd=tmp_path, ENGINE="podman", **folders).stdout
-    )
-
-
-def test_docker_without_an_engine_is_one_line(tmp_path: Path) -> None:
-    assert "there is no nowhere here" in one_error(
-        start(REPOSITORY / "launch/docker.sh", cwd=tmp_path, ENGINE="nowhere")
-    )
 
 
 def kubernetes_objects() -> list[dict[str, Any]]:
