@@ -2,41 +2,22 @@
 
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPOSITORY
-from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, environment, one_error, start, wait_for
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
+from tests.distributed.ranks import free_port
+from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, one_error, start, wait_for
 
 
 def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
     """The command on each of two nodes, both of which are this machine."""
-    shared = {
-        "NNODES": "2",
-        "NPROC": "1",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": free_port(),
-        "OMP_NUM_THREADS": "1",
-    }
-    return [
-        subprocess.Popen(
-            [checkout / "run_and_time.sh", "tiny_cpu", "1", "--", *SHORT, *settings],
-            env=environment(NODE_RANK=str(node), **shared),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for node in (0, 1)
-    ]
+    shared = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    shared["MASTER_PORT"] = str(free_port())
+    script, run = checkout / "run_and_time.sh", ("tiny_cpu", "1", "--", *SHORT, *settings)
+    return [begin(script, *run, cwd=checkout, NODE_RANK=str(node), **shared) for node in (0, 1)]
 
 
 def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
@@ -64,7 +45,7 @@ def test_mpirun_starts_the_processes_of_one_run(checkout: Path, tmp_path: Path) 
     ready = start(checkout / "run_and_time.sh", "--prepare", "tiny_cpu", *settings, cwd=checkout, WORLD_SIZE="2")
     assert ready.stdout.endswith(f"results would go to {tmp_path}/tiny_cpu/bert/result_0.txt\n"), ready.stderr
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     command = ("--oversubscribe", "-np", "2", "launch/bind.sh", "./run_and_time.sh", "tiny_cpu", "1", *settings)
     done = start(Path("mpirun"), *command, cwd=checkout, **root, **address)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,7 +8,6 @@ import json
 import os
 import pickle
 import signal
-import subprocess
 import threading
 from contextlib import suppress
 from datetime import timedelta
@@ -18,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from compliance.doctor.host import Host
 from compliance.doctor.rendezvous import ports_open_to_all
-from tests.e2e.test_scripts import environment, read, wait_for
+from tests.e2e.test_scripts import begin, read, wait_for
 
 SETTINGS = ("--evaluation.interval-samples", "320", "--evaluation.target", "0.02", "--log.interval-steps", "1")
 
@@ -56,15 +55,9 @@ def stores(process: int) -> list[TCPStore]:
 
 
 def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(checkout: Path, tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [checkout / "run_and_time.sh", "--", *SETTINGS],
-        cwd=tmp_path,
-        # torchrun takes options from two of these
-        env=environment(NPROC="2", CLEAR_CACHES="1", PET_STANDALONE="1", PET_RDZV_BACKEND="c10d"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    options_of_torchrun = {"PET_STANDALONE": "1", "PET_RDZV_BACKEND": "c10d"}
+    changes = {"NPROC": "2", "CLEAR_CACHES": "1", **options_of_torchrun}
+    process = begin(checkout / "run_and_time.sh", "--", *SETTINGS, cwd=tmp_path, **changes)
     shown: list[str] = []
     assert process.stdout
     reader = threading.Thread(target=lambda: shown.extend(process.stdout or ()))

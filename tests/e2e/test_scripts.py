@@ -51,6 +51,23 @@ def start(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.Co
     )
 
 
+def begin(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
+    """The script in a session of its own, its output in one stream.
+
+    Where tests run in the background SIGINT is ignored, and a shell cannot trap what was ignored when it began.
+    """
+    return subprocess.Popen(
+        [script, *arguments],
+        cwd=cwd,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 def prepare(bare: Path, *extras: str, python: str = "./python") -> subprocess.CompletedProcess[str]:
     return start(
         Path("/bin/bash"), "-c", f"source launch/venv.sh; prepare_venv {' '.join(extras)}", cwd=bare, PYTHON=python
@@ -316,13 +333,7 @@ def test_preparation_that_is_stopped_ends_at_once_and_is_made_anew(bare: Path) -
     working = (bare / "python").read_text()
     half = "mkdir -p .venv/half && mkfifo .venv/end && echo $$ >pip && exec sleep infinity"
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', half))
-    process = subprocess.Popen(
-        [bare / "run_and_time.sh", "--", "--help"],
-        env=environment(PYTHON="./python"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = begin(bare / "run_and_time.sh", "--", "--help", cwd=bare, PYTHON="./python")
     wait_for(lambda: (bare / "pip").exists() and (bare / "pip").read_text().endswith("\n"))
     process.terminate()
     assert process.wait(timeout=60) == 143

@@ -8,23 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_scripts import NEVER_REACHED, SHORT, environment, read, wait_for
+from tests.e2e.test_scripts import NEVER_REACHED, SHORT, begin, read, wait_for
 
 
 @pytest.fixture
 def training(checkout: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     """A run of as many processes as the parameter says, after its first steps; results are in ``tmp_path``."""
     settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
-    process = subprocess.Popen(
-        [checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings],
-        env=environment(NPROC=str(request.param), OMP_NUM_THREADS="1"),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # Where the tests run in the background, SIGINT is ignored, and a shell cannot trap what was ignored when it began.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    shared = {"NPROC": str(request.param), "OMP_NUM_THREADS": "1"}
+    process = begin(checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings, cwd=tmp_path, **shared)
     assert process.stdout
     for line in process.stdout:
         if line.startswith("step "):
@@ -65,13 +57,7 @@ def test_data_whose_making_is_stopped_are_not_left_half_made(checkout: Path, tmp
     shutil.rmtree(checkout / "data/tiny_cpu", ignore_errors=True)
     (checkout / "data/tiny_cpu").symlink_to(tmp_path / "tiny_cpu")
     try:
-        process = subprocess.Popen(
-            [checkout / "run_and_time.sh"],
-            env=environment(),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+        process = begin(checkout / "run_and_time.sh", cwd=tmp_path)
         wait_for(lambda: any((tmp_path / "tiny_cpu").iterdir()))
         process.terminate()
         assert process.wait(timeout=60) == 143
