@@ -56,7 +56,7 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None) -> i
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
         return 0
     try:
-        mesh = join_mesh(config.training.device, tensor=config.parallel.tensor, left_out=_left_out(config))
+        mesh = join_mesh(config.training.device, parallel=config.parallel, left_out=_left_out(config))
     except LeftOut as left_out:
         say(left_out)
         return left_out.wait()

@@ -150,12 +150,12 @@ def _warmed_up_step(
         broadcast_(parameter.data)
     step = TrainingStep(model, config, mesh, stopwatch)
     if mesh.world_size > 1:
-        shape = f"{mesh}, " if mesh.tensor > 1 else ""
+        shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         log.line(f"# {shape}{step.choice}")
         if mesh.is_main:
             say(f"{shape}{step.choice}")
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
-    model.seed_dropout(seed * mesh.world_size + mesh.rank)
+    model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = _synthetic_batches(config, train, mesh, shape_buckets)
     capturer = CudaCapturer(mesh.device) if shape_buckets else None
     measured = config.training.autotune and mesh.device.type == "cuda"

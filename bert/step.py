@@ -11,24 +11,30 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from bert.configuration.config import Config
 from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
-from bert.model import BertForPreTraining
+from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import ShardedLamb, WeightGather
-from bert.parallel.tensor.shards import TensorParallel, WholeVectors, tensor_parallel
+from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
+from bert.parallel.whole_vectors import WholeVectors
 from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
+
+if TYPE_CHECKING:
+    from bert.parallel.pipeline.stages import PipelineParallel
 
 
 @dataclass(frozen=True)
@@ -50,17 +56,22 @@ class TrainingStep:
     def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
         self.model = model
         tensor = tensor_parallel(model, mesh)
+        self._pipeline: PipelineParallel | None = None
+        if mesh.pipeline > 1:
+            from bert.parallel.pipeline.stages import pipeline_parallel
+
+            self._pipeline = pipeline_parallel(model, mesh, config.parallel)
         self.fp8 = _fp8_state(model, config, mesh, tensor)
         training = config.training
         self._recomputed: Collection[str] = ()
         if training.recompute != "none":
-            from bert.recompute import RECOMPUTED_OPS, recompute_layers  # for those who ask for it
+            from bert.recompute import RECOMPUTED_OPS, recompute_layers
 
             recompute_layers(model, training.recompute)
             self._recomputed = RECOMPUTED_OPS
         communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
         self.flat = FlatParameters.of(model, communicators.world_size)
-        self.whole = WholeVectors(model, self.flat, tensor)
+        self.whole = WholeVectors(model, self.flat, tensor, self._pipeline)
         """How flat vectors of this rank go together to those of the whole model."""
         self.choice = choose(training, self.flat, communicators)
         """How gradients are summed over ranks, and why so."""
@@ -71,24 +82,41 @@ class TrainingStep:
         self._gather: WeightGather | None = None
         if strategy in ("sharded", "sharded_world"):
             self._gather = WeightGather(model, self.flat, self._reduction)
-        if self._gather is None and tensor is None:
+        if self._gather is None and tensor is None and self._pipeline is None:
             self.optimizer = Lamb(self.flat, config.optimizer)
         else:
-            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor)
+            stages = None if self._pipeline is None else self._pipeline.group
+            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor, stages)
         self.statistics = Statistics(mesh)
         self._mesh = mesh
         self._stopwatch = stopwatch
         self.precision = training.precision
         self._micro_batches = training.gradient_accumulation_steps
         self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
+        self._schedule: Callable[[Sequence[Batch]], None] = self._one_by_one
+        if self._pipeline is not None:
+            from bert.parallel.pipeline.schedule import PipelineSchedule
+
+            through_stages = PipelineSchedule(
+                self._pipeline, self._micro_batches, self.autocast, self._mean_loss, stopwatch
+            )
+            self._schedule = partial(self._through_stages, through_stages)
         self._update: Callable[[], None] = self._update_weights
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on this rank's micro-batches of one global batch."""
+        self._schedule(micro_batches)
+        self._update()
+
+    def _one_by_one(self, micro_batches: Sequence[Batch]) -> None:
         with self._stopwatch.time("forward_backward"):
             for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
                 self._train_on[role](batch)
-        self._update()
+
+    def _through_stages(self, schedule: Callable[[Sequence[Batch]], None], micro_batches: Sequence[Batch]) -> None:
+        schedule(micro_batches)
+        with self._stopwatch.time("reduce"):
+            self._reduction.finish()
 
     def _roles(self, count: int) -> list[Role]:
         """The roles of a step's micro-batches, in their order."""
@@ -102,12 +130,16 @@ class TrainingStep:
         with self._reduction.overlapped() if role.reduces_gradients else nullcontext():
             with self.autocast():
                 output = self.model(batch)
-            masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
-            (masked_lm_loss + next_sentence_loss).backward()
-            self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
+            self._mean_loss(output, batch).backward()
         if role.reduces_gradients:
             with self._stopwatch.time("reduce"):
                 self._reduction.finish()
+
+    def _mean_loss(self, output: PretrainingOutput, batch: Batch) -> Tensor:
+        """Return what is trained on, []; the losses and the tokens go to the statistics."""
+        masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
+        self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
+        return masked_lm_loss + next_sentence_loss
 
     def _begin_gathering(self) -> None:
         """The forward pass can begin with the first weights; how long they take says how late other ranks are."""
@@ -121,8 +153,9 @@ class TrainingStep:
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
             self.statistics.add_step(self.optimizer.step())
-            if self.fp8 is not None:
+            if self.fp8 is not None or self._pipeline is not None:
                 self.gather_weights()
+            if self.fp8 is not None:
                 self.fp8.update_()
 
     def gather_weights(self) -> BertForPreTraining:
@@ -132,6 +165,8 @@ class TrainingStep:
         """
         if self._gather is not None:
             self._gather()
+        if self._pipeline is not None:
+            self._pipeline.copy_word_()
         return self.model
 
     def gather_whole_model(self) -> BertForPreTraining:
@@ -140,7 +175,7 @@ class TrainingStep:
         Every rank must call it at the same time.
         """
         model = self.gather_weights()
-        if self._mesh.tensor == 1:
+        if self._mesh.tensor * self._mesh.pipeline == 1:
             return model
         whole = BertForPreTraining(model.config)
         with torch.no_grad():
@@ -169,10 +204,6 @@ class TrainingStep:
         before. FP8 scales are found last, for the weights that training starts from.
         """
 
-        def forward_backward() -> None:
-            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
-                self._train_on[role](batch)
-
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
@@ -185,7 +216,9 @@ class TrainingStep:
             with torch.no_grad():
                 self.flat.weights_P.copy_(weights_P)
             if self.fp8 is not None:
-                self.fp8.calibrate_(forward_backward)
+                self.fp8.calibrate_(lambda: self._schedule(micro_batches))
+            if self._pipeline is not None:
+                self._pipeline.copy_word_()
         self.statistics.fetch()
         self.optimizer.reset()
         with torch.no_grad():

@@ -15,7 +15,7 @@ class Statistics:
     def __init__(self, mesh: Mesh) -> None:
         self.own_seconds = [0.0] * mesh.world_size
         """What each rank gave at the last fetch, by rank."""
-        self._rank, self._counts = mesh.rank, mesh.tensor_rank == 0
+        self._rank, self._counts = mesh.rank, mesh.counts_losses
         size = mesh.world_size + len(self.NAMES) + 2
         self._all = torch.zeros(size, dtype=torch.float64, device=mesh.device)
         self._sums = self._all[mesh.world_size :]
@@ -23,7 +23,7 @@ class Statistics:
     def add_micro_batch(self, masked_lm_loss: Tensor, next_sentence_loss: Tensor, tokens: Tensor) -> None:
         """Add a micro-batch's share of the global batch's mean losses and its tokens, all [].
 
-        Of the ranks that share a copy of the model, and so have all three, one does.
+        Of the ranks that share a copy of the model one does.
         """
         if not self._counts:
             return
