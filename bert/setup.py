@@ -126,9 +126,8 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
 
 def _stragglers(config: Config, mesh: Mesh) -> Stragglers:
     after, folder = config.training.leave_out_stragglers, config.checkpoint.folder
-    if after is None or folder is None or not mesh.is_main:
-        return Stragglers(mesh.hosts)
-    return Stragglers(mesh.hosts, partial(leave_out, folder), after)
+    note = None if after is None or folder is None or not mesh.is_main else partial(leave_out, folder)
+    return Stragglers(mesh.hosts, note, after, mesh.stages(), mesh.places())
 
 
 def _warmed_up_step(

@@ -190,10 +190,10 @@ class ParallelConfig:
     """Ranks of a host that share a copy: heads, the feed-forward layer and the vocabulary are divided among them."""
     pipeline: int = 1
     """Stages of consecutive layers that a copy is divided into, each on parallel.tensor ranks of its own. Micro-batches go
-    through them one after another (1F1B), so that a step needs at least as many: training.gradient_accumulation_steps."""
+    through them one after another (1F1B), so a step needs at least as many: training.gradient_accumulation_steps."""
     virtual_stages: int = 1
-    """Stages of each rank of a pipeline. More than one: shorter idle times at the ends of a step, more messages (interleaved
-    1F1B)."""
+    """Stages of each rank of a pipeline. More than one (interleaved 1F1B): shorter idle times at the ends of a step, and more
+    messages."""
 
     @property
     def copy_ranks(self) -> int:
@@ -205,8 +205,8 @@ class ParallelConfig:
             _at_least(1, f"parallel.{name}", getattr(self, name))
         if self.virtual_stages > 1 and self.pipeline == 1:
             raise ValueError(
-                f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set that to 2 or more, or leave "
-                "both out"
+                f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set that to 2 or more, or "
+                "leave both out"
             )
 
 
@@ -369,24 +369,28 @@ class Config:
     def _check_pipeline(self) -> None:
         """A stage needs a layer; torch's schedules need a micro-batch for each rank, interleaved in whole rounds."""
         parallel, training = self.parallel, self.training
-        ranks, stages, steps = parallel.pipeline, parallel.pipeline * parallel.virtual_stages, training.gradient_accumulation_steps
+        ranks, stages, steps = (
+            parallel.pipeline,
+            parallel.pipeline * parallel.virtual_stages,
+            training.gradient_accumulation_steps,
+        )
         pipeline = f"parallel.pipeline is {ranks}"
         if stages > self.model.num_hidden_layers:
             virtual = f" with parallel.virtual_stages {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
             raise ValueError(
                 f"{pipeline}{virtual}, but {stages} stages are more than model.num_hidden_layers "
-                f"{self.model.num_hidden_layers}: set it to {max(1, self.model.num_hidden_layers // parallel.virtual_stages)} or "
-                "less"
+                f"{self.model.num_hidden_layers}: set it to "
+                f"{max(1, self.model.num_hidden_layers // parallel.virtual_stages)} or less"
             )
         if steps < ranks:
             raise ValueError(
-                f"{pipeline}, but training.gradient_accumulation_steps is {steps}: a step needs at least as many micro-batches "
-                f"as stages, set it to {ranks} or more"
+                f"{pipeline}, but training.gradient_accumulation_steps is {steps}: a step needs at least as many "
+                f"micro-batches as stages, set it to {ranks} or more"
             )
         if parallel.virtual_stages > 1 and steps % (steps // ranks):
             raise ValueError(
-                f"{pipeline} with parallel.virtual_stages {parallel.virtual_stages}, whose schedule takes micro-batches in rounds "
-                f"of equal size: set training.gradient_accumulation_steps {steps} to a multiple of {ranks}"
+                f"{pipeline} with parallel.virtual_stages {parallel.virtual_stages}, whose schedule takes micro-batches in "
+                f"rounds of equal size: set training.gradient_accumulation_steps {steps} to a multiple of {ranks}"
             )
         if training.precision == "fp8":
             raise ValueError(

@@ -45,9 +45,9 @@ TIMEOUT = timedelta(minutes=10)
 class Mesh:
     """This process's place in the run: a grid of nodes by ranks of a node.
 
-    ``tensor`` neighbours on a node share a stage of the model, ``pipeline`` such groups a copy of it, whose ranks get the same
-    micro-batches. Ranks with the same place in their copies have the same shards of the same layers, and add up gradients:
-    a data group, which does not leave its rail.
+    ``tensor`` neighbours on a node share a stage of the model, ``pipeline`` such groups a copy of it, whose ranks get the
+    same micro-batches. Ranks with the same place in their copies have the same shards of the same layers, and add up
+    gradients: a data group, which does not leave its rail.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class Mesh:
 
     @cached_property
     def rail_ranks(self) -> tuple[int, ...]:
-        """The ranks with this one's place on their hosts and in their copies, ascending: they share a network path, a rail."""
+        """The ranks with this one's place on their hosts and in their copies, ascending: they share a path, a rail."""
         place = self.node_ranks.index(self.rank)
         data = set(self.data_ranks)
         return tuple(sorted(ranks[place] for ranks in self.nodes if ranks[place] in data)) or (self.rank,)
@@ -144,17 +144,26 @@ class Mesh:
 
     @property
     def dropout_stream(self) -> int:
-        """The number of this rank among those that drop other elements: all but the stages of a copy, whose layers differ."""
+        """The number of this rank among those that drop other elements, which stages of a copy do by their layers."""
         return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
 
-    def place_of(self, rank: int) -> str:
-        """Name a rank's place in the grid; "" where all have whole copies of the model."""
-        if self.tensor == self.pipeline == 1:
-            return ""
-        copy = next(copy for copy, ranks in enumerate(self.copies) if rank in ranks)
-        stage, shard = divmod(self.copies[copy].index(rank), self.tensor)
-        pipeline = f", pipeline {stage}" if self.pipeline > 1 else ""
-        return f"data {copy}{pipeline}, tensor {shard}"
+    def stages(self) -> list[int]:
+        """The place of every rank in its pipeline, by rank."""
+        found = [0] * self.world_size
+        for ranks in self.copies:
+            for number, rank in enumerate(ranks):
+                found[rank] = number // self.tensor
+        return found
+
+    def places(self) -> list[str]:
+        """Say of every rank, by rank, which place it has in the grid; "" where each has a whole copy of the model."""
+        said = [""] * self.world_size
+        if self.tensor * self.pipeline > 1:
+            for copy, ranks in enumerate(self.copies):
+                for number, rank in enumerate(ranks):
+                    pipeline = f", pipeline {number // self.tensor}" if self.pipeline > 1 else ""
+                    said[rank] = f" (data {copy}{pipeline}, tensor {number % self.tensor})"
+        return said
 
     def __str__(self) -> str:
         """Name the shape as a log does."""
@@ -165,7 +174,7 @@ class Mesh:
 def join_mesh(
     device: str,
     timeout: timedelta = TIMEOUT,
-    parallel: ParallelConfig = ParallelConfig(),
+    parallel: ParallelConfig | None = None,
     left_out: Collection[str] | None = None,
 ) -> Mesh:
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
@@ -215,6 +224,7 @@ def join_mesh(
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
     a_host = len(nodes[0]) if nodes else launch.world_size
+    parallel = parallel or ParallelConfig()
     require_whole_groups(parallel.tensor, a_host, "on each host")
     require_whole_copies(parallel, launch.world_size // a_host, a_host)
     return Mesh(
@@ -240,7 +250,7 @@ def require_whole_groups(tensor: int, ranks: int, where: str) -> None:
 
 
 def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> None:
-    """Raise ``ValueError``, with the nearest numbers of stages that do, unless ``hosts`` of so many ranks divide into copies.
+    """Raise ``ValueError``, with the nearest numbers of stages, unless ``hosts`` of so many ranks divide into copies.
 
     Either hosts hold whole copies or copies take whole hosts: a data group must not leave its rail.
     """

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: a copy of the model is divided by layers into stages, which micro-batches go through one after another.
+"""Pipeline parallelism: a copy of the model is divided into stages of layers, which micro-batches go through in turn.
 
     division.py     which layers are in which stage, by their cost
     stages.py       a rank's stages of the model, the word table that two of them have, and evaluation
@@ -18,5 +18,5 @@ interleaved where ranks have several stages. What that cannot do, and is here:
 - Its schedules want as many micro-batches as there are stages, always the same number. An evaluation has any number, and no
   backward pass: its batches follow one another through the stages by themselves.
 
-Reductions begin when all micro-batches are through, gathered weights come right after the update, and steps are not captured.
+Reductions begin when all micro-batches are through, weights are gathered right after the update, and no step is captured.
 """

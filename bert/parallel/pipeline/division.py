@@ -57,7 +57,7 @@ def layer_costs(config: ModelConfig) -> list[float]:
 
 
 def divided(costs: list[float], count: int) -> list[range]:
-    """Divide a row of costs into ``count`` ranges, none empty: the highest sum is the lowest possible, then squares of sums."""
+    """Divide a row of costs into ``count`` ranges, none empty, of the lowest highest sum; then of the least squares."""
 
     @cache
     def best(start: int, ranges: int) -> tuple[float, float, tuple[int, ...]]:

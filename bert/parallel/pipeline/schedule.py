@@ -66,7 +66,7 @@ class PipelineSchedule:
         self._stopwatch.stage.enter("reduce")
 
     def _torch_schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
-        stages = [_TimedStage(self, stage) for stage in self.pipeline.stages]
+        stages: list[Any] = [_TimedStage(self, stage) for stage in self.pipeline.stages]
         settings: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if len(stages) == 1:
             return Schedule1F1B(stages[0], len(self._micro_batches), **settings)
@@ -103,7 +103,7 @@ class _TimedStage(PipelineStage):
 
 
 class _StageModule(nn.Module):
-    """A stage as PyTorch's schedules call it: for the number of a micro-batch, with hidden states [rows, D] but in the first."""
+    """A stage as PyTorch's schedules call it: for a micro-batch by number, and but for the first with hidden states."""
 
     def __init__(self, schedule: PipelineSchedule, stage: Stage) -> None:
         super().__init__()

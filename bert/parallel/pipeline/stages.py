@@ -56,15 +56,16 @@ class PipelineParallel:
         return compute_dtype(next(self.model.parameters()))
 
     def through(
-        self, stage: Stage, hidden_WD: Tensor | None, batch: Batch, sites: DropoutSites
+        self, stage: Stage, given_WD: Tensor | None, batch: Batch, sites: DropoutSites
     ) -> Tensor | PretrainingOutput:
         """Compute a stage from what the one before gives: its hidden states [W, D], or the losses after the last one."""
         model = self.model
-        if hidden_WD is None:
-            hidden_WD = model.embedded(batch, sites)
+        hidden_WD = model.embedded(batch, sites) if given_WD is None else given_WD
         for layer in stage.layers[:-1] if stage.is_last else stage.layers:
             hidden_WD = model.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, sites)
-        return model.losses(*model.last_layer(hidden_WD, batch, sites), batch) if stage.is_last else hidden_WD
+        if not stage.is_last:
+            return hidden_WD
+        return model.losses(*model.last_layer(hidden_WD, batch, sites), batch)
 
     def forward(self, batch: Batch) -> PretrainingOutput:
         """Both losses of a batch, on the rank that has the last stage; zeros elsewhere. Every rank must call it."""

@@ -2,8 +2,8 @@
 
 python -m tests.distributed.workers.pipeline_worker OUT.pt SHAPE...
 
-A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION; what ranks are left make
-copies of the model. OUT.pt maps each to what it came to.
+A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. OUT.pt maps each to
+what it came to.
 """
 
 import sys
