@@ -23,6 +23,7 @@ from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
 from bert.parallel.launch import Launch, job, may_start_again, restarts
 from bert.parallel.left_out import LeftOut, left_out_hosts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.model_state import model_state
 from bert.parallel.watchdog import FAULT_STATUS
 from bert.reporting.provenance import provenance
 from bert.reporting.result_files import claim, create_log
@@ -54,6 +55,8 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None) -> i
         if config.training.device == "cuda" and not torch.cuda.is_available():
             complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
+        if config.parallel.copy_ranks > 1:
+            say(f"{config.recipe}: {model_state(config, launch.world_size, launch.local_size)}")
         return 0
     try:
         mesh = join_mesh(config.training.device, parallel=config.parallel, left_out=_left_out(config))

@@ -192,7 +192,7 @@ class ParallelConfig:
     """Stages of consecutive layers that a copy is divided into, each on parallel.tensor ranks of its own. Micro-batches go
     through them one after another (1F1B), so a step needs at least as many: training.gradient_accumulation_steps."""
     virtual_stages: int = 1
-    """Stages of each rank of a pipeline. More than one (interleaved 1F1B): shorter idle times at the ends of a step, and more
+    """Stages of each rank of a pipeline. More than one (interleaved 1F1B): shorter idle times at the ends of a step, more
     messages."""
 
     @property

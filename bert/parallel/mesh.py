@@ -261,7 +261,7 @@ def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> N
 
     if not fits(parallel.pipeline):
         near = sorted(filter(fits, range(1, hosts * groups + 1)), key=lambda stages: abs(stages - parallel.pipeline))
-        shared = f" with parallel.tensor {parallel.tensor}" if parallel.tensor > 1 else ""
+        shared = f" with parallel.tensor {parallel.tensor}," if parallel.tensor > 1 else ""
         raise ValueError(
             f"parallel.pipeline is {parallel.pipeline}, but{shared} {counted(hosts, 'host')} of {counted(a_host, 'rank')} "
             f"do not divide into copies of the model: set it to {' or '.join(map(str, sorted(near[:2])))}"
