@@ -122,10 +122,11 @@ def _timed_run(
             with watchdog.getting_on(timed.stopwatch.stage):
                 status = train(timed)
         timed.loader.close()
-        model = timed.step.gather_whole_model()
-        if config.save_checkpoint and mesh.is_main:
+        if config.save_checkpoint:
+            model = timed.step.gather_whole_model()
             metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
-            save_weights(model, config.save_checkpoint, metadata)
+            if mesh.is_main:
+                save_weights(model, config.save_checkpoint, metadata)
         if mesh.is_main:
             say(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     return status

@@ -46,7 +46,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         out = folder / f"{ranks}.pt"
         with Ranks([str(out), *shapes], ranks, "tests.distributed.workers.pipeline_worker") as started:
             assert started.ends() == [0] * ranks, started.output
-        print(started.output); results |= torch.load(out)
+        print(started.output)
+        results |= torch.load(out)
     return results
 
 

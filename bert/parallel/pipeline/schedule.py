@@ -78,17 +78,19 @@ class _TimedStage(PipelineStage):
 
     def __init__(self, schedule: PipelineSchedule, stage: Stage) -> None:
         pipeline = schedule.pipeline
+        weight = next(pipeline.model.parameters())
         with schedule.autocast():
             dtype = pipeline.hidden_dtype()
         shape = schedule.rows, pipeline.model.config.hidden_size
         hidden_WD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=weight.dtype, device="meta")
         super().__init__(
             _StageModule(schedule, stage),
             stage.index,
             stage.count,
-            next(pipeline.model.parameters()).device,
+            weight.device,
             input_args=() if stage.is_first else (hidden_WD,),
-            output_args=(hidden_WD.new_empty(()),) if stage.is_last else (hidden_WD,),
+            output_args=(loss,) if stage.is_last else (hidden_WD,),
             group=pipeline.group,
         )
         self._schedule = schedule

@@ -95,7 +95,9 @@ def main(out: str, *shapes: str) -> None:
     found = {shape: train(mesh, shape) for shape in shapes}
     if mesh.is_main:
         torch.save(found, out)
-    import time; print("CPU", mesh.rank, time.process_time(), flush=True)
+    import time
+
+    print("CPU", mesh.rank, time.process_time(), flush=True)
     leave_mesh()
 
 
