@@ -2,8 +2,8 @@
 
 python -m tests.distributed.workers.pipeline_worker OUT.pt SHAPE...
 
-A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION. OUT.pt maps each to
-what it came to.
+A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION; that is fp32, or fp64 as
+fp64, with dropout, recomputed, or deep. OUT.pt maps each shape to what it came to.
 """
 
 import sys
@@ -31,8 +31,8 @@ from tests.distributed.workers.tensor_worker import (
 )
 
 PIPELINE_MODEL = replace(MODEL, num_hidden_layers=5)
-DROPPING = ("dropout", "recomputed")
-"""Precisions, besides fp64 and fp32, in which fp64 is with dropout from the counter, or without and recomputed."""
+DEEP = 48
+"""Layers of the model of 3.9 billion parameters, of which ``deep`` is a narrow one."""
 
 
 def config(shape: str) -> Config:
@@ -41,6 +41,8 @@ def config(shape: str) -> Config:
     model: ModelConfig = PIPELINE_MODEL
     if precision == "dropout":
         model = replace(model, hidden_dropout=0.1, attention_dropout=0.1)
+    if precision == "deep":
+        model = replace(model, num_hidden_layers=DEEP)
     return replace(
         recipe,
         model=model,
