@@ -17,20 +17,20 @@ from tests.distributed.test_ranks import records
 from tests.distributed.test_tensor_parallel import checkpoints, differences, same_steps, without_dropout
 
 EIGHT = [
-    "2,2,1,sharded,block,8,2,20,fp64",
-    "1,2,1,flat,cyclic,2,2,4,fp64",
-    "1,2,1,sharded,block,4,2,4,fp32",
-    "1,4,1,hierarchical,block,2,4,4,fp64",  # each copy on two hosts
-    "2,2,2,sharded_world,turning,4,2,4,fp64",
-    "4,2,1,flat,block,4,2,4,fp64",
-    "2,2,1,sharded,block,8,2,2,deep",
+    "2,2,1,sharded,block,8,2,6,fp64",
+    "1,2,1,flat,cyclic,2,2,3,fp64",
+    "1,2,1,sharded,block,4,2,3,fp32",
+    "1,4,1,hierarchical,block,2,4,3,fp64",  # each copy on two hosts
+    "2,2,2,sharded_world,turning,4,2,3,fp64",
+    "4,2,1,flat,block,4,2,3,fp64",
+    "2,2,1,sharded,block,8,2,1,deep",
 ]
 FOUR = [
-    "1,4,1,flat,block,4,4,4,dropout",
-    "2,2,1,flat,cyclic,2,2,4,recomputed",
-    "1,2,2,sharded,block,4,4,4,fp64",
+    "1,4,1,flat,block,4,4,3,dropout",
+    "2,2,1,flat,cyclic,2,2,3,recomputed",
+    "1,2,2,sharded,block,4,4,3,fp64",
 ]
-TWO = ["1,2,1,flat,block,1,2,20,fp64", "1,2,2,sharded,block,2,4,4,dropout"]
+TWO = ["1,2,1,flat,block,1,2,20,fp64", "1,2,2,sharded,block,2,4,3,dropout"]
 ALONE = {
     shape: f"1,1,1,flat,block,1,{accumulation},{shape.split(',')[7]},{precision}"
     for shape in EIGHT + FOUR + TWO
