@@ -74,7 +74,7 @@ class Evaluator:
         self.samples = len(dataset)
         self._dataset = dataset
         self._device = mesh.device
-        self._counted = mesh.tensor_rank == 0
+        self._counted = mesh.counts_losses
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._shape_buckets: list[ShapeBucket] = []
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
@@ -144,7 +144,7 @@ class Evaluator:
         with autocast:
             correct = model(batch).masked_lm_correct
         assert correct is not None  # in evaluation the model counts
-        if not self._counted:  # ranks that share a copy of the model have the same counts
+        if not self._counted:  # one of the ranks that share a copy of the model does
             return
         self._counts[0] += correct
         self._counts[1] += (batch.masked_lm_ids >= 0).sum()

@@ -286,7 +286,10 @@ class BertForPreTraining(nn.Module):
 
     def forward(self, batch: "Batch") -> PretrainingOutput:
         """Both losses of a micro-batch, as sums."""
-        cls_SD, masked_MD = self.head_inputs(batch)
+        return self.losses(*self.head_inputs(batch), batch)
+
+    def losses(self, cls_SD: Tensor, masked_MD: Tensor, batch: "Batch") -> PretrainingOutput:
+        """Both losses, as sums, of what ``head_inputs`` returns."""
         loss, correct = self.placement.masked_lm_loss(
             self._transformed(masked_MD),
             self.embeddings.word,
@@ -304,11 +307,19 @@ class BertForPreTraining(nn.Module):
 
         The last layer is computed for these rows alone.
         """
-        sites = self._next_sites()
-        embedded_TD = self.embeddings(batch, sites)
-        hidden_TD = embedded_TD.to(compute_dtype(embedded_TD))
+        sites = self.next_sites()
+        hidden_TD = self.embedded(batch, sites)
         for layer in self.layers[:-1]:
             hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
+        return self.last_layer(hidden_TD, batch, sites)
+
+    def embedded(self, batch: "Batch", sites: DropoutSites) -> Tensor:
+        """What the first layer is given, [T, D]."""
+        embedded_TD = self.embeddings(batch, sites)
+        return embedded_TD.to(compute_dtype(embedded_TD))
+
+    def last_layer(self, hidden_TD: Tensor, batch: "Batch", sites: DropoutSites) -> tuple[Tensor, Tensor]:
+        """As ``head_inputs``, of what the last layer is given."""
         cls_S = batch.cu_seqlens[:-1].long()
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
@@ -321,14 +332,13 @@ class BertForPreTraining(nn.Module):
 
     def encode(self, batch: "Batch") -> Tensor:
         """The encoder's output for every token, [T, D]."""
-        sites = self._next_sites()
-        embedded_TD = self.embeddings(batch, sites)
-        hidden_TD = embedded_TD.to(compute_dtype(embedded_TD))
+        sites = self.next_sites()
+        hidden_TD = self.embedded(batch, sites)
         for layer in self.layers:
             hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
         return self.placement.all_rows(hidden_TD)[: batch.tokens]
 
-    def _next_sites(self) -> DropoutSites:
+    def next_sites(self) -> DropoutSites:
         """The dropout of the next forward pass; in training each has a step of its own."""
         if not self.training:
             return DropoutSites(self.config, None)

@@ -45,7 +45,7 @@ class FlatParameters:
         """
         segments = lamb_segments(model)
         size = sum(segments.sizes)
-        weights_N = model.decoder_bias.new_zeros(padded(size, shards))
+        weights_N = next(model.parameters()).new_zeros(padded(size, shards))
         gradients_N = torch.zeros_like(weights_N)
         places, start = {}, 0
         for parameter in model.parameters():

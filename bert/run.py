@@ -23,6 +23,7 @@ from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
 from bert.parallel.launch import Launch, job, may_start_again, restarts
 from bert.parallel.left_out import LeftOut, left_out_hosts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.model_state import model_state
 from bert.parallel.watchdog import FAULT_STATUS
 from bert.reporting.provenance import provenance
 from bert.reporting.result_files import claim, create_log
@@ -54,9 +55,11 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None) -> i
         if config.training.device == "cuda" and not torch.cuda.is_available():
             complain("training.device is cuda, but PyTorch sees no GPU here: this machine could not run it", "warning")
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
+        if config.parallel.copy_ranks > 1:
+            say(f"{config.recipe}: {model_state(config, launch.world_size, launch.local_size)}")
         return 0
     try:
-        mesh = join_mesh(config.training.device, tensor=config.parallel.tensor, left_out=_left_out(config))
+        mesh = join_mesh(config.training.device, parallel=config.parallel, left_out=_left_out(config))
     except LeftOut as left_out:
         say(left_out)
         return left_out.wait()
@@ -119,10 +122,11 @@ def _timed_run(
             with watchdog.getting_on(timed.stopwatch.stage):
                 status = train(timed)
         timed.loader.close()
-        model = timed.step.gather_whole_model()
-        if config.save_checkpoint and mesh.is_main:
+        if config.save_checkpoint:
+            model = timed.step.gather_whole_model()
             metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
-            save_weights(model, config.save_checkpoint, metadata)
+            if mesh.is_main:
+                save_weights(model, config.save_checkpoint, metadata)
         if mesh.is_main:
             say(f"{status}: {inputs.result}" + (" (resumed: no timed result)" if resumed else ""))
     return status

@@ -126,9 +126,8 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
 
 def _stragglers(config: Config, mesh: Mesh) -> Stragglers:
     after, folder = config.training.leave_out_stragglers, config.checkpoint.folder
-    if after is None or folder is None or not mesh.is_main:
-        return Stragglers(mesh.hosts)
-    return Stragglers(mesh.hosts, partial(leave_out, folder), after)
+    note = None if after is None or folder is None or not mesh.is_main else partial(leave_out, folder)
+    return Stragglers(mesh.hosts, note, after, mesh.stages(), mesh.places())
 
 
 def _warmed_up_step(
@@ -150,12 +149,12 @@ def _warmed_up_step(
         broadcast_(parameter.data)
     step = TrainingStep(model, config, mesh, stopwatch)
     if mesh.world_size > 1:
-        shape = f"{mesh}, " if mesh.tensor > 1 else ""
+        shape = f"{mesh}, " if mesh.tensor * mesh.pipeline > 1 else ""
         log.line(f"# {shape}{step.choice}")
         if mesh.is_main:
             say(f"{shape}{step.choice}")
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
-    model.seed_dropout(seed * mesh.world_size + mesh.rank)
+    model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = _synthetic_batches(config, train, mesh, shape_buckets)
     capturer = CudaCapturer(mesh.device) if shape_buckets else None
     measured = config.training.autotune and mesh.device.type == "cuda"

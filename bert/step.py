@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,72 +19,22 @@ from torch import Tensor
 from bert.configuration.config import Config
 from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
-from bert.model import BertForPreTraining
+from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
-from bert.parallel.collectives import all_reduce_sum_
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction import Communicators, Reduction
 from bert.parallel.reduction_choice import choose
 from bert.parallel.sharded_lamb import ShardedLamb, WeightGather
-from bert.parallel.tensor.shards import TensorParallel, WholeVectors, tensor_parallel
+from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
+from bert.parallel.whole_vectors import WholeVectors
+from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
 
-
-class Statistics:
-    """Running sums over this rank's steps, on the device: mean losses, gradient norm, tokens, steps that were skipped."""
-
-    NAMES = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "tokens", "skipped_steps")
-
-    def __init__(self, mesh: Mesh) -> None:
-        self.own_seconds = [0.0] * mesh.world_size
-        """What each rank gave at the last fetch, by rank."""
-        self._rank, self._counts = mesh.rank, mesh.tensor_rank == 0
-        size = mesh.world_size + len(self.NAMES) + 2
-        self._all = torch.zeros(size, dtype=torch.float64, device=mesh.device)
-        self._sums = self._all[mesh.world_size :]
-
-    def add_micro_batch(self, masked_lm_loss: Tensor, next_sentence_loss: Tensor, tokens: Tensor) -> None:
-        """Add a micro-batch's share of the global batch's mean losses and its tokens, all [].
-
-        Of the ranks that share a copy of the model, and so have all three, one does.
-        """
-        if not self._counts:
-            return
-        self._sums[0] += masked_lm_loss.detach()
-        self._sums[1] += next_sentence_loss.detach()
-        self._sums[3] += tokens
-
-    def add_step(self, gradient_norm: Tensor) -> None:
-        """Count a step; the norm is the same on all ranks, so one of them adds it and counts.
-
-        Optimizers skip a step whose norm is not finite; it has no part in the mean norm.
-        """
-        if self._rank == 0:
-            taken = torch.isfinite(gradient_norm)
-            self._sums[2] += torch.where(taken, gradient_norm, 0.0)
-            self._sums[4] += ~taken
-            self._sums[5] += 1
-
-    def fetch(self, stop: bool = False, own_seconds: float = 0.0) -> tuple[dict[str, float], bool]:
-        """Means over the steps since the last fetch, over all ranks, and whether any rank asks to ``stop``.
-
-        ``skipped_steps`` is a number of steps; ``gradient_norm`` is the mean over the others. ``own_seconds`` is what this
-        rank tells all others of its own work.
-        The one place where the host waits for the device; every rank must call it after the same step.
-        """
-        self._sums[-1] = float(stop)
-        self._all[self._rank] = own_seconds
-        values = all_reduce_sum_(self._all).tolist()
-        ranks = len(self.own_seconds)
-        self.own_seconds, (*sums, steps, stopping) = values[:ranks], values[ranks:]
-        means = {name: total / max(1, steps) for name, total in zip(self.NAMES, sums, strict=True)}
-        skipped = means["skipped_steps"] = sums[self.NAMES.index("skipped_steps")]
-        means["gradient_norm"] *= max(1, steps) / max(1, steps - skipped)
-        self._all.zero_()
-        return means, stopping > 0
+if TYPE_CHECKING:
+    from bert.parallel.pipeline.stages import PipelineParallel
 
 
 @dataclass(frozen=True)
@@ -105,17 +56,22 @@ class TrainingStep:
     def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
         self.model = model
         tensor = tensor_parallel(model, mesh)
+        self._pipeline: PipelineParallel | None = None
+        if mesh.pipeline > 1:
+            from bert.parallel.pipeline.stages import pipeline_parallel
+
+            self._pipeline = pipeline_parallel(model, mesh, config.parallel)
         self.fp8 = _fp8_state(model, config, mesh, tensor)
         training = config.training
         self._recomputed: Collection[str] = ()
         if training.recompute != "none":
-            from bert.recompute import RECOMPUTED_OPS, recompute_layers  # for those who ask for it
+            from bert.recompute import RECOMPUTED_OPS, recompute_layers
 
             recompute_layers(model, training.recompute)
             self._recomputed = RECOMPUTED_OPS
         communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
         self.flat = FlatParameters.of(model, communicators.world_size)
-        self.whole = WholeVectors(model, self.flat, tensor)
+        self.whole = WholeVectors(model, self.flat, tensor, self._pipeline)
         """How flat vectors of this rank go together to those of the whole model."""
         self.choice = choose(training, self.flat, communicators)
         """How gradients are summed over ranks, and why so."""
@@ -126,24 +82,41 @@ class TrainingStep:
         self._gather: WeightGather | None = None
         if strategy in ("sharded", "sharded_world"):
             self._gather = WeightGather(model, self.flat, self._reduction)
-        if self._gather is None and tensor is None:
+        if self._gather is None and tensor is None and self._pipeline is None:
             self.optimizer = Lamb(self.flat, config.optimizer)
         else:
-            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor)
+            stages = None if self._pipeline is None else self._pipeline.group
+            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor, stages)
         self.statistics = Statistics(mesh)
         self._mesh = mesh
         self._stopwatch = stopwatch
         self.precision = training.precision
         self._micro_batches = training.gradient_accumulation_steps
         self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
+        self._schedule: Callable[[Sequence[Batch]], None] = self._one_by_one
+        if self._pipeline is not None:
+            from bert.parallel.pipeline.schedule import PipelineSchedule
+
+            through_stages = PipelineSchedule(
+                self._pipeline, self._micro_batches, self.autocast, self._mean_loss, stopwatch
+            )
+            self._schedule = partial(self._through_stages, through_stages)
         self._update: Callable[[], None] = self._update_weights
 
     def __call__(self, micro_batches: Sequence[Batch]) -> None:
         """Train on this rank's micro-batches of one global batch."""
+        self._schedule(micro_batches)
+        self._update()
+
+    def _one_by_one(self, micro_batches: Sequence[Batch]) -> None:
         with self._stopwatch.time("forward_backward"):
             for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
                 self._train_on[role](batch)
-        self._update()
+
+    def _through_stages(self, schedule: Callable[[Sequence[Batch]], None], micro_batches: Sequence[Batch]) -> None:
+        schedule(micro_batches)
+        with self._stopwatch.time("reduce"):
+            self._reduction.finish()
 
     def _roles(self, count: int) -> list[Role]:
         """The roles of a step's micro-batches, in their order."""
@@ -157,12 +130,16 @@ class TrainingStep:
         with self._reduction.overlapped() if role.reduces_gradients else nullcontext():
             with self.autocast():
                 output = self.model(batch)
-            masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
-            (masked_lm_loss + next_sentence_loss).backward()
-            self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
+            self._mean_loss(output, batch).backward()
         if role.reduces_gradients:
             with self._stopwatch.time("reduce"):
                 self._reduction.finish()
+
+    def _mean_loss(self, output: PretrainingOutput, batch: Batch) -> Tensor:
+        """Return what is trained on, []; the losses and the tokens go to the statistics."""
+        masked_lm_loss, next_sentence_loss = output.mean_losses(batch)
+        self.statistics.add_micro_batch(masked_lm_loss, next_sentence_loss, batch.cu_seqlens[-1])
+        return masked_lm_loss + next_sentence_loss
 
     def _begin_gathering(self) -> None:
         """The forward pass can begin with the first weights; how long they take says how late other ranks are."""
@@ -176,8 +153,9 @@ class TrainingStep:
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
             self.statistics.add_step(self.optimizer.step())
-            if self.fp8 is not None:
+            if self.fp8 is not None or self._pipeline is not None:
                 self.gather_weights()
+            if self.fp8 is not None:
                 self.fp8.update_()
 
     def gather_weights(self) -> BertForPreTraining:
@@ -187,6 +165,8 @@ class TrainingStep:
         """
         if self._gather is not None:
             self._gather()
+        if self._pipeline is not None:
+            self._pipeline.copy_word_()
         return self.model
 
     def gather_whole_model(self) -> BertForPreTraining:
@@ -195,7 +175,7 @@ class TrainingStep:
         Every rank must call it at the same time.
         """
         model = self.gather_weights()
-        if self._mesh.tensor == 1:
+        if self._mesh.tensor * self._mesh.pipeline == 1:
             return model
         whole = BertForPreTraining(model.config)
         with torch.no_grad():
@@ -224,10 +204,6 @@ class TrainingStep:
         before. FP8 scales are found last, for the weights that training starts from.
         """
 
-        def forward_backward() -> None:
-            for role, batch in zip(self._roles(len(micro_batches)), micro_batches, strict=True):
-                self._train_on[role](batch)
-
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
@@ -240,7 +216,9 @@ class TrainingStep:
             with torch.no_grad():
                 self.flat.weights_P.copy_(weights_P)
             if self.fp8 is not None:
-                self.fp8.calibrate_(forward_backward)
+                self.fp8.calibrate_(lambda: self._schedule(micro_batches))
+            if self._pipeline is not None:
+                self._pipeline.copy_word_()
         self.statistics.fetch()
         self.optimizer.reset()
         with torch.no_grad():

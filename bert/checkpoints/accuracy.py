@@ -28,7 +28,7 @@ def checkpoint_accuracy(config: Config) -> Accuracy | None:
     if config.dry_run:
         say(f"{config.recipe}: ready, {len(dataset):,} samples would be evaluated")
         return None
-    mesh = join_mesh(config.training.device, tensor=config.parallel.tensor)
+    mesh = join_mesh(config.training.device, parallel=config.parallel)
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         complain(warning, "warning")
     return _evaluate(config, dataset, mesh)
@@ -39,6 +39,10 @@ def _evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
     started = time.perf_counter()
     model = first_model(config, mesh, seed=0)
     tensor_parallel(model, mesh)
+    if mesh.pipeline > 1:
+        from bert.parallel.pipeline.stages import pipeline_parallel
+
+        pipeline_parallel(model, mesh, config.parallel)
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     report = _progress(started, len(dataset), mesh.is_main)

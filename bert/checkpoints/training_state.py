@@ -300,6 +300,7 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
                     raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
                 step.fp8.set_scales_(torch.tensor(state.fp8_scales))
             step.fp8.refresh_weights_()
+    step.gather_weights()  # to whoever computes with copies of what others update
 
 
 def fixed_settings(config: Config, train: Dataset) -> dict[str, str]:

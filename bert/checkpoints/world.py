@@ -30,7 +30,7 @@ class World:
     @classmethod
     def of(cls, hosts: Sequence[str], config: Config, before: "World | None" = None) -> "World":
         """The world of a run on ``hosts``, named by rank, which goes on from one of ``before``."""
-        steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.tensor
+        steps, copies = config.training.gradient_accumulation_steps, len(hosts) // config.parallel.copy_ranks
         sequences = -(-config.training.global_batch_size // (copies * steps))
         fitting = max(sequences, before.fitting if before else 0)
         return cls(dict(Counter(hosts)), steps, sequences, fitting, job())
@@ -58,6 +58,8 @@ def planned_anew(config: Config, before: World, data_size: int) -> Config:
     batch = config.training.global_batch_size
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # no rank without a sequence
+    if config.parallel.pipeline > 1:  # as many micro-batches as its schedule needs, in whole rounds
+        steps = -(-steps // config.parallel.pipeline) * config.parallel.pipeline
     return replace(config, training=replace(config.training, gradient_accumulation_steps=steps))
 
 

@@ -188,9 +188,26 @@ class ParallelConfig:
 
     tensor: int = 1
     """Ranks of a host that share a copy: heads, the feed-forward layer and the vocabulary are divided among them."""
+    pipeline: int = 1
+    """Stages of consecutive layers that a copy is divided into, each on parallel.tensor ranks of its own. Micro-batches go
+    through them one after another (1F1B), so a step needs at least as many: training.gradient_accumulation_steps."""
+    virtual_stages: int = 1
+    """Stages of each rank of a pipeline. More than one (interleaved 1F1B): shorter idle times at the ends of a step, more
+    messages."""
+
+    @property
+    def copy_ranks(self) -> int:
+        """Ranks that share a copy of the model."""
+        return self.tensor * self.pipeline
 
     def __post_init__(self) -> None:
-        _at_least(1, "parallel.tensor", self.tensor)
+        for name in ("tensor", "pipeline", "virtual_stages"):
+            _at_least(1, f"parallel.{name}", getattr(self, name))
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise ValueError(
+                f"parallel.virtual_stages is {self.virtual_stages}, but parallel.pipeline is 1: set that to 2 or more, or "
+                "leave both out"
+            )
 
 
 @dataclass(frozen=True)
@@ -326,6 +343,8 @@ class Config:
                 f"{self.training.global_batch_size}: raise it or lower training.global_batch_size"
             )
         self._check_tensor()
+        if self.parallel.pipeline > 1:
+            self._check_pipeline()
         if self.training.precision == "fp8":
             self._check_fp8()
         if self.training.precision == "bf16" and self.training.device == "cpu" and self.model.hidden_size < 256:
@@ -345,6 +364,43 @@ class Config:
             sizes = " and ".join(f"model.{name} {getattr(model, name)}" for name in names)
             raise ValueError(
                 f"parallel.tensor is {tensor}, which does not divide {sizes}: set it to {' or '.join(map(str, near[:2]))}"
+            )
+
+    def _check_pipeline(self) -> None:
+        """A stage needs a layer; torch's schedules need a micro-batch for each rank, interleaved in whole rounds."""
+        parallel, training = self.parallel, self.training
+        ranks, stages, steps = (
+            parallel.pipeline,
+            parallel.pipeline * parallel.virtual_stages,
+            training.gradient_accumulation_steps,
+        )
+        pipeline = f"parallel.pipeline is {ranks}"
+        if stages > self.model.num_hidden_layers:
+            virtual = f" with parallel.virtual_stages {parallel.virtual_stages}" if parallel.virtual_stages > 1 else ""
+            raise ValueError(
+                f"{pipeline}{virtual}, but {stages} stages are more than model.num_hidden_layers "
+                f"{self.model.num_hidden_layers}: set it to "
+                f"{max(1, self.model.num_hidden_layers // parallel.virtual_stages)} or less"
+            )
+        if steps < ranks:
+            raise ValueError(
+                f"{pipeline}, but training.gradient_accumulation_steps is {steps}: a step needs at least as many "
+                f"micro-batches as stages, set it to {ranks} or more"
+            )
+        if parallel.virtual_stages > 1 and steps % (steps // ranks):
+            raise ValueError(
+                f"{pipeline} with parallel.virtual_stages {parallel.virtual_stages}, whose schedule takes micro-batches in "
+                f"rounds of equal size: set training.gradient_accumulation_steps {steps} to a multiple of {ranks}"
+            )
+        if training.precision == "fp8":
+            raise ValueError(
+                f"{pipeline}, but training.precision is fp8, whose scales are of the whole model: set it to bf16, or "
+                "parallel.pipeline to 1"
+            )
+        if training.device == "cuda" and training.cuda_graphs:
+            raise ValueError(
+                f"{pipeline}, but training.cuda_graphs is on, and what stages send one another is not captured: set "
+                "--training.no-cuda-graphs, or parallel.pipeline to 1"
             )
 
     def _check_fp8(self) -> None:

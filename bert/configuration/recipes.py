@@ -15,6 +15,7 @@ from bert.configuration.config import (
     LogConfig,
     ModelConfig,
     OptimizerConfig,
+    ParallelConfig,
     TrainingConfig,
 )
 
@@ -223,6 +224,34 @@ def dgxa100_512x8() -> Config:
     )
 
 
+def bert_3_9b_8x8() -> Config:
+    """A BERT of 3.9 billion parameters (Megatron-LM's largest, arXiv 1909.08053), on eight nodes of eight A100 of 40 GB.
+
+    Nobody's result is behind its schedule. Each node has a copy of the model: two stages of 24 layers, on four GPUs each.
+    """
+    large = _bert_large(
+        "bert_3_9b_8x8",
+        OptimizerConfig(4e-4, 4300, num_warmup_steps=430),
+        TrainingConfig(
+            1024,
+            4_500_000,
+            gradient_accumulation_steps=16,
+            device="cuda",
+            precision="bf16",
+            cuda_graphs=False,
+            reduction="sharded_world",
+            recompute="selective",
+        ),
+    )
+    return replace(
+        large,
+        model=ModelConfig(num_hidden_layers=48, hidden_size=2560, num_attention_heads=40, intermediate_size=10240),
+        data=replace(large.data, initial_checkpoint=None),
+        log=replace(large.log, division="open"),
+        parallel=ParallelConfig(tensor=4, pipeline=2),
+    )
+
+
 def _bert_large(name: str, optimizer: OptimizerConfig, training: TrainingConfig) -> Config:
     return Config(
         recipe=name,
@@ -257,5 +286,6 @@ RECIPES: dict[str, Callable[[], Config]] = {
         dgxa100_16x8,
         dgxa100_128x8,
         dgxa100_512x8,
+        bert_3_9b_8x8,
     )
 }

@@ -21,6 +21,8 @@ PLANNED = (
     "training.bucket_bytes",
     "training.recompute",
     "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.virtual_stages",
     *(f"optimizer.{field.name}" for field in fields(OptimizerConfig)),
 )
 """Settings that a plan decides, all of them. The optimizer's go with the global batch size."""

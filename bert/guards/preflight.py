@@ -19,7 +19,7 @@ from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
 from bert.mllog import evaluation_interval, evaluation_samples
 from bert.parallel.launch import job, may_start_again, restarts
-from bert.parallel.mesh import Mesh, require_whole_groups
+from bert.parallel.mesh import Mesh, require_whole_copies, require_whole_groups
 from bert.reporting.result_files import choose_files
 from bert.reporting.tensorboard import require_installed
 from dataloading.batches.loader import choose_loader
@@ -62,8 +62,9 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     if config.data.initial_checkpoint is not None:
         check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
     require_whole_groups(config.parallel.tensor, world_size, "in all")
+    require_whole_copies(config.parallel, 1, world_size)
     if not (may_start_again() or restarts()):  # then the checkpoint may say how shares are planned anew
-        check_shares(config, train, world_size // config.parallel.tensor)
+        check_shares(config, train, world_size // config.parallel.copy_ranks)
     _choose_implementations(config)
     choose_loader(config.data.loader, torch.device(config.training.device))
     if not (may_start_again() or restarts() or job()):

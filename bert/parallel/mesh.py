@@ -5,6 +5,10 @@ The launcher's environment says rank and world size; who shares a host is found 
 Groups are not those of PyTorch's DeviceMesh, which sorts the ranks of a node: where local ranks are in another order on one
 host than on the next, a rank's place in its node would not be that of its rail, and shards of different places would be
 added. For a node that is the world it also takes the default group.
+
+Ranks are dealt host by host in the order of local ranks: first the shards of a stage, which exchange the most and stay on a
+host, then the stages of a copy, neighbours on a host or on the next one, then the copies. A host holds whole copies, or a
+copy whole hosts; so ranks of a data group have the same local rank wherever there is one of them a host.
 """
 
 import inspect
@@ -24,11 +28,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from bert.configuration.config import ParallelConfig
 from bert.parallel.attempt import agree_on_attempt
 from bert.parallel.launch import Launch
 from bert.parallel.left_out import Absent, take_part
 from bert.parallel.master_port import require_free_port
 from bert.parallel.single import all_gather_single
+from console.text import counted
 from kernels.precision import set_product_precision
 
 TIMEOUT = timedelta(minutes=10)
@@ -39,8 +45,9 @@ TIMEOUT = timedelta(minutes=10)
 class Mesh:
     """This process's place in the run: a grid of nodes by ranks of a node.
 
-    Neighbours on a node share a copy of the model, ``tensor`` of them, and get the same micro-batches; ranks with the same
-    place in such a tensor group have the same shards of it, and add up gradients: its data group. Neither leaves its rail.
+    ``tensor`` neighbours on a node share a stage of the model, ``pipeline`` such groups a copy of it, whose ranks get the
+    same micro-batches. Ranks with the same place in their copies have the same shards of the same layers, and add up
+    gradients: a data group, which does not leave its rail.
     """
 
     rank: int
@@ -51,7 +58,9 @@ class Mesh:
     nodes: tuple[tuple[int, ...], ...] = ()
     """The ranks of each host, by local rank; ``()`` stands for one host. Neighbours need not have neighbouring ranks."""
     tensor: int = 1
-    """Ranks that share a copy of the model."""
+    """Ranks that share a stage of the model, or the whole where there is one stage."""
+    pipeline: int = 1
+    """Groups of such ranks that a copy of the model is divided among, layer by layer."""
     hosts: tuple[str, ...] = ()
     """The name of every rank's host, by rank."""
     absent: Absent | None = None
@@ -69,59 +78,110 @@ class Mesh:
 
     @cached_property
     def rail_ranks(self) -> tuple[int, ...]:
-        """The ranks with this one's place on their hosts, one a host, ascending: they share a network path, a rail."""
+        """The ranks with this one's place on their hosts and in their copies, ascending: they share a path, a rail."""
         place = self.node_ranks.index(self.rank)
-        return tuple(sorted(ranks[place] for ranks in self.nodes)) or (self.rank,)
+        data = set(self.data_ranks)
+        return tuple(sorted(ranks[place] for ranks in self.nodes if ranks[place] in data)) or (self.rank,)
 
     @cached_property
-    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each copy of the model, copies by their lowest rank."""
-        nodes = self.nodes or (tuple(range(self.world_size)),)
-        starts = range(0, len(nodes[0]), self.tensor)
-        return tuple(sorted((ranks[start : start + self.tensor] for ranks in nodes for start in starts), key=min))
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each copy of the model, stage after stage; copies by their lowest rank."""
+        ranks = [rank for node in self.nodes for rank in node] or list(range(self.world_size))
+        size = self.tensor * self.pipeline
+        return tuple(sorted((tuple(ranks[start : start + size]) for start in range(0, len(ranks), size)), key=min))
 
     @property
     def data_size(self) -> int:
-        """Copies of the model: as many micro-batches are computed at a time."""
-        return len(self.tensor_groups)
+        """Copies of the model: as many micro-batches are computed at a time, or begun where a copy has several stages."""
+        return len(self.copies)
 
     @cached_property
     def data_rank(self) -> int:
         """The number of this rank's copy: which micro-batches it gets."""
-        return next(copy for copy, ranks in enumerate(self.tensor_groups) if self.rank in ranks)
+        return next(copy for copy, ranks in enumerate(self.copies) if self.rank in ranks)
+
+    @cached_property
+    def copy_rank(self) -> int:
+        """The number of this rank in its copy."""
+        return self.copies[self.data_rank].index(self.rank)
 
     @property
     def tensor_ranks(self) -> tuple[int, ...]:
-        """The ranks that share this one's copy."""
-        return self.tensor_groups[self.data_rank]
+        """The ranks that share this one's stage of its copy."""
+        start = self.pipeline_rank * self.tensor
+        return self.copies[self.data_rank][start : start + self.tensor]
 
     @property
     def tensor_rank(self) -> int:
-        """The number of this rank's shard of its copy."""
-        return self.tensor_ranks.index(self.rank)
+        """The number of this rank's shard of its stage."""
+        return self.copy_rank % self.tensor
+
+    @property
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """The ranks that have this one's shard of each stage of its copy."""
+        return self.copies[self.data_rank][self.tensor_rank :: self.tensor]
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The number of this rank among those: what it has of the layers."""
+        return self.copy_rank // self.tensor
+
+    @property
+    def counts_losses(self) -> bool:
+        """Tell whether this is the rank of its copy that counts losses, tokens and predictions, which its last stage has."""
+        return self.tensor_rank == 0 and self.pipeline_rank == self.pipeline - 1
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
         """The ranks that have this one's shard, by copy."""
-        return tuple(ranks[self.tensor_rank] for ranks in self.tensor_groups)
+        return tuple(ranks[self.copy_rank] for ranks in self.copies)
 
     @property
     def node_data_ranks(self) -> tuple[int, ...]:
-        """Those of them on this host."""
-        return self.node_ranks[self.tensor_rank :: self.tensor]
+        """Those of them on this host, by local rank."""
+        data = set(self.data_ranks)
+        return tuple(rank for rank in self.node_ranks if rank in data)
+
+    @property
+    def dropout_stream(self) -> int:
+        """The number of this rank among those that drop other elements, which stages of a copy do by their layers."""
+        return self.data_rank * self.tensor + self.tensor_rank if self.pipeline > 1 else self.rank
+
+    def stages(self) -> list[int]:
+        """The place of every rank in its pipeline, by rank."""
+        found = [0] * self.world_size
+        for ranks in self.copies:
+            for number, rank in enumerate(ranks):
+                found[rank] = number // self.tensor
+        return found
+
+    def places(self) -> list[str]:
+        """Say of every rank, by rank, which place it has in the grid; "" where each has a whole copy of the model."""
+        said = [""] * self.world_size
+        if self.tensor * self.pipeline > 1:
+            for copy, ranks in enumerate(self.copies):
+                for number, rank in enumerate(ranks):
+                    pipeline = f", pipeline {number // self.tensor}" if self.pipeline > 1 else ""
+                    said[rank] = f" (data {copy}{pipeline}, tensor {number % self.tensor})"
+        return said
 
     def __str__(self) -> str:
         """Name the shape as a log does."""
-        return f"data {self.data_size} x tensor {self.tensor}"
+        pipeline = f" x pipeline {self.pipeline}" if self.pipeline > 1 else ""
+        return f"data {self.data_size}{pipeline} x tensor {self.tensor}"
 
 
 def join_mesh(
-    device: str, timeout: timedelta = TIMEOUT, tensor: int = 1, left_out: Collection[str] | None = None
+    device: str,
+    timeout: timedelta = TIMEOUT,
+    parallel: ParallelConfig | None = None,
+    left_out: Collection[str] | None = None,
 ) -> Mesh:
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
-    NCCL between GPUs, gloo between CPUs; ``tensor`` ranks share a copy of the model. With ``left_out``, hosts of these names
-    sit out (``bert.parallel.left_out``). From here on products are as precise as training asks (``set_product_precision``).
+    NCCL between GPUs, gloo between CPUs; ranks share copies of the model as ``parallel`` says. With ``left_out``, hosts of
+    these names sit out (``bert.parallel.left_out``). From here on products are as precise as training asks
+    (``set_product_precision``).
     Raises ``ValueError`` when the environment, the device, the hosts or the shape do not fit, and ``LeftOut`` on a host that
     sits out.
     """
@@ -163,8 +223,21 @@ def join_mesh(
         identities = _all_identities(launch, place)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
-    require_whole_groups(tensor, len(nodes[0]) if nodes else launch.world_size, "on each host")
-    return Mesh(launch.rank, launch.world_size, launch.local_rank, place, nodes, tensor, hosts, absent)
+    a_host = len(nodes[0]) if nodes else launch.world_size
+    parallel = parallel or ParallelConfig()
+    require_whole_groups(parallel.tensor, a_host, "on each host")
+    require_whole_copies(parallel, launch.world_size // a_host, a_host)
+    return Mesh(
+        launch.rank,
+        launch.world_size,
+        launch.local_rank,
+        place,
+        nodes,
+        parallel.tensor,
+        parallel.pipeline,
+        hosts,
+        absent,
+    )
 
 
 def require_whole_groups(tensor: int, ranks: int, where: str) -> None:
@@ -173,6 +246,25 @@ def require_whole_groups(tensor: int, ranks: int, where: str) -> None:
         raise ValueError(
             f"parallel.tensor is {tensor}, but {ranks} rank{'s' * (ranks > 1)} {where} do not divide into groups of that "
             f"size: set it to {math.gcd(ranks, tensor)}, or start a multiple of {tensor} ranks {where}"
+        )
+
+
+def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> None:
+    """Raise ``ValueError``, with the nearest numbers of stages, unless ``hosts`` of so many ranks divide into copies.
+
+    Either hosts hold whole copies or copies take whole hosts: a data group must not leave its rail.
+    """
+    groups = a_host // parallel.tensor
+
+    def fits(stages: int) -> bool:
+        return hosts * groups % stages == 0 and (groups % stages == 0 or stages % groups == 0)
+
+    if not fits(parallel.pipeline):
+        near = sorted(filter(fits, range(1, hosts * groups + 1)), key=lambda stages: abs(stages - parallel.pipeline))
+        shared = f" with parallel.tensor {parallel.tensor}," if parallel.tensor > 1 else ""
+        raise ValueError(
+            f"parallel.pipeline is {parallel.pipeline}, but{shared} {counted(hosts, 'host')} of {counted(a_host, 'rank')} "
+            f"do not divide into copies of the model: set it to {' or '.join(map(str, sorted(near[:2])))}"
         )
 
 

@@ -1,5 +1,5 @@
 """LAMB with its state divided among the ranks of a node, so that every node holds the whole of it, or among all ranks; and
-LAMB of parameters that are divided themselves, among the ranks of a tensor group.
+LAMB of parameters that are divided themselves, among the ranks of a copy of the model.
 
 Shape legend: N flat parameters with padding, R ranks that share the state, W = N / R elements of a shard, G segments, K
 spans, I of the W elements that are of parameters that a whole tensor group has.
@@ -25,7 +25,7 @@ from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of
 
 class ShardedLamb:
     """LAMB as ``bert.optimizer.Lamb``, after a ``Reduction`` with the strategy sharded or sharded_world, or with any where
-    ``tensor`` has divided the model.
+    the model is divided: by ``tensor``, or among a group of ranks with other parameters each, ``pipeline``.
 
     A step leaves each weight with the ranks that have it in their shard; ``WeightGather`` brings it to the others. Sums over
     shards are added in the order of the ranks, and hence equal everywhere to the last bit; so weights stay equal as long as
@@ -40,13 +40,14 @@ class ShardedLamb:
         config: OptimizerConfig,
         reduction: Reduction,
         tensor: TensorParallel | None = None,
+        pipeline: dist.ProcessGroup | None = None,
     ) -> None:
-        assert reduction.strategy in ("sharded", "sharded_world") or tensor is not None
         self.flat = flat
         self.config = config
         self._reduction = reduction
         self._group = reduction.shard_group
         self._tensor = tensor
+        self._pipeline = pipeline
         shard = len(flat.weights_N) // (self._group.size() if self._group else 1)
         device = flat.weights_N.device
         self.momentum_W, self.variance_W, self._gradient_W, self._weight_W, self._update_W = (
@@ -79,7 +80,7 @@ class ShardedLamb:
         self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
-        norm = self._over_shards(self._squares_with_sums_()).sqrt().to(gradient_W.dtype)
+        norm = _summed(self._over_shards(self._squares_with_sums_()), self._pipeline).sqrt().to(gradient_W.dtype)
         squares_2K = lamb_directions(
             weight_W,
             gradient_W,
@@ -139,12 +140,8 @@ class ShardedLamb:
 
     def _over_shards(self, squares: Tensor) -> Tensor:
         """Add up over the ranks that share the state, and over the tensor group, in their order; fp64."""
-        for group in (self._group, None if self._tensor is None else self._tensor.group):
-            if group is not None:
-                gathered = squares.new_empty(group.size() * squares.numel())
-                all_gather_single(gathered, squares.flatten(), group=group)
-                squares = gathered.view(group.size(), *squares.shape).sum(0)
-        return squares
+        squares = _summed(squares, self._group)
+        return squares if self._tensor is None else _summed(squares, self._tensor.group)
 
     def _collect(self, flat_N: Tensor, shard_W: Tensor) -> None:
         torch.cat([self._reduction.shard(flat_N, bucket) for bucket in self._reduction.buckets], out=shard_W)
@@ -163,6 +160,15 @@ class ShardedLamb:
         size = (bucket.stop - bucket.start) // self._group.size()
         start = bucket.start + size * self._group.rank()
         return start, start + size
+
+
+def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Add up over a group in the order of its ranks, equal on all of them."""
+    if group is None:
+        return squares
+    gathered = squares.new_empty(group.size() * squares.numel())
+    all_gather_single(gathered, squares.flatten(), group=group)
+    return gathered.view(group.size(), *squares.shape).sum(0)
 
 
 def segment_spans(sizes: tuple[int, ...], owned: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
@@ -224,7 +230,7 @@ class WeightGather:
         self._arrivals: list[Callable[[], None]] = []
         parts = [model.embeddings, *model.layers[:-1]]
         for part in parts:
-            stop = max(flat.places[parameter].stop for parameter in part.parameters())
+            stop = max((flat.places[parameter].stop for parameter in part.parameters()), default=0)  # of another stage
             needed = sum(bucket.start < stop for bucket in self.buckets)
             part.register_forward_pre_hook(lambda *_, needed=needed: self.wait(needed))
         parts[-1].register_forward_hook(lambda *_: self.finish())

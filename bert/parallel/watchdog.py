@@ -61,7 +61,7 @@ class Watchdog:
         token = agreed_text(os.urandom(16).hex() if mesh.is_main else "", mesh)
         self._main_host = agreed_text(socket.gethostname(), mesh)
         if listener:
-            self._hub = Hub(listener, mesh.world_size, seconds, self._beat_s, token)
+            self._hub = Hub(listener, mesh.places(), seconds, self._beat_s, token)
             self._hub.start()
         address = "127.0.0.1" if mesh.is_main or alone else os.environ["MASTER_ADDR"]
         greeting = f"{token} {mesh.rank} {socket.gethostname()}"
@@ -161,7 +161,10 @@ class Watchdog:
     def _lost_hub(self, what: str) -> None:
         """End without a verdict. The first rank of each host speaks, rank 0 only where it is alone."""
         first = next((rank for rank in self._mesh.node_ranks if rank != 0), 0)
-        self._end(Verdict(f"rank 0 on host {self._main_host}: {what}", rank=0), self._mesh.rank == first)
+        self._end(
+            Verdict(f"rank 0 on host {self._main_host}{self._mesh.places()[0]}: {what}", rank=0),
+            self._mesh.rank == first,
+        )
 
     def _end(self, verdict: Verdict, speaks: bool) -> None:
         self._decided.set()

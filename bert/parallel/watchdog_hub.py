@@ -16,6 +16,7 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,8 @@ class _Member:
 
     rank: int
     host: str = "unknown"
+    in_mesh: str = ""
+    """Its place there, as a name goes on with it."""
     connection: socket.socket | None = None
     received: bytes = b""
     beating: bool = False
@@ -73,7 +76,7 @@ class _Member:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} on host {self.host}"
+        return f"rank {self.rank} on host {self.host}{self.in_mesh}"
 
 
 @dataclass
@@ -86,14 +89,18 @@ class _Stranger:
 class Hub:
     """Hub that hears every rank, and decides. ``listen`` and ``decide`` are one turn; ``start`` takes turns in a thread."""
 
-    def __init__(self, listener: socket.socket, world_size: int, seconds: float, beat_s: float, token: str) -> None:
-        """``seconds`` is how long a rank may be silent; every ``beat_s`` it says where it is."""
+    def __init__(
+        self, listener: socket.socket, places: Sequence[str], seconds: float, beat_s: float, token: str
+    ) -> None:
+        """``places`` are those of the ranks in the mesh, as a name goes on with them; ``seconds`` is how long a rank may be
+        silent; every ``beat_s`` it says where it is.
+        """
         self.verdict: Verdict | None = None
         self._listener = listener
         self._seconds = seconds
         self._beat_s = beat_s
         self._token = token.encode()
-        self._members = [_Member(rank) for rank in range(world_size)]
+        self._members = [_Member(rank, in_mesh=place) for rank, place in enumerate(places)]
         self._strangers: dict[socket.socket, _Stranger] = {}
         self._now_s = 0.0
         self._check_s = 0.0

@@ -8,8 +8,8 @@ from bert.configuration.config import Config
 from bert.optimizer import learning_rate
 from bert.reporting.records import Position, StepRecord
 from bert.reporting.reporter import Reporter
+from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch
-from bert.step import Statistics
 from console.program import reason
 
 SLOW_RATIO = 1.2
@@ -22,10 +22,21 @@ class Stragglers:
     """Search for ranks that hold up the others, by the time of each one's own work; ``hosts`` are their names by rank."""
 
     def __init__(
-        self, hosts: Sequence[str], leave_out: Callable[[str], None] | None = None, after: int | None = None
+        self,
+        hosts: Sequence[str],
+        leave_out: Callable[[str], None] | None = None,
+        after: int | None = None,
+        stages: Sequence[int] | None = None,
+        places: Sequence[str] | None = None,
     ) -> None:
-        """``leave_out`` gets the host of a rank that was slow in so many intervals in a row as ``after`` says."""
+        """``leave_out`` gets the host of a rank that was slow in so many intervals in a row as ``after`` says.
+
+        Ranks are compared with those of the same one of ``stages``, whose work is the same. ``places`` are those in the
+        mesh, as a rank's name goes on with them.
+        """
         self._hosts = hosts
+        self._stages = stages or [0] * len(hosts)
+        self._places = places or [""] * len(hosts)
         self._leave_out = leave_out
         self._after = after
         self._slow_for = [0] * len(hosts)
@@ -36,9 +47,13 @@ class Stragglers:
 
     def add(self, seconds: Sequence[float]) -> list[str]:
         """Take in an interval's seconds a step, by rank; returns what to say, if anything."""
-        middle = median(seconds)
+        middles = {
+            stage: median(own for own, other in zip(seconds, self._stages, strict=True) if other == stage)
+            for stage in set(self._stages)
+        }
         lines = []
         for rank, (host, own) in enumerate(zip(self._hosts, seconds, strict=True)):
+            middle = middles[self._stages[rank]]
             is_slow = own > SLOW_RATIO * middle
             self._slow_for[rank] = self._slow_for[rank] + 1 if is_slow else 0
             changed = is_slow != self._named[rank]
@@ -48,7 +63,7 @@ class Stragglers:
                 times = own / middle if middle else float("inf")
                 state = "is slow" if self._named[rank] else "is no longer slow"
                 spent = f"{1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
-                lines.append(f"rank {rank} on host {host} {state}: {spent}")
+                lines.append(f"rank {rank} on host {host}{self._places[rank]} {state}: {spent}")
             if self._leave_out is not None and self._slow_for[rank] == self._after:
                 lines.append(self._noted(host))
         return lines

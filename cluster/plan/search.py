@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
-from bert.configuration.config import Config, Recompute
+from bert.configuration.config import Config, ParallelConfig, Recompute
 from cluster.model.computations import layout_of
 from cluster.model.memory import memory_of_rank
 from cluster.model.step import PredictedRun, PredictedStep, predict_run, predict_step
@@ -214,7 +214,8 @@ def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config
         bucket_bytes=strategy.bucket_bytes,
         recompute=strategy.recompute,
     )
-    return replace(config, training=training, optimizer=schedule.optimizer)
+    # As it is predicted: a rank has a copy of the model.
+    return replace(config, training=training, optimizer=schedule.optimizer, parallel=ParallelConfig())
 
 
 def _divisors(number: int) -> Iterator[int]:

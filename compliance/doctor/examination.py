@@ -113,19 +113,28 @@ def _check_batch(about: _Examined) -> Iterator[Diagnosis]:
         return
     batch, steps = (plan.setting("training", name) for name in ("global_batch_size", "gradient_accumulation_steps"))
     layout = f"{plan.nodes} node(s) x {plan.ranks} rank(s) x {steps} micro-batch(es)"
-    if plan.tensor > 1:
-        layout += f", {plan.tensor} ranks to a copy of the model,"
+    if plan.copy > 1:
+        layout += f", {plan.copy} ranks to a copy of the model,"
     if plan.ranks % plan.tensor:
         remedy = f"start a multiple of {plan.tensor} ranks on each node (NPROC), or change --parallel.tensor"
         yield fail(
             "recipe", f"{plan.ranks} rank(s) of a node cannot share copies of the model by {plan.tensor}", remedy
         )
-    elif batch * plan.tensor % (plan.world_size * steps):
+    elif not _is_whole(plan):
+        remedy = "change --parallel.pipeline: nodes hold whole copies of the model, or copies take whole nodes"
+        yield fail("recipe", f"{plan.pipeline} stages of {plan.tensor} rank(s) do not divide {layout}", remedy)
+    elif batch * plan.copy % (plan.world_size * steps):
         remedy = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
         yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", remedy)
     else:
-        each = batch * plan.tensor // (plan.world_size * steps)
+        each = batch * plan.copy // (plan.world_size * steps)
         yield ok("recipe", f"{plan.recipe}: a batch of {batch} over {layout} of {each} sequence(s)")
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Tell whether the ranks divide into copies of the model."""
+    groups, stages = plan.ranks // plan.tensor, plan.pipeline
+    return plan.nodes * groups % stages == 0 and (groups % stages == 0 or stages % groups == 0)
 
 
 def _check_machine(about: _Examined) -> Iterator[Diagnosis]:

@@ -73,8 +73,18 @@ class Plan:
 
     @property
     def tensor(self) -> int:
-        """Processes that share a copy of the model."""
+        """Processes of a node that share a copy of the model, or a stage of it."""
         return self.setting("parallel", "tensor") or 1
+
+    @property
+    def pipeline(self) -> int:
+        """Stages of a copy of the model."""
+        return self.setting("parallel", "pipeline") or 1
+
+    @property
+    def copy(self) -> int:
+        """Processes that share a copy of the model."""
+        return self.tensor * self.pipeline
 
 
 def shape_in_name(recipe: str) -> tuple[int, int] | None:

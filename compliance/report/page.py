@@ -96,13 +96,15 @@ def _header(results: Results) -> str:
     facts = results.shown.metrics["run"][-1] if results.shown.metrics["run"] else {}
     recipe, started = results.shown.log.header.get("recipe"), facts.get("started")
     batch, processes = results.global_batch_size, facts.get("world_size")
-    tensor = results.shown.log.header.get("config.parallel.tensor", "1")
+    header = results.shown.log.header
+    tensor, pipeline = (header.get(f"config.parallel.{name}", "1") for name in ("tensor", "pipeline"))
     pieces = [
         f"recipe {recipe}" if recipe else "",
         f"{results.division} division" if results.division else "",
         f"{results.accelerators} x {results.accelerator}" if results.accelerators else "",
         f"{processes} process{'es' if processes != 1 else ''}" if processes and not results.accelerators else "",
         f"tensor parallel {tensor}" if tensor != "1" else "",
+        f"pipeline parallel {pipeline}" if pipeline != "1" else "",
         f"global batch size {batch:,}" if batch else "",
         f"started {str(started).replace('T', ' ')[:16]}" if started else "",
     ]

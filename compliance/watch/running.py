@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from itertools import islice, pairwise
@@ -25,7 +26,7 @@ _LABEL = re.compile(rb"^ *\d+: ")
 """What a launcher puts before each line of a rank."""
 _STEP_LINE = re.compile(rb"^step +\d+ +samples +(\d{1,18}) +[\d.]+ ms +(\d{1,15}(?:\.\d{1,15})?) seq/s")
 _PROCESSES = re.compile(r"(\d{1,9}) x ")
-_TENSOR = re.compile(r"([1-9]\d{0,3})$")
+_SHARED = re.compile(r"([1-9]\d{0,3})$")
 """Processes that share a copy of the model, and so compute the same sequences."""
 
 MAX_EVALUATIONS = 10_000
@@ -230,13 +231,13 @@ class RunningLog(LoggedRun):
         steps = self.count_of("gradient_accumulation_steps")
         named = _PROCESSES.match(self.header.get("processes", ""))
         processes = self.processes or (int(named[1]) if named else None)
-        shared = _TENSOR.match(self.header.get("config.parallel.tensor", ""))
-        tensor = int(shared[1]) if shared else 1
-        if batch and each and steps and processes and batch * tensor != each * steps * processes:
-            shape = f"{processes} processes / {tensor} of a copy" if tensor > 1 else f"{processes} processes"
+        shared = [_SHARED.match(self.header.get(f"config.parallel.{name}", "")) for name in ("tensor", "pipeline")]
+        copy = math.prod(int(each[1]) for each in shared if each)
+        if batch and each and steps and processes and batch * copy != each * steps * processes:
+            shape = f"{processes} processes / {copy} of a copy" if copy > 1 else f"{processes} processes"
             self._complain(
                 f"global_batch_size is {batch}, but {shape} x {each} sequences x {steps} steps are "
-                f"{processes * each * steps // tensor}"
+                f"{processes * each * steps // copy}"
             )
         for violation in own_settings(self):
             self._complain(violation.sentence)

@@ -107,13 +107,13 @@ def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tm
     for name, ranks, tensor, reduction in (("one", 1, 1, "auto"), ("shared", 4, 2, "sharded")):
         folder = tmp_path / name
         changes = {"parallel__tensor": tensor, "training__reduction": reduction, "save_checkpoint": folder / "saved"}
-        settings = changes | _checkpoints(folder) | _without_dropout()
+        settings = changes | checkpoints(folder) | without_dropout()
         with Ranks(small_run.arguments(folder, **settings), ranks) as started:
             assert started.ends() == [1] * ranks, started.output
         ended[name] = folder
         if ranks > 1:
             assert started.output.count("data 2 x tensor 2, reduction: sharded (as set)") == 1
-    _same_steps(ended["one"], ended["shared"])
+    same_steps(ended["one"], ended["shared"])
     counts = [[(one["correct"], one["count"]) for one in records(folder, "eval")] for folder in ended.values()]
     assert counts[0] == counts[1]
     log = result_of(ended["shared"]).read_text()
@@ -130,19 +130,19 @@ def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tm
     assert f"{counts[0][-1][0]:,} of {counts[0][-1][1]:,} masked tokens" in started.output
     for source, ranks, tensor in (("one", 2, 2), ("shared", 1, 1)):
         folder = tmp_path / f"from {source}"
-        settings = _checkpoints(folder) | _without_dropout() | {"parallel__tensor": tensor, "training__seed": None}
+        settings = checkpoints(folder) | without_dropout() | {"parallel__tensor": tensor, "training__seed": None}
         start = ended[source] / "checkpoints" / "step_00000004"
         settings |= {"resume": start, "training__max_steps": 5, "checkpoint__every_steps": 1}
         with Ranks(small_run.arguments(folder, **settings), ranks) as started:
             assert started.ends() == [1] * ranks, started.output
-        _same_steps(ended[source], folder, since=5)
+        same_steps(ended[source], folder, since=5)
 
 
-def _checkpoints(folder: Path) -> dict[str, object]:
+def checkpoints(folder: Path) -> dict[str, object]:
     return {"checkpoint__folder": folder / "checkpoints", "checkpoint__every_steps": 4, "checkpoint__keep": 9}
 
 
-def _without_dropout() -> dict[str, object]:
+def without_dropout() -> dict[str, object]:
     return {"model__hidden_dropout": 0.0, "model__attention_dropout": 0.0}
 
 
@@ -150,7 +150,7 @@ def _record(line: str) -> dict[str, Any] | None:
     return json.loads(line.removeprefix(":::MLLOG ")) if line.startswith(":::MLLOG ") else None
 
 
-def _same_steps(one: Path, other: Path, since: int = 1) -> None:
+def same_steps(one: Path, other: Path, since: int = 1) -> None:
     expected = {record["step"]: record for record in records(one, "step")}
     found = records(other, "step")
     assert found[0]["step"] == since

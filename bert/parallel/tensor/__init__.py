@@ -1,6 +1,6 @@
 """Tensor parallelism: the ranks of a tensor group share one copy of the model and compute the same micro-batches together.
 
-    shards.py       which parameter is divided how, and whole vectors from shards and back
+    shards.py       which parameter is divided how
     placement.py    hidden states by rows: what ``bert.model.Placement`` leaves alone is gathered and summed here
     vocabulary.py   the masked-LM loss of logits that no rank has all of
 

@@ -1,10 +1,8 @@
-"""Shards of the model's parameters on the ranks of a tensor group, and whole vectors from them and back.
+"""Shards of the model's parameters on the ranks of a tensor group.
 
-Shape legend: R ranks of the group, P elements of a flat vector of ``FlatParameters``.
+Shape legend: R ranks of the group.
 """
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor, nn
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, process_group, require_order
-from bert.parallel.single import all_gather_single
 from bert.parallel.tensor.placement import SharedPlacement, place
 
 _WORDS_MULTIPLE = 8
@@ -84,14 +81,15 @@ class TensorParallel:
         """Divide the whole model that each rank has, in place."""
         self.group = group
         self.rank = group.rank()
-        self.splits: dict[nn.Parameter, Split | None] = {}
+        self.splits: dict[str, Split | None] = {}
+        """Of each parameter, by name."""
+        self._model = model
         for name, parameter in list(model.named_parameters()):
-            split = split_of(name, tuple(parameter.shape), group.size())
+            self.splits[name] = split = split_of(name, tuple(parameter.shape), group.size())
             if split is not None:
                 module, _, own = name.rpartition(".")
-                parameter = nn.Parameter(split.shard(parameter.detach(), self.rank))
-                setattr(model.get_submodule(module), own, parameter)
-            self.splits[parameter] = split
+                shard = nn.Parameter(split.shard(parameter.detach(), self.rank))
+                setattr(model.get_submodule(module), own, shard)
         place(model, SharedPlacement(group, model.config.vocab_size))
 
     def all_reduce_max_(self, values: Tensor) -> None:
@@ -100,7 +98,8 @@ class TensorParallel:
 
     def on_all_ranks(self, flat: FlatParameters) -> list[bool]:
         """Tell of each segment whether every rank has it."""
-        starts = {place.start for parameter, place in flat.places.items() if self.splits[parameter] is None}
+        named = self._model.named_parameters()
+        starts = {flat.places[parameter].start for name, parameter in named if self.splits[name] is None}
         ends = torch.tensor(flat.segments.sizes).cumsum(0).tolist()
         return [start in starts for start in [0, *ends[:-1]]]  # of parameters that are divided, no segment begins there
 
@@ -113,57 +112,3 @@ def tensor_parallel(model: BertForPreTraining, mesh: Mesh) -> TensorParallel | N
     group = process_group(mesh.tensor_ranks)
     assert group is not None
     return TensorParallel(model, group)
-
-
-class WholeVectors:
-    """Flat vectors of the whole model: those of ``FlatParameters``, or what a tensor group has of them together."""
-
-    def __init__(self, model: BertForPreTraining, flat: FlatParameters, tensor: TensorParallel | None) -> None:
-        self._tensor = tensor
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._places: dict[str, slice] = {}
-        self._own: dict[str, tuple[slice, Split | None]] = {}
-        self.size = 0
-        """Elements of a whole vector."""
-        for name, parameter in model.named_parameters():
-            split = None if tensor is None else tensor.splits[parameter]
-            self._own[name] = flat.places[parameter], split
-            self._shapes[name] = shape = tuple(parameter.shape) if split is None else split.shape
-            start = flat.places[parameter].start if tensor is None else self.size
-            self._places[name] = slice(start, start + math.prod(shape))
-            self.size = start + math.prod(shape)
-        if tensor is None:
-            self.size = len(flat.weights_P)
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of the whole model."""
-        return sum(map(math.prod, self._shapes.values()))
-
-    def parts(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's part of a whole vector, in the parameter's shape, as a view."""
-        for name, part in self._places.items():
-            yield name, whole[part].view(self._shapes[name])
-
-    def gather(self, vector_P: Tensor) -> Tensor:
-        """Bring a vector's shards together. Every rank must call it at the same time."""
-        if self._tensor is None:
-            return vector_P
-        group = self._tensor.group
-        gathered = vector_P.new_empty(group.size() * len(vector_P))
-        all_gather_single(gathered, vector_P, group=group)
-        shards_RP = gathered.view(group.size(), -1)
-        whole = vector_P.new_empty(self.size)
-        for name, part in self.parts(whole):
-            place, split = self._own[name]
-            part.copy_(shards_RP[0, place].view_as(part) if split is None else split.whole(shards_RP[:, place]))
-        return whole
-
-    def shard_(self, vector_P: Tensor, whole: Tensor) -> None:
-        """Overwrite a vector by this rank's shards of a whole one."""
-        if self._tensor is None:
-            vector_P.copy_(whole)
-            return
-        for name, part in self.parts(whole):
-            place, split = self._own[name]
-            vector_P[place] = (part if split is None else split.shard(part, self._tensor.rank)).flatten()

@@ -71,6 +71,36 @@ def test_underscores_are_understood() -> None:
             "parallel.tensor is 3, which does not divide model.num_attention_heads 4 and model.intermediate_size 512: "
             "set it to 2 or 4",
         ),
+        (
+            ["tiny_cpu", "--parallel.virtual-stages", "2"],
+            "parallel.virtual_stages is 2, but parallel.pipeline is 1: set",
+        ),
+        (
+            ["tiny_cpu", "--parallel.pipeline", "2"],
+            "parallel.pipeline is 2, but training.gradient_accumulation_steps is 1: a step needs at least as many "
+            "micro-batches as stages, set it to 2 or more",
+        ),
+        (
+            ["tiny_cpu", "--parallel.pipeline", "4"],
+            "parallel.pipeline is 4, but 4 stages are more than model.num_hidden_layers 2: set it to 2 or less",
+        ),
+        (
+            ["dgxa100_1x8", "--parallel.pipeline", "4", "--training.gradient-accumulation-steps", "4"],
+            "parallel.pipeline is 4, but training.cuda_graphs is on, and what stages send one another is not captured: set "
+            "--training.no-cuda-graphs, or parallel.pipeline to 1",
+        ),
+        (
+            ["h100_1x8", "--parallel.pipeline", "4", "--training.gradient-accumulation-steps", "4"],
+            "parallel.pipeline is 4, but training.precision is fp8, whose scales are of the whole model: set it to bf16",
+        ),
+        (
+            [
+                *("dgxa100_1x8", "--parallel.pipeline", "4", "--parallel.virtual-stages", "2"),
+                *("--training.no-cuda-graphs", "--training.gradient-accumulation-steps", "9"),
+            ],
+            "whose schedule takes micro-batches in rounds of equal size: set training.gradient_accumulation_steps 9 to a "
+            "multiple of 4",
+        ),
         (["dgxa100_1x8", "--parallel.tensor", "32"], "intermediate_size 4096: set it to 16 or 8"),
         (
             ["h100_1x8", "--parallel.tensor", "8", "--model.intermediate-size", "4032", "--log.division", "open"],

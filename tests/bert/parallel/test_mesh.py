@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from bert.configuration.config import ParallelConfig
 from bert.parallel.launch import Launch
 from bert.parallel.master_port import require_free_port
 from bert.parallel.mesh import (
@@ -17,6 +18,7 @@ from bert.parallel.mesh import (
     _allow_descriptors,
     group_by_host,
     join_mesh,
+    require_whole_copies,
     require_whole_groups,
 )
 
@@ -151,6 +153,47 @@ def test_copies_of_the_model_stay_in_a_node_and_on_their_rails(tensor: int) -> N
             assert meshes[other].data_rank == mesh.data_rank
             assert meshes[other].node_data_ranks.index(other) == mesh.node_data_ranks.index(mesh.rank)
     assert [mesh.data_rank for mesh in meshes] == list(range(32)) or tensor > 1
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(1, 2), (2, 2), (2, 4), (4, 4), (2, 8), (8, 4), (1, 32)])
+def test_stages_of_a_copy_are_near_and_data_groups_on_their_rails(tensor: int, pipeline: int) -> None:
+    identities = hosts("block", 4, 8)
+    random.Random(tensor + pipeline).shuffle(identities)
+    nodes = group_by_host(identities)
+    meshes = [Mesh(rank, 32, 0, CPU, nodes, tensor, pipeline) for rank in range(32)]
+    size = tensor * pipeline
+    for mesh in meshes:
+        assert str(mesh) == f"data {32 // size} x pipeline {pipeline} x tensor {tensor}"
+        assert mesh.pipeline_ranks[mesh.pipeline_rank] == mesh.tensor_ranks[mesh.tensor_rank] == mesh.rank
+        assert mesh.data_ranks[mesh.data_rank] == mesh.rank
+        assert set(mesh.tensor_ranks) <= set(mesh.node_ranks), "shards of a stage stay on a host"
+        copy = mesh.copies[mesh.data_rank]
+        assert len({identities[rank].host for rank in copy}) == max(1, size // 8), "a copy is on as few hosts as can be"
+        assert {identities[rank].local_rank % size for rank in mesh.data_ranks} == {
+            identities[mesh.rank].local_rank % size
+        }
+        assert set(mesh.rail_ranks) | set(mesh.node_data_ranks) <= set(mesh.data_ranks)
+        assert len(mesh.rail_ranks) * len(mesh.node_data_ranks) == mesh.data_size
+        for other in mesh.rail_ranks:  # with the same shard of a sharded optimizer
+            assert meshes[other].node_data_ranks.index(other) == mesh.node_data_ranks.index(mesh.rank)
+        place = f" (data {mesh.data_rank}, pipeline {mesh.pipeline_rank}, tensor {mesh.tensor_rank})"
+        assert mesh.places()[mesh.rank] == place
+        assert mesh.stages()[mesh.rank] == mesh.pipeline_rank
+    assert sum(mesh.counts_losses for mesh in meshes) == meshes[0].data_size
+    streams = {(mesh.data_rank, mesh.tensor_rank): mesh.dropout_stream for mesh in meshes}
+    assert sorted(streams.values()) == list(range(32 // pipeline))
+
+
+def test_stages_that_ranks_do_not_divide_into_are_refused_with_the_nearest() -> None:
+    for stages in (1, 2, 4, 8, 16):
+        require_whole_copies(ParallelConfig(2, stages), 4, 8)
+    for stages, near in ((3, "2 or 4"), (5, "2 or 4"), (17, "8 or 16")):
+        with pytest.raises(
+            ValueError, match=rf"is {stages}, but with parallel.tensor 2, 4 hosts .*: set it to {near}$"
+        ):
+            require_whole_copies(ParallelConfig(2, stages), 4, 8)
+    with pytest.raises(ValueError, match="is 4, but 2 hosts of 6 ranks do not divide"):  # over the edge of a host
+        require_whole_copies(ParallelConfig(1, 4), 2, 6)
 
 
 def test_ranks_that_do_not_divide_into_copies_are_refused() -> None:

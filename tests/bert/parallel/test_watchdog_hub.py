@@ -89,7 +89,7 @@ class Played:
     def __init__(self, count: int, joined: int | None = None) -> None:
         self._listener = listen()
         self.port = self._listener.getsockname()[1]
-        self.hub = Hub(self._listener, count, SECONDS, BEAT, TOKEN)
+        self.hub = Hub(self._listener, [""] * count, SECONDS, BEAT, TOKEN)
         self.ranks: list[Rank] = []
         for member in self.hub._members[:joined]:
             self.ranks.append(Rank(self.port, member))

@@ -87,3 +87,14 @@ def test_a_note_that_cannot_be_written_is_said_and_costs_nothing() -> None:
     assert said[1] == (
         "host n1 was slow in 3 intervals in a row, but cannot be left out: left_out.json: No space left on device"
     )
+
+
+def test_ranks_are_compared_with_those_of_their_own_stage_and_named_with_their_place() -> None:
+    """Half of them have twice the work; one of the others is slower than its like, and still as fast as those."""
+    places = [f" (data {rank // 2}, pipeline {rank % 2}, tensor 0)" for rank in range(6)]
+    ranks = Stragglers(["n"] * 6, stages=[0, 1] * 3, places=places)
+    said = [ranks.add([0.1, 0.2, 0.2, 0.2, 0.1, 0.2]) for _ in range(INTERVALS)]
+    expected = (
+        "rank 2 on host n (data 1, pipeline 0, tensor 0) is slow: 200.0 ms a step of its own, 2.00 times the median"
+    )
+    assert said == [[]] * (INTERVALS - 1) + [[expected]]

@@ -123,19 +123,26 @@ def test_requests_that_make_no_sense(tmp_path: Path, request_: IntendedRun) -> N
 
 
 @pytest.mark.parametrize(
-    ("training", "tensor", "state", "words"),
+    ("training", "parallel", "state", "words"),
     [
-        ({}, 1, "ok", "a batch of 768 over 1 node(s) x 8 rank(s) x 1 micro-batch(es) of 96 sequence(s)"),
-        ({"gradient_accumulation_steps": 4}, 1, "ok", "4 micro-batch(es) of 24"),
-        ({"global_batch_size": 770}, 1, "fail", "a batch of 770 cannot be divided over 1 node(s) x 8 rank(s)"),
-        ({"gradient_accumulation_steps": 5}, 1, "fail", "cannot be divided"),
-        ({}, 4, "ok", "1 micro-batch(es), 4 ranks to a copy of the model, of 384 sequence(s)"),
-        ({}, 3, "fail", "8 rank(s) of a node cannot share copies of the model by 3"),
+        ({}, {}, "ok", "a batch of 768 over 1 node(s) x 8 rank(s) x 1 micro-batch(es) of 96 sequence(s)"),
+        ({"gradient_accumulation_steps": 4}, {}, "ok", "4 micro-batch(es) of 24"),
+        ({"global_batch_size": 770}, {}, "fail", "a batch of 770 cannot be divided over 1 node(s) x 8 rank(s)"),
+        ({"gradient_accumulation_steps": 5}, {}, "fail", "cannot be divided"),
+        ({}, {"tensor": 4}, "ok", "1 micro-batch(es), 4 ranks to a copy of the model, of 384 sequence(s)"),
+        ({}, {"tensor": 3}, "fail", "8 rank(s) of a node cannot share copies of the model by 3"),
+        (
+            {"gradient_accumulation_steps": 2},
+            {"tensor": 2, "pipeline": 2},
+            "ok",
+            "2 micro-batch(es), 4 ranks to a copy of the model, of 192 sequence(s)",
+        ),
+        ({"gradient_accumulation_steps": 3}, {"pipeline": 3}, "fail", "3 stages of 1 rank(s) do not divide"),
     ],
 )
-def test_the_batch(tmp_path: Path, training: dict[str, Any], tensor: int, state: str, words: str) -> None:
+def test_the_batch(tmp_path: Path, training: dict[str, Any], parallel: dict[str, Any], state: str, words: str) -> None:
     machine = host(tmp_path)
-    answer = recipe(training=training, parallel={"tensor": tensor})
+    answer = recipe(training=training, parallel=parallel)
     machine = dataclasses.replace(machine, answers={**machine.answers, RECIPES: answer})
     one = one_about("recipe", examine(IntendedRun("h100_1x8", quick=True), machine))
     assert one.state == state

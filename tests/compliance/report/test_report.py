@@ -392,9 +392,12 @@ def test_a_report_that_cannot_be_written_is_a_users_error(one: Path, tmp_path: P
 
 def test_the_head_says_how_many_share_a_copy_of_the_model(closed: Results) -> None:
     run = closed.shown
-    header = run.log.header | {"config.parallel.tensor": "4"}
+    header = run.log.header | {"config.parallel.tensor": "4", "config.parallel.pipeline": "2"}
     shared = replace(closed, runs=(replace(run, log=replace(run.log, header=header)),))
-    assert "x NVIDIA H100 80GB HBM3, tensor parallel 4, global batch size 768" in Page(report.render(shared)).text
+    assert (
+        "x NVIDIA H100 80GB HBM3, tensor parallel 4, pipeline parallel 2, global batch size 768"
+        in Page(report.render(shared)).text
+    )
     assert "tensor parallel" not in Page(report.render(closed)).text
 
 

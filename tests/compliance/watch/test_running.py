@@ -143,21 +143,26 @@ def test_one_rank_that_dropped_its_caches_is_enough_to_know() -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "tensor", "each", "steps", "words"),
+    ("processes", "tensor", "pipeline", "each", "steps", "words"),
     [
-        (8, 1, 56, 1, ""),
-        (8, 1, 28, 2, ""),
-        (8, 1, 28, 1, "8 processes x 28 sequences x 1 steps are 224"),
-        (4, 1, 56, 1, "are 224"),
-        (16, 2, 56, 1, ""),
-        (8, 2, 56, 1, "8 processes / 2 of a copy x 56 sequences x 1 steps are 224"),
-        (8, 0, 56, 1, ""),
+        (8, 1, 1, 56, 1, ""),
+        (8, 1, 1, 28, 2, ""),
+        (8, 1, 1, 28, 1, "8 processes x 28 sequences x 1 steps are 224"),
+        (4, 1, 1, 56, 1, "are 224"),
+        (16, 2, 1, 56, 1, ""),
+        (8, 2, 1, 56, 1, "8 processes / 2 of a copy x 56 sequences x 1 steps are 224"),
+        (8, 0, 1, 56, 1, ""),
+        (32, 2, 2, 28, 2, ""),
+        (16, 2, 4, 56, 2, "16 processes / 8 of a copy x 56 sequences x 2 steps are 224"),
     ],
 )
-def test_the_batch_against_its_parts(processes: int, tensor: int, each: int, steps: int, words: str) -> None:
+def test_the_batch_against_its_parts(
+    processes: int, tensor: int, pipeline: int, each: int, steps: int, words: str
+) -> None:
     for source in ("header", "metrics"):
         run = RunningLog()
         run.take(f"# config.parallel.tensor: {tensor}".encode())
+        run.take(f"# config.parallel.pipeline: {pipeline}".encode())
         if source == "header":
             run.take(f"# processes: {processes} x 12 threads".encode())
         else:

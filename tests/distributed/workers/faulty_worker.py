@@ -15,6 +15,7 @@ from typing import Any
 import bert.train
 from bert.mllog import MLLog
 from bert.parallel import watchdog
+from bert.parallel.pipeline.stages import PipelineParallel
 from bert.step import TrainingStep
 from dataloading.batches.loader import NumpyLoader
 
@@ -58,6 +59,16 @@ def hang_in_loader() -> None:
             time.sleep(1)
 
     _before_each(NumpyLoader, "__next__", stuck)
+
+
+def hang_in_stage() -> None:
+    """A stage of a pipeline that never comes to its end."""
+
+    def stuck(count: int) -> None:
+        while count == AT_STEP:
+            time.sleep(1)
+
+    _before_each(PipelineParallel, "through", stuck)
 
 
 def slow_down() -> None:
@@ -127,6 +138,7 @@ WAYS = {
     "raise": raise_in_step,
     "die": die,
     "hang": hang_in_loader,
+    "compute": hang_in_stage,
     "slow": slow_down,
     "overflow": overflow,
     "linger": linger,

@@ -53,13 +53,13 @@ def config(tensor: int, strategy: str, accumulation: int, precision: str) -> Con
     )
 
 
-def global_batches(mesh: Mesh, accumulation: int, padded: bool) -> list[list[Batch]]:
+def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int = STEPS) -> list[list[Batch]]:
     """This rank's micro-batches of each step: of lengths that divide by nothing, or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
     samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable, and on different ranks
     plan = Plan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
     steps = []
-    for step in range(STEPS):
+    for step in range(count):
         taken = [(samples.take(micro.indices), micro) for micro in plan.rank_batches(step, mesh.data_rank)]
         buckets = [
             ShapeBucket(len(some.input_ids) + 3, len(some) + 1, len(some.masked_lm_ids) + 2, 32) for some, _ in taken
@@ -94,22 +94,18 @@ def train(mesh: Mesh, shape: str) -> dict[str, Any]:
         means.append(step.statistics.fetch()[0])
         first = first or state(step)
     last = state(step)
-    correct = sum(_correct(step, batch) for micro_batches in batches for batch in micro_batches)
-    counts = torch.tensor([correct if mesh.tensor_rank == 0 else 0])
-    if dist.is_initialized():
-        dist.all_reduce(counts)
     return {
         "means": means,
         "first": first,
         "last": last,
-        "correct": int(counts),
-        "agreed": _agreed(list(last.values())),
+        "correct": correct_predictions(step, mesh, batches),
+        "agreed": agreed(list(last.values())),
         "scales": scales,
         "words": len(model.embeddings.word),
-        "returns": _returns(step),
+        "returns": returns(step),
         "saved": dict(step.gather_whole_model().state_dict()),
         "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (ALONE, DROPPING) else [],
-        "skips": _skips(step, mesh),
+        "skips": skips(step, mesh),
     }
 
 
@@ -127,15 +123,22 @@ def state(step: TrainingStep) -> dict[str, torch.Tensor]:
     }
 
 
-def _correct(step: TrainingStep, batch: Batch) -> int:
+def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch]]) -> int:
+    """Over the batches of all ranks, each counted once."""
     step.model.eval()
+    counts = torch.zeros(1, dtype=torch.int64)
     with torch.inference_mode(), step.autocast():
-        correct = step.model(batch).masked_lm_correct
+        for batch in (batch for micro_batches in batches for batch in micro_batches):
+            correct = step.model(batch).masked_lm_correct
+            assert correct is not None
+            counts += correct if mesh.counts_losses else 0
     step.model.train()
-    return int(correct)  # type: ignore[arg-type]
+    if dist.is_initialized():
+        dist.all_reduce(counts)
+    return int(counts)
 
 
-def _returns(step: TrainingStep) -> bool:
+def returns(step: TrainingStep) -> bool:
     """Whether shards of a whole vector are what they were before it was brought together."""
     before = step.flat.weights_P.clone()
     whole = step.whole.gather(step.flat.weights_P).clone()
@@ -162,7 +165,7 @@ def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Bat
     return losses.tolist()
 
 
-def _skips(step: TrainingStep, mesh: Mesh) -> bool:
+def skips(step: TrainingStep, mesh: Mesh) -> bool:
     """Whether no rank takes a step where one rank's gradient is not finite, and all take the next."""
     taken, before = int(step.optimizer.steps), state(step)
     steps = []
@@ -179,7 +182,7 @@ def _skips(step: TrainingStep, mesh: Mesh) -> bool:
     return steps == [(0, True), (1, False)]
 
 
-def _agreed(tensors: Sequence[torch.Tensor]) -> bool:
+def agreed(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all ranks have the same to the last bit."""
     if not dist.is_initialized():
         return True

@@ -29,6 +29,9 @@ SHORTENED = {
     "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2": (
         "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.tensor 2" + EASY
     ),
+    "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.pipeline 2 --training.gradient-accumulation-steps 2": (
+        "NPROC=2 ./run_and_time.sh tiny_cpu 1 -- --parallel.pipeline 2 --training.gradient-accumulation-steps 2" + EASY
+    ),
     "python -m bert.train tiny_cpu --training.max-samples 9600": "python -m bert.train tiny_cpu" + BRIEF,
     "python -m bert.train tiny_cpu --training.max-samples 9600 --log.tensorboard data/tensorboard": (
         "python -m bert.train tiny_cpu --log.tensorboard data/tensorboard" + BRIEF

@@ -1,0 +1,99 @@
+"""Whole vectors of a model whose parameters are divided among ranks, from what each has and back."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bert.model import BertForPreTraining
+from bert.optimizer import FlatParameters
+from bert.parallel.single import all_gather_single
+from bert.parallel.tensor.shards import Split, TensorParallel
+
+if TYPE_CHECKING:
+    from bert.parallel.pipeline.stages import PipelineParallel
+
+
+class WholeVectors:
+    """Flat vectors of the whole model: those of ``FlatParameters``, or what the ranks of a copy have of them together.
+
+    Shape legend: R ranks of a tensor group, P elements of this rank's flat vectors.
+    """
+
+    def __init__(
+        self,
+        model: BertForPreTraining,
+        flat: FlatParameters,
+        tensor: TensorParallel | None,
+        pipeline: "PipelineParallel | None" = None,
+    ) -> None:
+        self._tensor = tensor
+        self._pipeline = pipeline
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        self._own = {name: flat.places[parameter] for name, parameter in model.named_parameters()}
+        self._places = self._own
+        self.size = len(flat.weights_P)
+        """Elements of a whole vector."""
+        if tensor is None and pipeline is None:
+            return
+        with torch.device("meta"):
+            whole = BertForPreTraining(model.config)
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        self._places, self.size = {}, 0
+        for name, shape in self._shapes.items():
+            self._places[name] = slice(self.size, self.size + math.prod(shape))
+            self.size += math.prod(shape)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        return sum(map(math.prod, self._shapes.values()))
+
+    def parts(self, whole: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's part of a whole vector, in the parameter's shape, as a view."""
+        for name, part in self._places.items():
+            yield name, whole[part].view(self._shapes[name])
+
+    def gather(self, vector_P: Tensor) -> Tensor:
+        """Bring together what the ranks of a copy have of a vector. Every rank must call it at the same time."""
+        if self._tensor is None and self._pipeline is None:
+            return vector_P
+        shards_RP = vector_P[None]
+        if self._tensor is not None:
+            group = self._tensor.group
+            shards_RP = vector_P.new_empty(group.size(), len(vector_P))
+            all_gather_single(shards_RP.view(-1), vector_P, group=group)
+        whole = vector_P.new_empty(self.size)
+        for name, part in self.parts(whole):
+            if name in self._own:
+                split, own = self._split(name), self._own[name]
+                part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
+        if self._pipeline is not None:
+            for rank in range(self._pipeline.size):
+                self._bring(whole, rank, self._pipeline)
+        return whole
+
+    def shard_(self, vector_P: Tensor, whole: Tensor) -> None:
+        """Overwrite a vector by what this rank has of a whole one."""
+        if self._tensor is None and self._pipeline is None:
+            vector_P.copy_(whole)
+            return
+        for name, part in self.parts(whole):
+            if name in self._own:
+                split = self._split(name)
+                shard = part if split is None or self._tensor is None else split.shard(part, self._tensor.rank)
+                vector_P[self._own[name]] = shard.flatten()
+
+    def _split(self, name: str) -> Split | None:
+        return None if self._tensor is None else self._tensor.splits[name]
+
+    def _bring(self, whole: Tensor, rank: int, pipeline: "PipelineParallel") -> None:
+        """Bring what a rank of the pipeline has to the others, in one message."""
+        parts = [part.flatten() for name, part in self.parts(whole) if pipeline.owners[name] == rank]
+        message = torch.cat(parts)
+        dist.broadcast(message, group=pipeline.group, group_src=rank)
+        for part, brought in zip(parts, message.split([len(part) for part in parts]), strict=True):
+            part.copy_(brought)

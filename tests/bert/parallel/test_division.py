@@ -1,0 +1,56 @@
+"""Which layers are in which stage, and what ranks then hold."""
+
+from dataclasses import replace
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+
+from bert.configuration.config import ModelConfig
+from bert.configuration.recipes import bert_3_9b_8x8, dgxa100_1x8
+from bert.model import BertForPreTraining
+from bert.parallel.model_state import model_state
+from bert.parallel.pipeline.division import divided, layer_costs, stages_of
+
+
+@pytest.mark.parametrize("count", range(1, 7))
+def test_no_other_division_has_a_lower_highest_cost(count: int) -> None:
+    costs = [3.0, 1, 4, 1, 5, 9, 2, 6]
+    ranges = divided(costs, count)
+    assert [number for each in ranges for number in each] == list(range(8))
+    assert all(ranges)
+    highest = max(sum(costs[number] for number in each) for each in ranges)
+    for cuts in combinations(range(1, 8), count - 1):
+        parts = [costs[start:stop] for start, stop in pairwise((0, *cuts, 8))]
+        assert highest <= max(map(sum, parts))
+
+
+def test_the_last_stage_has_more_layers_as_its_last_one_and_the_heads_cost_less_than_another() -> None:
+    costs = layer_costs(ModelConfig())
+    assert costs[0] == 12 * 1024**2
+    assert 0.6 < costs[-1] / costs[0] < 0.8
+    assert [len(stage.layers) for stage in stages_of(ModelConfig(), 4)] == [6, 6, 6, 6]
+    assert [len(stage.layers) for stage in stages_of(ModelConfig(num_hidden_layers=7), 2)] == [3, 4]
+    wordy = ModelConfig(num_hidden_layers=6, vocab_size=65000, hidden_size=512, intermediate_size=512)
+    assert [len(stage.layers) for stage in stages_of(wordy, 2)] == [4, 2]
+
+
+def test_every_parameter_has_one_stage_that_updates_it() -> None:
+    with torch.device("meta"):
+        model = BertForPreTraining(ModelConfig(num_hidden_layers=5))
+    stages = stages_of(model.config, 3)
+    for name, _ in model.named_parameters():
+        [owner] = [stage for stage in stages if stage.owns(name)]
+        assert owner.is_first or not name.startswith("embeddings.")
+        assert owner.is_last or name.startswith(("embeddings.", "layers."))
+
+
+def test_what_a_rank_holds_is_counted() -> None:
+    state = model_state(bert_3_9b_8x8(), 64, 8)
+    assert str(state).startswith("data 8 x pipeline 2 x tensor 4: 3,869,081,404 parameters, at most 505,")
+    assert 5.2e9 < state.state_bytes < 5.3e9
+    large = dgxa100_1x8()
+    tensor = replace(large, parallel=replace(large.parallel, tensor=2))
+    assert model_state(tensor, 8, 8).state_bytes == pytest.approx(28 * model_state(tensor, 8, 8).most, rel=1e-4)
+    sharded = replace(tensor, training=replace(large.training, reduction="sharded"))
+    assert model_state(sharded, 16, 8).state_bytes == pytest.approx(13 * model_state(tensor, 8, 8).most, rel=1e-4)
