@@ -9,11 +9,12 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from bert.mllog import MLLog, evaluation_samples
+from bert.mllog import evaluation_samples
 from compliance.watch import screen as watching
 from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
@@ -27,24 +28,12 @@ INTERVAL = int(run_logs.CLOSED["eval_interval_samples"])
 
 
 def closed_run(
-    path: Path, evaluations: int = 16, *, seed: int = 1, ends: str | None = "success", last: float = 0.7202
+    path: Path, evaluations: int = 16, *, seed: int = 1, ends: Any = "success", last: float = 0.7202
 ) -> Path:
-    """A closed log with so many evaluations, the last at `last`; `ends` None leaves it in the middle of the run."""
-    settings = run_logs.CLOSED
+    """A closed log with so many evaluations, the last at `last`."""
+    accuracies = (*(int(digits) / 10_000 for digits in CURVE.split()[: evaluations - 1]), last)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with MLLog(path, clock_ms=run_logs.counting_clock(100)) as log:
-        log.cache_clear(True)
-        log.init_start()
-        log.submission(division="closed", org="Example", platform="one machine")
-        log.seed(seed)
-        log.hyperparameters(settings)
-        log.weights_initialization(24)
-        log.init_stop()
-        log.run_start()
-        accuracies = [*(int(digits) / 10_000 for digits in CURVE.split()[: evaluations - 1]), last]
-        samples = run_logs.train(log, settings, accuracies)
-        if ends:
-            log.run_stop("success" if ends == "success" else "aborted", samples=samples, eval_samples=10_000)
+    path.write_bytes(run_logs.log_of(accuracies, seed=seed, status=ends, step_ms=100))
     return path
 
 
@@ -152,7 +141,7 @@ def test_a_line_whose_end_comes_late_counts_once(tmp_path: Path) -> None:
 
 def test_a_log_that_is_begun_again(tmp_path: Path) -> None:
     path = tmp_path / "result_0.txt"
-    closed_run(path, 3, ends=None, last=0.71)
+    closed_run(path, 3, ends="running", last=0.71)
     whole = run_logs.write_run(tmp_path / "elsewhere" / "result_0.txt", "open").read_bytes()
     writer = in_background(lambda: path.write_bytes(b""), lambda: path.write_bytes(whole))
     status, text = followed(path)
@@ -166,7 +155,7 @@ def test_a_log_that_never_comes_or_stops_growing(tmp_path: Path) -> None:
     status, text = followed(tmp_path / "result_0.txt", timeout_s=0.1)
     assert status == 1
     assert text.splitlines()[-1].startswith("nothing to watch: no running log at ")
-    path = closed_run(tmp_path / "result_0.txt", 3, ends=None, last=0.71)
+    path = closed_run(tmp_path / "result_0.txt", 3, ends="running", last=0.71)
     begin = time.monotonic()
     status, text = followed(path, stale_s=0.3)
     assert status == 1
@@ -189,7 +178,7 @@ def test_a_silent_initialisation_is_waited_for(tmp_path: Path, monkeypatch: pyte
 
 
 def test_metrics_count_as_news(tmp_path: Path) -> None:
-    path = closed_run(tmp_path / "result_0.txt", 3, ends=None, last=0.71)
+    path = closed_run(tmp_path / "result_0.txt", 3, ends="running", last=0.71)
     watched = Watch(path, "5.0.0")
     assert watched.look()
     assert not watched.look()
@@ -229,7 +218,7 @@ def test_what_makes_no_sense_is_refused(
 
 
 def test_control_c_ends_it(tmp_path: Path) -> None:
-    path = closed_run(tmp_path / "result_0.txt", 3, ends=None, last=0.71)
+    path = closed_run(tmp_path / "result_0.txt", 3, ends="running", last=0.71)
     command = [sys.executable, "-m", "compliance", "watch", str(path)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None
@@ -246,8 +235,8 @@ def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
     folder = tmp_path / "system" / "bert"
     done = closed_run(folder / "result_0.txt", 2)
     assert choose(folder) is None
-    old = closed_run(folder / "result_1.txt", 2, ends=None, last=0.7)
-    new = closed_run(folder / "result_2.txt", 2, ends=None, last=0.7)
+    old = closed_run(folder / "result_1.txt", 2, ends="running", last=0.7)
+    new = closed_run(folder / "result_2.txt", 2, ends="running", last=0.7)
     (folder / "result_3.txt.cut-off-0").write_text("")
     os.utime(old, (1e9, 1e9))
     assert choose(folder) == choose(tmp_path / "system") == new
@@ -290,7 +279,7 @@ def test_a_seed_is_compared_as_soon_as_it_is_known(tmp_path: Path) -> None:
     assert text.count("seeds may not") == 1
 
 
-def outlooks(folder: Path, others: list[int | None], mine: int, ends: str | None, last: float) -> list[str]:
+def outlooks(folder: Path, others: list[int | None], mine: int, ends: str, last: float) -> list[str]:
     for number, count in enumerate(others):
         ended, reached = ("success", 0.7202) if count else ("aborted", 0.71)
         closed_run(folder / f"result_{number}.txt", count or 3, seed=100 + number, ends=ended, last=reached)
@@ -299,7 +288,7 @@ def outlooks(folder: Path, others: list[int | None], mine: int, ends: str | None
 
 
 def test_outlook_of_a_run_that_goes_on(tmp_path: Path) -> None:
-    for text in (ends := outlooks(tmp_path, [17, 17], 6, None, 0.7145)):
+    for text in (ends := outlooks(tmp_path, [17, 17], 6, "running", 0.7145)):
         ending = evaluation_samples(int(text.removeprefix("ending at evaluation ").split(":")[0]), INTERVAL, 448)
         # Of three runs the fastest and the slowest are dropped.
         assert f"mean {sorted([2_550_016, 2_550_016, ending])[1]:,} over 3 run(s)" in text
@@ -318,7 +307,7 @@ def test_outlook_of_a_run_that_goes_on(tmp_path: Path) -> None:
 )
 def test_outlook_of_a_run_that_has_ended(tmp_path: Path, others: list[int | None], mine: int, words: str) -> None:
     run_logs.write_run(tmp_path / "result_97.txt", "open")  # of another batch, and one that goes on: left out
-    closed_run(tmp_path / "result_98.txt", 17, seed=3, ends=None, last=0.7202)
+    closed_run(tmp_path / "result_98.txt", 17, seed=3, ends="running", last=0.7202)
     (text,) = outlooks(tmp_path, others, mine, "success", 0.7202)
     assert text.startswith("with this run: ")
     assert words in text
@@ -356,7 +345,7 @@ def shown(watched: Watch, now_ms: float, width: int = 100) -> str:
 
 
 def test_the_panel_of_a_run_in_progress(tmp_path: Path) -> None:
-    path = closed_run(tmp_path / "result_0.txt", 6, ends=None, last=0.7145)
+    path = closed_run(tmp_path / "result_0.txt", 6, ends="running", last=0.7145)
     (tmp_path / "metrics_0.jsonl").write_text('{"event": "step", "samples": 940000, "sequences_per_s": 123.4}\n')
     watched = looked_at(path)
     text = shown(watched, watched.run.last_ms + 10_000, width=160)
