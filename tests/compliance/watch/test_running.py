@@ -158,7 +158,7 @@ def test_the_batch_against_its_parts(
     assert_said(run, *filter(None, [words]))
 
 
-Event = Callable[[RunningLog], None]
+Event = Callable[[RunningLog], object]
 """Something that a run comes to hear. Times are minutes after `BASE`."""
 
 
@@ -179,11 +179,11 @@ def trained(samples: int) -> Event:
 
 
 def looked(*minutes: float) -> Event:
-    return lambda run: [run.watch_the_time(BASE + now * MINUTE) for now in minutes] and None
+    return lambda run: [run.watch_the_time(BASE + now * MINUTE) for now in minutes]
 
 
 def wrote(*lines: bytes) -> Event:
-    return lambda run: [run.take(text) for text in lines] and None
+    return lambda run: [run.take(text) for text in lines]
 
 
 FIRST, SECOND, THIRD = 150_080, 300_160, 450_240

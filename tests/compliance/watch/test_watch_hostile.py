@@ -15,8 +15,9 @@ from rich.console import Console
 from compliance.log.forecast import MAX_SAMPLES, reach
 from compliance.watch import follow, running
 from compliance.watch.running import RunningLog
-from compliance.watch.screen import panel
+from compliance.watch.screen import rows
 from compliance.watch.watched import Watch, choose, results_in
+from console.live import panel
 from tests.compliance import command, run_logs
 from tests.compliance.watch.test_running import BASE, begun, evaluate, line
 
@@ -47,7 +48,7 @@ def look(watched: Watch, now_ms: float) -> str:
     """What is shown of a run, on a terminal."""
     watched.run.watch_the_time(now_ms)
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
-    console.print(panel(watched, now_ms))
+    console.print(panel("a run", rows(watched, now_ms)))
     list(watched.outlooks())
     return console.file.getvalue()  # type: ignore[attr-defined]
 
