@@ -30,12 +30,7 @@ MAX_CASES = 12
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A place on the evaluation schedule.
-
-    Attributes:
-        index: number of the evaluation, from 1.
-        samples: sequences trained when it is taken.
-    """
+    """A place on the evaluation schedule: its number, from 1, and the sequences trained by then."""
 
     index: int
     samples: int
@@ -43,12 +38,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Case:
-    """The complete set, if all missing runs converged at one evaluation.
-
-    Attributes:
-        mean: of the complete set, in samples.
-        scaling: factor of the score.
-    """
+    """The complete set, if all missing runs converged at one evaluation: its mean in samples, its score's factor."""
 
     evaluation: Evaluation
     mean: float

@@ -7,13 +7,14 @@ file is written. Every question to the machine has a time limit, and a tool that
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -24,13 +25,14 @@ from rich.text import Text
 from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
-from compliance.doctor.host import REPOSITORY, Host
+from compliance.doctor.host import REPOSITORY, Host, Output
 from compliance.doctor.plan import IntendedRun, Plan, make_plan
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
 from compliance.doctor.system_truth import compare
 from compliance.log import rules
+from console.files import open_regular
 from console.program import say, say_json
 from console.text import visible
 
@@ -222,7 +224,7 @@ def _check_results(about: _Examined) -> Iterator[Diagnosis]:
 def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
     folder = results / str(about.plan.setting("log", "system") or "") / "bert"
     wanted, target = about.plan.setting("log", "run"), SUBMISSION_RUNS
-    there = sorted(int(match[1]) for name in _names(folder) if (match := rules.RESULT_FILE.fullmatch(name)))
+    there = sorted(int(match[1]) for path in folder.glob("*") if (match := rules.RESULT_FILE.fullmatch(path.name)))
     if not about.plan.recipe:
         return
     if wanted is not None and wanted in there:
@@ -234,13 +236,6 @@ def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
         missing = len(there) < there[-1] + 1
         gaps = "; their numbers have gaps, and the next run fills the first" if missing else ""
         yield ok("results", f"{len(there)} log(s) in {folder} already{gaps}")
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [entry.name for entry in folder.iterdir()]
-    except OSError:
-        return []
 
 
 def _check_source(about: _Examined) -> Iterator[Diagnosis]:
@@ -293,10 +288,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
     Raises:
         ValueError: the file is missing, no safetensors file, or cut off.
     """
-    if path.exists() and not path.is_file():  # a pipe would hold the reader up
-        raise ValueError(f"{path}: not a regular file")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -312,13 +305,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
         raise ValueError(f"{path}: not a safetensors file, or damaged") from None
     if size != 8 + length + end:
         raise ValueError(f"{path}: {size} bytes, but its header speaks of {8 + length + end}: cut off or damaged")
-    parameters = 0
-    for shape in shapes.values():
-        count = 1
-        for number in shape:
-            count *= number
-        parameters += count
-    return shapes, parameters
+    return shapes, sum(map(math.prod, shapes.values()))
 
 
 def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
@@ -336,12 +323,16 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
     environment = {"WORLD_SIZE": str(about.plan.world_size)}
     output = about.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
-    said = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
+    remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"
+    yield _told("dry run", output, remedy)
+
+
+def _told(subject: str, output: Output, remedy: str, note: str = "") -> Diagnosis:
+    """The last line of what a program of this repository says, which is its error if it failed."""
     if output.trouble:
-        remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"
-        yield fail("dry run", (said[-1] if said else output.trouble).removeprefix("error: ")[:400], remedy)
-    else:
-        yield ok("dry run", output.text.strip().splitlines()[-1][:400])
+        said = output.errors.strip() or output.text.strip() or output.trouble
+        return fail(subject, said.splitlines()[-1].removeprefix("error: ")[:400], remedy)
+    return ok(subject, output.text.strip().splitlines()[-1][:400] + note)
 
 
 def _check_data(about: _Examined) -> Iterator[Diagnosis]:
@@ -356,17 +347,10 @@ def _check_data(about: _Examined) -> Iterator[Diagnosis]:
             yield warn("data", f"{folder} was not read through", "leave --quick out once, before the first run")
         else:
             begin = time.monotonic()
-            output = about.host.python(
-                "-m", "dataloading", "verify", str(folder.absolute()), timeout_s=VERIFY_TIMEOUT_S
-            )
-            seconds = time.monotonic() - begin
-            lines = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
-            if output.trouble:
-                yield fail(
-                    "data", lines[-1].removeprefix("error: ")[:400], "make it again, or copy it again: docs/data.md"
-                )
-            else:
-                yield ok("data", f"{output.text.strip().splitlines()[-1][:300]}; read in {seconds:.0f} s")
+            arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
+            output = about.host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
+            remedy = "make it again, or copy it again: docs/data.md"
+            yield _told("data", output, remedy, f"; read in {time.monotonic() - begin:.0f} s")
 
 
 _CHECKS: tuple[Callable[[_Examined], Iterator[Diagnosis]], ...] = (
@@ -391,15 +375,14 @@ def print_examination(intended: IntendedRun, as_json: bool) -> int:
         ValueError: see `examine`.
     """
     console = Console(highlight=False, soft_wrap=True)
-    counts: Counter[str] = Counter()
-    entries: list[dict[str, str]] = []
+    found: list[Diagnosis] = []
     for diagnosis in examine(intended):
-        counts[diagnosis.state] += 1
-        entries.append(diagnosis.as_dict())
+        found.append(diagnosis)
         if not as_json:
             console.print(_lines(diagnosis))
+    counts = Counter(diagnosis.state for diagnosis in found)
     if as_json:
-        say_json(entries)
+        say_json([asdict(diagnosis) for diagnosis in found])
     else:
         say(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
     return 1 if counts["fail"] else 0

@@ -23,11 +23,6 @@ def section(title: str, *content: str) -> str:
     return f"<section><h2>{title}</h2>\n{text}</section>" if text else ""
 
 
-def number_of_runs(number: int) -> str:
-    """The number with its noun."""
-    return f"{number} run{'' if number == 1 else 's'}"
-
-
 def pair(*figures: str) -> str:
     """Figures side by side, without those that are empty."""
     shown = [figure for figure in figures if figure]

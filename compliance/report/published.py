@@ -23,13 +23,7 @@ NEIGHBOURS = 3
 
 @dataclass(frozen=True)
 class Published:
-    """A published closed result.
-
-    Attributes:
-        accelerators: in the whole system.
-        minutes: mean time to train without the fastest and the slowest run.
-        rate: sequences per second and accelerator.
-    """
+    """A published closed result: accelerators in the whole system, and sequences per second and accelerator as `rate`."""
 
     round: str
     submitter: str
@@ -71,10 +65,10 @@ def published() -> tuple[Published, ...]:
         rows = [row for row in csv.DictReader(file) if row["division"] == "closed"]
     results = [
         Published(
-            round=row["round"],
-            submitter=row["submitter"].replace("_", " "),
-            system=row["system"],
-            accelerator=row["accelerator"],
+            row["round"],
+            row["submitter"].replace("_", " "),
+            row["system"],
+            row["accelerator"],
             accelerators=int(row["nodes"]) * int(row["accelerators_per_node"]),
             minutes=float(row["minutes"]),
             global_batch_size=int(row["global_batch_size"]),

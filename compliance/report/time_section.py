@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from compliance.report.charts import Axes, Line, level, line_chart, stacked_chart
-from compliance.report.markup import escaped, figure, number_of_runs, pair, scrolling_table, section
+from compliance.report.markup import escaped, figure, pair, scrolling_table, section
 from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, numbers, steps_taken
 from compliance.report.summary import duration
+from console.text import counted
 
 PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True)) | {
     "evaluation": "evaluation",
@@ -51,7 +52,7 @@ def _curve(runs: Iterable[ReportedRun], curve: Curve) -> str:
     if not lines:
         return ""
     axes = Axes(
-        f"{title} over sequences trained, {number_of_runs(len(lines))}",
+        f"{title} over sequences trained, {counted(len(lines), 'run')}",
         "sequences trained",
         level,
         from_zero=curve is RATE,

@@ -114,10 +114,10 @@ class PlainLines:
         """Print what is new."""
         watched, run = self._watched, self._watched.run
         if run is not self._run:
-            self._put("the log was begun again")
+            _put(self._console, "the log was begun again")
             self._run, self._evaluations, self._complaints = run, 0, 0
         if run.phase != self._phase and run.phase in ("init", "run"):
-            self._put(f"{watched.path}: {_phase_words(watched, time.time() * 1000)}")
+            _put(self._console, f"{watched.path}: {_phase_words(watched, time.time() * 1000)}")
         self._phase = run.phase
         for index in range(self._evaluations, len(run.evaluations)):
             evaluation = run.evaluations[index]
@@ -125,19 +125,16 @@ class PlainLines:
             latest = index + 1 == len(run.evaluations) and run.phase != "done"
             after = f", {forecast_words(watched, time.time() * 1000)}" if latest else ""
             rate = f", {run.rate:,.1f} sequences/s" if latest and run.rate else ""
-            self._put(f"{words} at {evaluation.samples:,} samples{rate}{after}")
+            _put(self._console, f"{words} at {evaluation.samples:,} samples{rate}{after}")
         if len(run.evaluations) > self._evaluations or run.phase == "done":
             for line in watched.outlooks():
-                self._put(f"outlook: {line}")
+                _put(self._console, f"outlook: {line}")
         self._evaluations = len(run.evaluations)
         for text in islice(run.complaints, self._complaints, None):
-            self._put(f"warning: {text.removeprefix('warning ')}")
+            _put(self._console, f"warning: {text.removeprefix('warning ')}")
         self._complaints = len(run.complaints)
         if run.phase == "done":
-            self._put(end_words(run))
-
-    def _put(self, text: str) -> None:
-        _put(self._console, text)
+            _put(self._console, end_words(run))
 
 
 def rows(watched: Watch, now_ms: float) -> list[Row]:

@@ -124,7 +124,10 @@ def test_what_tools_that_are_missing_leave_out(tmp_path: Path) -> None:
         "host_memory_capacity": "1 GiB",
         "host_memory_configuration": "",
     }
-    assert system.accelerators(Gpus(), "", "") == {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
+    assert system.accelerators(Gpus(), fake_host(tmp_path)) == {
+        "accelerators_per_node": "0",
+        "accelerator_model_name": "N/A",
+    }
     port = "/sys/class/infiniband/mlx5_0/ports/1"
     files = {f"{port}/rate": "200 Gb/sec (4X HDR)", f"{port}/link_layer": "Ethernet", f"{port}/state": "4: ACTIVE"}
     assert system.networking(fake_host(tmp_path, files)) == "1x RoCE 200 Gb/s"
