@@ -38,11 +38,17 @@ def counting_clock(step_ms: int = 1000, start_ms: int = START_MS) -> Callable[[]
     return lambda: next(ticks)
 
 
-def initialise(log: MLLog, division: Any = "closed", settings: dict[str, Any] | None = None, seed: int = 1234) -> None:
+def initialise(
+    log: MLLog,
+    division: Any = "closed",
+    settings: dict[str, Any] | None = None,
+    seed: int = 1234,
+    platform: str = "one machine",
+) -> None:
     """Everything up to run_start."""
     log.cache_clear(True)
     log.init_start()
-    log.submission(division=division, org="Example", platform="one machine")
+    log.submission(division=division, org="Example", platform=platform)
     log.seed(seed)
     log.hyperparameters(settings or (CLOSED if division == "closed" else OPEN))
     log.weights_initialization(24 if division == "closed" else 2)

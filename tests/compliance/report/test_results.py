@@ -1,7 +1,5 @@
 import csv
 import json
-import math
-import random
 import re
 import sys
 from dataclasses import replace
@@ -76,16 +74,14 @@ def test_score_is_the_olympic_mean(
     assert results.dropped == dropped
 
 
-def test_a_closed_score_is_scaled_by_convergence(closed: Results) -> None:
+def test_a_closed_score_is_scaled_by_convergence(closed: Results, opened: Results) -> None:
     outlook = closed.convergence
     assert outlook is not None
     assert outlook.verdict == "scaled"
     assert closed.score_seconds is not None
     assert closed.scaled_seconds == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632, rel=1e-6)
     assert [run.said.converged_samples() for run in closed.runs][:2] == [2_400_000, 2_550_528]
-
-
-def test_runs_that_do_not_belong_together_have_no_convergence(closed: Results, opened: Results) -> None:
+    # Runs that do not belong together have none.
     assert replace(closed, runs=(*closed.runs, *opened.runs)).convergence is None
     assert replace(closed, runs=opened.runs).convergence is None
 
@@ -350,19 +346,8 @@ def test_what_is_said_of_failures(closed: Results, opened: Results) -> None:
     assert ", scaled by 1.00" in slow["Score"].text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0.0, "0.0 s"), (119.94, "119.9 s"), (120, "2.00 min"), (1012.9, "16.88 min")]
-)
-def test_durations(seconds: float | None, text: str) -> None:
-    assert summary.duration(seconds) == text
-
-
-def test_breakdown_of_wild_numbers_is_finite(closed: Results) -> None:
-    draw = random.Random(0)
-    values = [0, -1, 1e308, 2**62, 1e-300, None, "x", math.nan, math.inf, [], True]
-    keys = ["step", "samples", "step_ms", *module.STEP_PARTS.values()]
-    for _ in range(60):
-        steps = [{key: draw.choice(values) for key in keys} for _ in range(4)]
-        metrics = {event: [] for event in module.EVENTS} | {"step": steps, "eval": [{"eval_s": draw.choice(values)}]}
-        parts = breakdown(replace(closed.runs[0], metrics=metrics))
-        assert all(math.isfinite(seconds) and seconds >= 0 for seconds in parts.values())
+def test_numbers_as_they_are_shown() -> None:
+    durations = {None: "-", 0.0: "0.0 s", 119.94: "119.9 s", 120: "2.00 min", 1012.9: "16.88 min"}
+    assert {seconds: summary.duration(seconds) for seconds in durations} == durations
+    rates = {None: "-", 999.94: "999.9", 1000: "1,000"}
+    assert {rate: summary.rate(rate) for rate in rates} == rates

@@ -211,6 +211,11 @@ NO_SCHEDULE = [b"# resumed from: step_00000500"]
         ),
         ({"division": "open"}, [trained(1024), trained(1088)], []),  # every 1000, batches of 32: at 1024
         ({"division": "open"}, [trained(1184)], ["evaluation 1 was missed: due at 1,024 samples, now 1,184"]),
+        (  # told once
+            {"division": "open"},
+            [trained(samples) for samples in range(2000, 20_000, 320)],
+            ["evaluation 1 was missed: due at 1,024 samples, now 2,000 (TR 24.4)"],
+        ),
         ({"division": "open"}, [evaluates(1024), trained(1280)], []),
         ({}, [*TWO, looked(3.9)], []),
         ({}, [*TWO, looked(4.2, 4.5, 5, 6, 7)], ["evaluation 3 is late: none for 2 min"]),

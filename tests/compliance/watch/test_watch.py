@@ -71,19 +71,14 @@ def in_background(*steps: Callable[[], object], pause_s: float = 0.15) -> thread
 
 
 def test_a_run_that_has_ended(tmp_path: Path) -> None:
+    status, text = followed(closed_run(tmp_path / "result_1.txt", 3, ends="aborted", last=0.71))
+    assert (status, text.splitlines()[-1].startswith("aborted after ")) == (1, True)
     status, text = followed(run_logs.write_run(tmp_path / "result_0.txt", "open"))
     assert status == 0
     lines = text.splitlines()
     assert lines[0] == "evaluation 1: accuracy 0.1500 of 0.3000 at 1,024 samples"
     assert [one.split(":")[0] for one in lines[:3]] == [f"evaluation {n}" for n in (1, 2, 3)]
     assert lines[-1].startswith("success after 0:00 (")
-
-
-def test_an_aborted_run_is_a_failure(tmp_path: Path) -> None:
-    path = closed_run(tmp_path / "result_0.txt", 3, ends="aborted", last=0.71)
-    status, text = followed(path)
-    assert status == 1
-    assert text.splitlines()[-1].startswith("aborted after ")
 
 
 def test_a_run_that_is_written_meanwhile(tmp_path: Path) -> None:
@@ -407,26 +402,3 @@ def test_sparkline() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([0.7, 0.7]) == "▁▁"
     assert len(sparkline([0.01 * index for index in range(100)])) == 60
-
-
-def test_each_byte_is_read_once(tmp_path: Path) -> None:
-    path = tmp_path / "result_0.txt"
-    plain = b"step   940  samples     30080     40.8 ms     784.9 seq/s      70721 tok/s  wait  1.9 %  loss 3.7200\n"
-    path.write_bytes(plain * 20_000)
-    watched = Watch(path, "5.0.0")
-    for _ in range(5):
-        watched.look()
-        with path.open("ab") as file:
-            file.write(plain)
-    watched.look()
-    assert watched.log.bytes_read == path.stat().st_size
-    assert watched.run.step_samples == 30_080
-
-
-@pytest.mark.parametrize("content", [b"", b"\x00" * 1000, b":::MLLOG", b":::MLLOG {}\n", b"# : \n#\n", b'"run_stop"\n'])
-def test_logs_of_nothing(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "result_0.txt"
-    path.write_bytes(content)
-    watched = looked_at(path)
-    assert shown(watched, 0)
-    assert list(watched.outlooks()) == []

@@ -115,13 +115,6 @@ def test_a_flood_of_broken_rules_and_of_lines_of_the_head_is_bounded() -> None:
     assert max(map(len, run.header.values())) < running.MAX_HEADER_BYTES
 
 
-def test_an_evaluation_that_does_not_come_is_told_once() -> None:
-    run = begun("open")
-    for samples in range(2000, 20_000, 32):
-        run.take(f"step {samples} samples {samples} 1.0 ms 9.0 seq/s".encode())
-    assert list(run.complaints) == ["evaluation 1 was missed: due at 1,024 samples, now 2,000 (TR 24.4)"]
-
-
 def test_more_evaluations_than_any_run_has_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running, "MAX_EVALUATIONS", 5)
     run = begun("open")
