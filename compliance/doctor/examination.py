@@ -60,8 +60,7 @@ class _Examined:
         """A data set of the run."""
         given = self.intended.data
         if given is None:
-            named = self.plan.setting("data", name)
-            return _from_here(named) if named else None
+            return self._named("data", name)
         inside = given / name
         # A folder that holds no two data sets is one.
         return inside if inside.exists() or self.plan.recipe else given if name == "train" else None
@@ -69,14 +68,12 @@ class _Examined:
     @property
     def results(self) -> Path | None:
         """results/ of the run."""
-        named = self.plan.setting("log", "results")
-        return self.intended.results or (_from_here(named) if named else None)
+        return self.intended.results or self._named("log", "results")
 
     @property
     def checkpoint(self) -> Path | None:
         """The weights that the run starts from."""
-        named = self.plan.setting("data", "initial_checkpoint")
-        return self.intended.checkpoint or (_from_here(named) if named else None)
+        return self.intended.checkpoint or self._named("data", "initial_checkpoint")
 
     @property
     def system_file(self) -> Path | None:
@@ -85,10 +82,10 @@ class _Examined:
         in_results = self.results / "systems" / f"{name}.json" if self.results and name else None
         return self.intended.system or in_results
 
-
-def _from_here(named: str) -> Path:
-    """A path of the recipe, which starts at the repository's root, as seen from the present folder."""
-    return Path(os.path.relpath(REPOSITORY / named))
+    def _named(self, section: str, name: str) -> Path | None:
+        """A path of the recipe, which starts at the repository's root, as seen from the present folder."""
+        named = self.plan.setting(section, name)
+        return Path(os.path.relpath(REPOSITORY / named)) if named else None
 
 
 def examine(intended: IntendedRun, host: Host | None = None) -> Iterator[Diagnosis]:
@@ -258,8 +255,7 @@ def _check_source(about: _Examined) -> Iterator[Diagnosis]:
 
 
 def _check_system_file(about: _Examined) -> Iterator[Diagnosis]:
-    path = about.system_file
-    if path is not None:
+    if path := about.system_file:
         yield from compare(path, about.plan, about.host)
 
 
@@ -274,7 +270,7 @@ def _check_checkpoint(about: _Examined) -> Iterator[Diagnosis]:
         yield fail("checkpoint", str(error), remedy)
         return
     vocabulary, hidden = (about.plan.setting("model", name) for name in ("vocab_size", "hidden_size"))
-    matrices = [tuple(shape) for shape in tensors.values() if len(shape) == 2]
+    matrices = [shape for shape in tensors.values() if len(shape) == 2]
     if hidden and not any(rows >= vocabulary and columns == hidden for rows, columns in matrices):
         found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {about.plan.recipe} trains"
         yield fail("checkpoint", found, remedy)
