@@ -111,6 +111,7 @@ UNEVEN = fake.topology().replace("\t\x1b[4m", "\x1b[4m\t").replace("\tNV18", "\t
         (MIXED, {"SYS": 4, "NV12": 2}, "4 of 6 pairs: PCIe across NUMA nodes, 2 of 6 pairs: 12 NVLinks"),
         *((text, {}, "") for text in ("", "GPU0\n", "GPU0\tGPU1\nGPU0\n", "\x00\t")),
         ("\tGPU0\tCPU Affinity\nGPU0\t X \t0-9\n", {}, ""),
+        ("\tGPU0\tGPU1\nGPU0\t X \nGPU1\tNV1\t X \n", {}, ""),
     ],
 )
 def test_topology(text: str, kinds: dict[str, int], words: str) -> None:

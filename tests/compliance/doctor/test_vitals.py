@@ -130,6 +130,7 @@ HALF_LINKED = LINKED.replace("NV18\tNV18\tPXB", "NV18\tSYS\tPXB")
 @pytest.mark.parametrize(
     ("about", "changes", "expected"),
     [
+        ("", {"rows": fake.smi(8, {"ecc.errors.uncorrected.volatile.total": "[N/A]"})}, []),
         ("", {"plan": CPU}, []),
         ("", {"plan": CPU, "rows": fake.MISSING}, []),
         ("", {"rows": fake.MISSING}, ["fail GPUs: no nvidia-smi here"]),
