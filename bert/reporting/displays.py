@@ -79,6 +79,6 @@ class LivePanel:
             words = f"{record.status} after {clock(record.time_s)}"
             rows.append(live.end_row(words, is_success=record.status == "success"))
         else:
-            rows.append(("target", f"{progress.target:.4f} in {progress.eta}"))
+            rows.append(("target", f"{progress.target:.4f}, time left {progress.eta}"))
         warning = progress.warning
         return rows + live.warning_rows([f"step {warning.step}: {warning.text}"] if warning else [])
