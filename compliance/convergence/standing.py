@@ -170,7 +170,6 @@ def _common(logs: list[Log], key: str, rule: rules.ValueRule | None) -> Any:
         raise ValueError(f"{logs[0].path.parent}: no log says {key} yet; wait for the first run to initialise")
     if len(first) > 1:
         said = ", ".join(f"{value!r} in {name}" for value, name in first.items())
-        raise ValueError(
-            f"{logs[0].path.parent}: {key} differs between logs ({said}): keep each set of runs in its own folder"
-        )
+        differs = f"{key} differs between logs ({said})"
+        raise ValueError(f"{logs[0].path.parent}: {differs}: keep each set of runs in its own folder")
     return next(iter(first))

@@ -116,9 +116,8 @@ def _check_batch(about: _Examined) -> Iterator[Diagnosis]:
         layout += f", {plan.tensor} ranks to a copy of the model,"
     if plan.ranks % plan.tensor:
         remedy = f"start a multiple of {plan.tensor} ranks on each node (NPROC), or change --parallel.tensor"
-        yield fail(
-            "recipe", f"{plan.ranks} rank(s) of a node cannot share copies of the model by {plan.tensor}", remedy
-        )
+        found = f"{plan.ranks} rank(s) of a node cannot share copies of the model by {plan.tensor}"
+        yield fail("recipe", found, remedy)
     elif batch * plan.tensor % (plan.world_size * steps):
         remedy = "change the number of nodes (--nodes) or ranks (NPROC), or --training.gradient-accumulation-steps"
         yield fail("recipe", f"a batch of {batch} cannot be divided over {layout}", remedy)
@@ -204,9 +203,8 @@ def _check_results(about: _Examined) -> Iterator[Diagnosis]:
     storage, usage = storage_of(existing, about.host), shutil.disk_usage(existing)
     named = f"{results}, on {storage.description}"
     if storage.is_read_only or not os.access(existing, os.W_OK | os.X_OK):
-        yield fail(
-            "results", f"{named}, may not be written", "choose another folder (--log.results), or change its owner"
-        )
+        remedy = "choose another folder (--log.results), or change its owner"
+        yield fail("results", f"{named}, may not be written", remedy)
         return
     if usage.free < RESULTS_BYTES:
         found = f"{named}: {usage.free / 2**20:.0f} MiB are free"
@@ -309,11 +307,9 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
     if not about.plan.recipe:
         return
     arguments = ["-m", "bert.train", about.plan.recipe, "--dry-run"]
-    given: dict[str, object] = {
-        "log.results": about.intended.results,
-        "data.initial-checkpoint": about.intended.checkpoint,
-    }
-    if about.intended.data:
+    intended = about.intended
+    given: dict[str, object] = {"log.results": intended.results, "data.initial-checkpoint": intended.checkpoint}
+    if intended.data:
         given |= {"data.train": about.folder("train"), "data.evaluation": about.folder("evaluation")}
     for name, value in given.items():
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []

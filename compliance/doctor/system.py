@@ -226,12 +226,9 @@ class AdapterPort:
 
 def adapter_ports(host: Host) -> list[AdapterPort]:
     """The ports of all adapters with RDMA: InfiniBand and RoCE."""
-    adapters = host.names("/sys/class/infiniband")
-    return [
-        AdapterPort(host, adapter, number)
-        for adapter in adapters
-        for number in host.names(f"/sys/class/infiniband/{adapter}/ports")
-    ]
+    folder = "/sys/class/infiniband"
+    adapters = [(adapter, host.names(f"{folder}/{adapter}/ports")) for adapter in host.names(folder)]
+    return [AdapterPort(host, adapter, number) for adapter, numbers in adapters for number in numbers]
 
 
 def accelerators(found: gpus.Gpus, host: Host) -> dict[str, str]:

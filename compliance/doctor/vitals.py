@@ -272,9 +272,8 @@ def memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
         yield ok("memory", f"{free / GIB:.0f} GiB free{of}")
     swapped = (int(table.get("SwapTotal", 0)) - int(table.get("SwapFree", 0))) * 1024
     if swapped > GIB // 4:
-        yield warn(
-            "swap", f"{swapped / GIB:.1f} GiB are swapped out", "swapoff -a (root), or find out who fills memory"
-        )
+        remedy = "swapoff -a (root), or find out who fills memory"
+        yield warn("swap", f"{swapped / GIB:.1f} GiB are swapped out", remedy)
     yield from _shared_memory(host, plan)
 
 

@@ -100,9 +100,8 @@ def stacked_chart(lines: Sequence[Line], axes: Axes) -> str:
     plot = _Plot(replace(axes, from_zero=True), xs, levels[-1])
     for line, lower, upper in zip(lines, edges, edges[1:], strict=False):
         corners = " ".join(plot.place(point) for point in [*upper, *reversed(lower)])
-        plot.marks.append(
-            f'<polygon class="{line.kind}" points="{corners}"><title>{escape(line.name)}</title></polygon>'
-        )
+        name = f"<title>{escape(line.name)}</title>"
+        plot.marks.append(f'<polygon class="{line.kind}" points="{corners}">{name}</polygon>')
     return plot.html()
 
 

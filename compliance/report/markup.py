@@ -48,10 +48,8 @@ def scrolling_table(name: str, head: Sequence[str], rows: Iterable[Iterable[str]
 
 def fact_list(facts: dict[str, str]) -> str:
     """Names and values, at most `MAX_FACTS` of them."""
-    items = [
-        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>"
-        for name, value in islice(facts.items(), MAX_FACTS)
-    ]
+    shown = islice(facts.items(), MAX_FACTS)
+    items = [f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in shown]
     if len(facts) > MAX_FACTS:
         items.append(f"<div><dt>and more</dt><dd>{len(facts) - MAX_FACTS} lines not shown</dd></div>")
     return f'<dl class="facts">{"".join(items)}</dl>' if items else ""

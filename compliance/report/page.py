@@ -13,15 +13,7 @@ from compliance.convergence.reference_points import Reference
 from compliance.log.rules import NEWEST_RULESET, NOT_A_RESULT
 from compliance.report import Format
 from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
-from compliance.report.markup import (
-    MAX_FACTS,
-    escaped,
-    fact_list,
-    figure,
-    pair,
-    scrolling_table,
-    section,
-)
+from compliance.report.markup import MAX_FACTS, escaped, fact_list, figure, pair, scrolling_table, section
 from compliance.report.published import SOURCE, Published
 from compliance.report.results import ReportedRun, Results, load_results
 from compliance.report.summary import (
@@ -218,9 +210,8 @@ def _convergence(results: Results) -> str:
         return ""
     mean = results.convergence.mean if results.convergence else None
     guides = [*_reference_guides(results, "y"), *([Guide("mean", f"mean {short_count(mean)}", mean)] if mean else [])]
-    axes = Axes(
-        f"Sequences to the target of {counted(len(bars), 'run')}", "run", lambda taken: short_count(taken, 4), guides
-    )
+    description = f"Sequences to the target of {counted(len(bars), 'run')}"
+    axes = Axes(description, "run", lambda taken: short_count(taken, 4), guides)
     missing = len(samples) - len(bars)
     note = f"{counted(missing, 'run')} did not reach the target." if missing else ""
     return figure("Sequences to the target", run_chart(bars, axes, columns=False), note)
@@ -250,10 +241,8 @@ def _table(results: Results) -> str:
 def _warnings(runs: Iterable[ReportedRun]) -> str:
     """List what the runs warned of while they ran."""
     said = [(run.number, entry) for run in runs for entry in run.metrics["warning"]]
-    items = [
-        f"<li>Run {number}, step {escaped(entry.get('step'))}: {escaped(entry.get('text'))}</li>"
-        for number, entry in said[:MAX_WARNINGS]
-    ]
+    item = "<li>Run {}, step {}: {}</li>".format
+    items = [item(number, *map(escaped, (at.get("step"), at.get("text")))) for number, at in said[:MAX_WARNINGS]]
     if len(said) > MAX_WARNINGS:
         items.append(f"<li>and {len(said) - MAX_WARNINGS} more</li>")
     return f'<h3>Warnings while it ran</h3><ul class="plain">{"".join(items)}</ul>' if items else ""

@@ -104,11 +104,8 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> Placement:
         return Placement("The system has no accelerator: nothing published to compare with.")
     model = family(accelerator)
     own = form(accelerator)
-    alike = [
-        result
-        for result in published()
-        if family(result.accelerator) == model and (own is None or form(result.accelerator) in (None, own))
-    ]
+    of_model = [result for result in published() if family(result.accelerator) == model]
+    alike = [result for result in of_model if own is None or form(result.accelerator) in (None, own)]
     kind = f"{model} ({own})" if model and own else model or accelerator
     if model is None or not alike:
         return Placement(f"No published result of rounds v2.0 to v3.1 was trained on {kind}.")
@@ -134,9 +131,8 @@ def _between(faster: Sequence[Published], slower: Sequence[Published]) -> str:
 
 
 def _nearest_scale(alike: Sequence[Published], accelerators: int, kind: str) -> str:
-    nearest = min(
-        {result.accelerators for result in alike}, key=lambda n: (max(n, accelerators) / min(n, accelerators), n)
-    )
+    scales = {result.accelerators for result in alike}
+    nearest = min(scales, key=lambda scale: (max(scale, accelerators) / min(scale, accelerators), scale))
     times = [result.minutes for result in alike if result.accelerators == nearest]
     span = f"{times[0]:.2f}" if len(times) == 1 else f"{times[0]:.2f} to {times[-1]:.2f}"
     number = "one result" if len(times) == 1 else f"{len(times)} results"
