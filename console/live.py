@@ -62,7 +62,7 @@ def warning_rows(texts: Iterable[str]) -> list[Row]:
     return [("!", styled(text, "yellow")) for text in texts]
 
 
-def end_row(text: str, *, is_success: bool) -> Row:
+def end_row(text: str, *, is_success: bool) -> tuple[str, Text]:
     """How the run ended."""
     return ("end", styled(text, "green" if is_success else "bold red"))
 

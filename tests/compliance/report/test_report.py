@@ -115,6 +115,7 @@ def test_a_closed_folder_has_every_part(closed: Results) -> None:
     ]
     for words in CLOSED_WORDS.splitlines():
         assert words in page.text, words
+    assert "lines not shown" not in page.text
     assert page.text.count("no, fastest") == page.text.count("no, slowest") == 1
     assert [attrs["scope"] for attrs in page.of("th", "own")] == ["row"]
     counts = {("g", "dropped"): 2, ("rect", "band"): 2, ("path", "minimum"): 2, ("path", "mean"): 2}

@@ -18,7 +18,7 @@ from bert.mllog import evaluation_samples
 from compliance.watch import screen as watching
 from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
-from console.live import clock, panel, sparkline
+from console.live import clock, end_row, panel, sparkline
 from tests.compliance import run_logs
 from tests.compliance.watch.test_running import line
 from tests.conftest import REPOSITORY
@@ -388,6 +388,7 @@ def test_a_terminal_shows_the_panel_and_leaves_it(tmp_path: Path) -> None:
     console = Console(file=text, width=100, height=30, force_terminal=True, color_system=None)
     assert watch(path, "5.0.0", 5, 5, console) == 0
     assert "success after" in text.getvalue()
+    assert [end_row("", is_success=good)[1].style for good in (True, False)] == ["green", "bold red"]
     assert "▁" in text.getvalue()
 
 
