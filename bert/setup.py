@@ -243,7 +243,8 @@ def _reporter(
     ]
     sinks += tensorboard_sinks(config, inputs.result)
     if console.is_terminal:
-        sinks += [LivePanel(progress, console), PlainLines(progress, log.line)]
+        title = f"{config.recipe} · {config.log.division}"
+        sinks += [LivePanel(title, progress, console), PlainLines(progress, log.line)]
     else:
         sinks += [PlainLines(progress, log.line, say)]
     return Reporter(progress, sinks, against_plan)

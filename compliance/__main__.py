@@ -45,13 +45,10 @@ def check(
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
     if not paths:
-        raise ValueError(
-            "no path given, expected one or more logs results/<system>/bert/result_<n>.txt, or folders of them"
-        )
+        raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
     if paths.count(STDIN) > 1:
-        raise ValueError(
-            f"{STDIN}: given {paths.count(STDIN)} times, expected once: standard input can be read only once"
-        )
+        given = f"{STDIN}: given {paths.count(STDIN)} times"
+        raise ValueError(f"{given}, expected once: standard input can be read only once")
     if format == "github" and (json or matrix):
         raise ValueError(f"--format github and --{'json' if json else 'matrix'}: choose one of them")
     if matrix:
@@ -81,9 +78,9 @@ def check(
 def _logs_of(path: Path) -> list[Path]:
     from compliance.submission.folders import find
 
-    return (
-        [log for folder in find(path).benchmarks for log in folder.logs] if path != STDIN and path.is_dir() else [path]
-    )
+    if path == STDIN or not path.is_dir():
+        return [path]
+    return [log for folder in find(path).benchmarks for log in folder.logs]
 
 
 def _print_matrix(paths: tuple[Path, ...], json: bool) -> int:

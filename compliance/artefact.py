@@ -42,10 +42,8 @@ def read_bounded(path: Path) -> bytes:
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     if len(content) > MAX_FILE_BYTES:
-        raise ValueError(
-            f"{path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most a submission may hold; "
-            "keep telemetry in the metrics file"
-        )
+        most = f"{MAX_FILE_BYTES >> 20} MiB, the most a submission may hold"
+        raise ValueError(f"{path}: larger than {most}; keep telemetry in the metrics file")
     return content
 
 

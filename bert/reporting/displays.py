@@ -1,15 +1,13 @@
-"""A run as a person sees it: one line an interval, or a table that refreshes in place."""
+"""A run as a person sees it: one line an interval, or a panel that is redrawn in place."""
 
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 
 from bert.reporting.progress import Progress
 from bert.reporting.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
-from console.live import Row, clock, grid
+from console import live
+from console.live import Row, clock
 from console.text import visible
 
 
@@ -50,38 +48,37 @@ class PlainLines:
 
 
 class LivePanel:
-    """A table that refreshes in place, for a person at a terminal."""
+    """The panel of a run, for a person at a terminal; ``title`` says which run it is."""
 
-    def __init__(self, progress: Progress, console: Console) -> None:
+    def __init__(self, title: str, progress: Progress, console: Console) -> None:
+        self._title = title
         self._progress = progress
-        self._live = Live(console=console, refresh_per_second=4, transient=False)
-        self._live.start()
+        self._panel = live.LivePanel(console)
 
     def write(self, record: Record) -> None:
         """Show the run as of this record."""
-        self._live.update(self._table(record))
+        self._panel.show(self._title, self._rows(record))
 
     def close(self) -> None:
         """Leave the last state on the screen."""
-        self._live.stop()
+        self._panel.close()
 
-    def _table(self, record: Record) -> Table:
-        rows: list[Row] = []
-        if (step := self._progress.latest) is not None:
-            rows = [
-                ("samples", f"{step.samples:,} of at most {self._progress.max_samples:,}  (step {step.step:,})"),
+    def _rows(self, record: Record) -> list[Row]:
+        progress, rows = self._progress, []
+        if evaluations := progress.evaluations:
+            accuracies = [evaluation.masked_lm_accuracy for evaluation in evaluations]
+            rows += live.accuracy_rows(accuracies, progress.target, evaluations[-1].samples)
+        if (step := progress.latest) is not None:
+            rows += [
+                ("samples", f"{step.samples:,} of at most {progress.max_samples:,}  (step {step.step:,})"),
                 ("rate", f"{step.sequences_per_s:,.1f} sequences/s   {step.tokens_per_s:,.0f} tokens/s"),
                 ("step", f"{step.step_ms:.1f} ms, of it {step.data_wait_ms:.2f} ms waiting for data"),
                 ("loss", f"{step.loss:.4f}   (masked LM {step.masked_lm_loss:.4f})   lr {step.learning_rate:.2e}"),
             ]
-        ended = isinstance(record, EndRecord)
-        left = (
-            ("ended", f"{record.status} after {clock(record.time_s)}") if ended else ("time left", self._progress.eta)
-        )
-        rows += [("accuracy", self._progress.accuracy), left]
-        if (warning := self._progress.warning) is not None:
-            rows.append(("warning", f"step {warning.step}: {warning.text}"))
-        target, evaluations = self._progress.target, self._progress.evaluations
-        reached = evaluations[-1].masked_lm_accuracy if evaluations else 0.0
-        rows.append(("", ProgressBar(total=target, completed=min(reached, target), width=48)))
-        return grid(rows)
+        if isinstance(record, EndRecord):
+            words = f"{record.status} after {clock(record.time_s)}"
+            rows.append(live.end_row(words, is_success=record.status == "success"))
+        else:
+            rows.append(("target", f"{progress.target:.4f}, time left {progress.eta}"))
+        warning = progress.warning
+        return rows + live.warning_rows([f"step {warning.step}: {warning.text}"] if warning else [])

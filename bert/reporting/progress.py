@@ -31,12 +31,6 @@ class Progress:
             self.warning = record
 
     @property
-    def accuracy(self) -> str:
-        """The last accuracy against the target."""
-        last = f"{self.evaluations[-1].masked_lm_accuracy:.4f}" if self.evaluations else "-"
-        return f"{last} / {self.target:.4f}"
-
-    @property
     def eta(self) -> str:
         """Time to the evaluation that reaches the target: a range where its curve tells one, else at most."""
         if self.latest is None or self.latest.samples == self.resumed_samples:

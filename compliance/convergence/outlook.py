@@ -30,12 +30,7 @@ MAX_CASES = 12
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A place on the evaluation schedule.
-
-    Attributes:
-        index: number of the evaluation, from 1.
-        samples: sequences trained when it is taken.
-    """
+    """A place on the evaluation schedule: its number, from 1, and the sequences trained by then."""
 
     index: int
     samples: int
@@ -43,12 +38,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Case:
-    """The complete set, if all missing runs converged at one evaluation.
-
-    Attributes:
-        mean: of the complete set, in samples.
-        scaling: factor of the score.
-    """
+    """The complete set, if all missing runs converged at one evaluation: its mean in samples, its score's factor."""
 
     evaluation: Evaluation
     mean: float
@@ -232,24 +222,22 @@ def _head(values: list[float], mean: float | None, runs: int) -> str:
     if failed == 1:
         count += " and dropped as the slowest"
     so_far = "" if len(values) == runs else " so far"
-    return count + (f", mean{so_far} {_number(mean)} samples" if mean is not None else "")
+    return count + (f", mean{so_far} {mean:,.0f} samples" if mean is not None else "")
 
 
 def _describe(found: Reference, mean: float) -> str:
     verdict = found.verdict(mean)
     if verdict == "pass":
-        said = (
-            f"at or above the reference's mean of {_number(found.mean)}; the set passes and its score stands as it is"
-        )
+        said = f"at or above the reference's mean of {found.mean:,.0f}; the set passes and its score stands as it is"
     elif verdict == "scaled":
         said = (
-            f"between the minimum of {_number(found.minimum)} and the reference's mean of {_number(found.mean)}; "
+            f"between the minimum of {found.minimum:,.0f} and the reference's mean of {found.mean:,.0f}; "
             f"the set passes and its score is multiplied by {found.scaling(mean):.6f}"
         )
     else:
         said = (
-            f"{1 - mean / found.minimum:.2%} below the minimum of {_number(found.minimum)} (reference's mean "
-            f"{_number(found.mean)}); the set converges faster than the reference can explain and fails"
+            f"{1 - mean / found.minimum:.2%} below the minimum of {found.minimum:,.0f} (reference's mean "
+            f"{found.mean:,.0f}); the set converges faster than the reference can explain and fails"
         )
     return f"{said} ({describe_origin(found)})."
 
@@ -258,11 +246,11 @@ def _describe_needed(found: Reference, needed: Needed) -> str:
     low, high = needed.predicted_mean
     scaling = f"{found.scaling(low):.4f} at most" if low < found.mean else "none"
     return (
-        f"The complete set passes from a mean of {_number(found.minimum)}, and its score stands unscaled from "
-        f"{_number(found.mean)} ({describe_origin(found)}). "
+        f"The complete set passes from a mean of {found.minimum:,.0f}, and its score stands unscaled from "
+        f"{found.mean:,.0f} ({describe_origin(found)}). "
         f"{_condition('pass', needed.to_pass, needed.remaining)} "
         f"{_condition('stand unscaled', needed.to_stand, needed.remaining)} "
-        f"Prediction ({PREDICTION_LEVEL:.0%}): mean {_number(low)} to {_number(high)}, scaling {scaling}; "
+        f"Prediction ({PREDICTION_LEVEL:.0%}): mean {low:,.0f} to {high:,.0f}, scaling {scaling}; "
         f"it passes with a probability of {_percent(needed.pass_probability)}, "
         f"unscaled {_percent(needed.stand_probability)}."
     )
@@ -274,7 +262,7 @@ def _condition(outcome: str, evaluation: Evaluation | None, remaining: int) -> s
         return f"It can no longer {outcome}, whatever the missing {'run does' if remaining == 1 else 'runs do'}."
     if evaluation.index == 1:
         return f"It will {outcome} if {missing}, at any evaluation."
-    return f"It will {outcome} if {missing} at evaluation {evaluation.index} ({_number(evaluation.samples)}) or later."
+    return f"It will {outcome} if {missing} at evaluation {evaluation.index} ({evaluation.samples:,.0f}) or later."
 
 
 def _above_all(ruleset: str, global_batch_size: int) -> str:
@@ -285,7 +273,3 @@ def _above_all(ruleset: str, global_batch_size: int) -> str:
 def _percent(probability: float) -> str:
     """Percentage in words; no draw of a prediction is certain."""
     return "under 1%" if probability < 0.005 else "over 99%" if probability > 0.995 else f"{probability:.0%}"
-
-
-def _number(samples: float) -> str:
-    return f"{samples:,.0f}"

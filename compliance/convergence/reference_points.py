@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -122,7 +121,8 @@ def points(ruleset: str) -> tuple[Point, ...]:
             f"the reference points of ruleset {ruleset} are not there: install mlperf-logging 4.1.68 "
             "(the project's requirements name it)"
         ) from error
-    found = [_point(entry["BS"], entry["Epochs to converge"]) for entry in json.loads(text).values()]
+    read = [(entry["BS"], entry["Epochs to converge"]) for entry in json.loads(text).values()]
+    found = [Point(batch, olympic_mean(runs), statistics.pstdev(runs), len(runs) - 2) for batch, runs in read]
     return tuple(sorted(found, key=lambda point: point.global_batch_size))
 
 
@@ -155,10 +155,6 @@ def interpolate(low: Point, high: Point, global_batch_size: int) -> Point:
         return slope * (global_batch_size - low.global_batch_size) + left
 
     return Point(global_batch_size, at(low.mean, high.mean), at(low.stdev, high.stdev), 2 * SUBMISSION_RUNS)
-
-
-def _point(global_batch_size: int, samples: Sequence[float]) -> Point:
-    return Point(global_batch_size, olympic_mean(samples), statistics.pstdev(samples), len(samples) - 2)
 
 
 def _reference(

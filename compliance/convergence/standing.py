@@ -71,7 +71,11 @@ class Standing:
             "",
             f"{'log':<20} {'samples':>12} {'evaluations':>12}",
         ]
-        lines += map(_describe_run, self.runs)
+        for run in self.runs:
+            reached = f"{run.samples:,}" if run.samples else run.status
+            is_left_out = not run.chosen and run.status != "running"
+            note = "  not among the runs that a submission takes" if is_left_out else ""
+            lines.append(f"{run.path.name:<20} {reached:>12} {run.evaluations:>12}{note}")
         if self.outlook.reference:
             found = self.outlook.reference
             lines += ["", f"reference: mean {found.mean:,.0f}, minimum {found.minimum:,.0f} ({describe_origin(found)})"]
@@ -81,12 +85,6 @@ class Standing:
                 place = f"evaluation {case.evaluation.index:>3} {case.evaluation.samples:>12,}"
                 lines.append(f"    {place}   mean {case.mean:>12,.0f}   {case.verdict}, scaling {case.scaling:.6f}")
         return [*lines, "", self.outlook.sentence]
-
-
-def _describe_run(run: StandingRun) -> str:
-    reached = f"{run.samples:,}" if run.samples else run.status
-    note = "" if run.chosen or run.status == "running" else "  not among the runs that a submission takes"
-    return f"{run.path.name:<20} {reached:>12} {run.evaluations:>12}{note}"
 
 
 def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_train_samples: bool = False) -> Standing:
@@ -172,7 +170,6 @@ def _common(logs: list[Log], key: str, rule: rules.ValueRule | None) -> Any:
         raise ValueError(f"{logs[0].path.parent}: no log says {key} yet; wait for the first run to initialise")
     if len(first) > 1:
         said = ", ".join(f"{value!r} in {name}" for value, name in first.items())
-        raise ValueError(
-            f"{logs[0].path.parent}: {key} differs between logs ({said}): keep each set of runs in its own folder"
-        )
+        differs = f"{key} differs between logs ({said})"
+        raise ValueError(f"{logs[0].path.parent}: {differs}: keep each set of runs in its own folder")
     return next(iter(first))

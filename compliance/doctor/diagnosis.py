@@ -25,10 +25,6 @@ class Diagnosis:
     found: str
     remedy: str = ""
 
-    def as_dict(self) -> dict[str, str]:
-        """Return a dictionary for JSON."""
-        return {"subject": self.subject, "state": self.state, "found": self.found, "remedy": self.remedy}
-
 
 def ok(subject: str, found: str) -> Diagnosis:
     """Diagnosis that all is well."""

@@ -7,13 +7,14 @@ file is written. Every question to the machine has a time limit, and a tool that
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
@@ -24,13 +25,14 @@ from rich.text import Text
 from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
-from compliance.doctor.host import REPOSITORY, Host
+from compliance.doctor.host import REPOSITORY, Host, Output
 from compliance.doctor.plan import IntendedRun, Plan, make_plan
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
 from compliance.doctor.system_truth import compare
 from compliance.log import rules
+from console.files import open_regular
 from console.program import say, say_json
 from console.text import visible
 
@@ -58,8 +60,7 @@ class _Examined:
         """A data set of the run."""
         given = self.intended.data
         if given is None:
-            named = self.plan.setting("data", name)
-            return _from_here(named) if named else None
+            return self._named("data", name)
         inside = given / name
         # A folder that holds no two data sets is one.
         return inside if inside.exists() or self.plan.recipe else given if name == "train" else None
@@ -67,14 +68,12 @@ class _Examined:
     @property
     def results(self) -> Path | None:
         """results/ of the run."""
-        named = self.plan.setting("log", "results")
-        return self.intended.results or (_from_here(named) if named else None)
+        return self.intended.results or self._named("log", "results")
 
     @property
     def checkpoint(self) -> Path | None:
         """The weights that the run starts from."""
-        named = self.plan.setting("data", "initial_checkpoint")
-        return self.intended.checkpoint or (_from_here(named) if named else None)
+        return self.intended.checkpoint or self._named("data", "initial_checkpoint")
 
     @property
     def system_file(self) -> Path | None:
@@ -83,10 +82,10 @@ class _Examined:
         in_results = self.results / "systems" / f"{name}.json" if self.results and name else None
         return self.intended.system or in_results
 
-
-def _from_here(named: str) -> Path:
-    """A path of the recipe, which starts at the repository's root, as seen from the present folder."""
-    return Path(os.path.relpath(REPOSITORY / named))
+    def _named(self, section: str, name: str) -> Path | None:
+        """A path of the recipe, which starts at the repository's root, as seen from the present folder."""
+        named = self.plan.setting(section, name)
+        return Path(os.path.relpath(REPOSITORY / named)) if named else None
 
 
 def examine(intended: IntendedRun, host: Host | None = None) -> Iterator[Diagnosis]:
@@ -117,9 +116,8 @@ def _check_batch(about: _Examined) -> Iterator[Diagnosis]:
         layout += f", {plan.copy} ranks to a copy of the model,"
     if plan.ranks % plan.tensor:
         remedy = f"start a multiple of {plan.tensor} ranks on each node (NPROC), or change --parallel.tensor"
-        yield fail(
-            "recipe", f"{plan.ranks} rank(s) of a node cannot share copies of the model by {plan.tensor}", remedy
-        )
+        found = f"{plan.ranks} rank(s) of a node cannot share copies of the model by {plan.tensor}"
+        yield fail("recipe", found, remedy)
     elif not _is_whole(plan):
         remedy = "change --parallel.pipeline: nodes hold whole copies of the model, or copies take whole nodes"
         yield fail("recipe", f"{plan.pipeline} stages of {plan.tensor} rank(s) do not divide {layout}", remedy)
@@ -214,9 +212,8 @@ def _check_results(about: _Examined) -> Iterator[Diagnosis]:
     storage, usage = storage_of(existing, about.host), shutil.disk_usage(existing)
     named = f"{results}, on {storage.description}"
     if storage.is_read_only or not os.access(existing, os.W_OK | os.X_OK):
-        yield fail(
-            "results", f"{named}, may not be written", "choose another folder (--log.results), or change its owner"
-        )
+        remedy = "choose another folder (--log.results), or change its owner"
+        yield fail("results", f"{named}, may not be written", remedy)
         return
     if usage.free < RESULTS_BYTES:
         found = f"{named}: {usage.free / 2**20:.0f} MiB are free"
@@ -231,7 +228,7 @@ def _check_results(about: _Examined) -> Iterator[Diagnosis]:
 def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
     folder = results / str(about.plan.setting("log", "system") or "") / "bert"
     wanted, target = about.plan.setting("log", "run"), SUBMISSION_RUNS
-    there = sorted(int(match[1]) for name in _names(folder) if (match := rules.RESULT_FILE.fullmatch(name)))
+    there = sorted(int(match[1]) for path in folder.glob("*") if (match := rules.RESULT_FILE.fullmatch(path.name)))
     if not about.plan.recipe:
         return
     if wanted is not None and wanted in there:
@@ -243,13 +240,6 @@ def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
         missing = len(there) < there[-1] + 1
         gaps = "; their numbers have gaps, and the next run fills the first" if missing else ""
         yield ok("results", f"{len(there)} log(s) in {folder} already{gaps}")
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [entry.name for entry in folder.iterdir()]
-    except OSError:
-        return []
 
 
 def _check_source(about: _Examined) -> Iterator[Diagnosis]:
@@ -272,8 +262,7 @@ def _check_source(about: _Examined) -> Iterator[Diagnosis]:
 
 
 def _check_system_file(about: _Examined) -> Iterator[Diagnosis]:
-    path = about.system_file
-    if path is not None:
+    if path := about.system_file:
         yield from compare(path, about.plan, about.host)
 
 
@@ -288,7 +277,7 @@ def _check_checkpoint(about: _Examined) -> Iterator[Diagnosis]:
         yield fail("checkpoint", str(error), remedy)
         return
     vocabulary, hidden = (about.plan.setting("model", name) for name in ("vocab_size", "hidden_size"))
-    matrices = [tuple(shape) for shape in tensors.values() if len(shape) == 2]
+    matrices = [shape for shape in tensors.values() if len(shape) == 2]
     if hidden and not any(rows >= vocabulary and columns == hidden for rows, columns in matrices):
         found = f"{path} holds no word embeddings of {vocabulary} x {hidden}, which {about.plan.recipe} trains"
         yield fail("checkpoint", found, remedy)
@@ -302,10 +291,8 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
     Raises:
         ValueError: the file is missing, no safetensors file, or cut off.
     """
-    if path.exists() and not path.is_file():  # a pipe would hold the reader up
-        raise ValueError(f"{path}: not a regular file")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -321,13 +308,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
         raise ValueError(f"{path}: not a safetensors file, or damaged") from None
     if size != 8 + length + end:
         raise ValueError(f"{path}: {size} bytes, but its header speaks of {8 + length + end}: cut off or damaged")
-    parameters = 0
-    for shape in shapes.values():
-        count = 1
-        for number in shape:
-            count *= number
-        parameters += count
-    return shapes, parameters
+    return shapes, sum(map(math.prod, shapes.values()))
 
 
 def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
@@ -335,22 +316,24 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
     if not about.plan.recipe:
         return
     arguments = ["-m", "bert.train", about.plan.recipe, "--dry-run"]
-    given: dict[str, object] = {
-        "log.results": about.intended.results,
-        "data.initial-checkpoint": about.intended.checkpoint,
-    }
-    if about.intended.data:
+    intended = about.intended
+    given: dict[str, object] = {"log.results": intended.results, "data.initial-checkpoint": intended.checkpoint}
+    if intended.data:
         given |= {"data.train": about.folder("train"), "data.evaluation": about.folder("evaluation")}
     for name, value in given.items():
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
     environment = {"WORLD_SIZE": str(about.plan.world_size)}
     output = about.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
-    said = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
+    remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"
+    yield _told("dry run", output, remedy)
+
+
+def _told(subject: str, output: Output, remedy: str, note: str = "") -> Diagnosis:
+    """The last line of what a program of this repository says, which is its error if it failed."""
     if output.trouble:
-        remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"
-        yield fail("dry run", (said[-1] if said else output.trouble).removeprefix("error: ")[:400], remedy)
-    else:
-        yield ok("dry run", output.text.strip().splitlines()[-1][:400])
+        said = output.errors.strip() or output.text.strip() or output.trouble
+        return fail(subject, said.splitlines()[-1].removeprefix("error: ")[:400], remedy)
+    return ok(subject, output.text.strip().splitlines()[-1][:400] + note)
 
 
 def _check_data(about: _Examined) -> Iterator[Diagnosis]:
@@ -365,17 +348,10 @@ def _check_data(about: _Examined) -> Iterator[Diagnosis]:
             yield warn("data", f"{folder} was not read through", "leave --quick out once, before the first run")
         else:
             begin = time.monotonic()
-            output = about.host.python(
-                "-m", "dataloading", "verify", str(folder.absolute()), timeout_s=VERIFY_TIMEOUT_S
-            )
-            seconds = time.monotonic() - begin
-            lines = (output.errors.strip() or output.text.strip() or output.trouble).splitlines()
-            if output.trouble:
-                yield fail(
-                    "data", lines[-1].removeprefix("error: ")[:400], "make it again, or copy it again: docs/data.md"
-                )
-            else:
-                yield ok("data", f"{output.text.strip().splitlines()[-1][:300]}; read in {seconds:.0f} s")
+            arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
+            output = about.host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
+            remedy = "make it again, or copy it again: docs/data.md"
+            yield _told("data", output, remedy, f"; read in {time.monotonic() - begin:.0f} s")
 
 
 _CHECKS: tuple[Callable[[_Examined], Iterator[Diagnosis]], ...] = (
@@ -400,15 +376,14 @@ def print_examination(intended: IntendedRun, as_json: bool) -> int:
         ValueError: see `examine`.
     """
     console = Console(highlight=False, soft_wrap=True)
-    counts: Counter[str] = Counter()
-    entries: list[dict[str, str]] = []
+    found: list[Diagnosis] = []
     for diagnosis in examine(intended):
-        counts[diagnosis.state] += 1
-        entries.append(diagnosis.as_dict())
+        found.append(diagnosis)
         if not as_json:
             console.print(_lines(diagnosis))
+    counts = Counter(diagnosis.state for diagnosis in found)
     if as_json:
-        say_json(entries)
+        say_json([asdict(diagnosis) for diagnosis in found])
     else:
         say(f"{counts['fail']} fail, {counts['warn']} warn, {counts['ok']} ok")
     return 1 if counts["fail"] else 0

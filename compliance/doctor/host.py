@@ -44,12 +44,7 @@ class Output:
 
 @dataclass(frozen=True)
 class Host:
-    """A machine.
-
-    Attributes:
-        root: where its file system begins.
-        environment: the variables of this process.
-    """
+    """A machine: where its file system begins, and the variables of this process."""
 
     root: Path = Path("/")
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))

@@ -38,13 +38,9 @@ class IntendedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """The run that is to be started.
+    """The run that is to be started: its recipe, "" when only the machine is looked at, and `ranks` on each of `nodes`.
 
-    Attributes:
-        recipe: its name; "" when only the machine is looked at.
-        config: the recipe's settings by section, as `bert.configuration.recipes` has them.
-        nodes: machines that take part.
-        ranks: processes on each of them.
+    `config` has the recipe's settings by section, as `bert.configuration.recipes` has them.
     """
 
     recipe: str = ""

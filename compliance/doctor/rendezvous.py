@@ -21,9 +21,8 @@ MAX_NAMED = 3
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""
 
-_MEND = (
-    "start torchrun with --master-addr and --master-port, or let nobody but the job's nodes reach the port "
-    "(docs/launching.md)"
+_REMEDY = (
+    "start torchrun with --master-addr and --master-port, or let only the job's nodes reach it (docs/launching.md)"
 )
 
 
@@ -31,11 +30,11 @@ def rendezvous(host: Host) -> Iterator[Diagnosis]:
     """Look for elastic agents on this machine, and for variables that would make torchrun's elastic."""
     agents = [_described(host, pid, option) for pid in _processes(host) if (option := _elastic_agent(host, pid))]
     if here := elastic_option([], host.environment):
-        yield warn("rendezvous", f"{here} is set: torchrun would run what others write into its store", _MEND)
+        yield warn("rendezvous", f"{here} is set: torchrun would run what others write into its store", _REMEDY)
     if agents:
         more = f" and {len(agents) - MAX_NAMED} more" if len(agents) > MAX_NAMED else ""
         found = f"torchrun runs what others write into its store: {', '.join(agents[:MAX_NAMED])}{more}"
-        yield warn("rendezvous", found, _MEND)
+        yield warn("rendezvous", found, _REMEDY)
     elif not here:
         yield ok("rendezvous", "no elastic agent of torchrun here")
 
@@ -90,9 +89,8 @@ def _elastic_agent(host: Host, pid: int) -> str:
     if start is None:
         return ""
     options = words[start + 1 :]
-    variables = dict(
-        pair.split("=", 1) for pair in host.read(f"/proc/{pid}/environ").split("\0") if pair.startswith("PET_")
-    )
+    pairs = host.read(f"/proc/{pid}/environ").split("\0")
+    variables = dict(pair.split("=", 1) for pair in pairs if pair.startswith("PET_"))
     return elastic_option(options, variables) or _without_port(options, variables)
 
 
@@ -104,10 +102,7 @@ def _without_port(options: list[str], environment: Mapping[str, str]) -> str:
     """Say so where torchrun has no port and a single node: it is elastic then too (PyTorch 2.13)."""
     given = _values(options)
     several = (given.get("nnodes") or environment.get("PET_NNODES", "1")).rpartition(":")[2] != "1"
-    named = {"master-port", "rdzv-endpoint"} & given.keys() or {
-        "PET_MASTER_PORT",
-        "PET_RDZV_ENDPOINT",
-    } & environment.keys()
+    named = {"master-port", "rdzv-endpoint", "PET_MASTER_PORT", "PET_RDZV_ENDPOINT"} & {*given, *environment}
     return "" if several or named else "without --master-port"
 
 

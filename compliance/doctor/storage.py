@@ -34,14 +34,7 @@ MAX_LOOKED_AT = 10_000
 
 @dataclass(frozen=True)
 class Mount:
-    """A line of /proc/self/mountinfo.
-
-    Attributes:
-        point: the folder.
-        kind: type of the file system.
-        device: what is mounted.
-        options: of the file system, by name; "" for those without a value.
-    """
+    """A line of /proc/self/mountinfo: the folder, the file system's type, what is mounted there, and its options by name."""
 
     point: str
     kind: str
@@ -79,12 +72,8 @@ def _unescaped(text: str) -> str:
 
 def mount_of(path: Path, mounts: list[Mount]) -> Mount | None:
     """The mount that an absolute path lies in: the deepest, and of those on one folder the last."""
-    best: Mount | None = None
-    for mount in mounts:
-        inside = path == Path(mount.point) or Path(mount.point) in path.parents
-        if inside and (best is None or len(mount.point) >= len(best.point)):
-            best = mount
-    return best
+    around = [mount for mount in mounts if path.is_relative_to(mount.point)]
+    return max(reversed(around), key=lambda mount: len(mount.point), default=None)
 
 
 def storage_of(path: Path, host: Host) -> Storage:

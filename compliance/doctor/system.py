@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -79,10 +79,10 @@ def measure(host: Host) -> dict[str, str]:
     fields = processors(host.run("lscpu").answer, host)
     fields |= memory(host.read("/proc/meminfo"), host.run("dmidecode", "--type", "memory").answer)
     fields |= storage(host.run("lsblk", "--json", "--bytes", "--output", "NAME,TYPE,SIZE,ROTA,MODEL,TRAN").answer)
-    fields["host_storage_capacity"] = fields["host_storage_capacity"] or _working_disk()
+    fields["host_storage_capacity"] = fields["host_storage_capacity"] or f"1x {_bytes(shutil.disk_usage('.').total)}"
     fields |= {"host_networking": networking(host)}
     found = gpus.query(host)
-    fields |= accelerators(found, *_gpu_links(host, found))
+    fields |= accelerators(found, host)
     return fields | software(ask_pytorch(host) if found.gpus else {}, found.driver, host)
 
 
@@ -200,10 +200,6 @@ def _bytes(count: int) -> str:
     return f"{count / 1e12:.2f} TB" if count >= 10**12 else f"{count / 1e9:.0f} GB"
 
 
-def _working_disk() -> str:
-    return f"1x {_bytes(shutil.disk_usage('.').total)}"
-
-
 def networking(host: Host) -> str:
     """The network adapters: ports of /sys/class/infiniband by kind and rate, and wired devices of /sys/class/net."""
     kinds: Counter[str] = Counter()
@@ -230,27 +226,19 @@ class AdapterPort:
 
 def adapter_ports(host: Host) -> list[AdapterPort]:
     """The ports of all adapters with RDMA: InfiniBand and RoCE."""
-    adapters = host.names("/sys/class/infiniband")
-    return [
-        AdapterPort(host, adapter, number)
-        for adapter in adapters
-        for number in host.names(f"/sys/class/infiniband/{adapter}/ports")
-    ]
+    folder = "/sys/class/infiniband"
+    adapters = [(adapter, host.names(f"{folder}/{adapter}/ports")) for adapter in host.names(folder)]
+    return [AdapterPort(host, adapter, number) for adapter, numbers in adapters for number in numbers]
 
 
-def _gpu_links(host: Host, found: gpus.Gpus) -> tuple[str, str]:
-    if not found.gpus:
-        return "", ""
-    return host.run("nvidia-smi", "nvlink", "--status", "--id=0").answer, host.run("nvidia-smi", "topo", "-m").answer
-
-
-def accelerators(found: gpus.Gpus, nvlink: str, topology: str) -> dict[str, str]:
+def accelerators(found: gpus.Gpus, host: Host) -> dict[str, str]:
     """The fields of the accelerators, from nvidia-smi's answers."""
     if not found.gpus:
         return {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
     first = found.gpus[0]
     name = first.text("name")
-    links, rate = gpus.parse_links(nvlink)
+    links, rate = gpus.parse_links(host.run("nvidia-smi", "nvlink", "--status", "--id=0").answer)
+    topology = gpus.parse_topology(host.run("nvidia-smi", "topo", "-m").answer)
     generation, width = first.text("pcie.link.gen.max"), first.text("pcie.link.width.max")
     return {
         "accelerators_per_node": str(len(found.gpus)),
@@ -260,7 +248,7 @@ def accelerators(found: gpus.Gpus, nvlink: str, topology: str) -> dict[str, str]
         "accelerator_frequency": first.text("clocks.max.sm"),
         "accelerator_host_interconnect": f"PCIe Gen{generation} x{width}" if generation else "",
         "accelerator_interconnect": f"{links} NVLinks, {rate:.0f} GB/s a direction" if links else "",
-        "accelerator_interconnect_topology": gpus.describe_topology(gpus.parse_topology(topology)),
+        "accelerator_interconnect_topology": gpus.describe_topology(topology),
     }
 
 
@@ -277,7 +265,8 @@ def software(pytorch: Mapping[str, Any], driver: str, host: Host) -> dict[str, s
     """The fields of the software: what PyTorch says of itself, installed packages, the container, the system."""
     stack = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
     stack += [f"NVIDIA driver {driver}"] if driver else []
-    stack += [f"{name} {version}" for name, version in _packages() if version]
+    packages = ("numpy", "triton", "nvidia-dali-cuda130", "transformer-engine", "flash-attn", "mlperf-logging")
+    stack += [f"{name} {number}" for name in packages if (number := version(name))]
     stack += [f"Python {platform.python_version()}"]
     stack += [kind] if (kind := container(host)) else []
     release = dict(re.findall(r'^(\w+)="?(.*?)"?$', host.read("/etc/os-release"), re.MULTILINE))
@@ -288,11 +277,6 @@ def software(pytorch: Mapping[str, Any], driver: str, host: Host) -> dict[str, s
         "other_software_stack": ", ".join(stack),
         "operating_system": release.get("PRETTY_NAME", platform.platform()),
     }
-
-
-def _packages() -> Iterable[tuple[str, str]]:
-    names = ("numpy", "triton", "nvidia-dali-cuda130", "transformer-engine", "flash-attn", "mlperf-logging")
-    return ((name, version(name)) for name in names)
 
 
 def container(host: Host) -> str:

@@ -63,9 +63,8 @@ def _read(path: Path, replace: bool) -> dict[str, Any]:
     description = read_description(path)
     fault = description.fault or _foreign(description.fields)
     if fault:
-        raise ValueError(
-            f"{path}: is no system description: {fault}; choose another --out, or give --replace to write it anew"
-        )
+        remedy = "choose another --out, or give --replace to write it anew"
+        raise ValueError(f"{path}: is no system description: {fault}; {remedy}")
     return {name: str(value) if name in SYSTEM_FIELDS else value for name, value in description.fields.items()}
 
 
@@ -74,7 +73,5 @@ def _foreign(fields: Mapping[str, Any]) -> str:
     known = [name for name in fields if name in SYSTEM_FIELDS]
     if not known or len(known) < len(fields) / 2:
         return f"{len(known)} of its {len(fields)} names are fields of one, expected most"
-    odd = next(
-        (name for name in known if isinstance(fields[name], bool) or not isinstance(fields[name], str | int)), ""
-    )
-    return f"{odd} is {shown(fields[odd])}, expected text" if odd else ""
+    odd = [name for name in known if isinstance(fields[name], bool) or not isinstance(fields[name], str | int)]
+    return f"{odd[0]} is {shown(fields[odd[0]])}, expected text" if odd else ""

@@ -22,11 +22,9 @@ _MEMORY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1
 def compare(path: Path, plan: Plan, host: Host) -> Iterator[Diagnosis]:
     """Report what is missing, of the wrong kind, or different here. A description that is not there yet is a warning."""
     subject = "system file"
-    again = f"python -m compliance system --out {path}"
     if not path.is_file():
-        yield warn(
-            subject, f"{path}: not there; the first run writes one", f"{again} --set submitter=NAME, then look at it"
-        )
+        remedy = f"python -m compliance system --out {path} --set submitter=NAME, then look at it"
+        yield warn(subject, f"{path}: not there; the first run writes one", remedy)
         return
     description = read_description(path)
     fields = description.fields

@@ -235,14 +235,11 @@ def _gpu_software(plan: Plan, found: Gpus, pytorch: Mapping[str, Any]) -> Iterat
         yield fail("PyTorch", seen, "look at CUDA_VISIBLE_DEVICES")
     elif not _has_code_for(pytorch):
         remedy = "install a PyTorch that was built for this GPU"
-        yield fail("PyTorch", f"{named} has no code for compute capability {_capability(pytorch)}", remedy)
+        capability = ".".join(map(str, pytorch["capability"]))
+        yield fail("PyTorch", f"{named} has no code for compute capability {capability}", remedy)
     else:
         parts = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
         yield ok("PyTorch", ", ".join([named, *parts, f"driver {found.driver}"]))
-
-
-def _capability(pytorch: Mapping[str, Any]) -> str:
-    return ".".join(map(str, pytorch.get("capability") or ()))
 
 
 def _has_code_for(pytorch: Mapping[str, Any]) -> bool:
@@ -275,9 +272,8 @@ def memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
         yield ok("memory", f"{free / GIB:.0f} GiB free{of}")
     swapped = (int(table.get("SwapTotal", 0)) - int(table.get("SwapFree", 0))) * 1024
     if swapped > GIB // 4:
-        yield warn(
-            "swap", f"{swapped / GIB:.1f} GiB are swapped out", "swapoff -a (root), or find out who fills memory"
-        )
+        remedy = "swapoff -a (root), or find out who fills memory"
+        yield warn("swap", f"{swapped / GIB:.1f} GiB are swapped out", remedy)
     yield from _shared_memory(host, plan)
 
 

@@ -29,12 +29,7 @@ Points = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart.
-
-    Attributes:
-        points: (x, y), x increasing.
-        kind: class of the style sheet: valid, aborted or invalid; of an area its colour.
-    """
+    """A line of a chart: (x, y), x increasing; its kind, a class of the style sheet, says how it is drawn."""
 
     name: str
     points: Points
@@ -43,11 +38,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Bar:
-    """A column or a dot for what one run measured.
-
-    Attributes:
-        note: a word in the column, which the style sheet leaves hollow, such as "fastest".
-    """
+    """A column or a dot for what one run measured; `note` is a word in the column, such as "fastest"."""
 
     name: str
     value: float
@@ -109,27 +100,25 @@ def stacked_chart(lines: Sequence[Line], axes: Axes) -> str:
     plot = _Plot(replace(axes, from_zero=True), xs, levels[-1])
     for line, lower, upper in zip(lines, edges, edges[1:], strict=False):
         corners = " ".join(plot.place(point) for point in [*upper, *reversed(lower)])
-        plot.marks.append(
-            f'<polygon class="{line.kind}" points="{corners}"><title>{escape(line.name)}</title></polygon>'
-        )
+        name = f"<title>{escape(line.name)}</title>"
+        plot.marks.append(f'<polygon class="{line.kind}" points="{corners}">{name}</polygon>')
     return plot.html()
 
 
 def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> str:
     """Draw a mark for each run, side by side: columns from zero, or dots over a range of their own."""
     values = [bar.value for bar in bars]
-    plot = _Plot(replace(axes, from_zero=columns), None, values if columns else _widened(values))
+    # Dots have a little room on either side, so that equal ones are not drawn apart.
+    levels = values if columns else [*values, min(values) * 0.995, max(values) * 1.005]
+    plot = _Plot(replace(axes, from_zero=columns), None, levels)
     width = SIDE / len(bars)
     half = min(0.36 * width, 0.05 * SIDE)
     every = -(-len(bars) // MAX_RUN_NAMES)
     for index, bar in enumerate(bars):
         middle, top = (index + 0.5) * width, plot.y_of(bar.value)
-        if columns:
-            height = max(SIDE - top, 2.0)
-            shape = (
-                f'<rect x="{middle - half:.1f}" y="{SIDE - height:.1f}" width="{2 * half:.1f}" height="{height:.1f}"/>'
-            )
-        else:
+        height = max(SIDE - top, 2.0)
+        shape = f'<rect x="{middle - half:.1f}" y="{SIDE - height:.1f}" width="{2 * half:.1f}" height="{height:.1f}"/>'
+        if not columns:
             shape = f'<path class="dots" d="M{middle:.1f} {top:.1f}h0"/>'
         said = f"run {bar.name}: {axes.y_format(bar.value)}" + (f", {bar.note}" if bar.note else "")
         plot.marks.append(f'<g class="mark {bar.kind}"><title>{escape(said)}</title>{shape}</g>')
@@ -173,9 +162,8 @@ class _Plot:
 
     def word(self, kind: str, text: str, *, left: float | None = None, bottom: float | None = None) -> None:
         """Put a word at a place of the drawing, in units of `SIDE` from the left and from the bottom."""
-        places = [
-            f"{edge}:{100 * at / SIDE:.1f}%" for edge, at in (("left", left), ("bottom", bottom)) if at is not None
-        ]
+        edges = {"left": left, "bottom": bottom}
+        places = [f"{edge}:{100 * at / SIDE:.1f}%" for edge, at in edges.items() if at is not None]
         self._words.append(f'<span class="{kind}" style="{";".join(places)}">{escape(text)}</span>')
 
     def draw_line(self, line: Line, points: Points, dots: bool) -> None:
@@ -189,11 +177,8 @@ class _Plot:
 
     def html(self) -> str:
         """The chart, its key, and the title of its x axis."""
-        labels = [
-            f'<li><i class="guide {guide.kind}"></i>{escape(guide.label)}</li>'
-            for guide in self.axes.guides
-            if guide.label
-        ]
+        labelled = [guide for guide in self.axes.guides if guide.label]
+        labels = [f'<li><i class="guide {guide.kind}"></i>{escape(guide.label)}</li>' for guide in labelled]
         key = f'<ul class="key">{"".join(labels)}</ul>' if labels else ""
         drawing = f'<svg viewBox="0 0 {SIDE:g} {SIDE:g}" preserveAspectRatio="none">{"".join(self.marks)}</svg>'
         return (
@@ -219,11 +204,6 @@ class _Plot:
 
 def _ends(guides: Sequence[Guide], along: str) -> list[float]:
     return [end for guide in guides if guide.along == along for end in (guide.low, guide.high) if end is not None]
-
-
-def _widened(values: Sequence[float]) -> list[float]:
-    """Values with a little room on either side, so that equal ones are not drawn apart."""
-    return [*values, min(values) * 0.995, max(values) * 1.005]
 
 
 def _scale(marks: Sequence[float], start: float, stop: float) -> Callable[[float], float]:

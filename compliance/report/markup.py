@@ -23,11 +23,6 @@ def section(title: str, *content: str) -> str:
     return f"<section><h2>{title}</h2>\n{text}</section>" if text else ""
 
 
-def number_of_runs(number: int) -> str:
-    """The number with its noun."""
-    return f"{number} run{'' if number == 1 else 's'}"
-
-
 def pair(*figures: str) -> str:
     """Figures side by side, without those that are empty."""
     shown = [figure for figure in figures if figure]
@@ -53,10 +48,8 @@ def scrolling_table(name: str, head: Sequence[str], rows: Iterable[Iterable[str]
 
 def fact_list(facts: dict[str, str]) -> str:
     """Names and values, at most `MAX_FACTS` of them."""
-    items = [
-        f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>"
-        for name, value in islice(facts.items(), MAX_FACTS)
-    ]
+    shown = islice(facts.items(), MAX_FACTS)
+    items = [f"<div><dt>{escaped(name)}</dt><dd>{escaped(value)}</dd></div>" for name, value in shown]
     if len(facts) > MAX_FACTS:
         items.append(f"<div><dt>and more</dt><dd>{len(facts) - MAX_FACTS} lines not shown</dd></div>")
     return f'<dl class="facts">{"".join(items)}</dl>' if items else ""

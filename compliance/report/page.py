@@ -13,16 +13,7 @@ from compliance.convergence.reference_points import Reference
 from compliance.log.rules import NEWEST_RULESET, NOT_A_RESULT
 from compliance.report import Format
 from compliance.report.charts import Axes, Bar, Guide, Line, level, line_chart, run_chart, short_count
-from compliance.report.markup import (
-    MAX_FACTS,
-    escaped,
-    fact_list,
-    figure,
-    number_of_runs,
-    pair,
-    scrolling_table,
-    section,
-)
+from compliance.report.markup import MAX_FACTS, escaped, fact_list, figure, pair, scrolling_table, section
 from compliance.report.published import SOURCE, Published
 from compliance.report.results import ReportedRun, Results, load_results
 from compliance.report.summary import (
@@ -38,7 +29,7 @@ from compliance.report.summary import (
     statements,
 )
 from compliance.report.time_section import time_section
-from console.text import visible
+from console.text import counted, visible
 
 STYLE_SHEET = Path(__file__).with_name("report.css")
 
@@ -68,7 +59,10 @@ def render_as(results: Results, format: Format) -> str:
 
 def render(results: Results) -> str:
     """The report as HTML. Everything from the files is escaped, and a policy forbids the page to run or load anything."""
-    title = heading(results)
+    footer = (
+        f"Checked with the official compliance checker (mlperf-logging), ruleset {escaped(results.ruleset)}, and "
+        f"this repository's stricter rules. {NOT_A_RESULT}"
+    )
     body = [
         _header(results),
         _figures(results),
@@ -87,8 +81,8 @@ def render(results: Results) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escaped(title)}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
-        "<body>\n" + "\n".join(part for part in body if part) + _footer(results) + "\n</body></html>\n"
+        f"<title>{escaped(heading(results))}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
+        "<body>\n" + "\n".join(filter(None, body)) + f"<footer>{footer}</footer>\n</body></html>\n"
     )
 
 
@@ -108,45 +102,29 @@ def _header(results: Results) -> str:
         f"global batch size {batch:,}" if batch else "",
         f"started {str(started).replace('T', ' ')[:16]}" if started else "",
     ]
-    subtitle = ", ".join(piece for piece in pieces if piece)
     return (
         f"<header><h1>{escaped(heading(results))}</h1>"
-        f'<p class="subtitle">{escaped(subtitle, MAX_SENTENCE)}</p><p class="notice">{NOT_A_RESULT}</p></header>'
-    )
-
-
-def _footer(results: Results) -> str:
-    return (
-        f"<footer>Checked with the official compliance checker (mlperf-logging), ruleset {escaped(results.ruleset)}, and "
-        f"this repository's stricter rules. {NOT_A_RESULT}</footer>"
+        f'<p class="subtitle">{escaped(", ".join(filter(None, pieces)), MAX_SENTENCE)}</p>'
+        f'<p class="notice">{NOT_A_RESULT}</p></header>'
     )
 
 
 def _figures(results: Results) -> str:
     """The few numbers to see first; the time is the score where there is one."""
     shown, kept = results.shown, [run for run in results.valid if run.number not in results.dropped]
-    over = (
-        f"mean of {number_of_runs(len(kept))}, fastest and slowest dropped"
-        if results.dropped
-        else f"run {shown.number}"
-    )
+    over = f"mean of {counted(len(kept), 'run')}, fastest and slowest dropped"
+    seconds = results.scaled_seconds
+    if not results.dropped:
+        seconds, over = (None, "no score") if results.lost > 1 else (shown.said.seconds, f"run {shown.number}")
     rates = [run.said.sequences_per_s for run in kept or [shown] if run.said.sequences_per_s]
     mean_rate = sum(rates) / len(rates) if rates else None
     each = "evaluations included"
     if mean_rate and results.accelerators:
         each = f"{rate(mean_rate / results.accelerators)} an accelerator, {each}"
-    target = (
-        f"target {fraction(shown.said.target)}, run {shown.number}"
-        if shown.said.target is not None
-        else "no target logged"
-    )
-    number = len(results.runs)
-    valid = sum(run.verdict.passed for run in results.runs)
+    aim = shown.said.target
+    target = "no target logged" if aim is None else f"target {fraction(aim)}, run {shown.number}"
+    number, valid = len(results.runs), sum(run.verdict.passed for run in results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
-    if results.lost > 1:
-        seconds, over = None, "no score"
-    else:
-        seconds = results.scaled_seconds if results.dropped else shown.said.seconds
     figures = [
         ("Time to train", duration(seconds), over),
         ("Sequences per second", rate(mean_rate), each),
@@ -155,10 +133,8 @@ def _figures(results: Results) -> str:
     ]
     if results.convergence is not None and results.convergence.reference is not None:
         figures.append(("Convergence", *_convergence_figure(results.convergence, results.convergence.reference)))
-    items = (
-        f"<div><dt>{name}</dt><dd>{value}<small>{escaped(note)}</small></dd></div>" for name, value, note in figures
-    )
-    return f'<dl class="figures">{"".join(items)}</dl>'
+    item = "<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>".format
+    return f'<dl class="figures">{"".join(item(name, value, escaped(note)) for name, value, note in figures)}</dl>'
 
 
 def _convergence_figure(outlook: Outlook, found: Reference) -> tuple[str, str]:
@@ -182,15 +158,14 @@ def _statements(results: Results) -> str:
 
 def _accuracy(results: Results) -> str:
     """Accuracy against sequences of all runs, with the target and the reference's sequences to it."""
-    lines = [
-        Line(f"run {run.number}, {run.outcome}", run.said.curve, run.outcome) for run in results.runs if run.said.curve
-    ]
+    drawn = [run for run in results.runs if run.said.curve]
+    lines = [Line(f"run {run.number}, {run.outcome}", run.said.curve, run.outcome) for run in drawn]
     if not lines:
         return ""
     targets = {run.said.target for run in results.runs if run.said.target is not None}
     guides = [Guide("target", f"target {target:g}", target) for target in targets if len(targets) == 1]
     axes = Axes(
-        f"Masked-LM accuracy over sequences trained, {number_of_runs(len(lines))}",
+        f"Masked-LM accuracy over sequences trained, {counted(len(lines), 'run')}",
         "sequences trained",
         level,
         [*guides, *_reference_guides(results, "x")],
@@ -225,7 +200,7 @@ def _times(results: Results) -> str:
         bars.append(Bar(str(run.number), seconds / size, kind, dropped or ("" if kind == "valid" else kind)))
     score = results.score_seconds
     guides = [] if score is None else [Guide("mean", f"mean {duration(score)} without the hollow ones", score / size)]
-    axes = Axes(f"Time to train of {number_of_runs(len(bars))} in {unit}", "run", level, guides)
+    axes = Axes(f"Time to train of {counted(len(bars), 'run')} in {unit}", "run", level, guides)
     return figure(f"Time to train, {unit}", run_chart(bars, axes, columns=True))
 
 
@@ -237,11 +212,10 @@ def _convergence(results: Results) -> str:
         return ""
     mean = results.convergence.mean if results.convergence else None
     guides = [*_reference_guides(results, "y"), *([Guide("mean", f"mean {short_count(mean)}", mean)] if mean else [])]
-    axes = Axes(
-        f"Sequences to the target of {number_of_runs(len(bars))}", "run", lambda taken: short_count(taken, 4), guides
-    )
+    description = f"Sequences to the target of {counted(len(bars), 'run')}"
+    axes = Axes(description, "run", lambda taken: short_count(taken, 4), guides)
     missing = len(samples) - len(bars)
-    note = f"{number_of_runs(missing)} did not reach the target." if missing else ""
+    note = f"{counted(missing, 'run')} did not reach the target." if missing else ""
     return figure("Sequences to the target", run_chart(bars, axes, columns=False), note)
 
 
@@ -269,10 +243,8 @@ def _table(results: Results) -> str:
 def _warnings(runs: Iterable[ReportedRun]) -> str:
     """List what the runs warned of while they ran."""
     said = [(run.number, entry) for run in runs for entry in run.metrics["warning"]]
-    items = [
-        f"<li>Run {number}, step {escaped(entry.get('step'))}: {escaped(entry.get('text'))}</li>"
-        for number, entry in said[:MAX_WARNINGS]
-    ]
+    item = "<li>Run {}, step {}: {}</li>".format
+    items = [item(number, *map(escaped, (at.get("step"), at.get("text")))) for number, at in said[:MAX_WARNINGS]]
     if len(said) > MAX_WARNINGS:
         items.append(f"<li>and {len(said) - MAX_WARNINGS} more</li>")
     return f'<h3>Warnings while it ran</h3><ul class="plain">{"".join(items)}</ul>' if items else ""
@@ -347,7 +319,7 @@ def _configuration(results: Results) -> str:
     if settings:
         number = f"{len(settings)} settings of run {results.shown.number}"
         parts.append(f"<details><summary>{number}</summary>{fact_list(settings)}</details>")
-    return "\n".join(part for part in parts if part)
+    return "\n".join(filter(None, parts))
 
 
 def _differences(runs: Sequence[ReportedRun]) -> dict[str, str]:

@@ -23,13 +23,7 @@ NEIGHBOURS = 3
 
 @dataclass(frozen=True)
 class Published:
-    """A published closed result.
-
-    Attributes:
-        accelerators: in the whole system.
-        minutes: mean time to train without the fastest and the slowest run.
-        rate: sequences per second and accelerator.
-    """
+    """A published closed result: accelerators in the whole system, and sequences per second and accelerator as `rate`."""
 
     round: str
     submitter: str
@@ -71,10 +65,10 @@ def published() -> tuple[Published, ...]:
         rows = [row for row in csv.DictReader(file) if row["division"] == "closed"]
     results = [
         Published(
-            round=row["round"],
-            submitter=row["submitter"].replace("_", " "),
-            system=row["system"],
-            accelerator=row["accelerator"],
+            row["round"],
+            row["submitter"].replace("_", " "),
+            row["system"],
+            row["accelerator"],
             accelerators=int(row["nodes"]) * int(row["accelerators_per_node"]),
             minutes=float(row["minutes"]),
             global_batch_size=int(row["global_batch_size"]),
@@ -110,11 +104,8 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> Placement:
         return Placement("The system has no accelerator: nothing published to compare with.")
     model = family(accelerator)
     own = form(accelerator)
-    alike = [
-        result
-        for result in published()
-        if family(result.accelerator) == model and (own is None or form(result.accelerator) in (None, own))
-    ]
+    of_model = [result for result in published() if family(result.accelerator) == model]
+    alike = [result for result in of_model if own is None or form(result.accelerator) in (None, own)]
     kind = f"{model} ({own})" if model and own else model or accelerator
     if model is None or not alike:
         return Placement(f"No published result of rounds v2.0 to v3.1 was trained on {kind}.")
@@ -140,9 +131,8 @@ def _between(faster: Sequence[Published], slower: Sequence[Published]) -> str:
 
 
 def _nearest_scale(alike: Sequence[Published], accelerators: int, kind: str) -> str:
-    nearest = min(
-        {result.accelerators for result in alike}, key=lambda n: (max(n, accelerators) / min(n, accelerators), n)
-    )
+    scales = {result.accelerators for result in alike}
+    nearest = min(scales, key=lambda scale: (max(scale, accelerators) / min(scale, accelerators), scale))
     times = [result.minutes for result in alike if result.accelerators == nearest]
     span = f"{times[0]:.2f}" if len(times) == 1 else f"{times[0]:.2f} to {times[-1]:.2f}"
     number = "one result" if len(times) == 1 else f"{len(times)} results"

@@ -49,12 +49,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """A run of a folder.
-
-    Attributes:
-        number: n of result_<n>.txt.
-        metrics: the objects of the metrics file, by event, in file order.
-    """
+    """A run of a folder: result_<number>.txt, and the objects of its metrics file by event, in file order."""
 
     number: int
     log: Log
@@ -76,14 +71,9 @@ class ReportedRun:
 
 @dataclass(frozen=True)
 class Results:
-    """A results folder.
+    """A results folder: its runs by number, the system's name and description, empty without one, and the ruleset.
 
-    Attributes:
-        runs: by number.
-        system: name of the system, from the path.
-        description: the system description, empty when there is none.
-        ruleset: what the runs were checked against.
-        beside: verdicts on what is no run: the folder as a whole, the system description.
+    `beside` has the verdicts on what is no run: the folder as a whole, the description.
     """
 
     folder: Path
@@ -184,15 +174,13 @@ class Results:
     def placement(self) -> Placement:
         """Tell where the score would stand among published results, or why it has no place."""
         if self.division != "closed":
-            return Placement(
-                "Only closed runs train what the published results trained: these have no place among them."
-            )
+            why = "Only closed runs train what the published results trained: these have no place among them."
+            return Placement(why)
         if self.scaled_seconds is None:
             return Placement("Without a score there is nothing to compare with published results.")
         if self.accelerators is None:
-            return Placement(
-                "The system description names no number of accelerators: nothing published to compare with."
-            )
+            why = "The system description names no number of accelerators: nothing published to compare with."
+            return Placement(why)
         return placement(self.scaled_seconds / 60, self.accelerator, self.accelerators)
 
 

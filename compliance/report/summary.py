@@ -13,13 +13,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compliance.convergence.outlook import Outlook
 from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log.rules import NOT_A_RESULT
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown
 from console.program import say
-from console.text import json_document, visible
+from console.text import counted, json_document, visible
 
 COLUMNS = ("run", "official", "verdict", "time to train", "accuracy", "target", "sequences", "sequences/s")
 
@@ -36,11 +35,7 @@ _KINDS: dict[str, Kind] = {"pass": "good", "scaled": "warn", "fail": "bad"}
 
 @dataclass(frozen=True)
 class Statement:
-    """Statement of the folder about itself.
-
-    Attributes:
-        kind: good, warn (to look at), bad, or plain when it is neither.
-    """
+    """Statement of the folder about itself: good, to look at, bad, or neither."""
 
     kind: Kind
     title: str
@@ -56,7 +51,7 @@ def statements(results: Results) -> list[Statement]:
     beside = [finding for verdict in results.beside for finding in verdict.errors]
     ruleset = f"ruleset {results.ruleset}"
     ours = f"{passed} of {number} logs pass the stricter rules"
-    ours += f"; {warnings} warning{'s' if warnings > 1 else ''}." if warnings else "."
+    ours += f"; {counted(warnings, 'warning')}." if warnings else "."
     said = [
         Statement(_share(official, number), "Official checker", f"{official} of {number} logs pass, {ruleset}."),
         Statement(_share(passed, number), "Our checks", ours),
@@ -67,8 +62,9 @@ def statements(results: Results) -> list[Statement]:
         text = f"{first.key}: {first.sentence}." if first.key else f"{first.sentence}."
         text += f" {len(beside) - 1} more below." if len(beside) > 1 else ""
         said.insert(2, Statement("bad", "The folder and its description", text))
-    if results.convergence is not None:
-        said.append(Statement(*_convergence_statement(results.convergence)))
+    if outlook := results.convergence:
+        sentence = outlook.sentence[:1].upper() + outlook.sentence[1:]
+        said.append(Statement(_KINDS.get(outlook.verdict, "plain"), "Convergence (RCP)", sentence))
     return [*said, Statement("plain", "Published results", results.placement.sentence)]
 
 
@@ -77,10 +73,14 @@ def _share(part: int, whole: int) -> Kind:
 
 
 def _score_statement(results: Results) -> Statement:
+    if results.lost > 1:
+        why = f"{results.lost} of {len(results.runs)} runs are no valid results, and only one may be"
+        return Statement("bad", "Score", f"No score: {why}.")
     if results.score_seconds is None:
-        return Statement("bad" if results.lost > 1 else "plain", "Score", f"{_why_no_score(results)}.")
+        needed = f"it needs at least {MIN_RUNS_FOR_SCORE} runs, a submission {SUBMISSION_RUNS}"
+        return Statement("plain", "Score", f"No score yet: {needed}.")
     kept = len(results.runs) - len(results.dropped)
-    text = f"Mean of {kept} run{'s' if kept > 1 else ''} without the fastest and the slowest: "
+    text = f"Mean of {counted(kept, 'run')} without the fastest and the slowest: "
     text += duration(results.score_seconds)
     if results.convergence is not None and results.convergence.scaling > 1:
         text += f", scaled by {results.convergence.scaling:.6f} to {duration(results.scaled_seconds)}"
@@ -91,17 +91,6 @@ def _score_statement(results: Results) -> Statement:
     if len(results.runs) != SUBMISSION_RUNS:
         text += f" A submission has {SUBMISSION_RUNS} runs, here are {len(results.runs)}."
     return Statement("good" if len(results.runs) == SUBMISSION_RUNS else "plain", "Score", text)
-
-
-def _why_no_score(results: Results) -> str:
-    if results.lost > 1:
-        return f"No score: {results.lost} of {len(results.runs)} runs are no valid results, and only one may be"
-    return f"No score yet: it needs at least {MIN_RUNS_FOR_SCORE} runs, a submission {SUBMISSION_RUNS}"
-
-
-def _convergence_statement(outlook: Outlook) -> tuple[Kind, str, str]:
-    sentence = outlook.sentence[:1].upper() + outlook.sentence[1:]
-    return _KINDS.get(outlook.verdict, "plain"), "Convergence (RCP)", sentence
 
 
 def cells(run: ReportedRun) -> tuple[str, ...]:
@@ -197,10 +186,8 @@ def as_dict(results: Results) -> dict[str, Any]:
 
 
 def _run_as_dict(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
-    figures = _figures(run, dropped)
-    evaluations = [{"samples": samples, "accuracy": accuracy} for samples, accuracy in run.said.curve]
-    return figures | {
-        "evaluations": evaluations,
+    return _figures(run, dropped) | {
+        "evaluations": [{"samples": samples, "accuracy": accuracy} for samples, accuracy in run.said.curve],
         "seconds_by_part": breakdown(run),
         "configuration": run.log.header,
         "verdict": run.verdict.as_dict(),
@@ -229,8 +216,7 @@ def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
 def as_csv(results: Results) -> str:
     """Return one row a run; an absent figure is empty. Holds numbers and words of this program only."""
     rows = [_figures(run, results.dropped.get(run.number)) for run in results.runs]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text := io.StringIO(), list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from compliance.report.charts import Axes, Line, level, line_chart, stacked_chart
-from compliance.report.markup import escaped, figure, number_of_runs, pair, scrolling_table, section
+from compliance.report.markup import escaped, figure, pair, scrolling_table, section
 from compliance.report.results import STEP_PARTS, ReportedRun, Results, breakdown, numbers, steps_taken
 from compliance.report.summary import duration
+from console.text import counted
 
 PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait"), strict=True)) | {
     "evaluation": "evaluation",
@@ -50,12 +51,8 @@ def _curve(runs: Iterable[ReportedRun], curve: Curve) -> str:
             lines.append(Line(f"run {run.number}, {run.outcome}", points, run.outcome))
     if not lines:
         return ""
-    axes = Axes(
-        f"{title} over sequences trained, {number_of_runs(len(lines))}",
-        "sequences trained",
-        level,
-        from_zero=curve is RATE,
-    )
+    description = f"{title} over sequences trained, {counted(len(lines), 'run')}"
+    axes = Axes(description, "sequences trained", level, from_zero=curve is RATE)
     skipped = sum(sum(numbers(run.metrics["step"], "skipped_steps")) for run in runs) if key == "loss" else 0
     note = f"{skipped:,.0f} steps changed nothing: a gradient was not finite." if skipped > 0 else ""
     return figure(title, line_chart(lines, axes), note)
@@ -85,9 +82,8 @@ def _bar(name: str, seconds: dict[str, float]) -> str:
     for part, taken in seconds.items():
         share = 100 * taken / whole
         label = f"{share:.0f} %" if share >= MIN_LABELLED_SHARE else ""
-        spans.append(
-            f'<span class="{PART_CLASSES[part]}" style="width:{share:.2f}%" title="{part}: {duration(taken)}">{label}</span>'
-        )
+        attributes = f'class="{PART_CLASSES[part]}" style="width:{share:.2f}%" title="{part}: {duration(taken)}"'
+        spans.append(f"<span {attributes}>{label}</span>")
     return f'<div class="bar-row"><span>{escaped(name)}</span><div class="bar">{"".join(spans)}</div></div>'
 
 

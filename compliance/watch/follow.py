@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 from compliance.artefact import MAX_FILE_BYTES, open_regular
 
@@ -16,7 +16,7 @@ MAX_LINE_BYTES = 2**20
 """What is longer is no line that anybody wrote on purpose; it is left out."""
 
 
-class Follower:
+class Follower(AbstractContextManager["Follower"]):
     """The lines that a file has gained since the last look.
 
     The file may not be there yet, may be cut short and begun again, and may be replaced by another one; `restarts` counts
@@ -34,12 +34,7 @@ class Follower:
         self._is_overlong = False
         self._left = 0
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -160,9 +160,8 @@ class RunningLog(LoggedRun):
             if minutes >= limit:
                 self._complain(f"initialisation has passed its {limit} min: the run is no valid result (TR 11)")
             elif minutes >= limit * INIT_WARNING_FRACTION:
-                self._complain(
-                    f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)", "a long initialisation"
-                )
+                text = f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)"
+                self._complain(text, "a long initialisation")
         if self.phase != "run" or len(self.evaluations) < 2 or self.evaluating_at is not None:
             return
         spacing = max(second.time_ms - first.time_ms for first, second in pairwise(self.evaluations))

@@ -14,13 +14,11 @@ from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
 
 from compliance.log import rules
 from compliance.watch.running import RunningLog
 from compliance.watch.watched import Watch, choose
-from console.live import Row, clock, grid, sparkline, styled
+from console.live import LivePanel, Row, accuracy_rows, clock, end_row, of_target, warning_rows
 from console.text import visible
 
 POLL_S = 1.0
@@ -98,8 +96,9 @@ def _display(watched: Watch, console: Console, stack: ExitStack) -> Callable[[],
     """Choose what shows the news: a panel that `stack` leaves standing, or plain lines."""
     if not console.is_terminal:
         return PlainLines(watched, console).show
-    live = stack.enter_context(Live(console=console, auto_refresh=False, vertical_overflow="crop"))
-    return lambda: live.update(panel(watched, time.time() * 1000), refresh=True)
+    live = LivePanel(console)
+    stack.callback(live.close)
+    return lambda: live.show(_title(watched), rows(watched, time.time() * 1000))
 
 
 class PlainLines:
@@ -115,54 +114,51 @@ class PlainLines:
         """Print what is new."""
         watched, run = self._watched, self._watched.run
         if run is not self._run:
-            self._put("the log was begun again")
+            _put(self._console, "the log was begun again")
             self._run, self._evaluations, self._complaints = run, 0, 0
         if run.phase != self._phase and run.phase in ("init", "run"):
-            self._put(f"{watched.path}: {_phase_words(watched, time.time() * 1000)}")
+            _put(self._console, f"{watched.path}: {_phase_words(watched, time.time() * 1000)}")
         self._phase = run.phase
         for index in range(self._evaluations, len(run.evaluations)):
             evaluation = run.evaluations[index]
-            words = f"evaluation {index + 1}: accuracy {evaluation.accuracy:.4f} {_of_target(run)}"
+            words = f"evaluation {index + 1}: accuracy {evaluation.accuracy:.4f} {of_target(run.target)}"
             latest = index + 1 == len(run.evaluations) and run.phase != "done"
             after = f", {forecast_words(watched, time.time() * 1000)}" if latest else ""
             rate = f", {run.rate:,.1f} sequences/s" if latest and run.rate else ""
-            self._put(f"{words} at {evaluation.samples:,} samples{rate}{after}")
+            _put(self._console, f"{words} at {evaluation.samples:,} samples{rate}{after}")
         if len(run.evaluations) > self._evaluations or run.phase == "done":
             for line in watched.outlooks():
-                self._put(f"outlook: {line}")
+                _put(self._console, f"outlook: {line}")
         self._evaluations = len(run.evaluations)
         for text in islice(run.complaints, self._complaints, None):
-            self._put(f"warning: {text.removeprefix('warning ')}")
+            _put(self._console, f"warning: {text.removeprefix('warning ')}")
         self._complaints = len(run.complaints)
         if run.phase == "done":
-            self._put(end_words(run))
-
-    def _put(self, text: str) -> None:
-        _put(self._console, text)
+            _put(self._console, end_words(run))
 
 
-def panel(watched: Watch, now_ms: float) -> Panel:
+def rows(watched: Watch, now_ms: float) -> list[Row]:
     """Everything that is known, for a terminal."""
     run = watched.run
-    rows: list[Row] = [("phase", _phase_words(watched, now_ms))]
+    shown: list[Row] = [("phase", _phase_words(watched, now_ms))]
     if run.evaluations:
-        last = run.evaluations[-1]
-        at = f"at {last.samples:,} samples, evaluation {len(run.evaluations)}"
-        curve = sparkline([evaluation.accuracy for evaluation in run.evaluations])
-        rows += [("accuracy", f"{last.accuracy:.4f} {_of_target(run)} {at}"), ("", styled(curve, "cyan"))]
+        accuracies = [evaluation.accuracy for evaluation in run.evaluations]
+        shown += accuracy_rows(accuracies, run.target, run.evaluations[-1].samples)
     if run.phase == "run":
-        rows.append(("samples", _progress_words(run, now_ms)))
+        shown.append(("samples", _progress_words(run, now_ms)))
         if run.rate:
             now = f", now {run.step_rate:,.1f}" if run.step_rate else ""
-            rows.append(("rate", f"{run.rate:,.1f} sequences/s with evaluations{now}"))
-        rows.append(("target", forecast_words(watched, now_ms)))
-    rows += zip(["outlook", *[""] * 9], watched.outlooks(), strict=False)
+            shown.append(("rate", f"{run.rate:,.1f} sequences/s with evaluations{now}"))
+        shown.append(("target", forecast_words(watched, now_ms)))
+    shown += zip(["outlook", *[""] * 9], watched.outlooks(), strict=False)
     if run.phase == "done":
-        rows.append(("end", styled(end_words(run), "green" if run.status == "success" else "bold red")))
-    rows += [("!", styled(text, "yellow")) for text in list(run.complaints)[-MAX_COMPLAINTS_SHOWN:]]
-    recipe = run.header.get("recipe")
-    title = f"{watched.path.name}{f' · {recipe}' if recipe else ''} · {run.division}"
-    return Panel(grid(rows), title=styled(title), title_align="left")
+        shown.append(end_row(end_words(run), is_success=run.status == "success"))
+    return shown + warning_rows(list(run.complaints)[-MAX_COMPLAINTS_SHOWN:])
+
+
+def _title(watched: Watch) -> str:
+    recipe = watched.run.header.get("recipe")
+    return " · ".join(filter(None, (watched.path.name, recipe, watched.run.division)))
 
 
 def forecast_words(watched: Watch, now_ms: float) -> str:
@@ -209,10 +205,6 @@ def _progress_words(run: RunningLog, now_ms: float) -> str:
     left = run.seconds_until(schedule.samples(index), now_ms)
     due = f" in {clock(left)}" if left else ""
     return f"{run.samples:,}, evaluation {index} at {schedule.samples(index):,}{due}"
-
-
-def _of_target(run: RunningLog) -> str:
-    return f"of {run.target:.4f}" if run.target is not None else "(no target logged)"
 
 
 def end_words(run: RunningLog) -> str:

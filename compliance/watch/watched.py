@@ -35,11 +35,7 @@ MAX_LOGS = 100
 
 @dataclass(frozen=True)
 class Sibling:
-    """Another run of the folder.
-
-    Attributes:
-        samples: sequences trained when it reached the target; None when it did not.
-    """
+    """Another run of the folder, with the sequences to the target where it reached that."""
 
     name: str
     seed: int | None
@@ -50,12 +46,7 @@ class Sibling:
 
 @dataclass
 class Watch:
-    """A log that is followed.
-
-    Attributes:
-        path: of the log.
-        ruleset: whose reference points and rules count.
-    """
+    """A log that is followed, by the reference points and rules of a ruleset."""
 
     path: Path
     ruleset: str

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from console.version import version_line
 from tests.conftest import REPOSITORY
 
 LARGE = {
@@ -24,22 +25,11 @@ LARGE = {
     "rich",
 }
 """A tenth of a second each, or seconds."""
-DATALOADING = (
-    "extract",
-    "prepare",
-    "demo",
-    "merge",
-    "index",
-    "shuffle",
-    "convert",
-    "pick-evaluation",
-    "verify",
-    "dump",
-)
-COMPLIANCE = ("check", "report", "summary", "system", "convergence", "doctor", "package", "watch")
+DATALOADING = "extract prepare demo merge index shuffle convert pick-evaluation verify dump"
+COMPLIANCE = "check report summary system convergence doctor package watch"
 COMMANDS = {  # the empty one is the program itself
-    "dataloading": ("", *DATALOADING),
-    "compliance": ("", *COMPLIANCE),
+    "dataloading": ("", *DATALOADING.split()),
+    "compliance": ("", *COMPLIANCE.split()),
     "cluster": ("", "devices", "predict", "calibrate", "probe", "show", "tune", "whatif"),
     "kernels": ("", "autotune", "show", "pin", "clear"),
     "kernels.ahead_of_time": ("",),
@@ -51,8 +41,8 @@ COMMANDS = {  # the empty one is the program itself
 RUN = """
 import json, runpy, sys
 module, *commands = sys.argv[1:]
-for command in commands:
-    sys.argv = [module, *command.split(), "--help"]
+for arguments in (["--version"], *([*command.split(), "--help"] for command in commands)):
+    sys.argv = [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as stop:
@@ -62,19 +52,12 @@ print(json.dumps(sorted(sys.modules)))
 
 
 @pytest.mark.parametrize("module", COMMANDS)
-def test_help_needs_nothing_large(module: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, module, *COMMANDS[module]],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def test_version_and_help_need_nothing_large(module: str) -> None:
+    command = [sys.executable, "-c", RUN, module, *COMMANDS[module]]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    *shown, held = done.stdout.splitlines()
-    assert sum(line.startswith("usage: ") for line in shown) == len(COMMANDS[module]) or module in (
-        "bert.train",
-        "bert.evaluate",
-    )
+    version, *shown, held = done.stdout.splitlines()
+    assert version == version_line()
+    own_words = module in ("bert.train", "bert.evaluate")
+    assert own_words or sum(line.startswith("usage: ") for line in shown) == len(COMMANDS[module])
     assert not LARGE & set(json.loads(held))

@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from console import version
 from tests.conftest import REPOSITORY
-from tests.console.test_lazy_programs import COMMANDS
 
 
 @pytest.fixture
@@ -55,15 +53,6 @@ def test_a_checkout_names_its_own_commit_and_changes(
     assert commit_of(tmp_path) == revision
     (tmp_path / "file").write_text("two")
     assert commit_of(tmp_path) == f"{revision} with local changes"
-
-
-@pytest.mark.parametrize("program", [*COMMANDS, "bert.train"])
-def test_every_program_prints_its_version(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", program, "--version"], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{version.version_line()}\n"
 
 
 SCRIPTS = ("run_and_time.sh", "run_tests.sh", "launch/docker.sh", "launch/bind.sh", "launch/slurm.sub")

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 
 from bert.parallel.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
-from tests.distributed.ranks import Ranks
-from tests.distributed.test_ranks import records
+from tests.distributed.ranks import Ranks, records
 from tests.distributed.test_tensor_parallel import checkpoints, differences, same_steps, without_dropout
 
 EIGHT = [

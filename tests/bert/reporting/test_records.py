@@ -109,12 +109,12 @@ def test_plain_lines_are_one_line_a_record() -> None:
 def test_the_panel_shows_accuracy_against_the_target() -> None:
     text = io.StringIO()
     shown = progress(STEP, EVALUATION)
-    panel = LivePanel(shown, Console(file=text, force_terminal=True, width=100))
+    panel = LivePanel("tiny_cpu · open", shown, Console(file=text, force_terminal=True, width=100))
     for record in (STEP, EVALUATION, END):
         panel.write(record)
     panel.close()
-    assert "0.2500 / 0.4000" in text.getvalue()
-    assert "success after 1:05" in text.getvalue()
+    for words in ("tiny_cpu · open", "0.2500 of 0.4000 at ", "evaluation 1", "▁", "at most 0:18", "success after 1:05"):
+        assert words in text.getvalue()
 
 
 def test_time_left_is_the_limit_until_accuracy_rises() -> None:

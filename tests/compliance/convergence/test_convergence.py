@@ -14,37 +14,15 @@ from hypothesis import strategies as st
 from mlperf_logging.rcp_checker import rcp_checker
 
 from compliance.convergence.outlook import outlook
-from compliance.convergence.reference_points import (
-    points,
-    pruned,
-    reference,
-    student_t_quantile,
-)
+from compliance.convergence.reference_points import points, pruned, reference, student_t_quantile
 from compliance.log.records import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import evaluation_interval, evaluation_samples
 from compliance.package.selection import olympic_mean
 from tests.compliance.run_logs import write_run
 
-BATCH_SIZES = [
-    1,
-    32,
-    255,
-    256,
-    447,
-    448,
-    449,
-    1024,
-    3072,
-    4607,
-    4608,
-    8704,
-    13056,
-    16383,
-    16384,
-    16385,
-    *range(59, 17_000, 211),
-]
+EDGES = [1, 32, 255, 256, 447, 448, 449, 1024, 3072, 4607, 4608, 8704, 13056, 16383, 16384, 16385]
+BATCH_SIZES = [*EDGES, *range(59, 17_000, 633)]
 
 NVIDIA_512_NODES = [5533259, 5533026, 5206297, 5536978, 5205545, 5535111, 5861323, 5535849, 5208214, 5533348]
 """Round 2.0, NVIDIA, dgxa100_n512_ngc22.04_pytorch, batch size 16384."""
@@ -152,7 +130,7 @@ def write_minimal(path: Path, batch: int, samples: int | None) -> None:
 BATCHES = st.one_of(st.sampled_from([256, 448, 768, 4608, 6144, 12288, 16384, 20000]), st.integers(1, 17_000))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(
     data=st.data(),
     ruleset=st.sampled_from(RULESETS),
@@ -187,28 +165,20 @@ def test_the_verdict_is_the_official_one(tmp_path_factory, data, ruleset: str, b
     assert (ours.verdict == "no reference") == (found is None and failed < 2)
 
 
-def test_slower_than_the_reference_is_never_scaled_or_failed() -> None:
-    for samples in (2_443_934, 3_000_000, 10**9):
-        assert (outlook([samples] * 10, 768, "5.0.0").verdict, outlook([samples] * 10, 768, "5.0.0").scaling) == (
-            "pass",
-            1,
-        )
-
-
-def test_a_mean_that_is_the_reference_s_stands() -> None:
-    found = outlook([2_798_080] * 10, 4608, "5.0.0")
-    assert found.reference is not None
-    assert found.reference.mean == 2_798_080
-    assert found.verdict == "pass"
-
-
-def test_evaluation_15_fails_16_is_scaled_17_stands() -> None:
-    verdicts = {}
-    for index in (15, 16, 17):
-        samples = evaluation_samples(index, evaluation_interval(768), 768)
-        found = outlook([samples] * 10, 768, "5.0.0")
-        verdicts[index] = found.verdict, round(found.scaling, 4)
-    assert verdicts == {15: ("fail", 1.0861), 16: ("scaled", 1.0183), 17: ("pass", 1.0)}
+@pytest.mark.parametrize(
+    ("samples", "batch", "verdict", "scaling"),
+    [
+        (2_443_934, 768, "pass", 1.0),
+        (10**9, 768, "pass", 1.0),
+        (2_798_080, 4608, "pass", 1.0),  # the reference's own mean
+        (evaluation_samples(15, evaluation_interval(768), 768), 768, "fail", 1.0861),
+        (evaluation_samples(16, evaluation_interval(768), 768), 768, "scaled", 1.0183),
+        (evaluation_samples(17, evaluation_interval(768), 768), 768, "pass", 1.0),
+    ],
+)
+def test_ten_runs_alike(samples: int, batch: int, verdict: str, scaling: float) -> None:
+    found = outlook([samples] * 10, batch, "5.0.0")
+    assert (found.verdict, round(found.scaling, 4)) == (verdict, scaling)
 
 
 def test_one_run_may_fail_to_converge_two_may_not() -> None:
@@ -236,7 +206,7 @@ def test_open_runs_have_no_reference() -> None:
 # Unfinished sets
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10)
 @given(data=st.data(), batch=st.sampled_from([448, 768, 4096, 16384]), done=st.integers(0, 9), failed=st.booleans())
 def test_what_the_missing_runs_need_is_what_brute_force_finds(data, batch: int, done: int, failed: bool) -> None:
     interval = evaluation_interval(batch)
@@ -272,12 +242,10 @@ def test_the_statement_while_runs_are_missing() -> None:
         "points at batch sizes 448 and 4608). It will pass if all 6 missing runs converge at evaluation 15 (2,250,240) or "
         "later. It will stand unscaled if all 6 missing runs converge at evaluation 17 (2,550,528) or later."
     )
-    assert [(case.evaluation.index, case.verdict) for case in found.needed.cases] == [  # type: ignore[union-attr]
-        (14, "fail"),
-        (15, "scaled"),
-        (16, "scaled"),
-        (17, "pass"),
-    ]
+    assert found.needed is not None
+    cases = {case.evaluation.index: case.verdict for case in found.needed.cases}
+    assert cases == {14: "fail", 15: "scaled", 16: "scaled", 17: "pass"}
+    assert outlook([2_550_528, 2_400_000, 2_400_000, None], 768, "5.0.0") == found  # the same draws
 
 
 def test_a_set_that_the_last_run_cannot_save_or_spoil() -> None:
@@ -313,10 +281,6 @@ def test_the_prediction_holds_as_often_as_it_says() -> None:
         assert 0.8 <= held / 60 <= 0.99, (done, held)
 
 
-def test_the_same_runs_get_the_same_prediction() -> None:
-    assert outlook([2_400_000] * 4, 768, "5.0.0") == outlook([2_400_000] * 4, 768, "5.0.0")
-
-
 # Input
 
 
@@ -340,21 +304,20 @@ def test_more_runs_than_a_set_are_refused() -> None:
 
 def test_samples_are_read_as_the_official_reader_does(tmp_path: Path) -> None:
     path = write_run(tmp_path / "result_0.txt")
-    expected = rcp_checker.read_submission_file(path, "5.0.0", False)[1]
-    assert read_log(path).run.converged_samples() == expected == 450_240
     text = path.read_text()
-    for odd in ("0.000001", "-5", "true", '"many"', "1e300", "null"):
-        path.write_text(text.replace('"epoch_num": ', f'"epoch_num": {odd}, "was": '))
-        assert read_log(path).run.converged_samples() is None, odd
-    assert read_log(path).run.converged_samples(from_train_samples=True) == 450_240
-    path.write_text(text.replace('"status": "success"', '"status": "aborted"'))
-    assert read_log(path).run.converged_samples() is None
-    path.write_text("\n".join(line for line in text.splitlines() if "run_stop" not in line))
-    assert read_log(path).run.converged_samples() is None
+
+    def converged(text: str) -> int | None:
+        path.write_text(text)
+        return read_log(path).run.converged_samples()
+
+    def without(words: str) -> str:
+        return "\n".join(line for line in text.splitlines() if words not in line)
+
     last = next(line for line in reversed(text.splitlines()) if '"eval_accuracy"' in line)
-    path.write_text(text + last.replace("450240", "999999") + "\n")
-    assert (
-        read_log(path).run.converged_samples() == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
-    )
-    path.write_text("\n".join(line for line in text.splitlines() if "eval_accuracy" not in line))
-    assert read_log(path).run.converged_samples() is None
+    for accepted in (text, text + last.replace("450240", "999999") + "\n"):
+        assert converged(accepted) == rcp_checker.read_submission_file(path, "5.0.0", False)[1] == 450_240
+    for odd in ("0.000001", "-5", "true", '"many"', "1e300", "null"):
+        assert converged(text.replace('"epoch_num": ', f'"epoch_num": {odd}, "was": ')) is None, odd
+        assert read_log(path).run.converged_samples(from_train_samples=True) == 450_240
+    assert converged(text.replace('"status": "success"', '"status": "aborted"')) is None
+    assert converged(without("run_stop")) is converged(without("eval_accuracy")) is None

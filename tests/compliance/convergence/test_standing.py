@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from compliance.__main__ import main
 from compliance.convergence.standing import standing
+from tests.compliance import command
 from tests.compliance.run_logs import write_run
 from tests.compliance.run_series import write_series
 
@@ -46,33 +46,31 @@ def test_a_run_in_progress_does_not_count(tmp_path: Path) -> None:
     assert found.outlook.needed.remaining == 8
 
 
-def test_of_twelve_runs_the_window_counts_that_a_submission_takes(tmp_path: Path) -> None:
-    write_series(tmp_path, [20, 20, 18, 17, 16, 17, 18, 16, 17, 17, 16, 15])
+@pytest.mark.parametrize(
+    ("evaluations", "failed", "left_out"),
+    [
+        ([20, 20, 18, 17, 16, 17, 18, 16, 17, 17, 16, 15], set(), ["result_0.txt", "result_11.txt"]),
+        ([3, 3, *[17] * 10], {0, 1}, ["result_0.txt", "result_1.txt"]),  # aborted early, and so not fast ones
+    ],
+)
+def test_of_twelve_runs_the_window_counts_that_a_submission_takes(
+    tmp_path: Path, evaluations: list[int], failed: set[int], left_out: list[str]
+) -> None:
+    write_series(tmp_path, evaluations, failed=failed)
     found = standing(tmp_path, "5.0.0")
-    assert [run.path.name for run in found.runs if not run.chosen] == ["result_0.txt", "result_11.txt"]
+    assert [run.path.name for run in found.runs] == [f"result_{number}.txt" for number in range(12)]
+    assert [run.path.name for run in found.runs if not run.chosen] == left_out
     assert found.outlook.verdict == "pass"
     assert "\n".join(found.lines()).count("not among the runs that a submission takes") == 2
 
 
-def test_a_run_that_was_aborted_early_is_not_a_fast_one(tmp_path: Path) -> None:
-    write_series(tmp_path, [3, 3, *[17] * 10], failed={0, 1})
-    found = standing(tmp_path, "5.0.0")
-    assert [run.path.name for run in found.runs if not run.chosen] == ["result_0.txt", "result_1.txt"]
-
-
-def test_the_numbers_sort_as_numbers(tmp_path: Path) -> None:
-    write_series(tmp_path, [17] * 11)
-    assert [run.path.name for run in standing(tmp_path, "5.0.0", runs=11).runs][1:3] == ["result_1.txt", "result_2.txt"]
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(tmp_path: Path) -> None:
     write_series(tmp_path, [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
-    monkeypatch.setattr("sys.argv", ["compliance", "convergence", str(tmp_path)])
-    assert main() == 1
-    assert "below the minimum of 2,274,732" in capsys.readouterr().out
-    monkeypatch.setattr("sys.argv", ["compliance", "convergence", str(tmp_path), "--json", "--ruleset", "2.0.0"])
-    assert main() == 1
-    said = json.loads(capsys.readouterr().out)
+    status, text = command.run("convergence", tmp_path)
+    assert (status, "below the minimum of 2,274,732" in text) == (1, True)
+    status, text = command.run("convergence", tmp_path, "--json", "--ruleset", "2.0.0")
+    said = json.loads(text)
+    assert status == 1
     assert (said["verdict"], said["global_batch_size"], len(said["runs"])) == ("fail", 448, 10)
     assert said["reference"]["points"] == [256, 3072]
     assert said["runs"][0] == {

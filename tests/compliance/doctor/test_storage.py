@@ -27,81 +27,58 @@ CONTAINER = """500 400 0:50 / / rw,relatime - overlay overlay rw,lowerdir=/var/l
 502 500 0:52 / /dev/shm rw - tmpfs shm rw,size=65536k
 503 500 0:53 / /run rw - tmpfs tmpfs rw
 """
+ON_DISK, IN_MEMORY = (CONTAINER.format(upper) for upper in ("/var/lib/u", "/run/u"))
+UPON_ITSELF = "1 0 0:1 / / rw - overlay overlay rw,upperdir=/upper\n"
 
 
 @pytest.mark.parametrize(
-    ("path", "durability", "words"),
+    ("mounts", "path", "durability", "words"),
     [
-        ("/srv/data", "durable", "a disk (ext4 at /)"),
-        ("/scratch/bert", "durable", "a disk (xfs at /scratch)"),
-        ("/scratch2", "durable", "a disk (ext4 at /)"),
-        ("/lustre/project/data", "durable", "the network (lustre"),
-        ("/home/somebody", "durable", "the network (nfs4"),
-        ("/fuse/bucket", "durable", "the network (fuse.s3fs"),
-        ("/dev/shm/data", "memory", "memory (tmpfs at /dev/shm)"),
-        ("/dev/shm", "memory", "memory"),
-        ("/ram/data", "memory", "memory (ramfs"),
-        ("/with space/data", "memory", "memory (tmpfs at /with space)"),
-        ("/compressed/data", "memory", "memory (ext4 at /compressed)"),
-        ("/image/data", "memory", "memory (squashfs at /image on memory (tmpfs at /dev/shm))"),
-        ("/image2/data", "durable", "a disk (squashfs at /image2)"),
-        ("/twice/data", "memory", "memory"),
+        (HOST, "/srv/data", "durable", "a disk (ext4 at /)"),
+        (HOST, "/scratch/bert", "durable", "a disk (xfs at /scratch)"),
+        (HOST, "/scratch2", "durable", "a disk (ext4 at /)"),
+        (HOST, "/lustre/project/data", "durable", "the network (lustre"),
+        (HOST, "/home/somebody", "durable", "the network (nfs4"),
+        (HOST, "/fuse/bucket", "durable", "the network (fuse.s3fs"),
+        (HOST, "/dev/shm/data", "memory", "memory (tmpfs at /dev/shm)"),
+        (HOST, "/dev/shm", "memory", "memory"),
+        (HOST, "/ram/data", "memory", "memory (ramfs"),
+        (HOST, "/with space/data", "memory", "memory (tmpfs at /with space)"),
+        (HOST, "/compressed/data", "memory", "memory (ext4 at /compressed)"),
+        (HOST, "/image/data", "memory", "memory (squashfs at /image on memory (tmpfs at /dev/shm))"),
+        (HOST, "/image2/data", "durable", "a disk (squashfs at /image2)"),
+        (HOST, "/twice/data", "memory", "memory"),
+        (ON_DISK, "/work", "layer", "layer (overlay at /)"),
+        (IN_MEMORY, "/work", "memory", "memory (overlay at / on memory"),
+        (ON_DISK, "/data/train", "durable", "a disk (xfs at /data)"),
+        (ON_DISK, "/dev/shm/train", "memory", "memory (tmpfs"),
+        (UPON_ITSELF, "/x", "layer", "layer"),
+        *((mounts, "/srv", "unknown", "does not name") for mounts in ("", "nothing\n", " - - - \n")),
     ],
 )
-def test_on_what_a_path_lies(tmp_path: Path, path: str, durability: str, words: str) -> None:
+def test_on_what_a_path_lies(tmp_path: Path, mounts: str, path: str, durability: str, words: str) -> None:
     files = {
-        "/proc/self/mountinfo": HOST,
+        "/proc/self/mountinfo": mounts,
         "/sys/block/loop0/loop/backing_file": "/dev/shm/image.sqsh\n",
         "/sys/block/loop1/loop/backing_file": "/scratch/image.sqsh\n",
     }
     storage = storage_of(Path(path), fake_host(tmp_path, files))
-    assert storage.durability == durability
+    assert (storage.durability, storage.is_read_only) == (durability, path.startswith("/image"))
     assert words in storage.description
-    assert storage.is_read_only == path.startswith("/image")
 
 
-@pytest.mark.parametrize(
-    ("upper", "path", "durability"),
-    [
-        ("/var/lib/u", "/work", "layer"),
-        ("/run/u", "/work", "memory"),
-        ("/var/lib/u", "/data/train", "durable"),
-        ("/var/lib/u", "/dev/shm/train", "memory"),
-    ],
-)
-def test_in_a_container(tmp_path: Path, upper: str, path: str, durability: str) -> None:
-    host = fake_host(tmp_path, {"/proc/self/mountinfo": CONTAINER.format(upper)})
-    assert storage_of(Path(path), host).durability == durability
-
-
-def test_a_layer_upon_itself_comes_to_an_end(tmp_path: Path) -> None:
-    mounts = "1 0 0:1 / / rw - overlay overlay rw,upperdir=/upper\n"
-    assert storage_of(Path("/x"), fake_host(tmp_path, {"/proc/self/mountinfo": mounts})).durability == "layer"
-
-
-@pytest.mark.parametrize("mountinfo", ["", "nothing\n", " - - - \n"])
-def test_without_mounts_nothing_is_known(tmp_path: Path, mountinfo: str) -> None:
-    host = fake_host(tmp_path, {"/proc/self/mountinfo": mountinfo})
-    assert storage_of(Path("/srv"), host).durability == "unknown"
-
-
-def test_links_are_followed(tmp_path: Path) -> None:
-    host = fake_host(tmp_path, {"/proc/self/mountinfo": HOST})
+def test_links_are_followed_and_the_deepest_mount_counts(tmp_path: Path) -> None:
     (tmp_path / "data").symlink_to("/dev/shm")
-    assert storage_of(tmp_path / "data", host).durability == "memory"
-    assert storage_of(Path("/usr"), host).durability == "durable"
-
-
-def test_the_deepest_mount_counts() -> None:
+    assert storage_of(tmp_path / "data", fake_host(tmp_path, {"/proc/self/mountinfo": HOST})).durability == "memory"
     mounts = parse_mounts(HOST)
-    assert len(mounts) == 15
     mount = mount_of(Path("/ro/x"), mounts)
     assert mount is not None
-    assert (mount.point, mount.is_read_only) == ("/ro", True)
+    assert (len(mounts), mount.point, mount.is_read_only) == (15, "/ro", True)
 
 
 def test_files_that_are_links(tmp_path: Path) -> None:
     data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    assert linked_elsewhere(data) == []  # it cannot be read
     data.mkdir()
     elsewhere.mkdir()
     (elsewhere / "shard").write_text("x")
@@ -112,7 +89,3 @@ def test_files_that_are_links(tmp_path: Path) -> None:
     (data / "again").symlink_to(data / "shard")
     (data / "circle").symlink_to(data / "circle")
     assert linked_elsewhere(data) == [elsewhere]
-
-
-def test_a_folder_that_cannot_be_read_has_no_links(tmp_path: Path) -> None:
-    assert linked_elsewhere(tmp_path / "none") == []

@@ -1,17 +1,14 @@
-import json
 import os
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from compliance.doctor import system, system_file
+from compliance.doctor import system
 from compliance.doctor.gpus import Gpus
 from compliance.doctor.host import Host, Output
 from compliance.log.rules import SYSTEM_FIELDS
-from console import files
 from tests.compliance.doctor import fake_host as fake
 from tests.compliance.doctor.fake_host import fake_host
 
@@ -22,9 +19,7 @@ GPU_NODE: dict[str, str | Output] = {
     "nvidia-smi nvlink": fake.NVLINK,
     "nvidia-smi topo": fake.topology(),
     "nvidia-smi --query-gpu": fake.smi(),
-    "python -c": json.dumps(
-        {"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}
-    ),
+    "python -c": '{"PyTorch": "2.13.0+cu130", "CUDA": "13.0", "cuDNN": "9.14.0", "NCCL": "2.28.9", "gpus": 8}',
 }
 
 
@@ -89,16 +84,15 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lscpu", "expected"),
     [
-        (fake.LSCPU_EPYC, ("2", "AMD EPYC 7742 64-Core Processor", "64", "256", "2.25 GHz", "Infinity Fabric (xGMI)")),
-        (fake.LSCPU_XEON, ("2", "Intel(R) Xeon(R) Platinum 8480CL", "56", "224", "3.80 GHz", "UPI")),
-        (fake.LSCPU_GRACE, ("1", "Neoverse-V2", "144", "144", "3.46 GHz", "")),
+        (fake.LSCPU_EPYC, ["2", "AMD EPYC 7742 64-Core Processor", "64", "256", "2.25 GHz", "Infinity Fabric (xGMI)"]),
+        (fake.LSCPU_XEON, ["2", "Intel(R) Xeon(R) Platinum 8480CL", "56", "224", "3.80 GHz", "UPI"]),
+        (fake.LSCPU_GRACE, ["1", "Neoverse-V2", "144", "144", "3.46 GHz", ""]),
     ],
 )
-def test_processors_of_several_makers(tmp_path: Path, lscpu: str, expected: tuple[str, ...]) -> None:
+def test_processors_of_several_makers(tmp_path: Path, lscpu: str, expected: list[str]) -> None:
     fields = system.processors(lscpu, fake_host(tmp_path))
-    names = ("host_processors_per_node", *(f"host_processor_{name}" for name in ("model_name", "core_count")))
-    names += tuple(f"host_processor_{name}" for name in ("vcpu_count", "frequency", "interconnect"))
-    assert tuple(fields[name] for name in names) == expected
+    names = ["_model_name", "_core_count", "_vcpu_count", "_frequency", "_interconnect"]
+    assert [fields[f"host_processor{name}"] for name in ["s_per_node", *names]] == expected
 
 
 def test_processors_without_lscpu_come_from_cpuinfo(tmp_path: Path) -> None:
@@ -125,17 +119,15 @@ def test_disks_of_any_shape(lsblk: str, kind: str, capacity: str) -> None:
     assert system.storage(lsblk) == {"host_storage_type": kind, "host_storage_capacity": capacity}
 
 
-def test_memory_without_dmidecode_is_a_capacity_only() -> None:
-    fields = system.memory("MemTotal: 1048576 kB\n", "")
-    assert fields == {"host_memory_capacity": "1 GiB", "host_memory_configuration": ""}
-
-
-def test_links_that_are_off_are_no_links() -> None:
-    host_fields = system.accelerators(Gpus(), "", "")
-    assert host_fields == {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
-
-
-def test_roce_and_infiniband_are_told_apart(tmp_path: Path) -> None:
+def test_what_tools_that_are_missing_leave_out(tmp_path: Path) -> None:
+    assert system.memory("MemTotal: 1048576 kB\n", "") == {
+        "host_memory_capacity": "1 GiB",
+        "host_memory_configuration": "",
+    }
+    assert system.accelerators(Gpus(), fake_host(tmp_path)) == {
+        "accelerators_per_node": "0",
+        "accelerator_model_name": "N/A",
+    }
     port = "/sys/class/infiniband/mlx5_0/ports/1"
     files = {f"{port}/rate": "200 Gb/sec (4X HDR)", f"{port}/link_layer": "Ethernet", f"{port}/state": "4: ACTIVE"}
     assert system.networking(fake_host(tmp_path, files)) == "1x RoCE 200 Gb/s"
@@ -146,11 +138,7 @@ def test_roce_and_infiniband_are_told_apart(tmp_path: Path) -> None:
     [
         ({}, {}, ""),
         ({"/.dockerenv": ""}, {}, "Docker container"),
-        (
-            {"/run/.containerenv": 'engine="podman-4.9"\nimage="docker.io/bert:1"\n'},
-            {},
-            "Podman container docker.io/bert:1",
-        ),
+        ({"/run/.containerenv": 'engine="podman"\nimage="a.io/bert:1"\n'}, {}, "Podman container a.io/bert:1"),
         ({}, {"APPTAINER_CONTAINER": "/images/bert.sif"}, "Apptainer container bert.sif"),
         ({}, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "Kubernetes pod"),
         ({}, {"container": "enroot"}, "container"),
@@ -176,39 +164,49 @@ def test_machine_without_tools_is_described_too(tmp_path: Path) -> None:
     assert fields["host_storage_capacity"].startswith("1x ")
 
 
-def script(folder: Path, name: str, body: str) -> Host:
-    (folder / name).write_text(f"#!/bin/sh\n{body}\n")
-    (folder / name).chmod(0o755)
-    return Host(environment={"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"})
+# Commands
 
 
-def test_tool_that_fails_is_no_tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Host]:
+    """Put a shell script of a name and a body before all other programs; the machine with it."""
+
+    def write(name: str, body: str) -> Host:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+        return Host()
+
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    script(tmp_path, "nvidia-smi", "echo 'NVIDIA-SMI has failed, 1, 2, 3, 4'\nexit 9")
-    assert system.describe("open")["accelerators_per_node"] == "0"
+    return write
 
 
-def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    host = script(tmp_path, "hangs", f"sleep 600 & echo $! > {tmp_path}/child; echo half an answer; wait")
+def test_tool_that_fails_is_no_tool(script: Callable[[str, str], Host]) -> None:
+    host = script("nvidia-smi", "echo 'NVIDIA-SMI has failed, 1, 2, 3, 4'\nexit 9")
+    assert system.describe("open", host=host)["accelerators_per_node"] == "0"
+
+
+def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path, script: Callable[[str, str], Host]) -> None:
+    host = script("hangs", f"sleep 600 & echo $! > {tmp_path}/child; echo half an answer; wait")
     begin = time.monotonic()
     output = host.run("hangs", timeout_s=0.5)
     assert time.monotonic() - begin < 10
-    assert output.trouble == "hangs gave no answer within 0.5 s"
-    assert output.answer == ""
+    assert (output.trouble, output.answer) == ("hangs gave no answer within 0.5 s", "")
     child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}")
+
+    def is_gone() -> bool:
+        return not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+
     deadline = time.monotonic() + 5
-    while child.exists() and "Z" not in (child / "stat").read_text().split()[2] and time.monotonic() < deadline:
+    while not is_gone() and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not child.exists() or "Z" in (child / "stat").read_text().split()[2]
+    assert is_gone()
 
 
-def test_trouble_of_commands_is_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    host = script(tmp_path, "fails", "echo why >&2; printf '\\377\\n'; exit 3")
+def test_trouble_of_commands_is_told_apart(tmp_path: Path, script: Callable[[str, str], Host]) -> None:
+    host = script("fails", "echo why >&2; printf '\\377\\n'; exit 3")
     output = host.run("fails")
     assert (output.trouble, output.errors, output.missing) == ("fails failed with status 3", "why\n", False)
-    assert output.text == "�\n"
+    assert output.text == "\ufffd\n"
     assert host.run("is-not-there").missing
     (tmp_path / "no-program").write_text("")
     assert host.run("no-program").trouble
@@ -227,43 +225,3 @@ def test_trouble_of_commands_is_told_apart(tmp_path: Path, monkeypatch: pytest.M
 def test_wrong_fields_are_refused(tmp_path: Path, overrides: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         system.describe("open", overrides, fake_host(tmp_path))
-
-
-@pytest.mark.parametrize("ruleset", ["2.1.0", "5.0.0"])
-def test_official_checker_accepts_the_file(tmp_path: Path, ruleset: str) -> None:
-    path = tmp_path / "systems" / "vm.json"
-    system_file.write(path, system.describe("closed", {"submitter": "Exämple", "system_name": "vm"}))
-    assert json.loads(path.read_text(encoding="utf-8"))["submitter"] == "Exämple"
-    command = [sys.executable, "-m", "mlperf_logging.system_desc_checker", str(path), "training", ruleset]
-    run = subprocess.run([*command, "--log_output", str(tmp_path / "log")], capture_output=True, text=True, check=False)
-    assert "passed" in run.stderr
-    assert "failed" not in run.stderr
-
-
-def test_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "vm.json"
-    system_file.write(path, {"a": "old"})
-
-    def full_disk(_descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files.os, "fsync", full_disk)
-    with pytest.raises(ValueError, match="No space left on device; choose another folder"):
-        system_file.write(path, {"a": "new"})
-    assert json.loads(path.read_text()) == {"a": "old"}
-    assert [entry.name for entry in tmp_path.iterdir()] == ["vm.json"]
-
-
-def test_command_line_sets_fields(tmp_path: Path) -> None:
-    path = tmp_path / "vm.json"
-    command = [sys.executable, "-m", "compliance", "system", "--out", str(path), "--division", "closed"]
-    run = subprocess.run([*command, "--set", "submitter=A=B", "cooling="], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    fields = json.loads(path.read_text())
-    assert (fields["submitter"], fields["cooling"], fields["division"]) == ("A=B", "", "closed")
-    assert fields["system_name"] == "vm"
-    run = subprocess.run([*command, "--set", "submitter"], capture_output=True, text=True, check=False)
-    assert (run.returncode, run.stderr) == (
-        2,
-        "error: --set submitter: expected KEY=VALUE, such as number_of_nodes=8\n",
-    )

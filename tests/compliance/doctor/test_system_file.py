@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from compliance.doctor import system_file
+from compliance.doctor.system import describe
 from compliance.log.rules import SYSTEM_FIELDS
-from tests.hostile import NAME, assert_harmless, run
+from console import files
+from tests.compliance import command
+from tests.hostile import NAME, assert_harmless
 
 GIVEN = {"submitter": "Example", "status": "Preview", "number_of_nodes": "8", "cooling": "water", "hw_notes": "é"}
 
@@ -20,7 +26,7 @@ def written(path: Path) -> dict[str, Any]:
 
 
 def system(path: Path, *options: str) -> tuple[int, str]:
-    return run("compliance", ["system", "--out", path, *options], os.environ)
+    return command.run("system", "--out", path, *options)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +56,13 @@ def test_what_was_given_stays_and_what_is_measured_is_renewed(first: Path, tmp_p
 def test_what_is_given_now_counts_most(first: Path, tmp_path: Path) -> None:
     path = tmp_path / "vm.json"
     path.write_text(json.dumps(written(first) | GIVEN), encoding="utf-8")
-    status, _ = system(path, "--division", "closed", "--set", "cooling=air", "host_memory_capacity=2 TiB")
+    given = ("--division", "closed", "--set", "submitter=A=B", "cooling=", "host_memory_capacity=2 TiB")
+    assert system(path, *given) == (0, f"{path}\n")
     renewed = written(path)
-    assert status == 0
-    assert (renewed["cooling"], renewed["division"], renewed["submitter"]) == ("air", "closed", "Example")
-    assert renewed["host_memory_capacity"] == "2 TiB"
+    assert (renewed["submitter"], renewed["cooling"], renewed["division"]) == ("A=B", "", "closed")
+    assert (renewed["status"], renewed["host_memory_capacity"]) == ("Preview", "2 TiB")
+    text = "error: --set submitter: expected KEY=VALUE, such as number_of_nodes=8\n"
+    assert system(path, "--set", "submitter") == (2, text)
 
 
 def test_a_description_that_was_begun_by_hand_is_completed(tmp_path: Path) -> None:
@@ -123,3 +131,28 @@ def test_what_is_said_of_a_replaced_value_forges_nothing(tmp_path: Path) -> None
     assert status == 0
     assert_harmless(text)
     assert text.count("\n") == 2
+
+
+@pytest.mark.parametrize("ruleset", ["2.1.0", "5.0.0"])
+def test_official_checker_accepts_the_file(tmp_path: Path, ruleset: str) -> None:
+    path = tmp_path / "systems" / "vm.json"
+    system_file.write(path, describe("closed", {"submitter": "Exämple", "system_name": "vm"}))
+    assert written(path)["submitter"] == "Exämple"
+    command = [sys.executable, "-m", "mlperf_logging.system_desc_checker", str(path), "training", ruleset]
+    run = subprocess.run([*command, "--log_output", str(tmp_path / "log")], capture_output=True, text=True, check=False)
+    assert "passed" in run.stderr
+    assert "failed" not in run.stderr
+
+
+def test_file_appears_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "vm.json"
+    system_file.write(path, {"a": "old"})
+
+    def full_disk(_descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "fsync", full_disk)
+    with pytest.raises(ValueError, match="No space left on device; choose another folder"):
+        system_file.write(path, {"a": "new"})
+    assert written(path) == {"a": "old"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["vm.json"]

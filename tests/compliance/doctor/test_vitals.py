@@ -1,8 +1,9 @@
 import dataclasses
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,13 @@ from compliance.doctor import gpus, vitals
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import Host, Output
 from compliance.doctor.plan import Plan
-from compliance.doctor.vitals import ClockReading
+from compliance.doctor.vitals import ClockReading, limits, memory, network, processors
 from tests.compliance.doctor import fake_host as fake
-from tests.compliance.doctor.fake_host import fake_host
+from tests.compliance.doctor.fake_host import expect, fake_host
 
-GPU_PLAN = Plan("h100_1x8", {"training": {"device": "cuda"}, "log": {"division": "closed"}}, 1, 8)
-TWO_NODES = dataclasses.replace(GPU_PLAN, nodes=2)
-CPU_PLAN = Plan("tiny_cpu", {"training": {"device": "cpu"}, "log": {"division": "open"}}, 1, 2)
+NODE = Plan("h100_1x8", {"training": {"device": "cuda"}, "log": {"division": "closed"}}, 1, 8)
+NODES = dataclasses.replace(NODE, nodes=2)
+CPU = Plan("tiny_cpu", {"training": {"device": "cpu"}, "log": {"division": "open"}}, 1, 2)
 PYTORCH: dict[str, Any] = {
     "PyTorch": "2.13.0+cu130",
     "CUDA": "13.0",
@@ -27,87 +28,49 @@ PYTORCH: dict[str, Any] = {
     "architectures": ["sm_80", "sm_90", "sm_100", "compute_120"],
     "capability": [9, 0],
 }
-NOW = 1_800_000_000.0
-STEADY = ClockReading(NOW, 0.0, True, 0.012)
-MEMINFO = (
-    "MemTotal: 2113462180 kB\nMemFree: 1 kB\nMemAvailable: 2000000000 kB\nSwapTotal: 8388604 kB\nSwapFree: 8388604 kB\n"
-)
-
-
-def only(diagnoses: Iterable[Diagnosis]) -> Diagnosis:
-    (one,) = diagnoses
-    return one
-
-
-def bad(diagnoses: Iterable[Diagnosis]) -> list[tuple[str, str]]:
-    """(state, subject) of what is not ok; each of those must say what to do, and each that is ok must not."""
-    found = list(diagnoses)
-    assert found
-    assert all(bool(one.remedy) == (one.state != "ok") for one in found), found
-    return [(one.state, one.subject) for one in found if one.state != "ok"]
-
-
-def look_at_gpus(host: Host, plan: Plan = GPU_PLAN, pytorch: dict[str, Any] | None = None) -> list[Diagnosis]:
-    return list(vitals.accelerators(host, plan, gpus.query(host), PYTORCH if pytorch is None else pytorch))
-
-
-def gpu_host(root: Path, rows: str | None = None, **more: str | Output) -> Host:
-    answers: dict[str, str | Output] = {word.replace("_", "-"): answer for word, answer in more.items()}
-    answers |= {"nvidia-smi --query-gpu": rows or fake.smi(), "nvidia-smi topo": fake.topology()}
-    return fake_host(root, answers=answers)
-
 
 # The clock
 
-
-def test_a_clock_that_the_kernel_calls_synchronised(tmp_path: Path) -> None:
-    one = only(vitals.clock(fake_host(tmp_path), GPU_PLAN, STEADY, NOW - 1))
-    assert (one.state, one.found) == ("ok", "kept right, at most 12 ms off")
+NOW = 1_800_000_000.0
+CHRONY = "A29FC87B,time.example.org,3,1795229404.1,0.000012,0.0001,0.0002,-12.1,0.001,0.05,0.01,0.001,64.2,{}\n"
+UNKEPT = ClockReading(NOW, 0.0, False, 16.0)
 
 
 @pytest.mark.parametrize(
-    ("reading", "state", "words"),
+    ("reading", "expected"),
     [
-        (ClockReading(5.0, 0.0, True, 0.0), "fail", "1970-01-01 00:00 UTC, which cannot be"),
-        (ClockReading(-5.0, 0.0, True, 0.0), "fail", "which cannot be"),
-        (ClockReading(NOW - 100, 0.0, True, 0.0), "fail", "which cannot be"),
-        (ClockReading(5e9, 0.0, True, 0.0), "fail", "2128-"),
-        (ClockReading(NOW, 0.4, True, 0.0), "fail", "+400 ms against the monotonic clock"),
-        (ClockReading(NOW, -0.05, True, 0.0), "fail", "-50 ms against the monotonic clock"),
-        (ClockReading(NOW, 0.001, True, 0.0), "ok", "kept right"),
-        (ClockReading(NOW, 0.0, True, 7.0), "warn", "perhaps 7 s off"),
-        (ClockReading(NOW, 0.0, False, 16.0), "warn", "nobody keeps the clock right"),
-        (ClockReading(NOW, 0.0, None, 0.0), "warn", "cannot be told"),
+        (ClockReading(NOW, 0.0, True, 0.012), "ok clock: kept right, at most 12 ms off"),
+        (ClockReading(5.0, 0.0, True, 0.0), "fail clock: it says 1970-01-01 00:00 UTC, which cannot be"),
+        (ClockReading(-5.0, 0.0, True, 0.0), "fail clock: which cannot be"),
+        (ClockReading(NOW - 100, 0.0, True, 0.0), "fail clock: which cannot be"),
+        (ClockReading(5e9, 0.0, True, 0.0), "fail clock: 2128-"),
+        (ClockReading(NOW, 0.4, True, 0.0), "fail clock: +400 ms against the monotonic clock"),
+        (ClockReading(NOW, -0.05, True, 0.0), "fail clock: -50 ms against the monotonic clock"),
+        (ClockReading(NOW, 0.001, True, 0.0), "ok clock: kept right"),
+        (ClockReading(NOW, 0.0, True, 7.0), "warn clock: perhaps 7 s off"),
+        (UNKEPT, "warn clock: nobody keeps the clock right; logs of several nodes"),
+        (ClockReading(NOW, 0.0, None, 0.0), "warn clock: cannot be told"),
     ],
 )
-def test_clocks(tmp_path: Path, reading: ClockReading, state: str, words: str) -> None:
-    one = only(vitals.clock(fake_host(tmp_path), GPU_PLAN, reading, NOW - 1))
-    assert one.state == state
-    assert words in one.found
-
-
-CHRONY = "A29FC87B,time.example.org,3,1795229404.1,0.000012,0.0001,0.0002,-12.1,0.001,0.05,0.01,0.001,64.2,{}\n"
+def test_clocks(tmp_path: Path, reading: ClockReading, expected: str) -> None:
+    expect(vitals.clock(fake_host(tmp_path), NODES, reading, NOW - 1), expected, about="clock")
 
 
 @pytest.mark.parametrize(
-    ("files", "answers", "keeper"),
+    ("files", "answers", "expected"),
     [
-        ({}, {"timedatectl": "yes\n"}, "the system's time service"),
-        ({}, {"timedatectl": "no\n", "chronyc": CHRONY.format("Normal")}, "chrony (time.example.org)"),
-        ({}, {"chronyc": CHRONY.format("Not synchronised")}, None),
-        ({}, {"chronyc": Output(trouble="chronyc gave no answer within 5 s")}, None),
-        ({"/run/systemd/timesync/synchronized": ""}, {}, "systemd-timesyncd"),
-        ({}, {"timedatectl": Output("yes", "timedatectl failed with status 1")}, None),
+        ({}, {"timedatectl": "yes\n"}, "ok clock: kept right by the system's time service"),
+        ({}, {"timedatectl": "no\n", "chronyc": CHRONY.format("Normal")}, "ok clock: by chrony (time.example.org)"),
+        ({}, {"chronyc": CHRONY.format("Not synchronised")}, "warn clock: "),
+        ({}, {"chronyc": Output(trouble="chronyc gave no answer within 5 s")}, "warn clock: "),
+        ({"/run/systemd/timesync/synchronized": ""}, {}, "ok clock: kept right by systemd-timesyncd"),
+        ({}, {"timedatectl": Output("yes", "timedatectl failed with status 1")}, "warn clock: "),
     ],
 )
 def test_who_keeps_the_clock(
-    tmp_path: Path, files: dict[str, str], answers: dict[str, str | Output], keeper: str | None
+    tmp_path: Path, files: dict[str, str], answers: dict[str, str | Output], expected: str
 ) -> None:
-    host = fake_host(tmp_path, files, answers)
-    one = only(vitals.clock(host, TWO_NODES, ClockReading(NOW, 0.0, False, 16.0), NOW - 1))
-    assert one.found == (f"kept right by {keeper}" if keeper else one.found)
-    assert (one.state == "ok") == (keeper is not None)
-    assert keeper or "several nodes" in one.found
+    expect(vitals.clock(fake_host(tmp_path, files, answers), NODE, UNKEPT, NOW - 1), expected, about="clock")
 
 
 def test_this_machines_clock_can_be_read() -> None:
@@ -129,348 +92,255 @@ def test_what_the_kernel_says_of_its_clock(
 
     monkeypatch.setattr(vitals.ctypes, "CDLL", lambda _: Library())
     reading = vitals.read_clock()
-    assert reading.is_synchronised is is_synchronised
-    assert reading.max_error_s == 0.033
+    assert (reading.is_synchronised, reading.max_error_s) == (is_synchronised, 0.033)
 
 
 # GPUs
 
 
+EIGHT, LINKED = fake.smi(), fake.topology()
+
+
+def look_at_gpus(
+    root: Path,
+    rows: str | Output = EIGHT,
+    plan: Plan = NODE,
+    pytorch: dict[str, Any] = PYTORCH,
+    topology: str = LINKED,
+    processes: str = "",
+) -> list[Diagnosis]:
+    """What is said of GPUs with these rows of nvidia-smi, one that fails being an `Output`."""
+    answers = {"--query-gpu": rows, "topo": topology, "--query-compute-apps": processes}
+    host = fake_host(root, answers=answers)
+    return list(vitals.accelerators(host, plan, gpus.query(host), pytorch))
+
+
 def test_a_healthy_node(tmp_path: Path) -> None:
-    found = look_at_gpus(gpu_host(tmp_path))
-    assert bad(found) == []
+    found = look_at_gpus(tmp_path)
+    expect(found)
     assert found[0].found == "8x NVIDIA H100 80GB HBM3, driver 580.65.06"
     assert found[-1].found == "PyTorch 2.13.0+cu130, CUDA 13.0, cuDNN 9.14.0, NCCL 2.28.9, driver 580.65.06"
 
 
-def test_no_gpu_is_needed_on_a_cpu(tmp_path: Path) -> None:
-    assert bad(look_at_gpus(fake_host(tmp_path), CPU_PLAN)) == []
-    assert bad(look_at_gpus(gpu_host(tmp_path), CPU_PLAN)) == []
+ONE_RANK = dataclasses.replace(NODE, recipe="h100_1x1", ranks=1)
+FAILED = Output("NVIDIA-SMI has failed: driver not running\n", "nvidia-smi failed with status 9")
+HALF_LINKED = LINKED.replace("NV18\tNV18\tPXB", "NV18\tSYS\tPXB")
 
 
 @pytest.mark.parametrize(
-    ("answer", "words"),
+    ("about", "changes", "expected"),
     [
-        (fake.MISSING, "no nvidia-smi here"),
+        ("", {"rows": fake.smi(8, {"ecc.errors.uncorrected.volatile.total": "[N/A]"})}, []),
+        ("", {"plan": CPU}, []),
+        ("", {"plan": CPU, "rows": fake.MISSING}, []),
+        ("", {"rows": fake.MISSING}, ["fail GPUs: no nvidia-smi here"]),
+        ("", {"rows": FAILED}, ["fail GPUs: driver not running"]),
+        ("", {"rows": Output(trouble="no answer within 20 s")}, ["fail GPUs: no answer within 20 s"]),
+        ("", {"rows": fake.smi(4), "pytorch": PYTORCH | {"gpus": 4}}, ["fail GPUs: 4x", "fail PyTorch: sees 4 of 4"]),
+        ("", {"rows": fake.smi(7) + fake.smi_row(7, {"name": "T400"})}, ["fail GPUs: of several kinds: 7x"]),
+        ("", {"rows": fake.smi(16)}, ["warn GPUs: 16x"]),
+        ("", {"rows": fake.smi(8, {"name": "NVIDIA A100-SXM4-80GB"})}, ["warn GPU kind: made for H100"]),
         (
-            Output("NVIDIA-SMI has failed: driver not running\n", "nvidia-smi failed with status 9"),
-            "driver not running",
+            "",
+            {"plan": ONE_RANK, "rows": fake.smi(1, {"mig.mode.current": "Enabled"}), "pytorch": PYTORCH | {"gpus": 1}},
+            ["warn GPU 0: divided by MIG"],
         ),
-        (Output(trouble="nvidia-smi gave no answer within 20 s"), "no answer within 20 s"),
-    ],
-)
-def test_no_gpu_where_one_is_needed(tmp_path: Path, answer: Output, words: str) -> None:
-    one = only(look_at_gpus(fake_host(tmp_path, answers={"nvidia-smi": answer})))
-    assert one.state == "fail"
-    assert words in one.found
-
-
-@pytest.mark.parametrize(
-    ("change", "state", "words"),
-    [
-        ({"ecc_errors": "3"}, "fail", "3 uncorrected memory errors"),
-        ({"remap_failure": "Yes"}, "fail", "could not be remapped"),
-        ({"remap_pending": "Yes"}, "warn", "at the next reset"),
-        ({"retired_pending": "Yes"}, "warn", "at the next reset"),
-        ({"mig": "Enabled"}, "fail", "divided by MIG"),
-        ({"compute_mode": "Prohibited"}, "fail", "compute mode is Prohibited"),
-        ({"persistence": "Disabled"}, "warn", "persistence mode is off"),
-        ({"ecc": "Disabled"}, "warn", "ECC is off"),
-        ({"slowed": "0x0000000000000048"}, "warn", "hardware slowdown, hardware thermal slowdown"),
-        ({"power_limit": "500.00 W"}, "warn", "power limit 500 W of 700 W"),
-        ({"pcie_width_now": "8"}, "warn", "PCIe x8 of x16"),
-    ],
-)
-def test_one_sick_gpu_is_named(tmp_path: Path, change: dict[str, str], state: str, words: str) -> None:
-    rows = "".join(fake.smi_row(index, **(change if index == 5 else {})) + "\n" for index in range(8))
-    one = only(one for one in look_at_gpus(gpu_host(tmp_path, rows)) if one.state != "ok")
-    assert (one.state, one.subject) == (state, "GPU 5")
-    assert words in one.found
-
-
-def test_mig_is_a_warning_for_one_rank(tmp_path: Path) -> None:
-    plan = dataclasses.replace(GPU_PLAN, recipe="h100_1x1", ranks=1)
-    host = gpu_host(tmp_path, fake.smi(1, mig="Enabled"))
-    assert bad(look_at_gpus(host, plan, PYTORCH | {"gpus": 1})) == [("warn", "GPU 0")]
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        (fake.smi(4), [("fail", "GPUs"), ("fail", "PyTorch")]),
-        (fake.smi(7) + fake.smi_row(7, name="NVIDIA T400"), [("fail", "GPUs")]),
-        (fake.smi(16), [("warn", "GPUs")]),
-        (fake.smi(8, name="NVIDIA A100-SXM4-80GB"), [("warn", "GPU kind")]),
-    ],
-)
-def test_numbers_and_kinds(tmp_path: Path, rows: str, expected: list[tuple[str, str]]) -> None:
-    seen = PYTORCH | {"gpus": min(8, rows.count("NVIDIA"))}
-    assert bad(look_at_gpus(gpu_host(tmp_path, rows), pytorch=seen)) == expected
-
-
-def test_a_gpu_that_somebody_uses(tmp_path: Path) -> None:
-    process = "4711, GPU-00000003-1111-2222-3333-444444444444, /usr/bin/python3\n"
-    found = look_at_gpus(gpu_host(tmp_path, nvidia_smi_XX="", **{"nvidia-smi --query-compute-apps": process}))
-    one = only(one for one in found if one.subject == "GPU use")
-    assert (one.state, one.found) == ("fail", "in use: /usr/bin/python3 (pid 4711) on GPU 3")
-
-
-def test_memory_that_somebody_outside_the_container_holds(tmp_path: Path) -> None:
-    rows = fake.smi(7) + fake.smi_row(7, memory_used="40000 MiB")
-    one = only(one for one in look_at_gpus(gpu_host(tmp_path, rows)) if one.subject == "GPU use")
-    assert one.state == "fail"
-    assert "GPU 7 40000 MiB" in one.found
-
-
-@pytest.mark.parametrize(
-    ("matrix", "state", "words"),
-    [
-        (fake.topology(), "ok", "every GPU to every other: 18 NVLinks"),
-        (fake.topology(between="SYS"), "warn", "PCIe across NUMA nodes"),
-        (fake.topology(between="PHB"), "ok", "PCIe host bridge"),
-        (fake.topology().replace("NV18\tNV18\tPXB", "NV18\tSYS\tPXB"), "warn", "some pairs lack NVLink"),
-        ("", "warn", "no topology"),
-    ],
-)
-def test_links_between_gpus(tmp_path: Path, matrix: str, state: str, words: str) -> None:
-    host = fake_host(tmp_path, answers={"--query-gpu": fake.smi(), "topo": matrix})
-    one = only(one for one in look_at_gpus(host) if one.subject == "GPU links")
-    assert one.state == state
-    assert words in one.found
-
-
-@pytest.mark.parametrize(
-    ("pytorch", "driver", "state", "words"),
-    [
-        ({}, "580.65.06", "fail", "cannot be imported"),
-        ({"CUDA": None}, "580.65.06", "fail", "built without CUDA"),
-        ({"gpus": 0}, "550.54.15", "fail", "needs CUDA 13.0, too new for driver 550.54.15"),
-        ({"gpus": 0}, "580.65.06", "fail", "sees no GPU, though nvidia-smi lists 8"),
-        ({"gpus": 8}, "550.54.15", "ok", "driver 550.54.15"),  # NVIDIA's forward compatibility package
-        ({"gpus": 4}, "580.65.06", "fail", "sees 4 of 8 GPUs, and 8 are needed"),
-        ({"architectures": ["sm_80", "sm_86"]}, "580.65.06", "fail", "no code for compute capability 9.0"),
-        ({"architectures": ["sm_80", "compute_80"]}, "580.65.06", "ok", "PyTorch 2.13.0"),
-        ({"architectures": ["sm_90a"]}, "580.65.06", "ok", "PyTorch 2.13.0"),
-        ({"architectures": ["sm_100", "compute_120"]}, "580.65.06", "fail", "no code"),
-        ({"architectures": [], "capability": None}, "580.65.06", "ok", "PyTorch 2.13.0"),
-    ],
-)
-def test_pytorch_and_driver(tmp_path: Path, pytorch: dict[str, Any], driver: str, state: str, words: str) -> None:
-    host = gpu_host(tmp_path, fake.smi(driver=driver))
-    found = look_at_gpus(host, pytorch=PYTORCH | pytorch if pytorch else {})
-    one = only(one for one in found if one.subject == "PyTorch")
-    assert one.state == state
-    assert words in one.found
-
-
-# Memory, processors, limits
-
-
-def test_enough_memory(tmp_path: Path) -> None:
-    host = fake_host(tmp_path, {"/proc/meminfo": MEMINFO, "/dev/shm/x": ""})
-    assert [one.state for one in vitals.memory(host, CPU_PLAN)] == ["ok", "ok"]
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({"/proc/meminfo": MEMINFO.replace("2000000000", "2000000")}, [("warn", "memory")]),
-        ({"/proc/meminfo": MEMINFO, "/sys/fs/cgroup/memory.max": "2147483648\n"}, [("warn", "memory")]),
-        ({"/proc/meminfo": MEMINFO, "/sys/fs/cgroup/memory.max": "max\n"}, []),
-        ({"/proc/meminfo": MEMINFO, "/sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712"}, []),
-        ({"/proc/meminfo": MEMINFO.replace("SwapFree: 8388604", "SwapFree: 388604")}, [("warn", "swap")]),
-        ({}, [("warn", "memory")]),
-    ],
-)
-def test_memory(tmp_path: Path, files: dict[str, str], expected: list[tuple[str, str]]) -> None:
-    host = fake_host(tmp_path, {"/dev/shm/x": "", **files})
-    found = [one for one in vitals.memory(host, GPU_PLAN) if one.subject != "shared memory"]
-    assert bad(found) == expected
-
-
-class _Statvfs:
-    f_frsize = 4096
-
-    def __init__(self, free_mib: int) -> None:
-        self.f_bavail = free_mib * 256
-
-
-@pytest.mark.parametrize(
-    ("free_mib", "plan", "state"),
-    [
-        (64, GPU_PLAN, "fail"),
-        (2000, GPU_PLAN, "ok"),
-        (64, CPU_PLAN, "warn"),
-        (1023, GPU_PLAN, "fail"),
-        (1024, GPU_PLAN, "ok"),
-    ],
-)
-def test_shared_memory_of_a_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int, plan: Plan, state: str
-) -> None:
-    monkeypatch.setattr(vitals.os, "statvfs", lambda _: _Statvfs(free_mib))
-    found = vitals.memory(fake_host(tmp_path, {"/proc/meminfo": MEMINFO}), plan)
-    assert only(one for one in found if one.subject == "shared memory").state == state
-
-
-def test_no_shared_memory_at_all(tmp_path: Path) -> None:
-    found = list(vitals.memory(fake_host(tmp_path, {"/proc/meminfo": MEMINFO}), GPU_PLAN))
-    assert bad(found) == [("fail", "shared memory")]
-
-
-@pytest.mark.parametrize(
-    ("cores", "files", "plan", "expected"),
-    [
-        (128, {}, GPU_PLAN, []),
-        (16, {}, GPU_PLAN, [("warn", "cores")]),
-        (4, {}, GPU_PLAN, [("fail", "cores")]),
-        (2, {}, CPU_PLAN, []),
-        (128, {"/sys/fs/cgroup/cpu.max": "400000 100000"}, GPU_PLAN, [("fail", "cores")]),
-        (128, {"/sys/fs/cgroup/cpu.max": "max 100000"}, GPU_PLAN, []),
-        (128, {"/proc/loadavg": "97.02 3.0 2.0 1/500 4711"}, GPU_PLAN, [("warn", "load")]),
-        (128, {"/proc/loadavg": "2.02 3.0 2.0 1/500 4711"}, GPU_PLAN, []),
         (
-            128,
-            {f"/sys/devices/system/cpu/cpu{n}/cpufreq/scaling_governor": "powersave\n" for n in range(2)},
-            GPU_PLAN,
-            [("warn", "cores")],
+            "",
+            {"processes": "4711, GPU-3, /usr/bin/python3\n"},
+            ["fail GPU use: in use: /usr/bin/python3 (pid 4711) on GPU 3"],
         ),
-        (128, {"/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "performance\n"}, GPU_PLAN, []),
         (
-            128,
-            {
-                "/proc/sys/kernel/numa_balancing": "1\n",
-                **{f"/sys/devices/system/node/node{n}/meminfo": "" for n in (0, 1)},
-            },
-            GPU_PLAN,
-            [("warn", "NUMA")],
+            "",
+            {"rows": fake.smi(7) + fake.smi_row(7, {"memory.used": "40000 MiB"})},
+            ["fail GPU use: that this container cannot see: GPU 7 40000 MiB"],
         ),
-        (128, {"/proc/sys/kernel/numa_balancing": "1\n", "/sys/devices/system/node/node0/meminfo": ""}, GPU_PLAN, []),
-        (
-            128,
-            {"/sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n"},
-            GPU_PLAN,
-            [("warn", "huge pages")],
-        ),
-        (128, {"/sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n"}, GPU_PLAN, []),
+        ("GPU links", {}, ["ok GPU links: every GPU to every other: 18 NVLinks"]),
+        ("GPU links", {"topology": fake.topology(between="SYS")}, ["warn GPU links: PCIe across NUMA nodes"]),
+        ("GPU links", {"topology": fake.topology(between="PHB")}, ["ok GPU links: PCIe host bridge"]),
+        ("GPU links", {"topology": HALF_LINKED}, ["warn GPU links: some pairs lack NVLink"]),
+        ("GPU links", {"topology": ""}, ["warn GPU links: no topology"]),
     ],
 )
-def test_processors(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    cores: int,
-    files: dict[str, str],
-    plan: Plan,
-    expected: list[tuple[str, str]],
-) -> None:
-    monkeypatch.setattr(vitals.os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert bad(vitals.processors(fake_host(tmp_path, files), plan)) == expected
+def test_gpus_of_a_node(tmp_path: Path, about: str, changes: dict[str, Any], expected: list[str]) -> None:
+    expect(look_at_gpus(tmp_path, **changes), *expected, about=about)
 
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("ecc.errors.uncorrected.volatile.total", "3", "fail GPU 5: 3 uncorrected memory errors"),
+        ("remapped_rows.failure", "Yes", "fail GPU 5: could not be remapped"),
+        ("remapped_rows.pending", "Yes", "warn GPU 5: at the next reset"),
+        ("retired_pages.pending", "Yes", "warn GPU 5: at the next reset"),
+        ("mig.mode.current", "Enabled", "fail GPU 5: divided by MIG"),
+        ("compute_mode", "Prohibited", "fail GPU 5: compute mode is Prohibited"),
+        ("persistence_mode", "Disabled", "warn GPU 5: persistence mode is off"),
+        ("ecc.mode.current", "Disabled", "warn GPU 5: ECC is off"),
+        (
+            "clocks_event_reasons.active",
+            "0x0000000000000048",
+            "warn GPU 5: hardware slowdown, hardware thermal slowdown",
+        ),
+        ("power.limit", "500.00 W", "warn GPU 5: power limit 500 W of 700 W"),
+        ("pcie.link.width.current", "8", "warn GPU 5: PCIe x8 of x16"),
+    ],
+)
+def test_one_sick_gpu_is_named(tmp_path: Path, name: str, value: str, expected: str) -> None:
+    rows = "".join(fake.smi_row(index, {name: value} if index == 5 else {}) + "\n" for index in range(8))
+    expect(look_at_gpus(tmp_path, rows), expected)
+
+
+@pytest.mark.parametrize(
+    ("pytorch", "driver", "expected"),
+    [
+        (None, "580.65.06", "fail PyTorch: cannot be imported"),
+        ({"CUDA": None}, "580.65.06", "fail PyTorch: built without CUDA"),
+        ({"gpus": 0}, "550.54.15", "fail PyTorch: needs CUDA 13.0, too new for driver 550.54.15"),
+        ({"gpus": 0}, "580.65.06", "fail PyTorch: sees no GPU, though nvidia-smi lists 8"),
+        ({"gpus": 8}, "550.54.15", "ok PyTorch: driver 550.54.15"),  # NVIDIA's forward compatibility package
+        ({"gpus": 4}, "580.65.06", "fail PyTorch: sees 4 of 8 GPUs, and 8 are needed"),
+        ({"architectures": ["sm_80", "sm_86"]}, "580.65.06", "fail PyTorch: no code for compute capability 9.0"),
+        ({"architectures": ["sm_80", "compute_80"]}, "580.65.06", "ok PyTorch: PyTorch 2.13.0"),
+        ({"architectures": ["sm_90a"]}, "580.65.06", "ok PyTorch: PyTorch 2.13.0"),
+        ({"architectures": ["sm_100", "compute_120"]}, "580.65.06", "fail PyTorch: no code"),
+        ({"architectures": [], "capability": None}, "580.65.06", "ok PyTorch: PyTorch 2.13.0"),
+    ],
+)
+def test_pytorch_and_driver(tmp_path: Path, pytorch: dict[str, Any] | None, driver: str, expected: str) -> None:
+    rows = fake.smi(changes={"driver_version": driver})
+    expect(
+        look_at_gpus(tmp_path, rows, pytorch={} if pytorch is None else PYTORCH | pytorch), expected, about="PyTorch"
+    )
+
+
+# Memory, processors, limits, network
 
 UNLIMITED = vitals.resource.RLIM_INFINITY
+FREE = (
+    "MemTotal: 2113462180 kB\nMemFree: 1 kB\nMemAvailable: 2000000000 kB\nSwapTotal: 8388604 kB\nSwapFree: 8388604 kB\n"
+)
+MEMINFO = "/proc/meminfo"
+MEMORY = {MEMINFO: FREE}
+CGROUP, CGROUP_1 = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"
+LOAD = "/proc/loadavg"
+GOVERNOR = "/sys/devices/system/cpu/cpu1/cpufreq/scaling_governor"
+BALANCED = {"/proc/sys/kernel/numa_balancing": "1\n", "/sys/devices/system/node/node0/x": ""}
+HUGE_PAGES = "/sys/kernel/mm/transparent_hugepage/enabled"
+PORTS, DOWN = fake.infiniband(), fake.infiniband(state="1: DOWN")
+DEVICE = {"/dev/infiniband/uverbs0": ""}
+PORT = "/sys/class/infiniband/mlx5_3/ports/1"
 
 
 @pytest.mark.parametrize(
-    ("locked", "files", "plan", "with_rdma", "expected"),
+    ("check", "plan", "files", "facts", "expected"),
     [
-        (UNLIMITED, 65536, TWO_NODES, True, []),
-        (8 << 20, 65536, TWO_NODES, True, [("fail", "limits")]),
-        (8 << 20, 65536, TWO_NODES, False, []),
-        (8 << 20, 65536, GPU_PLAN, True, []),
-        (UNLIMITED, 1023, GPU_PLAN, False, [("warn", "limits")]),
-        (UNLIMITED, 1024, GPU_PLAN, False, []),
+        (memory, CPU, MEMORY, {}, ""),
+        (memory, NODE, {MEMINFO: FREE.replace("2000000000", "2000000")}, {}, "warn memory: 1.9 GiB free, 8 rank(s)"),
+        (memory, NODE, MEMORY | {CGROUP: "2147483648\n"}, {}, "warn memory: 2.0 GiB free of this container"),
+        (memory, NODE, MEMORY | {CGROUP: "max\n"}, {}, ""),
+        (memory, NODE, MEMORY | {CGROUP_1: "9223372036854771712"}, {}, ""),
+        (memory, NODE, {MEMINFO: FREE.replace("Free: 8388604", "Free: 4")}, {}, "warn swap: 8.0 GiB are swapped out"),
+        (memory, NODE, {}, {}, "warn memory: cannot be told"),
+        (memory, NODE, MEMORY, {"shm_mib": 1023}, "fail shared memory: 1023 MiB free in /dev/shm"),
+        (memory, NODE, MEMORY, {"shm_mib": 1024}, ""),
+        (memory, CPU, MEMORY, {"shm_mib": 64}, "warn shared memory: 2 ranks want 256 MiB"),
+        (memory, NODE, MEMORY, {"shm_mib": None}, "fail shared memory: no /dev/shm"),
+        (processors, NODE, {}, {}, ""),
+        (processors, NODE, {}, {"cores": 16}, "warn cores: 16 for 8 rank(s)"),
+        (processors, NODE, {}, {"cores": 4}, "fail cores: 4 for 8 rank(s)"),
+        (processors, CPU, {}, {"cores": 2}, ""),
+        (processors, NODE, {"/sys/fs/cgroup/cpu.max": "400000 100000"}, {}, "fail cores: 4 for 8 rank(s)"),
+        (processors, NODE, {"/sys/fs/cgroup/cpu.max": "max 100000"}, {}, ""),
+        (processors, NODE, {LOAD: "97.02 3.0 2.0 1/500 4711"}, {}, "warn load: 97.02"),
+        (processors, NODE, {LOAD: "2.02 3.0 2.0 1/500 4711"}, {}, ""),
+        (processors, NODE, {GOVERNOR: "powersave\n"}, {}, "warn cores: frequency governor powersave"),
+        (processors, NODE, {GOVERNOR: "performance\n"}, {}, ""),
+        (processors, NODE, BALANCED | {"/sys/devices/system/node/node1/x": ""}, {}, "warn NUMA: 2 nodes"),
+        (processors, NODE, BALANCED, {}, ""),
+        (processors, NODE, {HUGE_PAGES: "always madvise [never]\n"}, {}, "warn huge pages: are off"),
+        (processors, NODE, {HUGE_PAGES: "always [madvise] never\n"}, {}, ""),
+        (limits, NODES, PORTS, {}, ""),
+        (limits, NODES, PORTS, {"locked": 8 << 20}, "fail limits: a process may lock 8192 KiB"),
+        (limits, NODES, {}, {"locked": 8 << 20}, ""),
+        (limits, NODE, PORTS, {"locked": 8 << 20}, ""),
+        (limits, NODE, {}, {"open_files": 1023}, "warn limits: 1023 open files"),
+        (limits, NODE, {}, {"open_files": 1024}, ""),
+        (network, NODES, PORTS | DEVICE, {}, ""),
+        (network, NODES, PORTS, {}, "fail network: but not /dev/infiniband"),
+        (network, NODES, DOWN | DEVICE, {}, "fail network: no port with RDMA is up: mlx5_0 port 1 DOWN"),
+        (network, NODE, DOWN | DEVICE, {}, "warn network: no port with RDMA is up"),
+        (network, NODES, PORTS | DEVICE | {f"{PORT}/state": "2: INIT"}, {}, "warn network: but not mlx5_3 port 1 INIT"),
+        (
+            network,
+            NODES,
+            PORTS | DEVICE | {f"{PORT}/rate": "200 Gb/sec"},
+            {},
+            "warn network: 7x 400 Gb/sec (4X NDR), 1x",
+        ),
+        (network, NODES, {}, {}, "warn network: no adapter with RDMA"),
+        (network, NODE, {}, {}, ""),
+        (network, NODES, PORTS | DEVICE, {"address": "127.0.1.1"}, "warn host name: stands for 127.0.1.1"),
+        (network, NODES, PORTS | DEVICE, {"address": None}, "warn host name: stands for no address"),
     ],
 )
-def test_limits(
+def test_the_machine(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    locked: int,
-    files: int,
+    check: Callable[[Host, Plan], Iterator[Diagnosis]],
     plan: Plan,
-    with_rdma: bool,
-    expected: list[tuple[str, str]],
+    files: dict[str, str],
+    facts: dict[str, Any],
+    expected: str,
 ) -> None:
-    given = {vitals.resource.RLIMIT_MEMLOCK: (locked, locked), vitals.resource.RLIMIT_NOFILE: (files, 1 << 20)}
-    monkeypatch.setattr(vitals.resource, "getrlimit", given.__getitem__)
-    host = fake_host(tmp_path, fake.infiniband() if with_rdma else {})
-    assert bad(vitals.limits(host, plan)) == expected
+    """`facts`: what the kernel says of this process by other ways than files, where it is not what a run wants."""
+    kernel = {
+        "cores": 128,
+        "shm_mib": 1 << 20,
+        "locked": UNLIMITED,
+        "open_files": 1 << 16,
+        "address": "10.1.2.3",
+    } | facts
 
+    def statvfs(_: Path) -> Any:
+        if kernel["shm_mib"] is None:
+            raise FileNotFoundError
+        return SimpleNamespace(f_frsize=4096, f_bavail=kernel["shm_mib"] * 256)
 
-# The network
+    def resolve(_: str) -> str:
+        if kernel["address"] is None:
+            raise socket.gaierror
+        return kernel["address"]
 
-DEVICE = {"/dev/infiniband/uverbs0": ""}
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        (fake.infiniband() | DEVICE, []),
-        (fake.infiniband(), [("fail", "network")]),
-        (fake.infiniband(state="1: DOWN") | DEVICE, [("fail", "network")]),
-        (fake.infiniband() | {"/sys/class/infiniband/mlx5_3/ports/1/state": "2: INIT"} | DEVICE, [("warn", "network")]),
-        (
-            fake.infiniband() | {"/sys/class/infiniband/mlx5_3/ports/1/rate": "200 Gb/sec (4X HDR)"} | DEVICE,
-            [("warn", "network")],
-        ),
-        ({}, [("warn", "network")]),
-    ],
-)
-def test_ports_between_nodes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], expected: list[tuple[str, str]]
-) -> None:
-    monkeypatch.setattr(vitals.socket, "gethostbyname", lambda _: "10.1.2.3")
-    host = fake_host(tmp_path, files, environment={"MASTER_PORT": str(free_port())})
-    assert bad(vitals.network(host, TWO_NODES)) == expected
-
-
-def test_ports_matter_less_on_one_node(tmp_path: Path) -> None:
-    assert bad(vitals.network(fake_host(tmp_path, fake.infiniband(state="1: DOWN") | DEVICE), GPU_PLAN)) == [
-        ("warn", "network")
-    ]
-    assert bad(vitals.network(fake_host(tmp_path / "none"), GPU_PLAN)) == []
-
-
-def free_port() -> int:
+    given = {vitals.resource.RLIMIT_MEMLOCK: kernel["locked"], vitals.resource.RLIMIT_NOFILE: kernel["open_files"]}
+    monkeypatch.setattr(vitals.os, "sched_getaffinity", lambda _: set(range(kernel["cores"])))
+    monkeypatch.setattr(vitals.os, "statvfs", statvfs)
+    monkeypatch.setattr(vitals.resource, "getrlimit", lambda which: (given[which], 1 << 20))
+    monkeypatch.setattr(vitals.socket, "gethostbyname", resolve)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+        port = str(probe.getsockname()[1])
+    expect(check(fake_host(tmp_path, files, environment={"MASTER_PORT": port}), plan), *filter(None, [expected]))
 
 
-@pytest.mark.parametrize("address", ["127.0.1.1", None])
-def test_a_name_that_other_nodes_cannot_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str | None
-) -> None:
-    def resolve(_: str) -> str:
-        if address is None:
-            raise socket.gaierror
-        return address
-
-    monkeypatch.setattr(vitals.socket, "gethostbyname", resolve)
-    host = fake_host(tmp_path, fake.infiniband() | DEVICE, environment={"MASTER_PORT": str(free_port())})
-    assert bad(vitals.network(host, TWO_NODES)) == [("warn", "host name")]
+def ports_said(root: Path, monkeypatch: pytest.MonkeyPatch, port: object) -> list[Diagnosis]:
+    monkeypatch.setattr(vitals.socket, "gethostbyname", lambda _: "10.1.2.3")
+    return list(vitals.network(fake_host(root, PORTS | DEVICE, environment={"MASTER_PORT": str(port)}), NODES))
 
 
 @pytest.mark.parametrize("text", ["0", "65536", "http", ""])
 def test_a_port_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setattr(vitals.socket, "gethostbyname", lambda _: "10.1.2.3")
-    host = fake_host(tmp_path, fake.infiniband() | DEVICE, environment={"MASTER_PORT": text})
-    assert bad(vitals.network(host, TWO_NODES)) == [("fail", "port")]
+    expect(ports_said(tmp_path, monkeypatch, text), f"fail port: MASTER_PORT is {text!r}")
 
 
 def test_a_port_that_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitals.socket, "gethostbyname", lambda _: "10.1.2.3")
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        environment = {"MASTER_PORT": str(other.getsockname()[1])}
-        host = fake_host(tmp_path, fake.infiniband() | DEVICE, environment=environment)
-        found = list(vitals.network(host, TWO_NODES))
-    assert bad(found) == [("fail", "port")]
-    assert "is not free" in found[-1].found
+        expect(ports_said(tmp_path, monkeypatch, other.getsockname()[1]), "fail port: is not free")
 
 
 def test_a_port_that_an_earlier_run_used_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vitals.socket, "gethostbyname", lambda _: "10.1.2.3")
     with socket.socket() as server, socket.socket() as client:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("", 0))
@@ -479,5 +349,4 @@ def test_a_port_that_an_earlier_run_used_is_free(tmp_path: Path, monkeypatch: py
         client.connect(("127.0.0.1", port))
         server.accept()[0].close()  # the side that closes first keeps the port in TIME_WAIT
         client.recv(1)
-    host = fake_host(tmp_path, fake.infiniband() | DEVICE, environment={"MASTER_PORT": str(port)})
-    assert bad(vitals.network(host, TWO_NODES)) == []
+    expect(ports_said(tmp_path, monkeypatch, port))

@@ -6,12 +6,13 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bert.mllog import MLLog, evaluation_interval, evaluation_samples
 from compliance.log.rules import SYSTEM_FIELDS
-from tests.compliance.run_logs import CLOSED, START_MS
+from tests.compliance.run_logs import CLOSED, START_MS, initialise
 
 BATCH = 768
 INTERVAL = evaluation_interval(BATCH)
@@ -19,13 +20,12 @@ RATE = 8 * 950.0
 """Sequences per second of the made-up machine: eight H100, as published."""
 
 
+@dataclass
 class Clock:
-    """Shows the time that it was set to."""
+    """Shows the time that it was set to; a look takes long while the 398 tensors are initialised."""
 
-    def __init__(self, start_ms: int) -> None:
-        self.ms = start_ms
-        self.step_ms = 200
-        """How long a look takes: long while the 398 tensors are initialised, a moment in the run."""
+    ms: int
+    step_ms: int = 200
 
     def __call__(self) -> int:
         self.ms += self.step_ms
@@ -45,20 +45,12 @@ def write_closed_run(
     draw = random.Random(number)
     settings = CLOSED | {"global_batch_size": BATCH, "eval_interval_samples": INTERVAL}
     clock = Clock(START_MS + 3_600_000 * number)
-    metrics: list[dict[str, Any]] = [
-        {"event": "run", "recipe": "h100_1x8", "world_size": 8, "started": "2024-01-02T03:04:05+00:00"}
-    ]
+    start = {"event": "run", "recipe": "h100_1x8", "world_size": 8, "started": "2024-01-02T03:04:05+00:00"}
+    metrics: list[dict[str, Any]] = [start]
     head = {"recipe": "h100_1x8", "torch": "2.13.0", "accelerator": "NVIDIA H100 80GB HBM3", "seed": 1000 + number}
     with MLLog(path / f"result_{number}.txt", clock_ms=clock) as log:
         log.header(head | {"config.training.global_batch_size": BATCH} | (header or {}))
-        log.cache_clear(True)
-        log.init_start()
-        log.submission(division="closed", org="Example", platform="made_up_h100")
-        log.seed(1000 + number)
-        log.hyperparameters(settings)
-        log.weights_initialization(24)
-        log.init_stop()
-        log.run_start()
+        initialise(log, "closed", settings, seed=1000 + number, platform="made_up_h100")
         clock.step_ms = 2
         samples = 0
         for index in range(1, evaluations + 1):

@@ -1,8 +1,6 @@
 import csv
 import json
-import math
-import random
-import subprocess
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +12,10 @@ from compliance.log import rules
 from compliance.report import results as module
 from compliance.report import summary
 from compliance.report.published import family, form, placement, published
-from compliance.report.results import Results, breakdown, load_results, read_metrics
-from tests.compliance.report.report_folders import write_closed_folder, write_closed_run, write_description
+from compliance.report.results import ReportedRun, Results, breakdown, load_results, read_metrics
+from tests.compliance import command
+from tests.compliance.report.report_folders import write_closed_run, write_description
 from tests.compliance.run_logs import OPEN, initialise, train, write_metrics, write_run
-from tests.conftest import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -43,61 +41,49 @@ def opened(folder: Path) -> Results:
     return load_results(folder)
 
 
-@pytest.fixture(scope="module")
-def closed(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Ten closed runs on eight H100, a little faster in convergence than the reference."""
-    return load_results(write_closed_folder(tmp_path_factory.mktemp("closed")))
-
-
 def test_runs_in_numeric_order_with_their_figures(opened: Results) -> None:
-    results = opened
-    assert [run.number for run in results.runs] == [0, 1, 2, 10]
-    assert [run.outcome for run in results.runs] == ["valid", "valid", "valid", "aborted"]
-    assert (results.system, results.division, results.global_batch_size) == ("my_node", "open", 32)
-    first = results.runs[0]
-    assert first.said.seconds == pytest.approx(0.1 * 18)  # 18 records from run_start to run_stop
-    assert first.said.init_seconds is not None
-    assert first.said.init_seconds > 0
-    assert first.said.accuracy == pytest.approx(0.315)
-    assert (first.said.target, first.said.train_samples, first.said.converged_samples()) == (0.3, 3008, 3008)
-    assert first.said.sequences_per_s == pytest.approx(3008 / 1.8)
-    assert results.runs[3].said.converged_samples() is None
-    assert results.shown.number == 2
+    outcomes = {run.number: run.outcome for run in opened.runs}
+    assert list(outcomes.items()) == [(0, "valid"), (1, "valid"), (2, "valid"), (10, "aborted")]
+    assert (opened.system, opened.division, opened.global_batch_size) == ("my_node", "open", 32)
+    said = opened.runs[0].said
+    assert said.seconds == pytest.approx(0.1 * 18)  # 18 records from run_start to run_stop
+    assert (said.init_seconds or 0) > 0
+    assert said.accuracy == pytest.approx(0.315)
+    assert (said.target, said.train_samples, said.converged_samples()) == (0.3, 3008, 3008)
+    assert said.sequences_per_s == pytest.approx(3008 / 1.8)
+    assert opened.runs[3].said.converged_samples() is None
+    assert opened.shown.number == 2
 
 
-def test_score_is_the_olympic_mean(opened: Results) -> None:
-    results = opened
-    times = [run.said.seconds for run in results.runs]
-    assert times[1]
-    assert times[2]
-    assert results.score_seconds == pytest.approx((times[1] + times[2]) / 2)  # the aborted run is the slowest
-    assert results.dropped == {0: "fastest", 10: "slowest"}
+@pytest.mark.parametrize(
+    ("chosen", "kept", "dropped"),
+    [
+        ((0, 1, 2, 3), (1, 2), {0: "fastest", 10: "slowest"}),  # the aborted run is the slowest
+        ((0, 1, 2), (1,), {0: "fastest", 2: "slowest"}),
+        ((0, 1, 3), (1,), {0: "fastest", 10: "slowest"}),
+        *((few, (), {}) for few in ((0, 1), (0,), (0, 1, 2, 3, 3), (3, 3, 3))),
+    ],
+)
+def test_score_is_the_olympic_mean(
+    opened: Results, chosen: tuple[int, ...], kept: tuple[int, ...], dropped: dict[int, str]
+) -> None:
+    results = replace(opened, runs=tuple(opened.runs[n] for n in chosen))
+    times = [opened.runs[n].said.seconds or 0.0 for n in kept]
+    assert results.score_seconds == (pytest.approx(sum(times) / len(times)) if times else None)
     assert results.scaled_seconds == results.score_seconds
-
-    def chosen(*indices: int) -> Results:
-        return replace(results, runs=tuple(results.runs[n] for n in indices))
-
-    assert chosen(0, 1, 2).score_seconds == pytest.approx(times[1])
-    assert chosen(0, 1, 2).dropped == {0: "fastest", 2: "slowest"}
-    assert chosen(0, 1, 3).score_seconds == pytest.approx(times[1])
-    for few in ((0, 1), (0,), (0, 1, 2, 3, 3), (3, 3, 3)):
-        assert chosen(*few).score_seconds is None
-        assert chosen(*few).dropped == {}
+    assert results.dropped == dropped
 
 
-def test_a_closed_score_is_scaled_by_convergence(closed: Results) -> None:
+def test_a_closed_score_is_scaled_by_convergence(closed: Results, opened: Results) -> None:
     outlook = closed.convergence
     assert outlook is not None
     assert outlook.verdict == "scaled"
     assert closed.score_seconds is not None
     assert closed.scaled_seconds == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632, rel=1e-6)
     assert [run.said.converged_samples() for run in closed.runs][:2] == [2_400_000, 2_550_528]
-
-
-def test_runs_that_do_not_belong_together_have_no_convergence(closed: Results, opened: Results) -> None:
-    other = opened.runs
-    assert replace(closed, runs=(*closed.runs, *other)).convergence is None
-    assert replace(closed, runs=other).convergence is None
+    # Runs that do not belong together have none.
+    assert replace(closed, runs=(*closed.runs, *opened.runs)).convergence is None
+    assert replace(closed, runs=opened.runs).convergence is None
 
 
 def test_accelerators_come_from_the_description_or_else_from_a_run(closed: Results, opened: Results) -> None:
@@ -111,13 +97,12 @@ def test_accelerators_come_from_the_description_or_else_from_a_run(closed: Resul
 
 
 def test_time_is_accounted_for(opened: Results) -> None:
-    results = opened
-    parts = breakdown(results.runs[1])
+    parts = breakdown(opened.runs[1])
     assert parts["forward and backward"] == pytest.approx(60 * 0.020)
     assert parts["waiting for data"] == pytest.approx(60 * 0.001)
     assert parts["evaluation"] == pytest.approx(3 * 0.05)
-    assert sum(parts.values()) == pytest.approx(results.runs[1].said.seconds)
-    assert breakdown(results.runs[2]) == {}
+    assert sum(parts.values()) == pytest.approx(opened.runs[1].said.seconds)
+    assert breakdown(opened.runs[2]) == {}
 
 
 def test_broken_metrics_lines_are_left_out(tmp_path: Path) -> None:
@@ -152,18 +137,14 @@ def test_losses_that_are_no_numbers_are_left_out() -> None:
     assert module.numbers(entries, "loss") == [2.0]
 
 
-def test_a_run_that_ends_before_it_starts_has_no_time(tmp_path: Path) -> None:
-    folder = tmp_path / "node" / "bert"
-    log = write_run(folder / "result_0.txt", "open")
-    lines = log.read_text().splitlines(keepends=True)
-    stop = next(n for n, line in enumerate(lines) if '"run_stop"' in line)
-    lines[stop] = lines[stop].replace('"time_ms": 17', '"time_ms": 16')
-    log.write_text("".join(lines))
-    run = load_results(folder).runs[0]
+def test_a_run_that_ends_before_it_starts_has_no_time(one: Path) -> None:
+    log = one / "result_0.txt"
+    log.write_text(re.sub(r'"time_ms": 17(.*"run_stop")', r'"time_ms": 16\1', log.read_text()))
+    write_metrics(one / "metrics_0.jsonl")
+    run = load_results(one).runs[0]
     assert (run.said.seconds, run.said.sequences_per_s, run.outcome) == (None, None, "invalid")
     assert run.said.init_seconds is not None
-    write_metrics(folder / "metrics_0.jsonl")
-    assert breakdown(load_results(folder).runs[0]) == {}
+    assert breakdown(run) == {}
 
 
 def test_folder_without_runs_is_refused(tmp_path: Path) -> None:
@@ -175,11 +156,9 @@ def test_folder_without_runs_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", "\xff"], ids=["cut", "deep", "list", "latin-1"])
-def test_a_broken_system_description_is_a_finding(tmp_path: Path, text: str) -> None:
-    folder = tmp_path / "results" / "node" / "bert"
-    write_run(folder / "result_0.txt", "open")
-    write_description(folder).write_bytes(text.encode("latin-1"))
-    results = load_results(folder)
+def test_a_broken_system_description_is_a_finding(one: Path, text: str) -> None:
+    write_description(one).write_bytes(text.encode("latin-1"))
+    results = load_results(one)
     assert results.description == {}
     errors = [about for about, finding in results.findings if finding.severity == "error"]
     assert "node.json" in errors
@@ -232,13 +211,6 @@ def test_every_published_accelerator_has_a_family_but_processors() -> None:
     assert [result.minutes for result in published()] == sorted(result.minutes for result in published())
 
 
-def test_the_table_is_the_one_that_was_measured() -> None:
-    shared = REPOSITORY.parent / "shared" / "data" / "published_results.csv"
-    if not shared.is_file():
-        pytest.skip(f"no {shared.name} beside the repository to compare with")
-    assert (REPOSITORY / "compliance" / "report" / "published_results.csv").read_bytes() == shared.read_bytes()
-
-
 def test_a_time_stands_between_its_neighbours() -> None:
     found = placement(5.30, "NVIDIA H100 80GB HBM3", 8)
     assert found.sentence == (
@@ -280,13 +252,13 @@ def test_open_runs_have_no_place(opened: Results, closed: Results) -> None:
 
 
 def test_summary_is_plain_text_when_not_on_a_terminal(folder: Path) -> None:
-    lines = _command("summary", str(folder)).splitlines()
-    assert lines[0] == "BERT on my_node"
+    status, text = command.run("summary", folder)
+    lines = text.splitlines()
+    assert (status, lines[0], lines[-1]) == (0, "BERT on my_node", rules.NOT_A_RESULT)
     assert lines[1].split("  ")[-1].strip() == "sequences/s"
     assert lines[2].split() == ["0", "pass", "valid", "1.8", "s", "0.3150", "0.3000", "3,008", "1,671"]
     assert lines[5].split()[:3] == ["10", "pass", "aborted"]  # the official checker asks no open log for a status
-    assert lines[-1] == rules.NOT_A_RESULT
-    assert "\x1b" not in "".join(lines)
+    assert "\x1b" not in text
 
 
 def test_summary_on_a_terminal_is_a_table(
@@ -300,21 +272,23 @@ def test_summary_on_a_terminal_is_a_table(
 
 
 def test_formats_of_the_report_on_the_command_line(folder: Path, tmp_path: Path) -> None:
-    rows = list(csv.DictReader(_command("report", str(folder), "--format", "csv").splitlines()))
-    assert [row["run"] for row in rows] == ["0", "1", "2", "10"]
-    assert [row["dropped"] for row in rows] == ["fastest", "", "", "slowest"]
-    assert [row["official"] for row in rows] == ["pass"] * 4
-    assert [row["ours"] for row in rows] == ["pass", "pass", "pass", "fail"]
+    rows = list(csv.DictReader(command.run("report", folder, "--format", "csv")[1].splitlines()))
+    assert [tuple(row[name] for name in ("run", "dropped", "official", "ours")) for row in rows] == [
+        ("0", "fastest", "pass", "pass"),
+        ("1", "", "pass", "pass"),
+        ("2", "", "pass", "pass"),
+        ("10", "slowest", "pass", "fail"),
+    ]
     assert float(rows[0]["seconds"]) == pytest.approx(1.8)
     out = tmp_path / "sub" / "report.json"
-    assert _command("report", str(folder), "--format", "json", "--out", str(out)).strip() == str(out)
+    assert command.run("report", folder, "--format", "json", "--out", out) == (0, f"{out}\n")
     document = json.loads(out.read_text())
     assert document["note"] == rules.NOT_A_RESULT
     assert document["score_seconds"] == pytest.approx((3.6 + 5.4) / 2)
-    assert [run["outcome"] for run in document["runs"]] == ["valid", "valid", "valid", "aborted"]
-    assert document["runs"][0]["evaluations"][-1] == {"samples": 3008, "accuracy": pytest.approx(0.315)}
-    assert document["runs"][3]["verdict"]["findings"]
-    assert document["runs"][0]["configuration"]["recipe"] == "tiny_cpu"
+    first, *_, last = document["runs"]
+    assert (first["outcome"], last["outcome"], first["configuration"]["recipe"]) == ("valid", "aborted", "tiny_cpu")
+    assert first["evaluations"][-1] == {"samples": 3008, "accuracy": pytest.approx(0.315)}
+    assert last["verdict"]["findings"]
 
 
 def test_json_holds_the_convergence_and_the_place(closed: Results) -> None:
@@ -360,40 +334,20 @@ def test_what_is_said_of_the_score(closed: Results, chosen: range, kind: str, wo
 
 
 def test_what_is_said_of_failures(closed: Results, opened: Results) -> None:
+    def said(*runs: ReportedRun) -> dict[str, summary.Statement]:
+        return {item.title: item for item in summary.statements(replace(closed, runs=runs))}
+
     aborted = opened.runs[-1]
-    one = {item.title: item for item in summary.statements(replace(closed, runs=(*closed.runs[:9], aborted)))}
-    assert one["Our checks"].kind == "warn"
+    one, two, slow = said(*closed.runs[:9], aborted), said(*closed.runs[:8], aborted, aborted), said(*closed.runs)
+    assert (one["Our checks"].kind, two["Our checks"].kind, two["Score"].kind) == ("warn", "bad", "bad")
     assert "Run 10 is no valid result and counts as the slowest." in one["Score"].text
-    two = {item.title: item for item in summary.statements(replace(closed, runs=(*closed.runs[:8], aborted, aborted)))}
-    assert two["Our checks"].kind == "bad"
-    assert two["Score"].kind == "bad"
     assert "2 of 10 runs are no valid results" in two["Score"].text
-    slow = {item.title: item for item in summary.statements(closed)}
     assert slow["Convergence (RCP)"].kind == "warn"
     assert ", scaled by 1.00" in slow["Score"].text
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0.0, "0.0 s"), (119.94, "119.9 s"), (120, "2.00 min"), (1012.9, "16.88 min")]
-)
-def test_durations(seconds: float | None, text: str) -> None:
-    assert summary.duration(seconds) == text
-
-
-def test_breakdown_of_wild_numbers_is_finite(closed: Results) -> None:
-    draw = random.Random(0)
-    values = [0, -1, 1e308, 2**62, 1e-300, None, "x", math.nan, math.inf, [], True]
-    keys = ["step", "samples", "step_ms", *module.STEP_PARTS.values()]
-    for _ in range(200):
-        steps = [{key: draw.choice(values) for key in keys} for _ in range(4)]
-        metrics = {event: [] for event in module.EVENTS} | {"step": steps, "eval": [{"eval_s": draw.choice(values)}]}
-        parts = breakdown(replace(closed.runs[0], metrics=metrics))
-        assert all(math.isfinite(seconds) and seconds >= 0 for seconds in parts.values())
-
-
-def _command(*arguments: str) -> str:
-    run = subprocess.run(
-        [sys.executable, "-m", "compliance", *arguments], cwd=REPOSITORY, capture_output=True, text=True, check=False
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout
+def test_numbers_as_they_are_shown() -> None:
+    durations = {None: "-", 0.0: "0.0 s", 119.94: "119.9 s", 120: "2.00 min", 1012.9: "16.88 min"}
+    assert {seconds: summary.duration(seconds) for seconds in durations} == durations
+    rates = {None: "-", 999.94: "999.9", 1000: "1,000"}
+    assert {rate: summary.rate(rate) for rate in rates} == rates

@@ -2,8 +2,8 @@
 
 python -m tests.distributed.workers.pipeline_worker OUT.pt SHAPE...
 
-A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION; that is fp32, or fp64 as
-fp64, with dropout, recomputed, or deep. OUT.pt maps each shape to what it came to.
+A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION; that is fp32, or fp64
+as fp64, with dropout, recomputed, or deep. OUT.pt maps each shape to what it came to.
 """
 
 import sys

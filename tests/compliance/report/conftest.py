@@ -1,0 +1,25 @@
+"""Folders that the tests of the report only read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from compliance.report.results import Results, load_results
+from tests.compliance.report.report_folders import write_closed_folder
+from tests.compliance.run_logs import write_run
+
+
+@pytest.fixture(scope="session")
+def closed(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Ten closed runs on eight H100, a little faster in convergence than the reference."""
+    return load_results(write_closed_folder(tmp_path_factory.mktemp("closed")))
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Path:
+    """One valid open run without anything beside it."""
+    path = tmp_path / "results" / "node" / "bert"
+    write_run(path / "result_0.txt", "open")
+    return path
