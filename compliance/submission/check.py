@@ -116,7 +116,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
     divisions: list[rules.Division] = [_division(of_folder) for of_folder in runs]
     asked = [*zip(tree.benchmarks, divisions, strict=True)] if tree.submission else []
     root = tree.path if tree.is_submission else None
-    folder_answers, system_answers, root_answer = _ask(asked, tree.descriptions, root, ruleset)
+    folder_answers, system_answers, root_answer = official_package.ask(asked, tree.descriptions, root, ruleset)
     verdicts = []
     if root_answer:
         findings = tuple(repository_findings(tree))
@@ -128,17 +128,6 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
         answer = folder_answers[index] if asked else _bare_answer(runs[index])
         verdicts += _check_folder(folder, runs[index], divisions[index], answer, ruleset)
     return verdicts
-
-
-def _ask(
-    benchmarks: Sequence[tuple[BenchmarkFolder, rules.Division]],
-    descriptions: Sequence[Path],
-    root: Path | None,
-    ruleset: str,
-) -> tuple[list[Answer], list[Answer], Answer | None]:
-    if not benchmarks and not descriptions:
-        return [], [], None
-    return official_package.ask(benchmarks, descriptions, root, ruleset)
 
 
 def _read_run(path: Path, ruleset: str) -> FolderRun:

@@ -258,30 +258,11 @@ def _is_benchmark(folder: Path) -> bool:
     return not below and BENCHMARK in absolute(folder).name.lower()
 
 
-OTHER_BENCHMARKS = frozenset(
-    (
-        "dlrm",
-        "dlrm_dcnv2",
-        "flux1",
-        "gnmt",
-        "gnn",
-        "gpt3",
-        "llama2_70b_lora",
-        "llama31_405b",
-        "llama31_8b",
-        "maskrcnn",
-        "minigo",
-        "ncf",
-        "resnet",
-        "retinanet",
-        "rgat",
-        "rnnt",
-        "ssd",
-        "stable_diffusion",
-        "transformer",
-        "unet3d",
-    )
-)
+OTHER_BENCHMARKS = frozenset((
+    "dlrm", "dlrm_dcnv2", "flux1", "gnmt", "gnn", "gpt3", "llama2_70b_lora", "llama31_405b", "llama31_8b",
+    "maskrcnn", "minigo", "ncf", "resnet", "retinanet", "rgat", "rnnt", "ssd", "stable_diffusion", "transformer",
+    "unet3d",
+))  # fmt: skip
 """Folders of a submission that belong to other benchmarks, and are none of this checker's business."""
 
 
