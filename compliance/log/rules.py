@@ -175,21 +175,13 @@ def _span(
     name: str, start: tuple[tuple[str, ValueRule], ...], stop: str, *, required: frozenset[str], written: bool
 ) -> tuple[KeyRule, KeyRule]:
     """The two rules of an interval that repeats inside the run."""
-    opening = KeyRule(
-        f"{name}_start",
-        "INTERVAL_START",
-        ("run",),
-        "common.yaml",
-        once=False,
-        metadata=start,
-        closed=required,
-        open=required,
-        written=written,
-    )
+    opening = KeyRule(f"{name}_start", "INTERVAL_START", ("run",), "common.yaml", once=False, metadata=start)
+    opening = replace(opening, closed=required, open=required, written=written)
     closing = replace(opening, key=f"{name}_stop", event_type="INTERVAL_END", metadata=((stop, COUNT),))
     return opening, closing
 
 
+_STATUS = _one_of(*SUBMISSION_STATUSES)
 _RUN_STATUS = (("status", _one_of(*RUN_STATUSES)),)
 _BLOCK = (("first_epoch_num", COUNT), ("epoch_count", POSITIVE_INTEGER))
 _EPOCH = (("epoch_num", COUNT),)
@@ -201,13 +193,7 @@ _RULES = (
     _setting("submission_division", _one_of(*DIVISIONS), "common.yaml; TR 4", open=ALL),
     _setting("submission_org", TEXT, "common.yaml up to 4.1.0", closed=_until("4.1.0"), open=_until("4.1.0")),
     _setting("submission_platform", TEXT, "common.yaml up to 4.1.0", closed=_until("4.1.0"), open=_until("4.1.0")),
-    _setting(
-        "submission_status",
-        _one_of(*SUBMISSION_STATUSES),
-        "common.yaml up to 4.0.0",
-        closed=_until("4.0.0"),
-        open=_until("4.0.0"),
-    ),
+    _setting("submission_status", _STATUS, "common.yaml up to 4.0.0", closed=_until("4.0.0"), open=_until("4.0.0")),
     _setting("seed", INTEGER, "seed checker of the package checker; TR 5.1"),
     _setting("global_batch_size", POSITIVE_INTEGER),
     _setting("gradient_accumulation_steps", POSITIVE_INTEGER, "closed_common.yaml"),
@@ -262,17 +248,14 @@ _RULES = (
 KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
 """Every known key, in the order in which the writer's log holds them."""
 
-_COUNTED_BY: dict[str, dict[str, str]] = {
-    "block": {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"},
-    "eval": {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"},
-    "epoch": {"5.0.0": "samples_count"},
-}
+_COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}
 
 
 def alternative_metadata(key: str, ruleset: str) -> str | None:
     """The field that may stand in place of all required metadata of an interval inside the run, if there is one."""
     name, _, end = key.partition("_")
-    return _COUNTED_BY.get(name, {}).get(ruleset) if end in ("start", "stop") else None
+    has_one = name in ("block", "eval") or (name == "epoch" and ruleset == "5.0.0")
+    return _COUNTED_BY.get(ruleset) if has_one and end in ("start", "stop") else None
 
 
 PER_RANK = frozenset({"cache_clear", "init_start"})
@@ -282,8 +265,8 @@ PER_RANK = frozenset({"cache_clear", "init_start"})
 def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
     """Names of the weights in the reference's naming: 14 + 16 a layer, 398 for BERT-Large."""
 
-    def dense(scope: str) -> list[str]:
-        return [f"{scope}/kernel", f"{scope}/bias"]
+    def dense(*scopes: str) -> list[str]:
+        return [f"{scope}/{name}" for scope in scopes for name in ("kernel", "bias")]
 
     def layer_norm(scope: str) -> list[str]:
         return [f"{scope}/LayerNorm/gamma", f"{scope}/LayerNorm/beta"]
@@ -292,16 +275,12 @@ def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
     names += layer_norm("bert/embeddings")
     for layer in range(num_hidden_layers):
         scope = f"bert/encoder/layer_{layer}"
-        for projection in ("query", "key", "value"):
-            names += dense(f"{scope}/attention/self/{projection}")
+        names += dense(*(f"{scope}/attention/self/{projection}" for projection in ("query", "key", "value")))
         names += dense(f"{scope}/attention/output/dense") + layer_norm(f"{scope}/attention/output")
-        names += dense(f"{scope}/intermediate/dense")
-        names += dense(f"{scope}/output/dense") + layer_norm(f"{scope}/output")
-    names += dense("bert/pooler/dense")
-    names += ["cls/predictions/output_bias"]
+        names += dense(f"{scope}/intermediate/dense", f"{scope}/output/dense") + layer_norm(f"{scope}/output")
+    names += [*dense("bert/pooler/dense"), "cls/predictions/output_bias"]
     names += dense("cls/predictions/transform/dense") + layer_norm("cls/predictions/transform")
-    names += ["cls/seq_relationship/output_weights", "cls/seq_relationship/output_bias"]
-    return tuple(names)
+    return (*names, "cls/seq_relationship/output_weights", "cls/seq_relationship/output_bias")
 
 
 def check_ruleset(ruleset: str) -> None:
@@ -317,67 +296,26 @@ def check_ruleset(ruleset: str) -> None:
         )
 
 
-SYSTEM_STATUSES = (
-    "Available on-premise",
-    "Available cloud",
-    "Research, Development, or Internal (RDI)",
-    "Preview",
-)
+SYSTEM_STATUSES = ("Available on-premise", "Available cloud", "Research, Development, or Internal (RDI)", "Preview")
 
 SYSTEM_FIELDS = (
-    "submitter",
-    "division",
-    "status",
-    "system_name",
-    "number_of_nodes",
-    "host_processors_per_node",
-    "host_processor_model_name",
-    "host_processor_core_count",
-    "host_processor_vcpu_count",
-    "host_processor_frequency",
-    "host_processor_caches",
-    "host_processor_interconnect",
-    "host_memory_capacity",
-    "host_storage_type",
-    "host_storage_capacity",
-    "host_networking",
-    "host_networking_topology",
-    "host_memory_configuration",
-    "accelerators_per_node",
-    "accelerator_model_name",
-    "accelerator_host_interconnect",
-    "accelerator_frequency",
-    "accelerator_on-chip_memories",
-    "accelerator_memory_configuration",
-    "accelerator_memory_capacity",
-    "accelerator_interconnect",
-    "accelerator_interconnect_topology",
-    "cooling",
-    "hw_notes",
-    "framework",
-    "other_software_stack",
-    "operating_system",
-    "sw_notes",
-)
+    "submitter", "division", "status", "system_name", "number_of_nodes", "host_processors_per_node",
+    "host_processor_model_name", "host_processor_core_count", "host_processor_vcpu_count",
+    "host_processor_frequency", "host_processor_caches", "host_processor_interconnect", "host_memory_capacity",
+    "host_storage_type", "host_storage_capacity", "host_networking", "host_networking_topology",
+    "host_memory_configuration", "accelerators_per_node", "accelerator_model_name", "accelerator_host_interconnect",
+    "accelerator_frequency", "accelerator_on-chip_memories", "accelerator_memory_configuration",
+    "accelerator_memory_capacity", "accelerator_interconnect", "accelerator_interconnect_topology", "cooling",
+    "hw_notes", "framework", "other_software_stack", "operating_system", "sw_notes",
+)  # fmt: skip
 """The fields that the system description checker asks for; the hyphen in on-chip is its own."""
 
 MEANINGFUL_SYSTEM_FIELDS = (
-    "host_processor_model_name",
-    "host_memory_capacity",
-    "host_storage_type",
-    "host_storage_capacity",
-    "host_networking",
-    "host_networking_topology",
-    "host_memory_configuration",
-    "accelerator_model_name",
-    "accelerator_host_interconnect",
-    "accelerator_memory_configuration",
-    "accelerator_memory_capacity",
-    "accelerator_interconnect",
-    "cooling",
-    "other_software_stack",
-    "operating_system",
-)
+    "host_processor_model_name", "host_memory_capacity", "host_storage_type", "host_storage_capacity",
+    "host_networking", "host_networking_topology", "host_memory_configuration", "accelerator_model_name",
+    "accelerator_host_interconnect", "accelerator_memory_configuration", "accelerator_memory_capacity",
+    "accelerator_interconnect", "cooling", "other_software_stack", "operating_system",
+)  # fmt: skip
 """Fields whose text says "meaningful response required", which no tool enforces (SR "<system_desc_id>.json metadata")."""
 
 SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")

@@ -9,9 +9,11 @@ import atexit
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
@@ -28,8 +30,7 @@ def ask(tool: str, path: Path, ruleset: str, timeout_s: float) -> dict[str, Any]
     Raises:
         ValueError: mlperf-logging is not installed.
     """
-    request = {"tool": tool, "path": str(path), "ruleset": ruleset}
-    return the_worker().answer(json.dumps(request).encode() + b"\n", timeout_s)
+    return the_worker().answer({"tool": tool, "path": str(path), "ruleset": ruleset}, timeout_s)
 
 
 def ask_about(log: bytes, ruleset: str, timeout_s: float) -> dict[str, Any]:
@@ -37,6 +38,19 @@ def ask_about(log: bytes, ruleset: str, timeout_s: float) -> dict[str, Any]:
     path = the_worker().folder / "log.txt"
     path.write_bytes(log)
     return ask("log", path, ruleset, timeout_s)
+
+
+def run_program(program: str, arguments: Sequence[str], folder: Path, output: Path, timeout_s: float) -> int:
+    """Exit status of an official program, run in a folder with its output in a file.
+
+    Raises:
+        ValueError: mlperf-logging is not installed, or the program does not end.
+    """
+    request = {"program": program, "arguments": arguments, "folder": str(folder), "output": str(output)}
+    answer = the_worker().answer(request, timeout_s)
+    if "crash" in answer:
+        raise ValueError(f"{program}: {answer['crash']}")
+    return answer["status"]
 
 
 class Worker:
@@ -48,10 +62,11 @@ class Worker:
         self.folder = Path(self._temporary.name)
         atexit.register(self._close)
 
-    def answer(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """The answer to a line."""
+    def answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+        """The answer to a request, {"crash": why} where there is none."""
+        line = json.dumps(request).encode() + b"\n"
         for _ in range(2):
-            answer = self._exchange(self.process or self._start(), request, timeout_s)
+            answer = self._exchange(self.process or self._start(), line, timeout_s)
             if answer is None:
                 self.end()
                 return {"crash": f"the official checker did not end within {timeout_s} s"}
@@ -90,7 +105,7 @@ class Worker:
     def end(self) -> None:
         """End the process; the next question starts another."""
         if self.process is not None:
-            self.process.kill()
+            os.killpg(self.process.pid, signal.SIGKILL)  # with the program that it may have forked
             for pipe in _pipes(self.process):
                 with suppress(OSError):
                     pipe.close()

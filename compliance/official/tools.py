@@ -11,18 +11,15 @@ import csv
 import json
 import os
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 from compliance.artefact import write_whole
 from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log.findings import Finding
+from compliance.official.process import run_program
 from console.text import visible
 
 TIMEOUT_S = 1800
@@ -73,22 +70,16 @@ def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[
     Raises:
         ValueError: mlperf-logging is not installed, or what the tools said cannot be written beside the tree.
     """
-    if find_spec("mlperf_logging") is None:
-        raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
     tree = tree.resolve()
-    results = tree / "results" / system / "bert"
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
-        package = _package_checker(place, tree, ruleset, division)
-        with ThreadPoolExecutor(2) as pool:
-            jobs = [
-                pool.submit(_repository_checker, place, tree, ruleset),
-                pool.submit(_system_checker, place, tree / "systems" / f"{system}.json", ruleset),
-                pool.submit(_convergence_checker, place, results, ruleset, division),
-            ]
-            summarizer = pool.submit(_summarizer, place, tree, system, ruleset)
-            reports = [package, *(job.result() for job in jobs)]
-            report, summary = summarizer.result()
+        reports = [
+            _package_checker(place, tree, ruleset, division),
+            _repository_checker(place, tree, ruleset),
+            _system_checker(place, tree / "systems" / f"{system}.json", ruleset),
+            _convergence_checker(place, tree / "results" / system / "bert", ruleset, division),
+        ]
+        report, summary = _summarizer(place, tree, system, ruleset)
         for said in place.glob("*.txt"):
             lines = said.read_text("utf-8", "replace").split("\n")
             write_whole(said_beside(tree) / said.name, "\n".join(map(visible, lines)))
@@ -102,57 +93,38 @@ def said_beside(tree: Path) -> Path:
 
 def _run(place: Path, tool: str, *arguments: str | Path, log_output: bool = True) -> tuple[int, str]:
     """Exit status and output of one tool, in a folder of its own: they leave files behind."""
-    command = [sys.executable, "-m", f"mlperf_logging.{tool}", *map(str, arguments)]
-    if log_output:
-        command += ["--log_output", os.devnull]
-    folder = place / tool
+    folder, output = place / tool, place / f"{tool}.txt"
     folder.mkdir()
-    try:
-        done = subprocess.run(
-            command,
-            cwd=folder,
-            env=os.environ | {"PYTHONIOENCODING": "utf-8:backslashreplace"},  # they print names
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ValueError(f"the official {tool} did not end within {TIMEOUT_S} s") from error
-    said = done.stdout.decode("utf-8", "replace")
-    (place / f"{tool}.txt").write_text(said, encoding="utf-8")
-    return done.returncode, said
+    options = ["--log_output", os.devnull] if log_output else []
+    status = run_program(tool, [*map(str, arguments), *options], folder, output, TIMEOUT_S)
+    return status, output.read_text("utf-8", "replace")
 
 
 def _package_checker(place: Path, tree: Path, ruleset: str, division: str) -> Report:
+    tool = "package checker"
     _, said = _run(place, "package_checker", tree, "training", ruleset)
-    findings = list(_complaints("package checker", said))
     success = "PACKAGE CHECKER FOUND NO ERRORS" in said
     looked = [f"Run {SUBMISSION_RUNS}/{SUBMISSION_RUNS}"]
     looked += ["Running Seed Checker", "Running RCP Checker"] if division == "closed" else []
-    unseen = [step for step in looked if step not in said]
-    if success and unseen:
-        found = f"it reports success without {', '.join(repr(step) for step in unseen)}: it has not looked"
+    blind: list[Finding] = []
+    if success and (unseen := [step for step in looked if step not in said]):
+        found = f"it reports success without {', '.join(map(repr, unseen))}: it has not looked"
         remedy = "the folder must be named bert, the ruleset one with BERT, and the division in lower case"
-        findings.append(Finding(None, "", "package checker", found, remedy))
-    return _report(
-        "package checker", success and not unseen, "found no errors" if success else "found errors", findings, said
-    )
+        blind.append(Finding(None, "", tool, found, remedy))
+    return _report(tool, success and not blind, "found no errors" if success else "found errors", said, blind)
 
 
 def _repository_checker(place: Path, tree: Path, ruleset: str) -> Report:
     known = max(ruleset, "2.0.0")  # it asks the same of every round, and knows none before
     _, said = _run(place, "repo_checker", tree, "training", known)
     passed = "ALL CHECKS PASSED" in said
-    findings = list(_complaints("repository checker", said))
-    return _report("repository checker", passed, "all checks passed" if passed else "checks failed", findings, said)
+    return _report("repository checker", passed, "all checks passed" if passed else "checks failed", said)
 
 
 def _system_checker(place: Path, description: Path, ruleset: str) -> Report:
     _, said = _run(place, "system_desc_checker", description, "training", ruleset)
     passed = "System description checker passed" in said
-    findings = list(_complaints("system description checker", said))
-    return _report("system description checker", passed, "passed" if passed else "failed", findings, said)
+    return _report("system description checker", passed, "passed" if passed else "failed", said)
 
 
 def _convergence_checker(place: Path, results: Path, ruleset: str, division: str) -> Report:
@@ -164,19 +136,16 @@ def _convergence_checker(place: Path, results: Path, ruleset: str, division: str
     status, said = _run(place, "rcp_checker", results, "--rcp_usage", "training", "--rcp_version", ruleset)
     match = re.search(r"^\w+ - (.*), RCP test (PASSED|FAILED)", said, re.MULTILINE)
     passed = status == 0 and match is not None and match[2] == "PASSED"
-    words = f"{match[1]}: {match[2].lower()}" if match else "no verdict"
-    return _report(tool, passed, words, list(_complaints(tool, said)), said)
+    return _report(tool, passed, f"{match[1]}: {match[2].lower()}" if match else "no verdict", said)
 
 
 def _summarizer(place: Path, tree: Path, system: str, ruleset: str) -> tuple[Report, Summary | None]:
-    tool = "result summarizer"
     out = place / "summary.csv"
     status, said = _run(place, "result_summarizer", tree, "training", ruleset, "--csv", out, log_output=False)
-    findings = list(_complaints(tool, said))
     summary = _read_summary(out, tree, system) if status == 0 else None
-    if summary is None or summary.minutes is None:
-        return _report(tool, False, "no score", findings, said), summary
-    return _report(tool, True, f"{summary.minutes:.4f} minutes, scaling {summary.scaling:.6f}", findings, said), summary
+    scored = summary is not None and summary.minutes is not None
+    words = f"{summary.minutes:.4f} minutes, scaling {summary.scaling:.6f}" if summary and scored else "no score"
+    return _report("result summarizer", scored, words, said), summary
 
 
 def _read_summary(out: Path, tree: Path, system: str) -> Summary | None:
@@ -206,16 +175,12 @@ def _optional_number(text: str | None) -> float | None:
 # Their words in plain ones
 
 
-def _report(tool: str, passed: bool, words: str, findings: Sequence[Finding], said: str) -> Report:
-    """A report; a failure that no known message explains is explained by the tool's last line."""
-    errors = [finding for finding in findings if finding.severity == "error"]
-    if not passed and not errors:
-        last = said.strip().rpartition("\n")[2]
-        remedy = "read what it printed, beside the tree"
-        findings = [
-            *findings,
-            Finding(None, "", tool, f"it does not pass: {visible(last, MAX_MESSAGE_CHARACTERS)}", remedy),
-        ]
+def _report(tool: str, passed: bool, words: str, said: str, more: Sequence[Finding] = ()) -> Report:
+    """A report with the complaints; a failure that no known message explains is explained by the tool's last line."""
+    findings = [*_complaints(tool, said), *more]
+    if not passed and not any(finding.severity == "error" for finding in findings):
+        last = visible(said.strip().rpartition("\n")[2], MAX_MESSAGE_CHARACTERS)
+        findings.append(Finding(None, "", tool, f"it does not pass: {last}", "read what it printed, beside the tree"))
     return Report(tool, passed, words, tuple(findings))
 
 

@@ -2,7 +2,8 @@
 
 Their own programs are started once a log, print for people, end with status 0 whatever they found or with a traceback, and
 write scaling.json among the results. Here the same functions judge one log, or one part of a submission, after the other,
-and their messages come back as they are. Three functions of the checker are replaced, by ones with the same result:
+and their messages come back as they are; where a whole program is asked for, it runs in a fork, with all that has been
+imported. Three functions of the checker are replaced, by ones with the same result:
 
 - The search for the token needs time quadratic in the length of a record. Cutting at the last token does not.
 - Rule files are opened by names taken from the log. Only those of the package are.
@@ -12,12 +13,14 @@ and their messages come back as they are. Three functions of the checker are rep
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
+import os
 import re
 import sys
-import warnings
-from collections.abc import Iterable
+import traceback
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 import yaml
@@ -123,6 +126,41 @@ def _judge_part(tool: str, path: str, ruleset: str) -> dict[str, Any]:
     return {"passed": bool(passed), "messages": errors[-MAX_TOOL_MESSAGES:]}
 
 
+def run_program(program: str, arguments: list[str], folder: str, output: str) -> dict[str, Any]:
+    """Run `python -m mlperf_logging.PROGRAM ARGUMENTS` in a folder, its output in a file; the answer is its exit status."""
+    main = importlib.import_module(f"mlperf_logging.{program}.{program}").main
+    fork = os.fork()
+    if fork == 0:
+        status = 1
+        try:
+            descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(descriptor, 1)
+            os.dup2(descriptor, 2)
+            os.chdir(folder)
+            sys.argv[1:] = arguments
+            status = _status_of(main)
+        finally:
+            os._exit(status)  # nothing of the process that forked is to be done twice
+    return {"status": os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])}
+
+
+def _status_of(main: Callable[[], object]) -> int:
+    """Exit status of a program whose output is fresh, with logging as an interpreter begins with it."""
+    logging.disable(logging.NOTSET)
+    logging.root.handlers.clear()
+    logging.root.setLevel(logging.WARNING)
+    with open(1, "w", encoding="utf-8", errors="backslashreplace", buffering=1) as sys.stdout:  # they print names
+        sys.stderr = sys.stdout
+        try:
+            main()
+        except SystemExit as stop:
+            return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        except Exception:
+            traceback.print_exc()
+            return 1
+    return 0
+
+
 def _shorten(text: str) -> str:
     if len(text) <= MAX_MESSAGE_CHARACTERS:
         return text
@@ -134,7 +172,6 @@ def _shorten(text: str) -> str:
 def main() -> None:
     """Answer until stdin ends."""
     logging.getLogger().setLevel(logging.INFO)
-    warnings.simplefilter("ignore")
     mlp_compliance.enqueue_config = enqueue_config
     mlp_compliance.yaml = RuleFiles()
     for name in dir(mlp_parser):
@@ -142,8 +179,10 @@ def main() -> None:
             getattr(mlp_parser, name).strip_and_dedup = token_lines
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # the tools print for people
-        for request in sys.stdin:
-            print(json.dumps(judge(**json.loads(request))), file=answers, flush=True)
+        for line in sys.stdin:
+            request = json.loads(line)
+            answer = run_program(**request) if "program" in request else judge(**request)
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

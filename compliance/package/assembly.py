@@ -39,25 +39,11 @@ def make_package(request: Request) -> Package:
     description = _description(request, division)
     _refuse_unsuitable(logs)
     chosen, selection = _choose(logs, request.ruleset)
-    ahead = outlook(
-        [run.log.run.converged_samples() for run in chosen], batch_size_of(logs), request.ruleset, division=division
-    )
-    scaling = ahead.scaling if ahead.verdict == "scaled" else 1.0
+    samples = [run.log.run.converged_samples() for run in chosen]
+    ahead = outlook(samples, batch_size_of(logs), request.ruleset, division=division)
     source = tracked_source()
-    package = Package(
-        request=request,
-        tree=request.tree,
-        results=request.tree / "results" / request.system.stem / "bert",
-        division=division,
-        runs=chosen,
-        selection=selection,
-        all_runs=len(logs),
-        outlook=ahead,
-        scaling=scaling,
-        minutes=selection.score * scaling,
-        left_out=source.left_out,
-        findings=tuple(_findings(description, logs, source)),
-    )
+    findings = tuple(_findings(description, logs, source))
+    package = Package(request, division, chosen, selection, len(logs), ahead, source.left_out, findings)
     write_tree(package, description, source)
     return package
 
@@ -129,10 +115,8 @@ def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Se
                 f"{logs[run].path}: {_why(verdicts[run])}. The official tools do not see it and would count the run: move "
                 "the log away and run again"
             )
-    chosen = [
-        SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in enumerate(selection.chosen)
-    ]
-    return tuple(chosen), selection
+    chosen = enumerate(selection.chosen)
+    return tuple(SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in chosen), selection
 
 
 def _why(verdict: Verdict) -> str:

@@ -65,14 +65,9 @@ def _may_be_submitted(path: Path, name: str) -> bool:
 def _git(root: Path, *arguments: str) -> str | None:
     """Return what a git command prints; None where it fails or is not there."""
     try:
+        command = ["git", *arguments]
         done = subprocess.run(
-            ["git", *arguments],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            timeout=TIMEOUT_S,
-            check=False,
+            command, cwd=root, capture_output=True, errors="surrogateescape", timeout=TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -90,28 +90,41 @@ class Package:
     """A submission tree.
 
     Attributes:
-        results: the folder of the logs in it.
         runs: in the order of their numbers in the tree.
         selection: how they were chosen from all runs.
         all_runs: how many there were.
-        scaling: factor of the score: 1, unless the outlook's verdict is "scaled".
-        minutes: the score: Olympic mean of the times to train, times `scaling`.
         left_out: files of the source that a submission may not hold.
         findings: what is worth knowing and did not stop it.
     """
 
     request: Request
-    tree: Path
-    results: Path
     division: rules.Division
     runs: tuple[SubmittedRun, ...]
     selection: Selection
     all_runs: int
     outlook: Outlook
-    scaling: float
-    minutes: float
     left_out: tuple[str, ...]
     findings: tuple[Finding, ...]
+
+    @property
+    def tree(self) -> Path:
+        """The folder of the submission."""
+        return self.request.tree
+
+    @property
+    def results(self) -> Path:
+        """The folder of the logs in it."""
+        return self.tree / "results" / self.request.system.stem / "bert"
+
+    @property
+    def scaling(self) -> float:
+        """Factor of the score: 1, unless the outlook's verdict is "scaled"."""
+        return self.outlook.scaling if self.outlook.verdict == "scaled" else 1.0
+
+    @property
+    def minutes(self) -> float:
+        """The score: Olympic mean of the times to train, times `scaling`."""
+        return self.selection.score * self.scaling
 
 
 def write_tree(package: Package, description: Mapping[str, Any], source: Source) -> None:

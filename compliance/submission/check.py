@@ -116,7 +116,7 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
     divisions: list[rules.Division] = [_division(of_folder) for of_folder in runs]
     asked = [*zip(tree.benchmarks, divisions, strict=True)] if tree.submission else []
     root = tree.path if tree.is_submission else None
-    folder_answers, system_answers, root_answer = _ask(asked, tree.descriptions, root, ruleset)
+    folder_answers, system_answers, root_answer = official_package.ask(asked, tree.descriptions, root, ruleset)
     verdicts = []
     if root_answer:
         findings = tuple(repository_findings(tree))
@@ -128,17 +128,6 @@ def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
         answer = folder_answers[index] if asked else _bare_answer(runs[index])
         verdicts += _check_folder(folder, runs[index], divisions[index], answer, ruleset)
     return verdicts
-
-
-def _ask(
-    benchmarks: Sequence[tuple[BenchmarkFolder, rules.Division]],
-    descriptions: Sequence[Path],
-    root: Path | None,
-    ruleset: str,
-) -> tuple[list[Answer], list[Answer], Answer | None]:
-    if not benchmarks and not descriptions:
-        return [], [], None
-    return official_package.ask(benchmarks, descriptions, root, ruleset)
 
 
 def _read_run(path: Path, ruleset: str) -> FolderRun:
@@ -193,27 +182,28 @@ def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> No
     """Add to each log what it says differently from most."""
     for key, severity in SUBMISSION_KEYS:
         for run, record, usual in _odd_ones(runs, key):
-            found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
-            run.object(_at(record, "TR 12", found, "keep the logs of one system and entry in a folder", severity))
+            remedy = "keep the logs of one system and entry in a folder"
+            run.object(_at(record, "TR 12", _unlike(record, usual), remedy, severity))
     severity = "error" if division == "closed" else "warning"
     remedy = "submit runs of one configuration: run this one again"
     apart = set()
     for run, record, usual in _odd_ones(runs, "global_batch_size"):
         apart.add(run.name)
-        found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
-        run.object(_at(record, "TR 12; RCP checker", found, remedy, severity))
-    alike = [run for run in runs if run.name not in apart]
+        run.object(_at(record, "TR 12; RCP checker", _unlike(record, usual), remedy, severity))
     departures: dict[str, list[tuple[Record, Record]]] = {}
+    alike = [run for run in runs if run.name not in apart]
     for key in HYPERPARAMETERS:
         for run, record, usual in _odd_ones(alike, key):
             departures.setdefault(run.name, []).append((record, usual))
     for run in alike:
-        if found_here := departures.get(run.name):
-            record, usual = found_here[0]
-            found = f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
-            others = ", ".join(other.key for other, _ in found_here[1:])
-            found += f"; {others} likewise" if others else ""
+        for record, usual in departures.get(run.name, [])[:1]:
+            others = ", ".join(other.key for other, _ in departures[run.name][1:])
+            found = _unlike(record, usual) + (f"; {others} likewise" if others else "")
             run.object(_at(record, "TR 9.1; TR 12", found, remedy, severity))
+
+
+def _unlike(record: Record, usual: Record) -> str:
+    return f"value {shown(record.value)}, expected {shown(usual.value)} as in most logs of the folder"
 
 
 def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, Record]]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import fnmatch
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,8 +122,7 @@ def find(path: Path) -> Tree:
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
     if (path / "results").is_dir():
         submission = path if any((path / name).is_dir() for name in ("systems", "benchmarks")) else None
-        results = path / "results"
-        found = [folder for system in _folders(results, submission) for folder in _of_system(system, submission)]
+        found = _of_results(path / "results", submission)
     elif any(map(_is_benchmark, _folders(path, None))):
         submission = _submission_above(path, 2)
         found = _of_system(path, submission)
@@ -132,7 +131,7 @@ def find(path: Path) -> Tree:
         found = [_benchmark_folder(path, submission)]
     else:
         submission = _submission_above(path, 1)
-        found = [folder for system in _folders(path, submission) for folder in _of_system(system, submission)]
+        found = _of_results(path, submission)
     if not found:
         raise ValueError(f"{path}: no logs in it, expected results/<system>/bert/result_<n>.txt or a folder above them")
     if submission == path:
@@ -156,23 +155,24 @@ def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
         more = max(0, len(folder.misnamed) - 3)
         yield Finding(None, "", LAYOUT, found, "rename the file, or put the log itself in its place", more=more)
     unnumbered = [path for path in folder.logs if not rules.LOG_FILE.fullmatch(path.name)]
-    if unnumbered:
-        found = f"{_name(unnumbered[0])} has no number, expected result_<n>.txt"
-        remedy, more = "number the runs from 0", len(unnumbered) - 1
-        yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=more)
+    yield from _layout_warning(unnumbered, "has no number, expected result_<n>.txt", "number the runs from 0")
     elsewhere = [] if folder.submission else [path for path in folder.logs if _leads_out(path)]
-    if elsewhere:
-        found = f"{_name(elsewhere[0])} is a symbolic link to a file outside of the folder, expected the log itself"
-        remedy, more = "put the file itself in its place", len(elsewhere) - 1
-        yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=more)
+    fault = "is a symbolic link to a file outside of the folder, expected the log itself"
+    yield from _layout_warning(elsewhere, fault, "put the file itself in its place")
     count = len(folder.logs)
     if count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{count} log{'' if count == 1 else 's'} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
-    if folder.others and folder.submission:
-        found = f"{_name(folder.others[0])} is no file of a submission, expected only logs in this folder"
-        remedy, more = "move it away: the package checker warns of it", len(folder.others) - 1
+    if folder.submission:
+        fault = "is no file of a submission, expected only logs in this folder"
+        yield from _layout_warning(folder.others, fault, "move it away: the package checker warns of it")
+
+
+def _layout_warning(paths: Sequence[Path], fault: str, remedy: str) -> Iterator[Finding]:
+    """The finding for the first of the paths, if there is one."""
+    if paths:
+        found, more = f"{_name(paths[0])} {fault}", len(paths) - 1
         yield Finding(None, "", LAYOUT, found, remedy, severity="warning", more=more)
 
 
@@ -242,9 +242,12 @@ def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:
         yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
 
 
+def _of_results(results: Path, submission: Path | None) -> list[BenchmarkFolder]:
+    return [folder for system in _folders(results, submission) for folder in _of_system(system, submission)]
+
+
 def _of_system(system: Path, submission: Path | None) -> list[BenchmarkFolder]:
-    folders = filter(_is_benchmark, _folders(system, submission))
-    return [_benchmark_folder(folder, submission) for folder in folders]
+    return [_benchmark_folder(folder, submission) for folder in _folders(system, submission) if _is_benchmark(folder)]
 
 
 def _is_benchmark(folder: Path) -> bool:
@@ -258,30 +261,11 @@ def _is_benchmark(folder: Path) -> bool:
     return not below and BENCHMARK in absolute(folder).name.lower()
 
 
-OTHER_BENCHMARKS = frozenset(
-    (
-        "dlrm",
-        "dlrm_dcnv2",
-        "flux1",
-        "gnmt",
-        "gnn",
-        "gpt3",
-        "llama2_70b_lora",
-        "llama31_405b",
-        "llama31_8b",
-        "maskrcnn",
-        "minigo",
-        "ncf",
-        "resnet",
-        "retinanet",
-        "rgat",
-        "rnnt",
-        "ssd",
-        "stable_diffusion",
-        "transformer",
-        "unet3d",
-    )
-)
+OTHER_BENCHMARKS = frozenset((
+    "dlrm", "dlrm_dcnv2", "flux1", "gnmt", "gnn", "gpt3", "llama2_70b_lora", "llama31_405b", "llama31_8b",
+    "maskrcnn", "minigo", "ncf", "resnet", "retinanet", "rgat", "rnnt", "ssd", "stable_diffusion", "transformer",
+    "unet3d",
+))  # fmt: skip
 """Folders of a submission that belong to other benchmarks, and are none of this checker's business."""
 
 

@@ -5,13 +5,30 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import reduce
 from pathlib import Path
 
 from mlperf_logging.compliance_checker import mlp_compliance
 
 from compliance.log.record import TOKEN
+from compliance.official.worker import RuleFiles
 
 Edit = Callable[[str], str]
+
+mlp_compliance.yaml = RuleFiles()  # a tenth of a second for each log
+
+
+def in_turn(*edits: Edit) -> Edit:
+    return lambda text: reduce(lambda text, change: change(text), edits, text)
+
+
+def lines_of(text: str, key: str) -> list[str]:
+    """The lines with the records of `key`."""
+    return [line for line in text.splitlines(keepends=True) if f'"key": "{key}"' in line]
+
+
+def time_of(line: str) -> int:
+    return json.loads(line.partition(TOKEN)[2])["time_ms"]
 
 
 def edit(key: str, change: Callable[[dict], object], nth: int = 0) -> Edit:
@@ -32,6 +49,10 @@ def value(key: str, new: object, nth: int = 0) -> Edit:
     return edit(key, lambda fields: fields.update(value=new), nth)
 
 
+def later(key: str, by_ms: int, nth: int = 0) -> Edit:
+    return edit(key, lambda fields: fields.update(time_ms=fields["time_ms"] + by_ms), nth)
+
+
 def metadata(key: str, name: str, new: object, nth: int = 0) -> Edit:
     return edit(key, lambda fields: fields["metadata"].update({name: new}), nth)
 
@@ -40,11 +61,16 @@ def without_metadata(key: str, name: str, nth: int = 0) -> Edit:
     return edit(key, lambda fields: fields["metadata"].pop(name), nth)
 
 
-def delete(key: str, nth: int | None = None) -> Edit:
+def delete(*keys: str, nth: int | None = None) -> Edit:
+    """Leave out all records of the keys, or one of each."""
+
     def apply(text: str) -> str:
-        places = [number for number, line in enumerate(text.splitlines()) if f'"key": "{key}"' in line]
-        gone = places if nth is None else [places[nth]]
-        return "".join(line for number, line in enumerate(text.splitlines(keepends=True)) if number not in gone)
+        lines = text.splitlines(keepends=True)
+        for key in keys:
+            places = [number for number, line in enumerate(lines) if f'"key": "{key}"' in line]
+            gone = places if nth is None else [places[nth]]
+            lines = [line for number, line in enumerate(lines) if number not in gone]
+        return "".join(lines)
 
     return apply
 
@@ -58,61 +84,45 @@ def repeat_before(key: str, other: str) -> Edit:
     """Log the record of `key` a second time, right before that of `other`, with the time of `other`."""
 
     def apply(text: str) -> str:
-        line = re.search(rf'.*"key": "{key}".*\n', text)
-        at = re.search(rf'.*"key": "{other}".*\n', text)
-        assert line
-        assert at
-        time_ms = json.loads(at[0][len(TOKEN) :])["time_ms"]
-        copy = re.sub(r'"time_ms": \d+', f'"time_ms": {time_ms}', line[0])
-        return text.replace(at[0], copy + at[0])
+        at = lines_of(text, other)[0]
+        copy = re.sub(r'"time_ms": \d+', f'"time_ms": {time_of(at)}', lines_of(text, key)[0])
+        return text.replace(at, copy + at, 1)
 
     return apply
 
 
 def move_before(key: str, other: str) -> Edit:
-    return lambda text: delete(key, 1)(repeat_before(key, other)(text))
+    return in_turn(repeat_before(key, other), delete(key, nth=1))
 
 
 def swap(key: str, other: str) -> Edit:
     """Exchange two records; each gets the time stamp of its new place."""
 
     def apply(text: str) -> str:
-        lines = text.splitlines()
-        a, b = (next(n for n, line in enumerate(lines) if f'"key": "{name}"' in line) for name in (key, other))
-        times = [re.search(r'"time_ms": \d+', lines[n]) for n in (a, b)]
-        assert times[0]
-        assert times[1]
-        first, second = lines[a], lines[b]
-        lines[a] = second.replace(times[1][0], times[0][0])
-        lines[b] = first.replace(times[0][0], times[1][0])
-        return "\n".join(lines) + "\n"
+        first, second = lines_of(text, key)[0], lines_of(text, other)[0]
+        early, late = (f'"time_ms": {time_of(line)}' for line in (first, second))
+        exchanged = {first: second.replace(late, early), second: first.replace(early, late)}
+        return "".join(exchanged.get(line, line) for line in text.splitlines(keepends=True))
 
     return apply
 
 
-def glue(text: str) -> str:
-    """Two records on one line."""
-    return re.sub(r'(.*"key": "opt_base_learning_rate".*)\n', r"\1", text, count=1)
+def glue(key: str) -> Edit:
+    """Put the record and the next one on one line."""
+    return lambda text: re.sub(rf'(.*"key": "{key}".*)\n', r"\1", text, count=1)
 
 
 def epoch_nums(*counts: int) -> Edit:
     """The epoch_num of each evaluation."""
-
-    def apply(text: str) -> str:
-        for nth, count in enumerate(counts):
-            text = metadata("eval_accuracy", "epoch_num", count, nth)(text)
-        return text
-
-    return apply
+    return in_turn(*(metadata("eval_accuracy", "epoch_num", count, nth) for nth, count in enumerate(counts)))
 
 
 def log_after(key: str, other: str, new: object) -> Edit:
     """Log a further setting after that of `key`."""
 
     def apply(text: str) -> str:
-        line = re.search(rf'.*"key": "{key}".*\n', text)
-        assert line
-        return text.replace(line[0], line[0] + value(other, new)(line[0].replace(f'"{key}"', f'"{other}"')))
+        line = lines_of(text, key)[0]
+        return text.replace(line, line + value(other, new)(line.replace(f'"{key}"', f'"{other}"')))
 
     return apply
 

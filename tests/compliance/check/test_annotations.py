@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 from compliance.check.annotations import say_annotations
 from compliance.log.findings import Finding, Verdict
 from console.text import annotation
-from tests.compliance import run_logs
-from tests.hostile import NAME, run
+from tests.compliance.command import run
+from tests.compliance.log_edits import value
+from tests.hostile import NAME
 
-UTF8 = os.environ | {"PYTHONUTF8": "1"}
 COMMAND = re.compile(r"::(\w+)(?: ([^:]*))?::(.*)")
 """A command as the runner splits it: at the first "::" after the properties, which are split at commas."""
 
@@ -79,15 +78,13 @@ def test_an_annotation_stands_at_the_line_of_each_finding(
 
 
 @pytest.mark.parametrize("name", ["result_0.txt", f"{NAME}.txt"], ids=["plain", "hostile"])
-def test_the_command_adds_annotations_to_its_verdict(tmp_path: Path, name: str) -> None:
+def test_the_command_adds_annotations_to_its_verdict(tmp_path: Path, name: str, open_log: str) -> None:
     log = tmp_path / name
-    run_logs.write_run(tmp_path / "whole.txt", "open")
-    log.write_bytes((tmp_path / "whole.txt").read_bytes().replace(b'"value": "open"', b'"value": "OPEN"', 1))
-    status, plain = run("compliance", ["check", log], UTF8)
-    assert status == 1
-    found, text = run("compliance", ["check", log, "--format", "github"], UTF8)
+    log.write_text(value("submission_division", "OPEN")(open_log))
+    status, plain = run("check", log)
+    found, text = run("check", log, "--format", "github")
+    assert (status, found, text.startswith(plain)) == (1, 1, True)
     added = text.removeprefix(plain).splitlines()
-    assert (found, text.startswith(plain)) == (1, True)
     assert len(added) == plain.count("\n") - 1  # the verdict has a line of its own
     for level, properties, _ in map(decoded, added):
         assert level in ("error", "warning")
@@ -97,5 +94,5 @@ def test_the_command_adds_annotations_to_its_verdict(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("other", ["--json", "--matrix"])
 def test_annotations_beside_another_form_are_refused(tmp_path: Path, other: str) -> None:
-    status, text = run("compliance", ["check", tmp_path, other, "--format", "github"], UTF8)
+    status, text = run("check", tmp_path, other, "--format", "github")
     assert (status, text) == (2, f"error: --format github and {other}: choose one of them\n")

@@ -1,29 +1,23 @@
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from compliance.check.matrix import acceptance, table
+from compliance.check.matrix import Acceptance, acceptance, table
 from compliance.log import rules
-from tests.compliance.run_logs import without_chain, write_run
+from tests.compliance.command import run
+from tests.compliance.log_edits import Edit, delete, in_turn, later, repeat, value
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    path = write_run(tmp_path / "result_0.txt")
-    path.write_text(without_chain(path.read_text()))
+def path(tmp_path: Path, closed_log: str) -> Path:
+    path = tmp_path / "result_0.txt"
+    path.write_text(closed_log)
     return path
 
 
-def drop(path: Path, *keys: str) -> None:
-    kept = [line for line in path.read_text().splitlines(True) if not any(f'"{key}"' in line for key in keys)]
-    path.write_text("".join(kept))
-
-
-def accepted_by(path: Path) -> set[str]:
-    return {row.verdict.ruleset for row in acceptance(path) if row.verdict.official == "pass"}
+def accepted_by(rows: list[Acceptance]) -> list[str]:
+    return [row.verdict.ruleset for row in rows if row.verdict.official == "pass"]
 
 
 def test_written_log_is_accepted_by_all(path: Path) -> None:
@@ -33,83 +27,60 @@ def test_written_log_is_accepted_by_all(path: Path) -> None:
     assert not any(row.reasons for row in rows)
 
 
+def samples_instead_of_epochs(text: str) -> str:
+    return text.replace('"first_epoch_num": 1, "epoch_count": 1, ', "").replace('"first_epoch_num": 1, ', "")
+
+
 @pytest.mark.parametrize(
-    ("keys", "accepting"),
+    ("change", "accepting", "keys"),
     [
-        (["opt_epsilon"], rules.RULESETS[3:]),
-        (["opt_lamb_epsilon"], rules.RULESETS[:3]),
-        (["weights_initialization"], ["1.0.0", *rules.RULESETS[4:]]),
-        (["submission_status"], ["4.1.0", "5.0.0"]),
-        (["submission_org"], ["5.0.0"]),
-        (["global_batch_size"], []),
-        (["seed"], rules.RULESETS),
+        (delete("opt_epsilon"), rules.RULESETS[3:], ["opt_epsilon"]),
+        (delete("opt_lamb_epsilon"), rules.RULESETS[:3], ["opt_lamb_epsilon"]),
+        (delete("weights_initialization"), ("1.0.0", *rules.RULESETS[4:]), ["weights_initialization"]),
+        (delete("submission_status"), ("4.1.0", "5.0.0"), ["submission_status"]),
+        (delete("submission_org"), ("5.0.0",), ["submission_org"]),
+        (delete("global_batch_size"), (), ["global_batch_size"]),
+        (delete("seed"), rules.RULESETS, []),
+        (samples_instead_of_epochs, ("4.0.0", "4.1.0", "5.0.0"), ["block_start", "block_stop"]),
+        (value("eval_accuracy", None, -1), (), ["eval_accuracy"]),  # the official checker crashes
+        (in_turn(delete("opt_epsilon"), repeat("run_stop")), rules.RULESETS[3:], ["opt_epsilon"]),  # it minds only one
     ],
 )
-def test_each_missing_key_keeps_out_the_rulesets_that_ask_for_it(
-    path: Path, keys: list[str], accepting: list[str]
+def test_each_fault_keeps_out_the_rulesets_that_mind_it(
+    path: Path, change: Edit, accepting: tuple[str, ...], keys: list[str]
 ) -> None:
-    drop(path, *keys)
-    assert accepted_by(path) == {*accepting}
-    for row in acceptance(path):
-        assert [reason.key for reason in row.reasons] == ([] if row.verdict.official == "pass" else keys)
+    path.write_text(change(path.read_text()))
+    rows = acceptance(path)
+    assert tuple(accepted_by(rows)) == accepting
+    for row in rows:
+        assert {reason.key for reason in row.reasons} == (set() if row.verdict.official == "pass" else {*keys})
 
 
-def test_init_of_an_open_log_was_shorter_before_2_0(tmp_path: Path) -> None:
-    slow = write_run(tmp_path / "open.txt", "open")
-    text = without_chain(slow.read_text())
-    line = next(line for line in text.splitlines(True) if '"init_start"' in line)
-    time_ms = json.loads(line.partition(" ")[2])["time_ms"]
-    slow.write_text(text.replace(line, line.replace(str(time_ms), str(time_ms - 60 * 60_000))))
-    rows = {row.verdict.ruleset: row for row in acceptance(slow)}
-    assert accepted_by(slow) == {*rules.RULESETS[2:]}
-    assert "initialisation took 60.0 min; expected less than 30 min" in rows["1.1.0"].reasons[0].found
-
-
-def test_samples_count_in_place_of_epochs(path: Path) -> None:
-    path.write_text(
-        path.read_text().replace('"first_epoch_num": 1, "epoch_count": 1, ', "").replace('"first_epoch_num": 1, ', "")
-    )
-    assert accepted_by(path) == {"4.0.0", "4.1.0", "5.0.0"}
-    keys = {reason.key for row in acceptance(path) for reason in row.reasons}
-    assert keys == {"block_start", "block_stop"}
+def test_init_of_an_open_log_was_shorter_before_2_0(path: Path, open_log: str) -> None:
+    path.write_text(later("init_start", -60 * 60_000)(open_log))
+    rows = acceptance(path)
+    assert accepted_by(rows) == [*rules.RULESETS[2:]]
+    assert "initialisation took 60.0 min; expected less than 30 min" in rows[1].reasons[0].found
 
 
 def test_a_line_that_cannot_be_read_is_the_reason(path: Path) -> None:
     path.write_text(path.read_text() + ":::MLLOG {\n")
     for row in acceptance(path):
         assert row.verdict.official == "fail"
-        assert [reason.key for reason in row.reasons] == [""]
-        assert "broken JSON" in row.reasons[0].found
+        assert ["broken JSON" in reason.found for reason in row.reasons] == [True]
 
 
 def test_a_second_run_start_keeps_none_out_but_ours(path: Path) -> None:
-    line = next(line for line in path.read_text().splitlines(True) if '"run_start"' in line)
-    path.write_text(path.read_text().replace(line, line + line))
+    path.write_text(repeat("run_start")(path.read_text()))
     rows = acceptance(path)
-    assert {row.verdict.official for row in rows} == {"pass"}
-    assert {row.verdict.ours for row in rows} == {"fail"}
-    assert not any(row.reasons for row in rows)
+    assert {(row.verdict.official, row.verdict.ours, row.reasons) for row in rows} == {("pass", "fail", ())}
 
 
-def test_only_what_the_official_checker_minds_is_a_reason(path: Path) -> None:
-    drop(path, "opt_epsilon")
-    line = next(line for line in path.read_text().splitlines(True) if '"run_stop"' in line)
-    path.write_text(path.read_text().replace(line, line + line))
-    row = acceptance(path)[0]
-    assert {finding.key for finding in row.verdict.errors} == {"opt_epsilon", "run_stop"}
-    assert [reason.key for reason in row.reasons] == ["opt_epsilon"]
-
-
-def test_a_crash_of_the_official_checker_is_explained(path: Path) -> None:
-    path.write_text(path.read_text().replace('"value": 0.756', '"value": null'))
-    for row in acceptance(path):
-        assert row.verdict.official == "fail"
-        assert [reason.key for reason in row.reasons] == ["eval_accuracy"]
-
-
-def test_table_has_a_line_a_ruleset_and_a_reason(path: Path) -> None:
-    drop(path, "opt_epsilon", "opt_lamb_beta_1")
-    lines = table(acceptance(path))
+def test_command(path: Path) -> None:
+    path.write_text(delete("opt_epsilon", "opt_lamb_beta_1", "weights_initialization")(path.read_text()))
+    status, said = run("check", "--matrix", path)
+    lines = said.splitlines()
+    assert (status, lines) == (1, table(acceptance(path)))
     assert lines[0] == str(path)
     assert lines[1].split()[:3] == ["ruleset", "official", "ours"]
     assert lines[2].split()[:3] == ["1.0.0", "fail", "fail"]
@@ -117,25 +88,9 @@ def test_table_has_a_line_a_ruleset_and_a_reason(path: Path) -> None:
     assert lines[2].endswith(f"opt_epsilon: {reason}")
     assert lines[3].strip() == f"opt_lamb_beta_1: {reason}"
     assert lines[3].index("opt_lamb") == lines[2].index("opt_epsilon")
-    assert len(lines) == 2 + 3 * 2 + 6
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "compliance", *arguments], capture_output=True, text=True, check=False)
-
-
-def test_command(path: Path) -> None:
-    drop(path, "opt_epsilon")
-    shown = command("check", "--matrix", str(path))
-    assert (shown.returncode, shown.stdout) == (0, "\n".join(table(acceptance(path))) + "\n")
-    entries = json.loads(command("check", "--matrix", "--json", str(path)).stdout)
-    assert [entry["ruleset"] for entry in entries] == [*rules.RULESETS]
-    assert entries[0] == {
-        "file": str(path),
-        "ruleset": "1.0.0",
-        "official": "fail",
-        "ours": "fail",
-        "reasons": ["opt_epsilon: no record; expected one record"],
-    }
-    drop(path, "run_start")
-    assert command("check", "--matrix", str(path)).returncode == 1
+    status, said = run("check", "--matrix", "--json", path)
+    entries = json.loads(said)
+    assert (status, [entry["ruleset"] for entry in entries]) == (1, [*rules.RULESETS])
+    reasons = [f"opt_epsilon: {reason}", f"opt_lamb_beta_1: {reason}"]
+    head = {"file": str(path), "ruleset": "1.0.0", "official": "fail", "ours": "fail"}
+    assert entries[0] == head | {"reasons": reasons}

@@ -2,34 +2,20 @@ import pytest
 
 from compliance.convergence.reference_points import reference
 from compliance.log.forecast import Forecast, forecast, reach
+from compliance.log.records import read_log
 from compliance.log.schedule import Schedule, evaluation_interval
-from compliance.watch.watched import Watch
 from tests.conftest import REPOSITORY
 
-# Accuracies of published closed logs from the first evaluation to the one that reached the target.
+# Batch size and accuracies of published closed logs from the first evaluation to the one that reached the target.
 PUBLISHED = {
-    "v2.1 NVIDIA 8 x H100": (
-        768,
-        "3727 4078 4881 6091 6923 7048 7088 7117 7130 7145 7158 7164 7172 7182 7183 7190 7193 7201",
-    ),
-    "v2.1 NVIDIA 8 x A100": (
-        448,
-        "3742 4023 4383 5152 6460 7024 7090 7120 7136 7149 7160 7168 7181 7187 7194 7197 7202",
-    ),
-    "v2.0 Habana Gaudi2": (
-        448,
-        "3805 4040 4408 5046 6185 6959 7080 7110 7131 7145 7153 7168 7178 7186 7192 7199 7201",
-    ),
-    "v2.0 Graphcore": (
-        3072,
-        "3673 3878 4328 5721 6939 7060 7091 7110 7133 7148 7159 7167 7178 7185 7191 7197 7205",
-    ),
-    "v3.0 Habana Gaudi2": (
-        3072,
-        "3706 3801 3976 5038 6316 6973 7085 7124 7148 7159 7167 7183 7193 7200 7209",
-    ),
+    "v2.1 8 x H100": (768, "3727 4078 4881 6091 6923 7048 7088 7117 7130 7145 7158 7164 7172 7182 7183 7190 7193 7201"),
+    "v2.1 8 x A100": (448, "3742 4023 4383 5152 6460 7024 7090 7120 7136 7149 7160 7168 7181 7187 7194 7197 7202"),
+    "v2.0 Gaudi2": (448, "3805 4040 4408 5046 6185 6959 7080 7110 7131 7145 7153 7168 7178 7186 7192 7199 7201"),
+    "v2.0 Graphcore": (3072, "3673 3878 4328 5721 6939 7060 7091 7110 7133 7148 7159 7167 7178 7185 7191 7197 7205"),
+    "v3.0 Gaudi2": (3072, "3706 3801 3976 5038 6316 6973 7085 7124 7148 7159 7167 7183 7193 7200 7209"),
 }
 EVERY_1000 = Schedule(1000, 10)
+CLOSED = Schedule(150_000, 448)
 
 
 def closed_curve(name: str) -> tuple[Schedule, list[tuple[int, float]]]:
@@ -37,6 +23,10 @@ def closed_curve(name: str) -> tuple[Schedule, list[tuple[int, float]]]:
     schedule = Schedule(evaluation_interval(batch), batch)
     values = [int(value) / 10_000 for value in digits.split()]
     return schedule, [(schedule.samples(index), value) for index, value in enumerate(values, start=1)]
+
+
+def every_1000(*values: float) -> list[tuple[int, float]]:
+    return [(1000 * index, value) for index, value in enumerate(values, start=1)]
 
 
 def holds(found: Forecast, end: int) -> bool:
@@ -59,7 +49,7 @@ def test_published_runs_end_where_they_were_expected() -> None:
 
 
 def test_the_range_narrows_towards_the_end() -> None:
-    schedule, points = closed_curve("v2.1 NVIDIA 8 x H100")
+    schedule, points = closed_curve("v2.1 8 x H100")
     found = forecast(points[:-1], 0.72, schedule, reference("5.0.0", 768))
     assert found.earliest is not None
     assert found.latest is not None
@@ -69,9 +59,7 @@ def test_the_range_narrows_towards_the_end() -> None:
 def test_the_open_runs_of_this_repository() -> None:
     logs = sorted((REPOSITORY / "results/cpu_2cores/bert").glob("result_*.txt"))
     for log in logs:
-        watched = Watch(log, "5.0.0")
-        watched.look()
-        points = [(one.samples, one.accuracy) for one in watched.run.evaluations]
+        points = read_log(log).run.curve
         for known in range(4, len(points)):
             found = forecast(points[:known], 0.36, Schedule(4800, 32), None)
             assert holds(found, len(points)), (log.name, known, found)
@@ -80,38 +68,33 @@ def test_the_open_runs_of_this_repository() -> None:
 
 @pytest.mark.parametrize("known", range(4))
 def test_an_open_run_is_not_forecast_from_too_little(known: int) -> None:
-    points = [(1000 * index, 0.1 * index) for index in range(1, known + 1)]
-    found = forecast(points, 0.9, EVERY_1000, None)
-    assert (found.earliest, found.latest) == (None, None)
-    assert found.basis == f"too early: {known} of 4 evaluations"
+    found = forecast(every_1000(0.1, 0.2, 0.3)[:known], 0.9, EVERY_1000, None)
+    assert found == Forecast(None, None, f"too early: {known} of 4 evaluations")
 
 
-def test_a_closed_run_before_its_first_evaluation_is_expected_like_the_reference() -> None:
-    point = reference("5.0.0", 448)
-    assert point is not None
-    found = forecast([], 0.72, Schedule(150_000, 448), point)
-    assert found.basis == "by the reference's runs"
-    assert (found.earliest, found.latest) == (14, 19)  # 2,414,421 -+ 2 x 197,392 samples
-
-
-def test_a_run_slower_than_the_reference_may_end_at_its_next_evaluation() -> None:
-    points = [(150_000 * index, 0.5) for index in range(1, 30)]
-    found = forecast(points, 0.72, Schedule(150_000, 448), reference("5.0.0", 448))
-    assert (found.earliest, found.latest) == (30, 30)
-
-
-def test_accuracies_below_the_jump_do_not_count() -> None:
-    jump = [(150_000 * index, value) for index, value in enumerate([0.40, 0.50, 0.60, 0.69, 0.705], start=1)]
-    assert forecast(jump, 0.72, Schedule(150_000, 448), reference("5.0.0", 448)).basis == "by the reference's runs"
-    assert forecast(jump, 0.72, Schedule(150_000, 448), None).basis == "too early: 1 of 4 evaluations"
+@pytest.mark.parametrize(
+    ("accuracies", "expected"),
+    [
+        ([], (14, 19)),  # 2,414,421 -+ 2 x 197,392 samples
+        ([0.40, 0.50, 0.60, 0.69, 0.705], (14, 19)),  # accuracies below the jump do not count
+        ([0.5] * 29, (30, 30)),  # slower than the reference: perhaps at its next evaluation
+    ],
+)
+def test_a_closed_run_without_four_usable_evaluations_is_expected_like_the_reference(
+    accuracies: list[float], expected: tuple[int, int]
+) -> None:
+    points = [(150_000 * index, value) for index, value in enumerate(accuracies, start=1)]
+    found = forecast(points, 0.72, CLOSED, reference("5.0.0", 448))
+    assert found == Forecast(*expected, "by the reference's runs")
+    usable = sum(value >= 0.7 for value in accuracies)
+    assert forecast(points, 0.72, CLOSED, None).basis == f"too early: {usable} of 4 evaluations"
 
 
 def test_a_straight_line_is_carried_on() -> None:
-    points = [(1000 * index, 0.1 + 0.05 * index) for index in range(1, 5)]
+    points = every_1000(0.15, 0.2, 0.25, 0.3)
     assert reach(points, 1.0, 0.5) == pytest.approx(8000)
     found = forecast(points, 0.5, EVERY_1000, None)
-    assert found.earliest == 8
-    assert found.latest is None  # a - b / n of this slope ends at 0.44
+    assert (found.earliest, found.latest) == (8, None)  # a - b / n of this slope ends at 0.44
     assert forecast(points, 0.52, EVERY_1000, None).earliest == 8  # at 8400, less half an interval
     assert forecast(points, 0.53, EVERY_1000, None).earliest == 9
 
@@ -129,17 +112,14 @@ def test_a_curve_that_bends_is_carried_on() -> None:
 
 @pytest.mark.parametrize("values", [[0.3, 0.3, 0.3, 0.3], [0.4, 0.3, 0.2, 0.1]])
 def test_a_curve_that_does_not_rise_has_no_end(values: list[float]) -> None:
-    points = [(1000 * index, value) for index, value in enumerate(values, start=1)]
-    assert forecast(points, 0.5, EVERY_1000, None) == Forecast(None, None, "no rise over the last 4 evaluations")
+    found = forecast(every_1000(*values), 0.5, EVERY_1000, None)
+    assert found == Forecast(None, None, "no rise over the last 4 evaluations")
 
 
 def test_the_curve_goes_through_the_last_point() -> None:
-    points = [(1000, 0.10), (2000, 0.20), (3000, 0.30), (4000, 0.38)]  # the slope is 0.094 in 1000
+    points = every_1000(0.10, 0.20, 0.30, 0.38)  # the slope is 0.094 in 1000
     assert reach(points, 1.0, 0.5) == pytest.approx(4000 + 1000 * 0.12 / 0.094)
-
-
-def test_points_on_one_spot_have_no_slope() -> None:
-    assert reach([(1000, 0.1), (1000, 0.2)], 1.0, 0.5) is None
+    assert reach([(1000, 0.1), (1000, 0.2)], 1.0, 0.5) is None  # points on one spot have no slope
 
 
 @pytest.mark.parametrize(

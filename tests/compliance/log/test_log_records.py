@@ -52,22 +52,15 @@ def test_records_keep_their_file_lines_and_prefixes_are_dropped(read: Reader) ->
     assert log.header == {"recipe": "x"}
     assert not log.problems
     assert log.records[0].logged_at == "a.py:3"
-
-
-def test_first_and_last_of_a_key(read: Reader) -> None:
-    log = read("\n".join(record("eval_accuracy", value) for value in (0.1, 0.2)))
-    first, last = log.first("eval_accuracy"), log.last("eval_accuracy")
-    assert first
-    assert last
-    assert (first.value, last.value) == (0.1, 0.2)
-    assert log.first("seed") is None
-    assert log.last("seed") is None
+    assert (log.first("seed"), log.last("seed"), log.first("run_start"), log.last("run_start")) == (
+        *[log.records[0]] * 2,
+        *[None] * 2,
+    )
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
 def test_line_ends_are_those_of_the_official_parser(read: Reader, end: str) -> None:
     log = read(f"a\x0bb\x0cc\u2028d{end}{record()}{end}")
-    assert log.token_lines == 1
     assert [entry.line for entry in log.records] == [2]
 
 
@@ -142,11 +135,6 @@ def test_of_two_records_on_a_line_the_last_is_kept_and_the_lost_one_named(read: 
     assert [entry.value for entry in log.records] == [6]
 
 
-def test_bytes_that_are_no_text_are_read(read: Reader) -> None:
-    log = read(b"\xff\xfe\x00\n" + record().encode() + b"\n\xc3\x28 " + record().encode())
-    assert len(log.records) == 2
-
-
 @given(st.binary(max_size=400))
 def test_any_bytes_are_read_without_an_exception(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
@@ -166,6 +154,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(json_values.filter(lambda value: TOKEN not in json.dumps(value)))
 def test_every_json_value_comes_back(tmp_path_factory: pytest.TempPathFactory, value: object) -> None:
     path = tmp_path_factory.mktemp("log") / "result_0.txt"
@@ -175,24 +164,24 @@ def test_every_json_value_comes_back(tmp_path_factory: pytest.TempPathFactory, v
     assert log.records[0].value == value
 
 
-def test_source_position_that_could_steer_a_terminal_is_left_out(read: Reader) -> None:
-    assert read(record(metadata={"file": "a\x1b[2J.py", "lineno": 3})).records[0].logged_at is None
-    assert read(record(metadata={"file": "a.py"})).records[0].logged_at is None
+@pytest.mark.parametrize("metadata", [{"file": "a\x1b[2J.py", "lineno": 3}, {"file": "a.py"}])
+def test_source_position_that_could_steer_a_terminal_is_left_out(read: Reader, metadata: dict[str, Any]) -> None:
+    assert read(record(metadata=metadata)).records[0].logged_at is None
 
 
-def test_missing_file_folder_and_device_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no such file"):
-        read_log(tmp_path / "none.txt")
-    with pytest.raises(ValueError, match="a folder"):
-        read_log(tmp_path)
-
-
-def test_a_pipe_does_not_make_the_reader_wait(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("none.txt", "no such file"),
+        (".", "a folder"),
+        ("pipe", "not a regular file"),  # which does not make the reader wait
+        ("a\0b", "cannot be read: embedded null byte"),
+    ],
+)
+def test_what_is_no_file_is_refused(tmp_path: Path, name: str, said: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="not a regular file"):
-        read_log(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="cannot be read: embedded null byte"):
-        read_log(tmp_path / "a\0b")
+    with pytest.raises(ValueError, match=said):
+        read_log(tmp_path / name)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"\0" * 1000, record().encode("utf-16"), b":::MLLOG", b"\xef\xbb\xbf"])
@@ -230,23 +219,8 @@ def as_utf_8(value: object) -> Any:
 
 FRAGMENTS = st.sampled_from(
     [
-        *(
-            TOKEN,
-            ":::MLLOG",
-            " ",
-            "\n",
-            "\r",
-            "\r\n",
-            "\t",
-            "\x0b",
-            "\x0c",
-            "\x1c",
-            "\x85",
-            "\xa0",
-            "\u2028",
-            "\ufeff",
-            "\0",
-        ),
+        *(TOKEN, ":::MLLOG", " ", "\n", "\r", "\r\n", "\t", "\x0b", "\x0c", "\x1c", "\x85", "\xa0", "\u2028"),
+        *("\ufeff", "\0"),
         *("text", "# a: b", "{", "}", "[1]", '"', "\\", "NaN", "1e999", "\xe9", "\U0001f600"),
         *(record(), record("global_batch_size", 1.5), record("seed", "\xe9"), record(value=None, namespace=...)),
         *(record(time_ms="7"), record(time_ms=2.5), record(key=None), record(metadata=None), record(value=...)),
@@ -255,7 +229,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(FRAGMENTS | st.text(max_size=3), max_size=12), st.sampled_from(["utf-8", "latin-1", "utf-16"]))
 @example([record(), "\xa0"], "latin-1")
 @example([record(), "\xa0"], "utf-8")
@@ -281,7 +255,7 @@ def test_the_official_parser_finds_the_same_records(
 PIECES = st.sampled_from([b"\n", b"\r", b"\r\n", b"x", b"y" * 7, b"z" * 40, b":::ML", b"LOG ", TOKEN.encode()])
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(PIECES, max_size=40), st.integers(10, 50))
 @example([b"LOG ", TOKEN.encode(), b"\r", b"\r\n"], 14)
 @example([b"y" * 7, TOKEN.encode(), b"x\n"], 12)
@@ -305,26 +279,26 @@ def test_lines_are_the_same_however_the_file_is_read_in_pieces(
 @pytest.mark.parametrize("end", [b"\r", b"\n", b"\r\n", b"\n\r"])
 def test_many_empty_lines_take_no_quadratic_time(read: Reader, end: bytes) -> None:
     began = time.process_time()
-    assert read(end * 400_000 + record().encode()).token_lines == 1
-    assert time.process_time() - began < 4
+    assert read(end * 200_000 + record().encode()).token_lines == 1
+    assert time.process_time() - began < 2
 
 
 @pytest.mark.parametrize("middle", ["", TOKEN, record()])
 def test_lines_of_many_megabytes_are_read_past(read: Reader, middle: str) -> None:
     began = time.process_time()
-    log = read(f"{record()}\n{'x' * 20_000_000}{middle}{'[' * 20_000_000}\n{record()}\n")
+    log = read(f"{record()}\n{'x' * 8_000_000}{middle}{'[' * 8_000_000}\n{record()}\n")
     assert [entry.line for entry in log.records] == [1, 3]
     assert log.overlong == bool(middle)
     assert [problem.found for problem in log.problems] == (["a line of more than 1048576 bytes"] if middle else [])
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 2
 
 
 def test_many_records_take_microseconds_each(read: Reader) -> None:
     began = time.process_time()
-    log = read((record("tracked_stats", {"throughput": 1.5}, time_ms=1_700_000_000_000) + "\n") * 50_000)
-    assert len(log.records) == 50_000
+    log = read((record("tracked_stats", {"throughput": 1.5}, time_ms=1_700_000_000_000) + "\n") * 20_000)
+    assert len(log.records) == 20_000
     assert not log.evidence  # the official checker skips keys that no rule names
-    assert time.process_time() - began < 2
+    assert time.process_time() - began < 1.2
 
 
 def test_evidence_leaves_out_repeats_of_one_kind_and_keeps_every_kind(
@@ -366,8 +340,9 @@ def test_more_records_than_any_run_logs_are_not_kept(tmp_path: Path, monkeypatch
     log = read_log(path)
     assert len(log.records) == 2**20 // (len(line) - 1)
     assert log.given_up == "more than 1 MiB of records; expected those of one run"
-    path.write_text("plain\n" * 500_000 + line)
-    assert (read_log(path).given_up, len(read_log(path).records)) == ("", 1)
+    path.write_text("plain\n" * 2**18 + line)
+    log = read_log(path)
+    assert (log.given_up, len(log.records)) == ("", 1)
 
 
 def test_records_take_no_more_memory_than_a_few_times_their_lines(tmp_path: Path) -> None:
@@ -375,7 +350,7 @@ def test_records_take_no_more_memory_than_a_few_times_their_lines(tmp_path: Path
     metadata = {"file": "/workspace/bert/run_pretraining.py", "lineno": 812, "epoch_num": 1_000_000}
     lines = [
         record(key="tracked_stats", time_ms=1_700_000_000_000 + number, metadata=metadata) + "\n"
-        for number in range(20_000)
+        for number in range(5000)
     ]
     path.write_text("".join(lines))
     del lines
@@ -383,7 +358,7 @@ def test_records_take_no_more_memory_than_a_few_times_their_lines(tmp_path: Path
     log = read_log(path)
     held, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(log.records) == 20_000
+    assert len(log.records) == 5000
     assert peak < 2.5 * log.size
     assert held < 2.5 * log.size
     first, last = log.records[0], log.records[-1]

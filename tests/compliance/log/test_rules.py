@@ -38,14 +38,6 @@ def test_table_asks_what_the_official_rule_files_ask(ruleset: str, division: rul
     assert own - set(official) <= beyond
 
 
-@pytest.mark.parametrize(
-    ("batch", "interval"),
-    [(256, 150_000), (448, 150_000), (2048, 150_000), (3072, 175_000), (4096, 175_000), (6144, 200_000)],
-)
-def test_evaluation_interval_matches_published_runs(batch: int, interval: int) -> None:
-    assert schedule.evaluation_interval(batch) == interval
-
-
 @given(st.integers(1, 10**6))
 def test_evaluation_interval_is_the_formula_of_the_rules(batch: int) -> None:
     exact = 5 * (23023 * batch + 300_000_000)  # 10,000 x the samples, in integers
@@ -66,15 +58,23 @@ def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch:
     assert schedule.Schedule(interval, batch).allows(index, samples, previous)
 
 
-def test_both_roundings_of_the_schedule_are_accepted() -> None:
-    assert schedule.Schedule(150_000, 448).allows(15, 2_250_304, 14 * 150_080)  # the multiple is rounded
-    assert schedule.Schedule(150_000, 448).allows(15, 15 * 150_080, 14 * 150_080)  # the interval is rounded
-    assert schedule.Schedule(150_000, 768).allows(17, 2_549_468, 2_400_100)  # packed: counts real sequences
-    assert schedule.Schedule(150_000, 768).allows(15, 2_251_500, 2_100_325)  # and of partial batches, up to two
-    assert not schedule.Schedule(150_000, 768).allows(15, 2_251_900, 2_100_325)
-    assert not schedule.Schedule(325_000, 16_384).allows(5, 1_645_000, 1_300_000)  # but not of large ones
-    assert not schedule.Schedule(150_000, 1536).allows(2, 350_000, 175_000)
-    assert not schedule.Schedule(150_000, 448).allows(2, 450_000, 150_000)
+@pytest.mark.parametrize(
+    ("interval", "batch", "index", "samples", "previous", "allowed"),
+    [
+        (150_000, 448, 15, 2_250_304, 14 * 150_080, True),  # the multiple is rounded
+        (150_000, 448, 15, 15 * 150_080, 14 * 150_080, True),  # the interval is rounded
+        (150_000, 768, 17, 2_549_468, 2_400_100, True),  # packed: counts real sequences
+        (150_000, 768, 15, 2_251_500, 2_100_325, True),  # and of partial batches, up to two
+        (150_000, 768, 15, 2_251_900, 2_100_325, False),
+        (325_000, 16_384, 5, 1_645_000, 1_300_000, False),  # but not of large ones
+        (150_000, 1536, 2, 350_000, 175_000, False),
+        (150_000, 448, 2, 450_000, 150_000, False),
+    ],
+)
+def test_both_roundings_of_the_schedule_are_accepted(
+    interval: int, batch: int, index: int, samples: int, previous: int, allowed: bool
+) -> None:
+    assert schedule.Schedule(interval, batch).allows(index, samples, previous) is allowed
 
 
 def test_weight_tensors_are_those_of_the_official_rule_file() -> None:
@@ -94,20 +94,20 @@ def test_every_interval_has_both_rules_and_metadata_alternatives_only_inside_the
     assert rules.alternative_metadata("eval_accuracy", "5.0.0") is None
 
 
-@pytest.mark.parametrize("value", [True, "1", None, 0, -1, 1.5, [1]])
-def test_positive_integer_accepts_integers_only(value: object) -> None:
-    assert not rules.POSITIVE_INTEGER.accepts(value)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -0.1, 72.0, True, None, "0.7", 10**400])
-def test_fraction_accepts_fractions_only(value: object) -> None:
-    assert not rules.FRACTION.accepts(value)
-
-
-def test_steps_may_be_whole_floats() -> None:
-    assert rules.STEP.accepts(-9500.0)
-    assert rules.POSITIVE_STEPS.accepts(1024.0)
-    assert not rules.STEPS.accepts(0.5)
+@pytest.mark.parametrize(
+    ("rule", "taken", "refused"),
+    [
+        (rules.POSITIVE_INTEGER, [1, 2**63 - 1], [True, "1", None, 0, -1, 1.5, [1], 2**63]),
+        (rules.FRACTION, [0, 0.7, 1], [float("nan"), float("inf"), -0.1, 72.0, True, None, "0.7", 10**400]),
+        (rules.STEP, [-9500.0], [0.5]),
+        (rules.STEPS, [0, 1024.0], [0.5, -1]),
+        (rules.POSITIVE_STEPS, [1024.0], [0]),
+        (rules.DECAY, [0, 0.999], [1, -0.1]),
+    ],
+)
+def test_values_that_a_rule_takes(rule: rules.ValueRule, taken: list[object], refused: list[object]) -> None:
+    assert [value for value in taken if not rule.accepts(value)] == []
+    assert [value for value in refused if rule.accepts(value)] == []
 
 
 @pytest.mark.parametrize("ruleset", ["5.1.0", "6.0.0", "0.7.0", ""])

@@ -10,10 +10,10 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tarfile
 import time
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import fields, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -28,12 +28,15 @@ from compliance.official.tools import Summary, _complaint, _complaints, _package
 from compliance.package.archive import write_archive
 from compliance.package.assembly import make_package
 from compliance.package.command import _comparison, run
+from compliance.package.source import Source
 from compliance.package.tree import Package, Request, _script
-from tests.compliance.run_logs import write_run
+from tests.compliance.command import run as command
+from tests.compliance.log_edits import delete, in_turn, metadata, value
+from tests.compliance.run_logs import without_chain, write_run
 from tests.compliance.run_series import write_series
 from tests.conftest import REPOSITORY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_files")]
 
 SCALED = [16, 15, 16, 15, 16, 15, 16, 16, 15, 16]
 PASSING = [17, 16, 18, 17, 16, 17, 18, 16, 17, 17]
@@ -54,8 +57,8 @@ def description(folder: Path, **changes: object) -> Path:
     return path
 
 
-def request(folder: Path, runs: Path, **changes: object) -> Request:
-    return Request("Example", description(folder, **changes), runs, folder / "out")
+def request(folder: Path, runs: Path | None = None, *, out: Path | None = None, **changes: object) -> Request:
+    return Request("Example", description(folder, **changes), runs or folder / "runs", (out or folder) / "out")
 
 
 def tool_rows(said: str) -> dict[str, str]:
@@ -64,26 +67,37 @@ def tool_rows(said: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Twelve runs, of which the median window is scaled, packaged and packed by the command itself."""
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Twelve runs, of which the median window is scaled, packaged and packed by the command; and what that printed."""
     folder = tmp_path_factory.mktemp("scaled")
-    write_series(
-        folder / "runs",
-        [*SCALED, 20, 21],
-        header={"recipe": "tiny_cpu", "commit": "none", "config.training.precision": "bf16"},
-    )
+    header = {"recipe": "tiny_cpu", "commit": "none", "config.training.precision": "bf16"}
+    write_series(folder / "runs", [*SCALED, 20, 21], header=header)
     (folder / "password").write_text("correct horse battery staple\n")
-    command = [sys.executable, "-m", "compliance", "package", "--org", "Example", "--system", str(description(folder))]
-    command += ["--runs", str(folder / "runs"), "--out", str(folder / "out")]
-    command += ["--archive", str(folder / "example.tgz.enc"), "--password-file", str(folder / "password")]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    return folder, done
+    places = ["--system", description(folder), "--runs", folder / "runs", "--out", folder / "out"]
+    secret = ["--archive", folder / "example.tgz.enc", "--password-file", folder / "password"]
+    status, said = command("package", "--org", "Example", *places, *secret)
+    assert status == 0, said
+    return folder, said
+
+
+@pytest.fixture
+def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the source, only what is indispensable: the rest takes a second to be written."""
+    names = ("Dockerfile", "LICENSE", "README.md", "run_and_time.sh")
+    few = Source(REPOSITORY, names, left_out=(), commit="0123", modified=())
+    monkeypatch.setattr("compliance.package.assembly.tracked_source", lambda: few)
+
+
+@pytest.fixture(scope="module")
+def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ten")
+    write_series(folder / "runs", PASSING)
+    return folder
 
 
 def test_all_official_tools_accept_it_and_their_figures_are_ours(scaled) -> None:
-    folder, done = scaled
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {name.strip(): verdict for name, verdict in tool_rows(done.stdout).items()}
+    folder, said = scaled
+    rows = {name.strip(): verdict for name, verdict in tool_rows(said).items()}
     assert rows == dict.fromkeys(
         [
             "package checker",
@@ -96,8 +110,8 @@ def test_all_official_tools_accept_it_and_their_figures_are_ours(scaled) -> None
         ],
         "pass",
     )
-    assert "submitted is window 2, the median (TR 12.1)" in done.stdout
-    assert "the set passes and its score is multiplied by 1." in done.stdout
+    assert "submitted is window 2, the median (TR 12.1)" in said
+    assert "the set passes and its score is multiplied by 1." in said
     kept = said_beside(folder / "out/Example")
     assert "FOUND NO ERRORS" in (kept / "package_checker.txt").read_text()
     assert "Traceback" not in "".join(path.read_text() for path in kept.iterdir())
@@ -133,12 +147,19 @@ def test_the_tree(scaled) -> None:
 
 
 def test_the_archive(scaled) -> None:
-    folder, done = scaled
-    archive = folder / "example.tgz.enc"
+    folder, said = scaled
     digest = subprocess.run(["sha1sum", "-c", "example.tgz.enc.sha1"], cwd=folder, capture_output=True, check=False)
     assert digest.returncode == 0
-    assert (folder / "example.tgz.enc.sha1").read_text().split()[0] in done.stdout
-    decrypt = ["openssl", "aes-256-cbc", "-d", "-pass", f"file:{folder}/password", "-in", str(archive)]
+    assert (folder / "example.tgz.enc.sha1").read_text().split()[0] in said
+    decrypt = [
+        "openssl",
+        "aes-256-cbc",
+        "-d",
+        "-pass",
+        f"file:{folder}/password",
+        "-in",
+        str(folder / "example.tgz.enc"),
+    ]
     content = subprocess.run(decrypt, capture_output=True, check=True).stdout
     with tarfile.open(fileobj=BytesIO(content)) as tar:
         members = tar.getmembers()
@@ -151,7 +172,7 @@ def test_the_archive(scaled) -> None:
 
 def test_a_tree_or_an_archive_that_is_there_is_not_overwritten(scaled, tmp_path: Path) -> None:
     folder, _ = scaled
-    again = request(folder, folder / "runs")
+    again = request(folder)
     before = sorted(folder.rglob("*"))
     with pytest.raises(ValueError, match="Example is there already: choose another --out, or give --replace"):
         make_package(again)
@@ -164,30 +185,28 @@ def test_a_tree_or_an_archive_that_is_there_is_not_overwritten(scaled, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_figure_that_differs_is_an_error(scaled) -> None:
+def test_a_figure_that_differs_is_an_error(scaled, tmp_path: Path) -> None:
     folder, _ = scaled
-    tree = folder / "out/Example"
-    made = make_package(Request("Copy", folder / "systems/node.json", folder / "runs", folder / "out"))
+    made = make_package(request(folder, out=tmp_path))
     same = Summary(made.minutes, made.scaling, made.outlook.mean)
     assert _comparison(made, same).passed
+    assert made.outlook.mean
     nearly = 1 + 3e-9
     for theirs in (
-        Summary(made.minutes * nearly, made.scaling, made.outlook.mean),
-        Summary(made.minutes, made.scaling * nearly, made.outlook.mean),
-        Summary(made.minutes, made.scaling, made.outlook.mean * nearly),  # type: ignore[operator]
-        Summary(None, made.scaling, made.outlook.mean),
+        replace(same, minutes=made.minutes * nearly),
+        replace(same, scaling=made.scaling * nearly),
+        replace(same, samples=made.outlook.mean * nearly),
+        replace(same, minutes=None),
     ):
         assert len(_comparison(made, theirs).findings) == 1
     (made.results / "scaling.json").write_text('{"scaling_factor": 1.5}')
     assert "the scaling of scaling.json is 1." in _comparison(made, same).findings[0].found
     assert not _comparison(made, None).passed
-    shutil.rmtree(folder / "out/Copy")
-    assert tree.exists()
 
 
 def test_one_aborted_run_is_the_slowest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_series(tmp_path / "runs", PASSING, failed={3})
-    assert run(request(tmp_path, tmp_path / "runs"), None, None) == 0
+    assert run(request(tmp_path), None, None) == 0
     said = capsys.readouterr().out
     assert set(tool_rows(said).values()) == {"pass"}
     assert "1 of them not converged and dropped as the slowest" in said
@@ -203,7 +222,7 @@ def test_runs_that_converge_too_fast_fail_and_are_not_packed(
 ) -> None:
     write_series(tmp_path / "runs", [15, 14, 15, 14, 15, 14, 15, 14, 15, 14])
     (tmp_path / "password").write_text("correct horse battery staple")
-    assert run(request(tmp_path, tmp_path / "runs"), tmp_path / "a.enc", tmp_path / "password") == 1
+    assert run(request(tmp_path), tmp_path / "a.enc", tmp_path / "password") == 1
     said = capsys.readouterr().out
     failed = {name.strip() for name, verdict in tool_rows(said).items() if verdict == "FAIL"}
     assert failed == {"package checker", "convergence (RCP) checker", "check of this repository"}
@@ -216,26 +235,20 @@ def test_runs_that_converge_too_fast_fail_and_are_not_packed(
 def test_open_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number in range(10):
         write_run(tmp_path / f"runs/result_{number}.txt", "open", header={"run": number}, step_ms=10 + number)
-    assert run(request(tmp_path, tmp_path / "runs", division="open", cooling="", sw_notes=""), None, None) == 0
+    assert run(request(tmp_path, division="open", cooling="", sw_notes=""), None, None) == 0
     said = capsys.readouterr().out
     assert set(tool_rows(said).values()) == {"pass"}
     assert "not asked: no reference in the open division" in said
     assert "the system description leaves cooling empty" in said
 
 
-def test_what_the_official_tools_object_to_is_said_in_words(tmp_path: Path) -> None:
-    write_series(tmp_path / "runs", PASSING)
-    made = make_package(request(tmp_path, tmp_path / "runs"))
+def test_what_the_official_tools_object_to_is_said_in_words(ten: Path, tmp_path: Path) -> None:
+    made = make_package(request(ten, out=tmp_path))
     (made.results / "result_9.txt").unlink()
-    for number in (1, 2):
+    no_beta = in_turn(delete("opt_lamb_beta_1"), value("seed", 1000))
+    for number, change in ((1, no_beta), (2, no_beta), (4, delete("seed"))):
         log = made.results / f"result_{number}.txt"
-        log.write_text(
-            log.read_text()
-            .replace('"key": "opt_lamb_beta_1"', '"key": "beta_one"')
-            .replace('"value": 1001,', '"value": 1000,')
-        )
-    lines = (made.results / "result_4.txt").read_text().splitlines(keepends=True)
-    (made.results / "result_4.txt").write_text("".join(line for line in lines if '"key": "seed"' not in line))
+        log.write_text(change(without_chain(log.read_text())))
     (made.tree / "a name.txt").write_text("")
     (made.tree / "link.txt").symlink_to("README.md")
     made.tree.joinpath("systems/node.json").write_text(json.dumps(DESCRIPTION | {"status": "onprem"}))
@@ -253,10 +266,8 @@ def test_what_the_official_tools_object_to_is_said_in_words(tmp_path: Path) -> N
     assert "2 logs fail the compliance checker, one may" in package
     assert "result_4.txt logs no seed" in package
     assert re.search(r"result_1\.txt logs seed 1000 at \S+:\d+, and so does result_0\.txt", package)
-    assert (
-        "the system description of one node of 8 is wrong: Field status contains a non valid value: onprem" in package
-    )
-    assert len(said["package checker"]) == 5, package
+    assert "the system description of one node of 8 is wrong: Field status contains a non valid value" in package
+    assert len(said["package checker"]) == 6, package
     assert said["repository checker"] == [
         f"a name with a space or a leading dot: {made.tree}/a name.txt",
         f"a symbolic link: {made.tree}/link.txt",
@@ -264,18 +275,15 @@ def test_what_the_official_tools_object_to_is_said_in_words(tmp_path: Path) -> N
     assert "more than one log fails the compliance checker" in said["result summarizer"][0]
 
 
-def test_a_silent_skip_is_no_success(tmp_path: Path) -> None:
+def test_a_silent_skip_is_no_success(ten: Path, tmp_path: Path) -> None:
     """In a folder of another name the package checker reports success without reading a log."""
-    write_series(tmp_path / "runs", PASSING)
-    made = make_package(request(tmp_path, tmp_path / "runs"))
+    made = make_package(request(ten, out=tmp_path))
     made.results.rename(made.results.with_name("BERT"))
     package = _package_checker(tmp_path, made.tree, "5.0.0", "closed")
     assert not package.passed
-    assert package.findings[0].found == "the folder BERT was skipped in silence"
-    assert (
-        "it reports success without 'Run 10/10', 'Running Seed Checker', 'Running RCP Checker'"
-        in package.findings[1].found
-    )
+    skipped, blind = package.findings
+    assert skipped.found == "the folder BERT was skipped in silence"
+    assert "success without 'Run 10/10', 'Running Seed Checker', 'Running RCP Checker'" in blind.found
 
 
 @pytest.mark.parametrize(
@@ -307,64 +315,52 @@ def test_one_line_of_a_tool(line: str, said: str | None) -> None:
 # What makes no submission
 
 
-def refused(folder: Path, match: str, **changes: object) -> None:
+def cut_off(logs: list[Path]) -> None:
+    logs[9].write_text(delete("run_stop")(without_chain(logs[9].read_text())))
+
+
+def other_batch_size(logs: list[Path]) -> None:
+    shutil.copy(write_series(logs[0].parent / "other", [17], global_batch_size=512)[0], logs[9])
+
+
+def in_gzip(logs: list[Path]) -> None:
+    logs[3].write_bytes(gzip.compress(logs[3].read_bytes()))
+
+
+def resumed(logs: list[Path]) -> None:
+    logs[0].write_text("# resumed from: checkpoints/step_100\n" + logs[0].read_text())
+
+
+def fewer_sequences(logs: list[Path]) -> None:
+    logs[0].write_text(value("eval_samples", 9999)(without_chain(logs[0].read_text())))
+
+
+def abort_two(logs: list[Path]) -> None:
+    for number in (2, 5):
+        text = without_chain(logs[number].read_text())
+        logs[number].write_text(metadata("run_stop", "status", "aborted")(text))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "match"),
+    [
+        (cut_off, r"9 complete logs, and 1 without an end, expected 10 \(TR 12\)"),
+        (abort_two, r"2 runs are no valid results, and a set of 10 may.*result_2\.txt.*aborted.*result_5\.txt"),
+        (other_batch_size, r"global_batch_size differs between logs \(448 in result_0\.txt, 512 in result_9\.txt\)"),
+        (resumed, "was resumed from 'checkpoints/step_100', so its clock did not run all the time"),
+        (in_gzip, r"result_3\.txt: packed in gzip, which no official tool reads: unpack it with `gunzip`"),
+        (lambda logs: shutil.copy(logs[3], logs[7]), r"result_7\.txt is a copy of result_3\.txt"),
+        (fewer_sequences, r"result_0\.txt: .*eval_samples.*The official tools do not see it and would count the run"),
+    ],
+)
+def test_runs_that_make_no_submission(
+    ten: Path, tmp_path: Path, spoil: Callable[[list[Path]], object], match: str
+) -> None:
+    shutil.copytree(ten / "runs", tmp_path / "runs")
+    spoil([tmp_path / f"runs/result_{number}.txt" for number in range(10)])
     with pytest.raises(ValueError, match=match):
-        make_package(request(folder, folder / "runs", **changes))
-    assert not (folder / "out").exists()
-
-
-@pytest.fixture(scope="module")
-def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("ten")
-    write_series(folder / "runs", PASSING)
-    return folder
-
-
-def test_nine_runs(tmp_path: Path) -> None:
-    logs = write_series(tmp_path / "runs", PASSING)
-    text = logs[9].read_text()
-    logs[9].write_text(text[: text.index('"key": "run_stop"')].rpartition("\n")[0] + "\n")
-    refused(tmp_path, r"9 complete logs, and 1 without an end, expected 10 \(TR 12\)")
-
-
-def test_two_failed_runs(tmp_path: Path) -> None:
-    write_series(tmp_path / "runs", PASSING, failed={2, 5})
-    refused(
-        tmp_path, r"2 runs are no valid results, and a set of 10 may hold one.*result_2\.txt.*aborted.*result_5\.txt"
-    )
-
-
-def test_mixed_batch_sizes(tmp_path: Path) -> None:
-    write_series(tmp_path / "runs", PASSING[:9])
-    write_series(tmp_path / "other", [17], global_batch_size=512)
-    (tmp_path / "other/result_0.txt").rename(tmp_path / "runs/result_9.txt")
-    refused(tmp_path, r"global_batch_size differs between logs \(448 in result_0\.txt, 512 in result_9\.txt\)")
-
-
-def test_a_resumed_run(tmp_path: Path) -> None:
-    write_series(tmp_path / "runs", PASSING, header={"resumed from": "checkpoints/step_100"})
-    refused(tmp_path, "was resumed from 'checkpoints/step_100', so its clock did not run all the time")
-
-
-def test_a_log_in_gzip(tmp_path: Path) -> None:
-    log = write_series(tmp_path / "runs", PASSING)[3]
-    log.write_bytes(gzip.compress(log.read_bytes()))
-    refused(tmp_path, r"result_3\.txt: packed in gzip, which no official tool reads: unpack it with `gunzip`")
-
-
-def test_a_copied_log(tmp_path: Path) -> None:
-    logs = write_series(tmp_path / "runs", PASSING)
-    shutil.copy(logs[3], logs[7])
-    refused(tmp_path, r"result_7\.txt is a copy of result_3\.txt")
-
-
-def test_a_fault_that_the_official_tools_do_not_see(tmp_path: Path) -> None:
-    logs = write_series(tmp_path / "runs", PASSING)
-    text = logs[0].read_text()
-    logs[0].write_text(
-        re.sub(r"^# (chain|digest).*\n", "", text.replace('"value": 10000,', '"value": 9999,'), flags=re.MULTILINE)
-    )
-    refused(tmp_path, r"result_0\.txt: .*eval_samples.*The official tools do not see it and would count the run")
+        make_package(request(tmp_path))
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
@@ -380,14 +376,16 @@ def test_a_fault_that_the_official_tools_do_not_see(tmp_path: Path) -> None:
     ],
 )
 def test_a_description_that_will_not_do(ten: Path, changes: dict[str, object], match: str) -> None:
-    refused(ten, match, **changes)
+    with pytest.raises(ValueError, match=match):
+        make_package(request(ten, **changes))
+    assert not (ten / "out").exists()
 
 
 def test_no_description(ten: Path) -> None:
-    path = description(ten)
-    path.write_text("{")
+    wanted = request(ten)
+    wanted.system.write_text("{")
     with pytest.raises(ValueError, match="the file is not JSON"):
-        make_package(Request("Example", path, ten / "runs", ten / "out"))
+        make_package(wanted)
 
 
 @pytest.mark.parametrize("name", ["../up", "with a space", ".hidden", "a/b", ""])
@@ -404,18 +402,14 @@ def test_nothing_is_left_behind_by_a_failure(ten: Path, tmp_path: Path, monkeypa
 
     monkeypatch.setattr("compliance.package.tree._configuration", full)
     with pytest.raises(ValueError, match="some file cannot be written: No space left on device"):
-        make_package(Request("Example", description(ten), ten / "runs", tmp_path / "out"))
+        make_package(request(ten, out=tmp_path))
     assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_what_is_worth_knowing(tmp_path: Path) -> None:
     logs = write_series(tmp_path / "runs", [*PASSING, 17, 18], header={"commit": "0123 \x1b[2J"})
-    logs[11].write_text(
-        "".join(line for line in logs[11].read_text().splitlines(keepends=True) if "run_stop" not in line)
-    )
-    made = make_package(
-        request(tmp_path, tmp_path / "runs", host_processor_core_count="", host_processor_vcpu_count="")
-    )
+    logs[11].write_text(delete("run_stop")(logs[11].read_text()))
+    made = make_package(request(tmp_path, host_processor_core_count="", host_processor_vcpu_count=""))
     found = [finding.found for finding in made.findings]
     assert "result_11.txt has no run_stop and was counted as a failed run" in found
     assert "the system description leaves host_processor_core_count empty, expected a meaningful answer" in found
@@ -425,15 +419,15 @@ def test_what_is_worth_knowing(tmp_path: Path) -> None:
 
 
 def test_replace_leaves_one_whole_tree(ten: Path, tmp_path: Path) -> None:
-    first = Request("Example", description(ten), ten / "runs", tmp_path / "out")
+    first = request(ten, out=tmp_path)
     (make_package(first).tree / "old").touch()
-    made = make_package(Request("Example", description(ten), ten / "runs", tmp_path / "out", replace=True))
+    made = make_package(replace(first, replace=True))
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["Example"]
     assert not (made.tree / "old").exists()
 
 
 def test_archive_and_password_go_together(ten: Path, tmp_path: Path) -> None:
-    wanted = Request("Example", description(ten), ten / "runs", tmp_path / "out")
+    wanted = request(ten, out=tmp_path)
     password = tmp_path / "password"
     with pytest.raises(ValueError, match="--archive and --password-file go together"):
         run(wanted, tmp_path / "a.enc", None)
@@ -453,11 +447,7 @@ def test_without_openssl(ten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "password").write_text("correct horse battery staple")
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="there is no openssl command"):
-        run(
-            Request("Example", description(ten), ten / "runs", tmp_path / "out"),
-            tmp_path / "a.enc",
-            tmp_path / "password",
-        )
+        run(request(ten, out=tmp_path), tmp_path / "a.enc", tmp_path / "password")
 
 
 # The script that makes the runs again

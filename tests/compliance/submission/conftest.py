@@ -1,0 +1,25 @@
+"""A valid submission to be spoiled."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.compliance.submission.submission_trees import benchmark_folder, without_chain, write_submission
+
+
+@pytest.fixture(scope="session")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A valid closed submission of logs without a chain of digests."""
+    root = write_submission(tmp_path_factory.mktemp("submission") / "example")
+    for log in benchmark_folder(root).iterdir():
+        without_chain(log)
+    return root
+
+
+@pytest.fixture
+def root(original: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return shutil.copytree(original, tmp_path / "example")
