@@ -128,7 +128,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
     try:
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: {error}; {REMEDY}") from None
     if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
         raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")

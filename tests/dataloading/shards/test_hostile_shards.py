@@ -16,7 +16,7 @@ import pytest
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.tfrecord import _masked_crc
-from tests.dataloading.made_up_samples import INFO, make_samples
+from tests.dataloading.made_up import INFO, make_samples
 from tests.dataloading.shards.test_layouts import made_up, write_like_others
 
 REPOSITORY = Path(__file__).parents[3]

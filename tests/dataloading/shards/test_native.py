@@ -15,7 +15,7 @@ from dataloading.shards import native as hdf5
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.samples import Samples
-from tests.dataloading.made_up_samples import INFO, make_samples
+from tests.dataloading.made_up import INFO, make_samples
 
 COUNT = 23
 

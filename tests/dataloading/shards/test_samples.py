@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dataloading.shards.samples import Samples, concatenate
-from tests.dataloading.made_up_samples import make_samples
+from tests.dataloading.made_up import make_samples
 
 
 def test_take_gives_the_rows_asked_for() -> None:
