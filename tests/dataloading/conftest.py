@@ -42,6 +42,17 @@ def vocab(tmp_path: Path) -> Path:
     return path
 
 
+_opened: list[str] = []
+sys.addaudithook(lambda event, arguments: _opened.append(str(arguments[0])) if event == "open" else None)
+
+
+@pytest.fixture
+def opened() -> list[str]:
+    """Names of the files that this process has opened; it grows on."""
+    _opened.clear()
+    return _opened
+
+
 @pytest.fixture
 def no_partial_files(tmp_path: Path) -> Iterator[None]:
     yield

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.model.histogram import drawn_lengths
 from dataloading.batches.sampler import Plan
 from dataloading.batches.shape_buckets import (
     MASKED_MULTIPLE,
@@ -18,19 +19,13 @@ from dataloading.batches.shape_buckets import (
     expected_waste,
     fitting,
 )
-from tests.conftest import REPOSITORY
 
 SIZES = st.lists(st.tuples(st.integers(8, 4000), st.integers(0, 8)), min_size=1, max_size=40)
 
 
-def arrays(sizes: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    tokens, masked = np.array(sizes).T
-    return tokens, masked
-
-
 @given(SIZES, st.integers(1, 6))
 def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, int]], most: int) -> None:
-    tokens_N, masked_N = arrays(sizes)
+    tokens_N, masked_N = np.array(sizes).T
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences=8, max_seqlen=512, most=most)
     assert 1 <= len(shape_buckets) <= most
     assert shape_buckets == sorted(shape_buckets, key=lambda shape_bucket: shape_bucket.tokens)
@@ -63,13 +58,8 @@ def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
 
 def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
     shape_buckets = [ShapeBucket(128, 4, 16, 64), ShapeBucket(256, 4, 32, 64)]
-    for needed in (
-        ShapeBucket(320, 4, 16, 64),
-        ShapeBucket(64, 5, 16, 64),
-        ShapeBucket(64, 4, 48, 64),
-        ShapeBucket(64, 4, 16, 65),
-    ):
-        assert fitting(needed, shape_buckets) == needed
+    for sizes in ((320, 4, 16, 64), (64, 5, 16, 64), (64, 4, 48, 64), (64, 4, 16, 65)):
+        assert fitting(ShapeBucket(*sizes), shape_buckets) == ShapeBucket(*sizes)
     assert fitting(ShapeBucket.around(127, 4, 3, 64), shape_buckets) == shape_buckets[0]
     # A row must be left that nobody owns.
     assert fitting(ShapeBucket.around(128, 4, 3, 64), shape_buckets) == shape_buckets[1]
@@ -78,12 +68,7 @@ def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
 
 def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     """One GPU's recipe, four micro-batches of 64: the draw, its waste on other draws, and what falls through."""
-    histogram = REPOSITORY.parent / "shared" / "data" / "wikipedia_length_histogram.csv"
-    if not histogram.exists():
-        pytest.skip(f"{histogram.name} is not here")
-    length, count = np.loadtxt(histogram, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
-    generator = np.random.default_rng(5)
-    lengths = generator.choice(length, 200_000, p=count / count.sum()).astype(np.uint16)
+    lengths = drawn_lengths(np.random.default_rng(5), 200_000).astype(np.uint16)
     masked_counts = np.minimum(76, np.maximum(1, np.rint(0.15 * lengths))).astype(np.uint16)
     begin = time.process_time()
     tokens_N, masked_N = draw_sizes(lengths, masked_counts, 256, 4)
@@ -98,10 +83,7 @@ def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     ]
     chosen = [fitting(shape_bucket, shape_buckets) for shape_bucket in needed]
     assert sum(shape_bucket in shape_buckets for shape_bucket in chosen) >= 0.999 * len(chosen)
-    slots, used = (
-        sum(shape_bucket.tokens for shape_bucket in chosen),
-        sum(shape_bucket.tokens for shape_bucket in needed),
-    )
+    slots, used = (sum(shape_bucket.tokens for shape_bucket in some) for some in (chosen, needed))
     assert 1 - used / slots < 0.01
     assert expected_waste(shape_buckets, tokens_N) < 0.01
 
