@@ -24,7 +24,7 @@ from dataloading.options import Compression, PretrainingOptions
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.jobs import begun, run_tasks
+from dataloading.text.jobs import Progress, begun, run_tasks
 from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
@@ -57,30 +57,8 @@ class Job:
 
     def info(self, vocabulary: Vocabulary) -> DatasetInfo:
         """Describe the samples to come; Python's Unicode tables decide how words are split."""
-        return DatasetInfo(
-            vocab_size=vocabulary.size,
-            max_seq_length=self.options.max_seq_length,
-            max_predictions_per_seq=self.options.max_predictions_per_seq,
-            vocabulary_md5=vocabulary.md5,
-            vocabulary_sha256=vocabulary.sha256,
-            options=asdict(self.options) | {"unicode": unicodedata.unidata_version},
-            sources={},
-        )
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress so far, for whoever waits."""
-
-    name: str
-    """The shard that was just finished."""
-    samples: int
-    done: int
-    total: int
-    kept: bool
-    """Found finished, not made now."""
-    seconds: float
-    """Since the start."""
+        sizes = self.options.max_seq_length, self.options.max_predictions_per_seq
+        return DatasetInfo.of(vocabulary, *sizes, asdict(self.options) | {"unicode": unicodedata.unidata_version})
 
 
 def prepare(

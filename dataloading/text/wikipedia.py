@@ -21,7 +21,7 @@ from typing import Any
 from console.files import atomic_path, read_bounded, read_json, sha256_of, write_atomically
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
-from dataloading.text.jobs import begun, run_tasks
+from dataloading.text.jobs import Progress, begun, run_tasks
 
 JOB_NAME = "extract.json"
 MANIFEST_NAME = "manifest.json"
@@ -64,22 +64,6 @@ class Extraction:
     parts: tuple[PartRecord, ...]
     evaluation: FileRecord
     evaluation_md5: FileRecord
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Work done so far, for whoever waits."""
-
-    name: str
-    """The part that was just finished."""
-    articles: int
-    """Training articles in it."""
-    done: int
-    total: int
-    kept: bool
-    """Found finished, not made now."""
-    seconds: float
-    """Since the start."""
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:

@@ -1,7 +1,6 @@
 """Conversions between layouts, and data sets made of shards from elsewhere."""
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.options import Layout
 from dataloading.shards.formats import open_shard
 from dataloading.shards.layouts import RaggedShard
+from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
@@ -37,8 +37,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     vocabulary = Vocabulary.from_file(folder / "vocab.txt")
     lengths = np.random.default_rng(0).integers(3, MOST_TOKENS + 1, COUNT)
     lengths[:5] = MOST_TOKENS
-    sizes = {"vocab_size": len(TOKENS), "max_seq_length": MOST_TOKENS, "max_predictions_per_seq": MOST_MASKED}
-    info = replace(INFO, **sizes, vocabulary_md5=vocabulary.md5, vocabulary_sha256=vocabulary.sha256)
+    info = DatasetInfo.of(vocabulary, MOST_TOKENS, MOST_MASKED, INFO.options, INFO.sources)
     write_dataset(folder / "data", synthetic_samples(lengths, len(TOKENS)), shards=4, info=info)
     return open_dataset(folder / "data")
 

@@ -152,7 +152,7 @@ def test_files_of_ours_are_read_by_other_programs(tmp_path: Path, layout: str) -
         {"fixed": write_fixed, "varlength": write_varlength}[layout](ours, samples, INFO)
     with h5py.File(ours) as found, h5py.File(theirs) as expected:
         assert sorted(found) == sorted(expected)
-        for name in expected:
+        for name in sorted(found):
             mine, other = array_of(found, name), array_of(expected, name)
             if name != "segment_ids" or layout != "fixed":
                 assert mine.dtype == other.dtype, name

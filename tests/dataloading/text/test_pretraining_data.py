@@ -149,7 +149,7 @@ def test_documents_end_at_empty_lines_only(tmp_path: Path) -> None:
 def test_sentences_and_documents_without_tokens_are_left_out(vocab_file: Path) -> None:
     tokenizer = Tokenizer.from_vocab(vocab_file)
     tokenized = tokenize_documents([["\u200b"], ["w1", "\0", "w2 w3"], [], ["w4", "\u200b"]], tokenizer)
-    assert [tokenizer.tokens[index] for index in tokenized.token_ids] == ["w1", "w2", "w3", "w4"]
+    assert [tokenizer.vocabulary.tokens[index] for index in tokenized.token_ids] == ["w1", "w2", "w3", "w4"]
     assert len(tokenized.sentence_offsets) == 4
     assert tokenized.document_offsets.tolist() == [0, 2, 3]
     with pytest.raises(ValueError, match="no tokens"):
