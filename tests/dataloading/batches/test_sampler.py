@@ -86,19 +86,6 @@ def test_a_step_costs_what_its_global_batch_does() -> None:
     assert np.array_equal(made.global_batch(0)[:ending], again.global_batch(0))
 
 
-def wikipedia_lengths(count: int, seed: int) -> np.ndarray:
-    return drawn_lengths(np.random.default_rng(seed), count)
-
-
-def test_tokens_are_balanced_at_64_ranks_of_48_sequences() -> None:
-    lengths = wikipedia_lengths(64 * 48 * 20, seed=1)
-    made = Plan(lengths, lengths // 7, 64 * 48, 64, 1, seed=3)
-    for step in range(0, 20, 5):
-        shares = [made.lengths[made.rank_batches(step, rank)[0].indices] for rank in range(64)]
-        assert imbalance(np.array([share.sum() for share in shares])) < 1.001
-        assert imbalance(np.array([cost(share).sum() for share in shares])) < 1.001
-
-
 @pytest.mark.parametrize(
     ("micro_batches", "sequences", "most"),
     [(8, 56, 0.35), (128, 24, 0.5), (512, 6, 0.2), (1024, 4, 0.33), (4096, 4, 0.33)],
@@ -106,7 +93,7 @@ def test_tokens_are_balanced_at_64_ranks_of_48_sequences() -> None:
 def test_cost_is_better_balanced_than_by_a_snake(micro_batches: int, sequences: int, most: float) -> None:
     ours, snakes = [], []
     for seed in range(5):
-        lengths = wikipedia_lengths(micro_batches * sequences, seed)
+        lengths = drawn_lengths(np.random.default_rng(seed), micro_batches * sequences)
         snake = np.argsort(-lengths, kind="stable").reshape(sequences, micro_batches)
         snake[1::2] = snake[1::2, ::-1]
         snakes.append(imbalance(cost(lengths)[snake].sum(axis=0)))
@@ -145,7 +132,7 @@ def test_a_matching_never_widens_the_spread(micro_batches: int, sequences: int, 
 
 
 def test_matchings_bring_the_highest_cost_closer_to_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = wikipedia_lengths(512 * 6, seed=1)
+    lengths = drawn_lengths(np.random.default_rng(1), 512 * 6)
     matched = imbalance(cost(lengths)[deal(lengths, 512)].sum(axis=1))
     monkeypatch.setattr(sampler, "_MATCHINGS", 0)
     assert matched - 1 < 0.85 * (imbalance(cost(lengths)[deal(lengths, 512)].sum(axis=1)) - 1)

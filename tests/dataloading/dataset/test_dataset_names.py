@@ -51,6 +51,11 @@ def test_every_command_that_reads_and_writes_data(
         "extract OUT/NAME --out OUT/x",
         "prepare --text OUT/NAME --vocab OUT/NAME --out OUT/x",
         "dump OUT/NAME --out OUT/x.npz",
+        "dump --out OUT/x",
+        "merge --out OUT/x",
+        "shuffle OUT/NAME --out OUT/x --shards 2",
+        "convert OUT/NAME --out OUT/x --to fixed",
+        "pick-evaluation OUT/NAME --out OUT/x",
         "verify --NAME",
         "NAME",
     ],
@@ -60,6 +65,7 @@ def test_what_is_refused_is_one_line(
 ) -> None:
     given = [word.replace("OUT", str(tmp_path)).replace("NAME", NAME).replace("LONG", LONG) for word in words.split()]
     assert_said(2, monkeypatch, capfdbinary, *given)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_of_its_own_says_it_as_harmlessly(tmp_path: Path) -> None:

@@ -1,13 +1,11 @@
 """Whether data were shuffled is told by the samples alone, on data of this repository's own `prepare` and `shuffle`."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bert.configuration.recipes import ARTIFACTS
-from dataloading.__main__ import main
 from dataloading.dataset import order
 from dataloading.dataset.folder import Dataset
 from dataloading.dataset.order import OrderCheck
@@ -15,6 +13,7 @@ from dataloading.dataset.shuffle import shuffle
 from dataloading.options import PretrainingOptions
 from dataloading.text.prepare import Job, prepare
 from dataloading.text.tokenization import Vocabulary
+from tests.dataloading.conftest import Run
 
 pytestmark = pytest.mark.slow
 
@@ -96,19 +95,11 @@ def test_few_texts_say_nothing(unshuffled: Dataset) -> None:
     assert OrderCheck(0).finding() == (nothing, False)
 
 
-def test_verify_warns(
-    unshuffled: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def verified(folder: Path) -> tuple[str, str]:
-        monkeypatch.setattr(sys, "argv", ["dataloading", "verify", str(folder)])
-        capsys.readouterr()
-        assert main() == 0
-        return capsys.readouterr()
-
-    out, errors = verified(unshuffled.folder)
-    assert errors.startswith("warning: order: not random: ")
-    assert errors.endswith("run python -m dataloading shuffle\n")
-    assert "multiset digest" in out
-    out, errors = verified(shuffle(unshuffled, tmp_path / "shuffled", shards=4, seed=24).folder)
-    assert errors == ""
-    assert "order: random as far as can be told: samples of one text lie 0." in out
+def test_verify_warns(run: Run, unshuffled: Dataset, tmp_path: Path) -> None:
+    printed = run("verify", unshuffled.folder)
+    assert "multiset digest" in printed
+    assert "\nwarning: order: not random: " in printed
+    assert printed.endswith("run python -m dataloading shuffle\n")  # the last of what went to stderr
+    printed = run("verify", shuffle(unshuffled, tmp_path / "shuffled", shards=4, seed=24).folder)
+    assert "warning" not in printed
+    assert "order: random as far as can be told: samples of one text lie 0." in printed

@@ -107,28 +107,11 @@ def test_equals_the_definition_when_the_buffers_grow(tmp_path: Path, vocab_file:
     assert samples.digest() == prepare_plainly([path], vocab_file, options).digest()
 
 
-def test_samples_keep_what_they_promise(tmp_path: Path, vocab_file: Path) -> None:
-    path = tmp_path / "text.txt"
-    path.write_text(made_up_text(documents=20, sentences=30, words=20), encoding="utf-8")
-    samples = prepare([path], vocab_file, PretrainingOptions(max_seq_length=64, max_predictions_per_seq=8))
-    starts = samples.sequence_offsets[:-1]
-    assert samples.lengths.max() == 64
-    assert samples.masked_counts.max() == 8
-    assert (samples.input_ids[starts] == TOKENS.index("[CLS]")).all()
-    assert (samples.input_ids[samples.sequence_offsets[1:] - 1] == TOKENS.index("[SEP]")).all()
-    assert (samples.segment_ids[starts] == 0).all()
-    masked = np.repeat(starts, samples.masked_counts) + samples.masked_lm_positions
-    assert (np.diff(masked) > 0).all()
-    share_of_mask = (samples.input_ids[masked] == TOKENS.index("[MASK]")).mean()
-    assert 0.75 < share_of_mask < 0.85
-    assert samples.next_sentence_labels.mean() == pytest.approx(0.55, abs=0.1)
-
-
 def test_twister_draws_what_cpython_draws() -> None:
     rng = random.Random(7)
     twister = np.array(rng.getstate()[1], np.uint32)
     bounds = [1, 2, 3, 4, 5, 255, 256, 257, 30522, 2**31 - 1, 2**31, 2**32 - 1]
-    for _ in range(300):
+    for _ in range(200):
         assert pretraining_data._random(twister) == rng.random()
         for bound in bounds:
             assert pretraining_data._random_below(twister, bound) == rng.randint(0, bound - 1)

@@ -1,12 +1,10 @@
-"""WikiExtractor files to text shards: the bytes of the reference's scripts, after kill -9 too."""
+"""WikiExtractor files to text shards: the bytes of the reference's scripts, made in one go or taken up again."""
 
 import hashlib
 import json
 import re
 import shutil
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -204,38 +202,6 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
             replace(PLAIN, **wrong)
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_after_kill_minus_9_it_goes_on_and_leaves_no_process(tmp_path: Path, jobs: int) -> None:
-    text = tmp_path / "text" / "AA"
-    text.mkdir(parents=True)
-    for index in range(12):
-        (text / f"wiki_{index:02d}").write_bytes((TEXT / "AA" / "wiki_00").read_bytes() * 20)
-    options = "ExtractionOptions('plain', evaluation_articles=77, part_bytes=1)"
-    code = f"""
-from pathlib import Path
-from dataloading.options import ExtractionOptions
-from dataloading.text.wikipedia import extract
-extract([Path({str(text)!r})], Path({str(tmp_path / "out")!r}), {options}, jobs={jobs})
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, start_new_session=True)
-    wait_for(lambda: len(list((tmp_path / "out").glob("part-*"))) > 3)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not processes_of(process.pid))
-    reports: list[Progress] = []
-    settings = replace(PLAIN, evaluation_articles=77, part_bytes=1)
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    extract([text], tmp_path / "out", settings, report=reports.append)
-    assert {report.kept for report in reports} == {True, False}
-    extract([text], tmp_path / "other", settings)
-    assert not list((tmp_path / "out").glob("**/.*.partial"))
-    found, expected = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir() if path.is_file()}
-        for name in ("out", "other")
-    )
-    assert found == expected
-
-
 def test_without_nltk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "nltk", None)
     monkeypatch.setitem(sys.modules, "nltk.tokenize", None)
@@ -247,23 +213,3 @@ def test_without_nltk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 def same_as_expected(out: Path) -> None:
     for path in (FIXTURES / "expected_plain").iterdir():
         assert (out / re.sub("-of-.*", "-of-00002", path.name)).read_bytes() == path.read_bytes(), path.name
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def processes_of(session: int) -> list[int]:
-    """Living processes of a session."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            status = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(status[3]) == session and status[0] != "Z":
-            found.append(int(folder.name))
-    return found
