@@ -65,10 +65,8 @@ def _open_hdf5(path: Path, content: mmap) -> Shard:
 
 def _reader(file: HDF5File) -> Callable[[Path, HDF5File], Shard]:
     """The reader for an HDF5 file, told by the names and types of its arrays."""
-    if file.attribute("format") is not None:
-        return open_native
     names = file.names
-    if "sequence_offsets" in names:
+    if file.attribute("format") is not None or "sequence_offsets" in names:
         return open_native
     if "input_ids" in names:
         input_ids = file.array("input_ids")

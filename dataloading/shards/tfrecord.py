@@ -133,15 +133,14 @@ class TFRecordFile:
             if end - place < _HEADER.size:
                 raise self._error(len(bounds) // 2, place, f"the file ends within its header; {_REMEDY}")
             length, crc = _HEADER.unpack_from(content, place)
+            found = ""
             if _masked_crc(content[place : place + 8]) != crc:
-                raise self._error(
-                    len(bounds) // 2, place, f"its length has another CRC: no TFRecord file, or damaged; {_REMEDY}"
-                )
-            if length > end - place - _FRAME_BYTES:
-                found = f"{length:,} bytes long, and the file ends {end - place:,} bytes after its beginning"
-                raise self._error(len(bounds) // 2, place, f"{found}; {_REMEDY}")
-            if length > _MAX_RECORD_BYTES:
+                found = f"its length has another CRC: no TFRecord file, or damaged; {_REMEDY}"
+            elif length > end - place - _FRAME_BYTES:
+                found = f"{length:,} bytes long, and the file ends {end - place:,} bytes after its beginning; {_REMEDY}"
+            elif length > _MAX_RECORD_BYTES:
                 found = f"{length:,} bytes long; expected the reference's samples, of at most {_MAX_RECORD_BYTES:,}"
+            if found:
                 raise self._error(len(bounds) // 2, place, found)
             place += _HEADER.size
             bounds.extend((place, place + length))

@@ -86,19 +86,13 @@ def prepare(
         "compression": job.compression,
     }
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
-        _make_shards(job, info, out, mine, jobs, report)
+        started = time.perf_counter()
+        tasks = [(job, info, out, index) for index in mine]
+        if jobs > 1:
+            _compile(job, info)
+        for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
+            report(Progress(name, samples, done, len(tasks), kept, time.perf_counter() - started))
         return index_shards(out, [shard_name(index, len(job.calls)) for index in mine], info, part)
-
-
-def _make_shards(
-    job: Job, info: DatasetInfo, out: Path, mine: range, jobs: int, report: Callable[[Progress], None]
-) -> None:
-    started = time.perf_counter()
-    tasks = [(job, info, out, index) for index in mine]
-    if jobs > 1:
-        _compile(job, info)
-    for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
-        report(Progress(name, samples, done, len(tasks), kept, time.perf_counter() - started))
 
 
 _Task = tuple[Job, DatasetInfo, Path, int]
@@ -124,11 +118,7 @@ def _make_shard(task: _Task) -> tuple[str, int, bool]:
 
 @lru_cache(maxsize=1)
 def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
-    """Return one tokenizer for all the texts of a process: it remembers the words that it has met.
-
-    Raises:
-        ValueError: the file at ``vocab`` is no longer the one with the digest ``sha256``.
-    """
+    """Return one tokenizer for all the texts of a process, as it remembers words; ValueError where the file has changed."""
     tokenizer = Tokenizer.from_vocab(vocab, do_lower_case)
     if tokenizer.vocabulary.sha256 != sha256:
         raise ValueError(f"{vocab}: changed while it was used; run the command again")

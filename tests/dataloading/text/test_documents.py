@@ -10,8 +10,7 @@ import pytest
 from dataloading.dataset.folder import open_dataset
 from dataloading.text import demo
 from dataloading.text.demo import write_demo
-from dataloading.text.documents import HELD_OUT_PERCENT, Document, demo_documents, write_text
-from dataloading.text.pretraining_data import read_documents
+from dataloading.text.documents import HELD_OUT_PERCENT, Document, demo_documents
 from tests.conftest import REPOSITORY, SmallRun
 
 pytestmark = pytest.mark.slow
@@ -78,13 +77,6 @@ def test_source_that_does_not_parse_or_is_not_prose_is_passed_over(tmp_path: Pat
 def test_a_python_without_its_documentation_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="needs the full standard library"):
         demo_documents(tmp_path)
-
-
-def test_text_form_is_what_the_preparation_reads(documents: list[Document], tmp_path: Path) -> None:
-    write_text(documents[:5], tmp_path / "text.txt")
-    assert [tuple(sentences) for sentences in read_documents([tmp_path / "text.txt"])] == [
-        document.sentences for document in documents[:5]
-    ]
 
 
 @pytest.fixture
