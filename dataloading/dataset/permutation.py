@@ -15,7 +15,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.shards.samples import SPLITMIX64_GAMMA, mix
+from dataloading.shards.samples import SPLITMIX64_GAMMA, scrambled
 
 ROUNDS = 16
 """Large n need the fewest: in 200 orders of 10,000 things, statistics aimed at the grid see 5 rounds and not 6. Small n need
@@ -67,6 +67,6 @@ def _added(digit: NDArray[np.uint64], other: NDArray[np.uint64], key: np.uint64,
 
 def _stream(key: np.uint64 | NDArray[np.uint64], index: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Numbers ``index`` of the SplitMix64 stream that starts from ``key``: 64 random bits each."""
-    states = index * SPLITMIX64_GAMMA
-    states += key
-    return mix(states)
+    bits = (index + np.uint64(1)) * SPLITMIX64_GAMMA
+    bits += key
+    return scrambled(bits)

@@ -97,14 +97,14 @@ class Samples:
         Their sum modulo 2^64 is a digest of a multiset: it tells whether two data sets hold the same samples in whatever
         order. Meant against accidents, not against somebody who looks for collisions; `digest` is for those.
         """
-        digests = mix((self.next_sentence_labels.astype(np.uint64) << np.uint64(40)) | self.lengths.astype(np.uint64))
+        digests = _mix((self.next_sentence_labels.astype(np.uint64) << np.uint64(40)) | self.lengths.astype(np.uint64))
         for kind, offsets, values in (
             (1, self.sequence_offsets, (self.input_ids, self.segment_ids)),
             (2, self.masked_lm_offsets, (self.masked_lm_ids, self.masked_lm_positions)),
         ):
             for rows in row_blocks(offsets):
                 digests[rows.start : rows.stop] += _ragged_digests(kind, offsets[rows.start : rows.stop + 1], values)
-        return mix(digests)
+        return _mix(digests)
 
 
 class SampleBuilder:
@@ -198,7 +198,7 @@ def _ragged_digests(kind: int, offsets: NDArray[np.int64], values: tuple[NDArray
     start, stop = int(offsets[0]), int(offsets[-1])
     first, second = (array[start:stop].astype(np.uint64) for array in values)
     place = (np.arange(start, stop) - np.repeat(offsets[:-1], np.diff(offsets))).astype(np.uint64)
-    mixed = mix(first | second << np.uint64(16) | place << np.uint64(32) | np.uint64(kind << 48))
+    mixed = _mix(first | second << np.uint64(16) | place << np.uint64(32) | np.uint64(kind << 48))
     # reduceat takes the next element for an empty row, so those are left out.
     filled = np.flatnonzero(np.diff(offsets))
     sums = np.zeros(len(offsets) - 1, np.uint64)
@@ -207,9 +207,12 @@ def _ragged_digests(kind: int, offsets: NDArray[np.int64], values: tuple[NDArray
     return sums
 
 
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A step of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes half of the output bits."""
-    bits = values + SPLITMIX64_GAMMA
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    return scrambled(values + SPLITMIX64_GAMMA)
+
+
+def scrambled(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """``bits``, changed in place by the finalizer of SplitMix64 (Steele, Lea and Flood 2014): each changes half of all."""
     bits ^= bits >> np.uint64(30)
     bits *= np.uint64(0xBF58476D1CE4E5B9)
     bits ^= bits >> np.uint64(27)

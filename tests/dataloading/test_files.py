@@ -157,8 +157,7 @@ with begun(out, "job.json", {}, finished="part_*"):
 """
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize(("number", "jobs"), [(signal.SIGTERM, 1), (signal.SIGHUP, 2), (signal.SIGINT, 2)])
 def test_work_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: int, jobs: int) -> None:
     command = [sys.executable, "-c", STOPPED, str(tmp_path / "out"), str(jobs)]
     process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -203,7 +202,7 @@ def test_work_that_is_told_to_end_while_it_is_handed_out_ends() -> None:
 
 def test_a_command_that_is_told_to_end_leaves_nothing(tmp_path: Path) -> None:
     text = tmp_path / "text"
-    text.write_text("\n".join(f"a sentence of the number {number} here" for number in range(300_000)))
+    text.write_text("\n".join(f"a sentence of the number {number} here" for number in range(100_000)))
     command = [sys.executable, "-m", "dataloading", "prepare", "--text", str(text), "--vocab", str(VOCAB)]
     process = subprocess.Popen([*command, "--out", str(tmp_path / "out")], cwd=REPOSITORY)
     while not (tmp_path / "out" / "prepare.json").exists():
