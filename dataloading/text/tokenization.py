@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from console.files import read_bounded, read_json
+from dataloading.shards.samples import offsets_of
 
 MAX_CHARACTERS_PER_WORD = 200
 """A longer word is [UNK] as a whole."""
@@ -202,9 +203,8 @@ class Tokenizer:
         """
         ids_of = self._word_ids.__getitem__
         encoded = [b"".join(map(ids_of, split_words(line, self.do_lower_case))) for line in lines]
-        offsets = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum([len(ids) // 2 for ids in encoded], out=offsets[1:])
-        return np.frombuffer(b"".join(encoded), np.uint16), offsets
+        lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)
+        return np.frombuffer(b"".join(encoded), np.uint16), offsets_of(lengths)
 
 
 class _WordIds(dict[str, bytes]):

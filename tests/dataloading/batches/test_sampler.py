@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths
@@ -42,6 +42,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
         assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
+@settings(max_examples=50)
 @given(plans(), st.integers(0, 20))
 def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: Plan, step: int) -> None:
     """And in a fresh plan, whatever this one was asked before."""
@@ -92,7 +93,7 @@ def test_a_step_costs_what_its_global_batch_does() -> None:
 )
 def test_cost_is_better_balanced_than_by_a_snake(micro_batches: int, sequences: int, most: float) -> None:
     ours, snakes = [], []
-    for seed in range(5):
+    for seed in range(3):
         lengths = drawn_lengths(np.random.default_rng(seed), micro_batches * sequences)
         snake = np.argsort(-lengths, kind="stable").reshape(sequences, micro_batches)
         snake[1::2] = snake[1::2, ::-1]
@@ -160,7 +161,7 @@ def test_the_quick_benchmark_prints_and_writes_its_figures(tmp_path: Path) -> No
     at_64 = next(row for row in figures["imbalance"] if (row["ranks"], row["sequences"]) == (64, 48))
     assert at_64["random"]["tokens"]["mean"] > 1.15
     assert at_64["ours"]["tokens"]["worst"] < 1.003
-    assert [plan["ranks"] for plan in figures["plans"]] == [64, 512, 3072, 4096]
+    assert [plan["ranks"] for plan in figures["plans"]] == [64, 4096]
     assert all(0 < plan["peak_mb"] < 2048 and len(plan["step_ms"]) == 20 for plan in figures["plans"])
 
 

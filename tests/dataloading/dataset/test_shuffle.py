@@ -181,7 +181,7 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     grown = []
     samples = synthetic_samples(np.full(5_000, 500), 30522)
     info = replace(INFO, vocab_size=30522, max_seq_length=512, max_predictions_per_seq=80)
-    for shards in (10, 40):
+    for shards in (10, 30):
         drawn = samples.take(np.random.default_rng(shards).integers(0, len(samples), 2000 * shards))
         assert drawn.nbytes > 3e6 * shards
         folder = tmp_path / str(shards)
@@ -194,4 +194,4 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
             check=True,
         )
         grown.append(int(done.stdout) / 1024)
-    assert grown[1] < grown[0] + 15, f"{grown} MiB for 35 and 140 MB of samples"
+    assert grown[1] < grown[0] + 15, f"{grown} MiB for 33 and 100 MB of samples"
