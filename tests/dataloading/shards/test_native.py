@@ -40,6 +40,7 @@ def test_a_shard_gives_back_what_was_written(shard_path: Path, samples: Samples,
         assert str(shard_path) in opened
         assert len(shard) == COUNT
         assert shard.info == INFO
+        assert shard.held_bytes == 0
         assert shard.read(0, COUNT).digest() == samples.digest() == shard.digest
         assert shard.read(5, 9).digest() == samples.slice(5, 9).digest()
         assert shard.take(np.array([9, 2, 9])).digest() == samples.take(np.array([9, 2, 9])).digest()
