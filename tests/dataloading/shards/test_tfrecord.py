@@ -221,6 +221,10 @@ def test_a_length_in_the_billions_is_refused(tmp_path: Path, length: int) -> Non
         (bytes((1 << 20) + 1), "1,048,577 bytes long; expected the reference's samples"),
         (b"", "a feature is missing"),
         (delimited(1, entry("input_ids", delimited(1, b"text"))), "a feature has values of the wrong kind"),
+        (
+            delimited(1, delimited(1, varint(1 << 3) + varint(5))),
+            r"its data is no tf\.train\.Example",
+        ),  # a number for a name
         (example(SAMPLE) + delimited(1, entry("input_ids", feature([1] * 8))), "a feature is there twice"),
         *(
             (varint(1 << 3 | 2) + varint(size) + b"abc", r"its data is no tf\.train\.Example")
