@@ -231,6 +231,7 @@ def test_a_length_in_the_billions_is_refused(tmp_path: Path, length: int) -> Non
             for size in (1 << 20, 1 << 31, (1 << 63) - 1, (1 << 64) - 1)
         ),
     ],
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} bytes",
 )
 def test_a_strange_record_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
     with pytest.raises(ValueError, match=f"record 0 at byte 0: {message}"):
