@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
     from dataloading.dataset.shuffle import Progress as ShuffleProgress
     from dataloading.shards.samples import Samples
     from dataloading.shards.shard import ShardRecord
-    from dataloading.text.prepare import Progress
-    from dataloading.text.wikipedia import Progress as ExtractionProgress
+    from dataloading.text.jobs import Progress
 
 app = Commands()
 
@@ -46,10 +46,7 @@ def _extract(
     """
     from dataloading.text.wikipedia import extract
 
-    def report(progress: ExtractionProgress) -> None:
-        _print_progress(progress, f"{progress.articles:,} articles")
-
-    made = extract(inputs, out, options, jobs=jobs, report=report)
+    made = extract(inputs, out, options, jobs=jobs, report=partial(_print_progress, "articles"))
     articles = sum(part.articles for part in made.parts)
     held_out = sum(part.evaluation_articles for part in made.parts)
     say(f"{out}: {articles:,} articles in {len(made.parts)} part(s), {held_out:,} held out in {made.evaluation.name}")
@@ -81,12 +78,8 @@ def _prepare(
     from dataloading.text.prepare import Job, prepare
 
     job = Job(text, vocab, options, one_call, compression)
-
-    def report(progress: Progress) -> None:
-        _print_progress(progress, f"{progress.samples:,} samples")
-
     share = None if part is None else _parse_part(part)
-    dataset = prepare(job, out, jobs=jobs, part=share, report=report)
+    dataset = prepare(job, out, jobs=jobs, part=share, report=partial(_print_progress, "samples"))
     say(f"{out}: {_counts(dataset)}{f', part {share}: join the parts by merge' if share else ''}")
 
 
@@ -228,14 +221,10 @@ def _convert(
     if compression != "none" and to != "native":
         raise ValueError(f"--compression is {compression}, but layout {to} has none: leave it out, or use --to native")
     source = open_or_scan(folder, vocab)
-
-    def report(name: str) -> None:
-        say(name)
-
     if to == "packed":
-        dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=report)
+        dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=say)
     else:
-        dataset = convert(source, out, to, compression=compression, jobs=jobs, report=report)
+        dataset = convert(source, out, to, compression=compression, jobs=jobs, report=say)
     say(f"{out}: {_counts(dataset)}, layout {to}")
 
 
@@ -332,12 +321,12 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
 
 
-def _print_progress(progress: Progress | ExtractionProgress, content: str) -> None:
+def _print_progress(unit: str, progress: Progress) -> None:
     """A line for a file that is finished."""
     left = progress.seconds / progress.done * (progress.total - progress.done)
-    state = f"{content}, was there" if progress.kept else content
-    rest = f", about {_duration(left)} left" if left else ""
-    say(f"{progress.seconds:7.1f} s  [{progress.done}/{progress.total}] {progress.name}: {state}{rest}")
+    rest = (", was there" if progress.kept else "") + (f", about {_duration(left)} left" if left else "")
+    place = f"[{progress.done}/{progress.total}] {progress.name}"
+    say(f"{progress.seconds:7.1f} s  {place}: {progress.count:,} {unit}{rest}")
 
 
 def _counts(dataset: Dataset) -> str:

@@ -93,16 +93,7 @@ class SmallRun:
 
 def write_small_dataset(folder: Path, samples: Samples, vocab: Path) -> None:
     """Write ``samples`` as a data set made with the vocabulary file ``vocab``."""
-    vocabulary = Vocabulary.from_file(vocab)
-    info = DatasetInfo(
-        vocab_size=vocabulary.size,
-        max_seq_length=MAX_SEQ_LENGTH,
-        max_predictions_per_seq=8,
-        vocabulary_md5=vocabulary.md5,
-        vocabulary_sha256=vocabulary.sha256,
-        options={"made_up": True},
-        sources={},
-    )
+    info = DatasetInfo.of(Vocabulary.from_file(vocab), MAX_SEQ_LENGTH, 8, {"made_up": True})
     write_dataset(folder, samples, shards=2, info=info)
 
 

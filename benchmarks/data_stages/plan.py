@@ -46,17 +46,8 @@ STEPS = 20
 QUICK_SAMPLES = 100_000
 
 SHARES = (
-    (8, 56),
-    (8, 96),
-    (64, 48),
-    (64, 72),
-    (128, 24),
-    (512, 6),
-    (1024, 4),
-    (3072, 4),
-    (4096, 4),
-    (1024, 3),
-    (1024, 2),
+    *((8, 56), (8, 96), (64, 48), (64, 72), (128, 24), (512, 6)),
+    *((1024, 4), (3072, 4), (4096, 4), (1024, 3), (1024, 2)),
 )
 """Ranks, and sequences a rank: those of published results, and fewer."""
 
@@ -82,7 +73,7 @@ def main(
         histogram: CSV file with columns ``length`` and ``count``.
         batches: Global batches dealt of each kind.
         samples: Samples of the data set over which the plan is timed.
-        quick: Three batches of each kind and 100,000 samples: to see that it works.
+        quick: Three batches of each kind, 100,000 samples, and fewer ranks: to see that it works.
         out: Write the figures here as JSON.
     """
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
@@ -105,17 +96,14 @@ def main(
         least = least_imbalance(drawn_lengths(generator, ranks * sequences, histogram), ranks)
         bounds.append({"ranks": ranks, "sequences": sequences, "tokens": least})
         print(f"{ranks:6}{sequences:6}  no dealing has an imbalance of tokens below {least:.4f}", flush=True)
-    plans = _timed_plans(drawn_lengths(generator, min(samples, 1 << 20), histogram), samples)
+    lengths = drawn_lengths(generator, min(samples, 1 << 20), histogram)
+    plans = _timed_plans(lengths, samples, BATCHES[::3] if quick else BATCHES)
     if out:
-        from benchmarks.conditions import (
-            write_figures,
-        )  # brings in torch, which the processes that are measured do without
+        # It brings in torch, which the processes that are measured do without.
+        from benchmarks.conditions import write_figures
 
-        write_figures(
-            out,
-            {"batches": batches, "imbalance": rows, "bounds": bounds, "samples": samples, "plans": plans},
-            ("numpy",),
-        )
+        figures = {"batches": batches, "imbalance": rows, "bounds": bounds, "samples": samples, "plans": plans}
+        write_figures(out, figures, ("numpy",))
     at_64 = next(row for row in rows if (row["ranks"], row["sequences"]) == (64, 48))
     shown = ", ".join(f"{name} {at_64[name]['tokens']['mean']:.4f}" for name in DEALS)
     print(f"tokens at 64 ranks of 48 sequences: {shown}")
@@ -218,7 +206,9 @@ def _pair(figures: dict[str, Any], statistic: str) -> str:
     return f"{figures['tokens'][statistic]:.4f} / {figures['work'][statistic]:.4f}"
 
 
-def _timed_plans(lengths: NDArray[np.int64], samples: int) -> list[dict[str, Any]]:
+def _timed_plans(
+    lengths: NDArray[np.int64], samples: int, batches: tuple[tuple[int, int], ...]
+) -> list[dict[str, Any]]:
     """The cost of the plan over a data set of ``samples`` whose lengths repeat the given ones."""
     print(f"\nplan over {samples:,} samples, {STEPS} steps of one rank")
     print(
@@ -228,7 +218,7 @@ def _timed_plans(lengths: NDArray[np.int64], samples: int) -> list[dict[str, Any
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         _write_made_up_index(folder, lengths, samples)
-        for global_batch_size, ranks in BATCHES:
+        for global_batch_size, ranks in batches:
             code = f"from benchmarks.data_stages import plan; plan.measure({temporary!r}, {global_batch_size}, {ranks})"
             done = subprocess.run(
                 [sys.executable, "-c", code],

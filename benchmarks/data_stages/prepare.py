@@ -31,7 +31,7 @@ from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.documents import demo_documents
 from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
-from dataloading.text.tokenization import Tokenizer
+from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED_VOCAB = ROOT / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
@@ -122,16 +122,8 @@ def _prepare(paths: tuple[Path, ...], vocab: Path, options: PretrainingOptions) 
 
 
 def _info(vocab: Path, options: PretrainingOptions) -> DatasetInfo:
-    vocabulary = Tokenizer.from_vocab(vocab).vocabulary
-    return DatasetInfo(
-        vocab_size=vocabulary.size,
-        max_seq_length=options.max_seq_length,
-        max_predictions_per_seq=options.max_predictions_per_seq,
-        vocabulary_md5=vocabulary.md5,
-        vocabulary_sha256=vocabulary.sha256,
-        options=asdict(options),
-        sources={},
-    )
+    sizes = options.max_seq_length, options.max_predictions_per_seq
+    return DatasetInfo.of(Vocabulary.from_file(vocab), *sizes, asdict(options))
 
 
 def _write_demo_text(path: Path) -> Path:

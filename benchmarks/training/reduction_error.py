@@ -175,7 +175,7 @@ def _line(name: str, figure: Figures) -> str:
 def sampled_gradients(settings: Settings) -> dict[str, Tensor]:
     """Elements of each tensor's gradient by micro-batch, fp32 [K, W], as on one rank that is alone."""
     tokenizer = Tokenizer.from_vocab(settings.vocab)
-    model = _model(settings, tokenizer.vocab_size)
+    model = _model(settings, tokenizer.vocabulary.size)
     samples = _samples(settings, tokenizer)
     whole = len(samples.masked_lm_ids)
     generator = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket, fitting
-from dataloading.shards.samples import Samples
+from dataloading.shards.samples import SampleBuilder, Samples
 
 Item = TypeVar("Item")
 
@@ -155,18 +155,7 @@ def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_buck
 
 def inert_batch(shape_bucket: ShapeBucket) -> Batch:
     """A batch of empty slots alone: no losses, no gradients. Its counts are 1, which nothing is divided by in earnest."""
-    return batch_of(_NOTHING, MicroBatch(np.empty(0, np.int64), 1, 1), shape_bucket)
-
-
-_NOTHING = Samples(
-    input_ids=np.empty(0, np.uint16),
-    segment_ids=np.empty(0, np.uint8),
-    sequence_offsets=np.zeros(1, np.int64),
-    masked_lm_positions=np.empty(0, np.uint16),
-    masked_lm_ids=np.empty(0, np.uint16),
-    masked_lm_offsets=np.zeros(1, np.int64),
-    next_sentence_labels=np.empty(0, np.uint8),
-)
+    return batch_of(SampleBuilder().samples(), MicroBatch(np.empty(0, np.int64), 1, 1), shape_bucket)
 
 
 def max_seqlen(samples: Samples, shape_bucket: ShapeBucket | None) -> int:

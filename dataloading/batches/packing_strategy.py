@@ -58,11 +58,6 @@ class Strategy:
         """Real tokens in all packs."""
         return sum(sum(lengths) * count for lengths, count in zip(self.combinations, self.counts, strict=True))
 
-    @cached_property
-    def sequences(self) -> int:
-        """Sequences in all packs."""
-        return sum(len(lengths) * count for lengths, count in zip(self.combinations, self.counts, strict=True))
-
     @property
     def efficiency(self) -> float:
         """Real tokens as a share of all; 1 when there is nothing to pack."""
@@ -72,11 +67,6 @@ class Strategy:
     def efficiency_bound(self) -> float:
         """No strategy is more efficient."""
         return self.tokens / (self.bound * self.capacity) if self.bound else 1.0
-
-    @property
-    def sequences_per_pack(self) -> float:
-        """Mean number of sequences in a pack; 0 when there is nothing to pack."""
-        return self.sequences / self.packs if self.packs else 0.0
 
 
 def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int | None = 3) -> Strategy:

@@ -80,13 +80,6 @@ def choose_shape_buckets(
     ]
 
 
-def expected_waste(shape_buckets: Sequence[ShapeBucket], tokens_N: NDArray[np.integer]) -> float:
-    """The share of token slots that stay empty, over the N micro-batches that were drawn."""
-    sizes = np.array([shape_bucket.tokens for shape_bucket in shape_buckets])
-    slots = int(sizes[np.searchsorted(sizes, tokens_N, side="right")].sum())
-    return 1 - int(tokens_N.sum()) / slots
-
-
 def draw_sizes(
     lengths: NDArray[np.integer], masked_counts: NDArray[np.integer], global_batch_size: int, micro_batches: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -14,8 +14,6 @@ from dataloading.options import Compression, Layout
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.layouts import write_fixed, write_packed, write_varlength
 from dataloading.shards.native import write_shard
-from dataloading.shards.samples import Samples
-from dataloading.shards.shard import DatasetInfo
 from dataloading.text.jobs import begun, run_tasks
 
 JOB_NAME = "convert.json"
@@ -97,14 +95,8 @@ def _convert_shard(task: _Task) -> str:
     if whole_shard(path, source.shards[index].digest) is None:
         with source.open_listed(index) as shard:
             samples = shard.verify(source.shards[index].digest)
-            _write(path, samples, source.info, layout, compression)
+            if layout == "native":
+                write_shard(path, samples, source.info.without_sources(), compression)
+            else:
+                (write_fixed if layout == "fixed" else write_varlength)(path, samples, source.info)
     return path.name
-
-
-def _write(path: Path, samples: Samples, info: DatasetInfo, layout: Layout, compression: Compression) -> None:
-    if layout == "native":
-        write_shard(path, samples, info.without_sources(), compression)
-    elif layout == "fixed":
-        write_fixed(path, samples, info)
-    else:
-        write_varlength(path, samples, info)

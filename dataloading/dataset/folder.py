@@ -22,6 +22,7 @@ from dataloading.dataset.manifest import (
     LENGTHS_NAME,
     MANIFEST_NAME,
     Part,
+    metadata_names,
     read_lengths,
     read_manifest,
     shard_name,
@@ -86,13 +87,13 @@ def require_absent_or_empty(folder: Path) -> None:
 
 
 def open_dataset(folder: Path, part: Part | None = None) -> "Dataset":
-    """Opens a data set, or one part of it: reads the manifest and the length index, and touches no shard.
+    """Open a data set, or one part of it: reads the manifest and the length index, and touches no shard.
 
     Raises:
         ValueError: metadata missing, damaged, of another version, or at odds with itself.
     """
     manifest = read_manifest(folder, part)
-    lengths_path = folder / (part.lengths_name if part else LENGTHS_NAME)
+    lengths_path = folder / metadata_names(part)[1]
     lengths = read_lengths(lengths_path, sum(shard.samples for shard in manifest.shards), manifest.lengths_sha256)
     return Dataset(folder, manifest.info, manifest.shards, lengths)
 
@@ -184,11 +185,7 @@ class Dataset:
                     shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
-        """Read every shard and compare it with its digest and with the length index; ValueError at the first
-        difference.
-
-        ``visit`` is called with each shard and its samples.
-        """
+        """Read every shard and hand it to ``visit``; ValueError where it differs from its digest or the length index."""
         for index, record in enumerate(self.shards):
             with self.open_listed(index) as shard:
                 samples = shard.verify(record.digest)

@@ -33,15 +33,12 @@ class Part:
     def __str__(self) -> str:
         return f"{self.index}/{self.count}"
 
-    @property
-    def manifest_name(self) -> str:
-        """Name of the part's manifest: parts may share a folder."""
-        return f"manifest_{self.index}_of_{self.count}.json"
 
-    @property
-    def lengths_name(self) -> str:
-        """Name of the part's length index."""
-        return f"lengths_{self.index}_of_{self.count}.npy"
+def metadata_names(part: Part | None) -> tuple[str, str]:
+    """File names of the manifest and the length index of a data set, or of a part of one: parts may share a folder."""
+    if part is None:
+        return MANIFEST_NAME, LENGTHS_NAME
+    return f"manifest_{part.index}_of_{part.count}.json", f"lengths_{part.index}_of_{part.count}.npy"
 
 
 def shard_name(index: int, count: int) -> str:
@@ -71,8 +68,9 @@ def write_metadata(
         "info": asdict(info),
         "shards": [asdict(record) for record in records],
     }
-    write_atomically(folder / (part.lengths_name if part else LENGTHS_NAME), index.getvalue())
-    write_atomically(folder / (part.manifest_name if part else MANIFEST_NAME), json.dumps(manifest, indent=1).encode())
+    manifest_name, lengths_name = metadata_names(part)
+    write_atomically(folder / lengths_name, index.getvalue())
+    write_atomically(folder / manifest_name, json.dumps(manifest, indent=1).encode())
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Manifest:
 
 def read_manifest(folder: Path, part: Part | None = None) -> Manifest:
     """The manifest of a data set, or of one part of it; ValueError where it is missing, damaged or of another version."""
-    path = folder / (part.manifest_name if part else MANIFEST_NAME)
+    path = folder / metadata_names(part)[0]
     found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
     try:
         check_version(found["format"], found["schema_version"])
@@ -107,7 +105,6 @@ def parts_in(folder: Path) -> list[Part]:
 
 
 def _remedy_without_manifest(folder: Path) -> str:
-    """Say what to do about a folder whose manifest cannot be read."""
     if folder.is_dir() and parts_in(folder):
         return f"it holds parts of a data set: join them by `python -m dataloading merge {folder} ... --out DIR`"
     if folder.is_dir() and any(folder.glob("part*")):
@@ -128,7 +125,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
     try:
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: {error}; {REMEDY}") from None
     if lengths.dtype != np.dtype("<u2") or lengths.shape != (count, 2):
         raise ValueError(f"{path}: {lengths.dtype} {lengths.shape}, expected uint16 ({count}, 2); {REMEDY}")

@@ -15,12 +15,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
+from dataloading.shards.samples import SPLITMIX64_GAMMA, scrambled
+
 ROUNDS = 16
 """Large n need the fewest: in 200 orders of 10,000 things, statistics aimed at the grid see 5 rounds and not 6. Small n need
 more, since a round draws few random numbers there: the distance from a uniform choice of all n! orders, which can be
 computed exactly, is 2e-5 for n = 4, 5e-3 for n = 6 and 0.03 for n = 8 after 16 rounds, and falls with every further one."""
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) -> NDArray[np.int64]:
@@ -67,11 +67,6 @@ def _added(digit: NDArray[np.uint64], other: NDArray[np.uint64], key: np.uint64,
 
 def _stream(key: np.uint64 | NDArray[np.uint64], index: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Numbers ``index`` of the SplitMix64 stream that starts from ``key``: 64 random bits each."""
-    bits = (index + np.uint64(1)) * _GOLDEN
+    bits = (index + np.uint64(1)) * SPLITMIX64_GAMMA
     bits += key
-    bits ^= bits >> np.uint64(30)
-    bits *= np.uint64(0xBF58476D1CE4E5B9)
-    bits ^= bits >> np.uint64(27)
-    bits *= np.uint64(0x94D049BB133111EB)
-    bits ^= bits >> np.uint64(31)
-    return bits
+    return scrambled(bits)

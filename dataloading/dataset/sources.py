@@ -44,15 +44,7 @@ def info_of(folder: Path, names: list[str], vocab: Path) -> DatasetInfo:
                 break
             most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))
             most_masked = max(most_masked, int(shard.masked_counts.max(initial=1)))
-    return DatasetInfo(
-        vocab_size=vocabulary.size,
-        max_seq_length=most_tokens,
-        max_predictions_per_seq=most_masked,
-        vocabulary_md5=vocabulary.md5,
-        vocabulary_sha256=vocabulary.sha256,
-        options={},
-        sources={},
-    )
+    return DatasetInfo.of(vocabulary, most_tokens, most_masked)
 
 
 def open_or_scan(folder: Path, vocab: Path | None) -> Dataset:

@@ -28,12 +28,13 @@ def open_shard(path: Path) -> Shard:
     if content[: len(_SIGNATURE)] == _SIGNATURE:
         return _open_hdf5(path, content)
     # Numba comes with it, which takes half a second that HDF5 files need not spend.
-    from dataloading.shards.tfrecord import TFRecordFile, is_tfrecord
+    from dataloading.shards.tfrecord import is_tfrecord, read_tfrecord
 
     if is_tfrecord(content[:16]):
-        with TFRecordFile(path) as file:
-            info = unknown_info(file.max_seq_length, file.max_predictions_per_seq)
-            return FlatShard(path, info, "tfrecord", file.read(0, len(file)))
+        samples, *sizes = read_tfrecord(path, content)
+        return FlatShard(path, unknown_info(*sizes), "tfrecord", samples)
+    if content[:2] == b"\x1f\x8b":
+        raise ValueError(f"{path}: compressed with gzip; expected an HDF5 or TFRecord file as it is: gunzip it first")
     raise ValueError(f"{path}: not an HDF5 or TFRecord file, or its beginning is lost; {REMEDY}")
 
 
@@ -65,10 +66,8 @@ def _open_hdf5(path: Path, content: mmap) -> Shard:
 
 def _reader(file: HDF5File) -> Callable[[Path, HDF5File], Shard]:
     """The reader for an HDF5 file, told by the names and types of its arrays."""
-    if file.attribute("format") is not None:
-        return open_native
     names = file.names
-    if "sequence_offsets" in names:
+    if file.attribute("format") is not None or "sequence_offsets" in names:
         return open_native
     if "input_ids" in names:
         input_ids = file.array("input_ids")

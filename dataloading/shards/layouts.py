@@ -40,15 +40,7 @@ _FIXED = ("input_ids", "input_mask", "segment_ids", "masked_lm_positions", "mask
 
 def unknown_info(max_seq_length: int = MAX_ID, max_predictions_per_seq: int = MAX_ID) -> DatasetInfo:
     """Describe a file that does not say what it was made from."""
-    return DatasetInfo(
-        vocab_size=MAX_ID + 1,
-        max_seq_length=max_seq_length,
-        max_predictions_per_seq=max_predictions_per_seq,
-        vocabulary_md5="",
-        vocabulary_sha256="",
-        options={},
-        sources={},
-    )
+    return DatasetInfo(MAX_ID + 1, max_seq_length, max_predictions_per_seq, "", "", {}, {})
 
 
 class FixedShard(Shard):
@@ -97,15 +89,9 @@ class FixedShard(Shard):
         columns = {name: column[rows] for name, column in self._columns.items()}
         real = _prefix(columns["input_mask"] != 0, "input_mask", self.path)
         masked = _prefix(columns["masked_lm_positions"] != 0, "masked_lm_positions", self.path)
-        return Samples(
-            input_ids=narrow(columns["input_ids"][real], np.uint16, "input_ids", self.path),
-            segment_ids=narrow(columns["segment_ids"][real], np.uint8, "segment_ids", self.path),
-            sequence_offsets=offsets_of(real.sum(axis=1)),
-            masked_lm_positions=narrow(columns["masked_lm_positions"][masked], np.uint16, "positions", self.path),
-            masked_lm_ids=narrow(columns["masked_lm_ids"][masked], np.uint16, "masked_lm_ids", self.path),
-            masked_lm_offsets=offsets_of(masked.sum(axis=1)),
-            next_sentence_labels=narrow(columns["next_sentence_labels"], np.uint8, "labels", self.path),
-        )
+        chosen = dict(zip(_RAGGED, (real, real, masked, masked), strict=True))
+        values = {name: columns[name][where] for name, where in chosen.items()}
+        return _samples(values, real.sum(axis=1), masked.sum(axis=1), columns["next_sentence_labels"], self.path)
 
 
 class RaggedShard(Shard):
@@ -183,21 +169,14 @@ class RaggedShard(Shard):
         tokens = rows, self._starts[indices], self._lengths[indices]
         masked = rows, self._masked_starts[indices], self._masked_counts[indices]
         try:
-            values = {name: self._columns[name].take(*tokens) for name in ("input_ids", "segment_ids")}
-            values |= {name: self._columns[name].take(*masked) for name in ("masked_lm_positions", "masked_lm_ids")}
+            chosen = dict(zip(_RAGGED, (tokens, tokens, masked, masked), strict=True))
+            values = {name: self._columns[name].take(*where) for name, where in chosen.items()}
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}; {REMEDY}") from None
         # Positions count from the beginning of the row.
-        positions = values["masked_lm_positions"].astype(np.int64) - np.repeat(tokens[1], masked[2])
-        return Samples(
-            input_ids=narrow(values["input_ids"], np.uint16, "input_ids", self.path),
-            segment_ids=narrow(values["segment_ids"], np.uint8, "segment_ids", self.path),
-            sequence_offsets=offsets_of(tokens[2]),
-            masked_lm_positions=narrow(positions, np.uint16, "masked_lm_positions", self.path),
-            masked_lm_ids=narrow(values["masked_lm_ids"], np.uint16, "masked_lm_ids", self.path),
-            masked_lm_offsets=offsets_of(masked[2]),
-            next_sentence_labels=self._labels[indices],
-        )
+        inside = np.repeat(tokens[1], masked[2])
+        values["masked_lm_positions"] = values["masked_lm_positions"].astype(np.int64) - inside
+        return _samples(values, tokens[2], masked[2], self._labels[indices], self.path)
 
     def _inside_rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] where each sample starts inside its row."""
@@ -273,6 +252,23 @@ def narrow(values: NDArray[Any], dtype: Any, name: str, path: Path) -> NDArray[A
     if len(values) and not (values.min() >= max(limits.min, 0) and values.max() <= limits.max):
         raise ValueError(f"{path}: {name}: {values.min()} to {values.max()}, expected 0 to {limits.max}; {REMEDY}")
     return values.astype(dtype, copy=False)
+
+
+def _samples(
+    values: dict[str, NDArray[Any]],
+    lengths: NDArray[np.int64],
+    masked_counts: NDArray[np.int64],
+    labels: NDArray[Any],
+    path: Path,
+) -> Samples:
+    """Samples of the flat ``values`` of `_RAGGED`, in the types of `Samples`; errors as of `narrow`."""
+    arrays = values | {"next_sentence_labels": labels}
+    kinds = {name: np.uint8 if name in ("segment_ids", "next_sentence_labels") else np.uint16 for name in arrays}
+    return Samples(
+        **{name: narrow(array, kinds[name], name, path) for name, array in arrays.items()},
+        sequence_offsets=offsets_of(lengths),
+        masked_lm_offsets=offsets_of(masked_counts),
+    )
 
 
 def open_fixed(path: Path, file: HDF5File) -> Shard:

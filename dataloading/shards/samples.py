@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+SPLITMIX64_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -206,11 +208,17 @@ def _ragged_digests(kind: int, offsets: NDArray[np.int64], values: tuple[NDArray
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood 2014): every input bit changes half of the output bits."""
-    values = values + np.uint64(0x9E3779B97F4A7C15)
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    return scrambled(values + SPLITMIX64_GAMMA)
+
+
+def scrambled(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """``bits``, changed in place by the finalizer of SplitMix64 (Steele, Lea and Flood 2014): each changes half of all."""
+    bits ^= bits >> np.uint64(30)
+    bits *= np.uint64(0xBF58476D1CE4E5B9)
+    bits ^= bits >> np.uint64(27)
+    bits *= np.uint64(0x94D049BB133111EB)
+    bits ^= bits >> np.uint64(31)
+    return bits
 
 
 def concatenate(blocks: Sequence[Samples]) -> Samples:

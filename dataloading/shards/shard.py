@@ -8,13 +8,16 @@ import mmap
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from console.files import open_regular
 from dataloading.shards.samples import SampleBuilder, Samples
+
+if TYPE_CHECKING:
+    from dataloading.text.tokenization import Vocabulary
 
 REMEDY = "copy or prepare the data set again"
 
@@ -50,6 +53,26 @@ class DatasetInfo:
             values = getattr(self, name)
             if not isinstance(values, dict) or not all(isinstance(value, kinds) for value in values.values()):
                 raise ValueError(f"{name} are no settings by name")
+
+    @classmethod
+    def of(
+        cls,
+        vocabulary: "Vocabulary",
+        max_seq_length: int,
+        max_predictions_per_seq: int,
+        options: dict[str, int | float | bool | str] | None = None,
+        sources: dict[str, str] | None = None,
+    ) -> Self:
+        """Describe samples that are made with ``vocabulary``."""
+        return cls(
+            vocabulary.size,
+            max_seq_length,
+            max_predictions_per_seq,
+            vocabulary.md5,
+            vocabulary.sha256,
+            options or {},
+            sources or {},
+        )
 
     def without_sources(self) -> Self:
         """Return what all shards of a data set agree on."""

@@ -12,15 +12,13 @@ import mmap
 import struct
 from array import array
 from pathlib import Path
-from typing import Self
 
 import google_crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from console.files import open_regular
 from dataloading.compiled import compiled
-from dataloading.shards.samples import Samples, concatenate
+from dataloading.shards.samples import Samples, concatenate, offsets_of
 
 _HEADER = struct.Struct("<QI")
 _FRAME_BYTES = 16
@@ -60,132 +58,84 @@ def is_tfrecord(first_bytes: bytes) -> bool:
     return 0 < length <= _MAX_RECORD_BYTES and _masked_crc(first_bytes[:8]) == crc
 
 
-class TFRecordFile:
-    """A TFRecord file of samples that is open for reading; a context manager.
+def read_tfrecord(path: Path, content: mmap.mmap) -> tuple[Samples, int, int]:
+    """All samples of a mapped file, without padding, and the padded lengths of the first one's tokens and masked tokens.
 
-    Opening goes from header to header through the file and checks their CRCs, and nothing else.
+    Each record is compared with its CRC.
 
     Raises:
-        ValueError: missing, empty, compressed, truncated or damaged.
+        ValueError: truncated or damaged, or a record is no sample.
     """
+    bounds = _find_records(path, content)
+    _, max_seq_length, max_predictions_per_seq = _read_block(path, content, bounds, 0, 1)
+    firsts = range(0, len(bounds), _BLOCK_RECORDS)
+    blocks = [_read_block(path, content, bounds, first, first + _BLOCK_RECORDS)[0] for first in firsts]
+    return concatenate(blocks), max_seq_length, max_predictions_per_seq
 
-    max_seq_length: int
-    """Length of input_ids with padding, in the first record."""
-    max_predictions_per_seq: int
-    """Length of masked_lm_ids with padding, in the first record."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        # Python's own open(): a timed run notices by its audit event that data is touched.
-        try:
-            with open_regular(path) as file:
-                first_bytes = file.read(_HEADER.size)
-                self._check_kind(first_bytes)
-                self._content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror}; {_REMEDY}") from None
-        self._bounds = self._find_records()
-        _, (self.max_seq_length, self.max_predictions_per_seq) = self._read_block(0, 1)
+def _find_records(path: Path, content: mmap.mmap) -> NDArray[np.int64]:
+    """[n, 2] where the data of each record begins and ends; goes from header to header and checks their CRCs."""
+    end = len(content)
+    bounds = array("q")  # a record may have a single byte, and a pair of numbers takes a hundred
+    place = 0
+    while place < end:
+        if end - place < _HEADER.size:
+            raise _error(path, len(bounds) // 2, place, f"the file ends within its header; {_REMEDY}")
+        length, crc = _HEADER.unpack_from(content, place)
+        found = ""
+        if _masked_crc(content[place : place + 8]) != crc:
+            found = f"its length has another CRC: no TFRecord file, or damaged; {_REMEDY}"
+        elif length > end - place - _FRAME_BYTES:
+            found = f"{length:,} bytes long, and the file ends {end - place:,} bytes after its beginning; {_REMEDY}"
+        elif length > _MAX_RECORD_BYTES:
+            found = f"{length:,} bytes long; expected the reference's samples, of at most {_MAX_RECORD_BYTES:,}"
+        if found:
+            raise _error(path, len(bounds) // 2, place, found)
+        place += _HEADER.size
+        bounds.extend((place, place + length))
+        place += length + 4
+    return np.array(bounds, np.int64).reshape(-1, 2)
 
-    def __len__(self) -> int:
-        return len(self._bounds)
 
-    def __enter__(self) -> Self:
-        return self
+def _read_block(
+    path: Path, content: mmap.mmap, bounds: NDArray[np.int64], start: int, stop: int
+) -> tuple[Samples, int, int]:
+    """The samples of records ``start`` to ``stop``, and the padded lengths of the last one's lists."""
+    bounds = bounds[start:stop]
+    for record, (begin, end) in enumerate(bounds.tolist(), start):
+        (crc,) = struct.unpack_from("<I", content, end)
+        if _masked_crc(content[begin:end]) != crc:
+            raise _error(path, record, begin - _HEADER.size, f"its data has another CRC: damaged; {_REMEDY}")
+    sizes = bounds[:, 1] - bounds[:, 0]
+    # A value takes a byte at least, and every list has a feature of its own.
+    room, widest = int(sizes.sum()), int(sizes.max())
+    tokens, segments = np.empty(room, np.uint16), np.empty(room, np.uint8)
+    positions, labels = np.empty(room, np.uint16), np.empty(room, np.uint16)
+    counts = np.zeros((len(bounds), 3), np.int64)
+    lists = np.empty((len(_FEATURES), widest), np.int64)
+    list_lengths = np.zeros(len(_FEATURES), np.int64)
+    failed, problem = _decode(
+        *(np.frombuffer(content, np.uint8), bounds, _NAMES, _NAME_OFFSETS, lists, list_lengths),
+        *(tokens, segments, positions, labels, counts),
+    )
+    if problem:
+        begin = int(bounds[failed, 0]) - _HEADER.size
+        raise _error(path, start + failed, begin, f"{_PROBLEMS[problem]}; expected the reference's samples")
+    sequence_offsets, masked_lm_offsets = offsets_of(counts[:, 0]), offsets_of(counts[:, 1])
+    samples = Samples(
+        input_ids=tokens[: sequence_offsets[-1]].copy(),
+        segment_ids=segments[: sequence_offsets[-1]].copy(),
+        sequence_offsets=sequence_offsets,
+        masked_lm_positions=positions[: masked_lm_offsets[-1]].copy(),
+        masked_lm_ids=labels[: masked_lm_offsets[-1]].copy(),
+        masked_lm_offsets=masked_lm_offsets,
+        next_sentence_labels=counts[:, 2].astype(np.uint8),
+    )
+    return samples, int(list_lengths[_IDS]), int(list_lengths[_LABELS])
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
-    def read(self, start: int, stop: int) -> Samples:
-        """Samples ``start`` to ``stop``, copied, without padding; each record is compared with its CRC.
-
-        Raises:
-            IndexError: outside the file.
-            ValueError: a record is damaged, or is no sample.
-        """
-        if not 0 <= start <= stop <= len(self):
-            raise IndexError(f"{self.path}: samples {start} to {stop} asked for; it holds {len(self):,}")
-        firsts = range(start, stop, _BLOCK_RECORDS) or [start]
-        return concatenate([self._read_block(first, min(first + _BLOCK_RECORDS, stop))[0] for first in firsts])
-
-    def close(self) -> None:
-        """Let go of the file; samples that were read stay valid."""
-        self.__dict__.pop("_content", None)
-
-    def _check_kind(self, first_bytes: bytes) -> None:
-        if not first_bytes:
-            raise ValueError(f"{self.path}: empty; {_REMEDY}")
-        if first_bytes[:2] == b"\x1f\x8b":
-            raise ValueError(f"{self.path}: compressed with gzip; expected a TFRecord file as it is: gunzip it first")
-        if (
-            first_bytes[:1] == b"\x78"
-            and int.from_bytes(first_bytes[:2], "big") % 31 == 0
-            and not is_tfrecord(first_bytes)
-        ):
-            raise ValueError(f"{self.path}: compressed with zlib; expected a TFRecord file written without compression")
-
-    def _find_records(self) -> NDArray[np.int64]:
-        """[n, 2] where the data of each record begins and ends."""
-        content, end = self._content, len(self._content)
-        bounds = array("q")  # a record may have a single byte, and a pair of numbers takes a hundred
-        place = 0
-        while place < end:
-            if end - place < _HEADER.size:
-                raise self._error(len(bounds) // 2, place, f"the file ends within its header; {_REMEDY}")
-            length, crc = _HEADER.unpack_from(content, place)
-            if _masked_crc(content[place : place + 8]) != crc:
-                raise self._error(
-                    len(bounds) // 2, place, f"its length has another CRC: no TFRecord file, or damaged; {_REMEDY}"
-                )
-            if length > end - place - _FRAME_BYTES:
-                found = f"{length:,} bytes long, and the file ends {end - place:,} bytes after its beginning"
-                raise self._error(len(bounds) // 2, place, f"{found}; {_REMEDY}")
-            if length > _MAX_RECORD_BYTES:
-                found = f"{length:,} bytes long; expected the reference's samples, of at most {_MAX_RECORD_BYTES:,}"
-                raise self._error(len(bounds) // 2, place, found)
-            place += _HEADER.size
-            bounds.extend((place, place + length))
-            place += length + 4
-        return np.array(bounds, np.int64).reshape(-1, 2)
-
-    def _read_block(self, start: int, stop: int) -> tuple[Samples, tuple[int, int]]:
-        """Samples ``start`` to ``stop``, and the lengths of the last one's lists with padding."""
-        bounds = self._bounds[start:stop]
-        for record, (begin, end) in enumerate(bounds.tolist(), start):
-            (crc,) = struct.unpack_from("<I", self._content, end)
-            if _masked_crc(self._content[begin:end]) != crc:
-                raise self._error(record, begin - _HEADER.size, f"its data has another CRC: damaged; {_REMEDY}")
-        sizes = bounds[:, 1] - bounds[:, 0]
-        # A value takes a byte at least, and every list has a feature of its own.
-        room, widest = int(sizes.sum()), int(sizes.max(initial=0))
-        tokens, segments = np.empty(room, np.uint16), np.empty(room, np.uint8)
-        positions, labels = np.empty(room, np.uint16), np.empty(room, np.uint16)
-        counts = np.zeros((len(bounds), 3), np.int64)
-        lists = np.empty((len(_FEATURES), widest), np.int64)
-        list_lengths = np.zeros(len(_FEATURES), np.int64)
-        content = np.frombuffer(self._content, np.uint8)
-        failed, problem = _decode(
-            *(content, bounds, _NAMES, _NAME_OFFSETS, lists, list_lengths),
-            *(tokens, segments, positions, labels, counts),
-        )
-        if problem:
-            begin = int(bounds[failed, 0]) - _HEADER.size
-            raise self._error(start + failed, begin, f"{_PROBLEMS[problem]}; expected the reference's samples")
-        sequence_offsets = np.concatenate(([0], np.cumsum(counts[:, 0])))
-        masked_lm_offsets = np.concatenate(([0], np.cumsum(counts[:, 1])))
-        samples = Samples(
-            input_ids=tokens[: sequence_offsets[-1]].copy(),
-            segment_ids=segments[: sequence_offsets[-1]].copy(),
-            sequence_offsets=sequence_offsets,
-            masked_lm_positions=positions[: masked_lm_offsets[-1]].copy(),
-            masked_lm_ids=labels[: masked_lm_offsets[-1]].copy(),
-            masked_lm_offsets=masked_lm_offsets,
-            next_sentence_labels=counts[:, 2].astype(np.uint8),
-        )
-        return samples, (int(list_lengths[_IDS]), int(list_lengths[_LABELS]))
-
-    def _error(self, record: int, place: int, problem: str) -> ValueError:
-        return ValueError(f"{self.path}: record {record:,} at byte {place:,}: {problem}")
+def _error(path: Path, record: int, place: int, problem: str) -> ValueError:
+    return ValueError(f"{path}: record {record:,} at byte {place:,}: {problem}")
 
 
 def _masked_crc(data: bytes) -> int:

@@ -33,15 +33,9 @@ def write_demo(folder: Path, vocab: Path) -> bool:
     documents = demo_documents()
     for name, held_out, options in splits:
         chosen = [document for document in documents if document.held_out == held_out]
-        info = DatasetInfo(
-            vocab_size=tokenizer.vocab_size,
-            max_seq_length=options.max_seq_length,
-            max_predictions_per_seq=options.max_predictions_per_seq,
-            vocabulary_md5=tokenizer.digest["md5"],
-            vocabulary_sha256=tokenizer.digest["sha256"],
-            options=_recorded(options),
-            sources={_source(name): text_digest(chosen)},
-        )
+        sizes = options.max_seq_length, options.max_predictions_per_seq
+        sources = {_source(name): text_digest(chosen)}
+        info = DatasetInfo.of(tokenizer.vocabulary, *sizes, _recorded(options), sources)
         samples = demo_samples(chosen, tokenizer, options)
         _clear(folder / name)
         write_dataset(folder / name, samples, shards=SHARDS, info=info)
@@ -98,4 +92,4 @@ def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions)
     except ValueError:
         return False
     made_so = dataset.info.options == _recorded(options)
-    return made_so and dataset.info.vocabulary_sha256 == tokenizer.digest["sha256"]
+    return made_so and dataset.info.vocabulary_sha256 == tokenizer.vocabulary.sha256

@@ -10,7 +10,7 @@ import ast
 import hashlib
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,12 +57,6 @@ def demo_documents(standard_library: Path | None = None) -> list[Document]:
         if sentences:
             documents.append(Document(name, sentences))
     return documents
-
-
-def write_text(documents: Iterable[Document], path: Path) -> None:
-    """Write one sentence a line and a blank line after each document: the text form that the reference reads."""
-    text = "".join("\n".join(document.sentences) + "\n\n" for document in documents)
-    path.write_text(text, encoding="utf-8")
 
 
 def _topics(path: Path) -> Iterator[tuple[str, str]]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,6 +20,22 @@ Result = TypeVar("Result")
 
 _MAX_DESCRIPTION_BYTES = 64 << 20
 _REMEDY = "delete the folder and begin again"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Work done so far, for whoever waits."""
+
+    name: str
+    """The file that was just finished."""
+    count: int
+    """Samples or training articles in it."""
+    done: int
+    total: int
+    kept: bool
+    """Found finished, not made now."""
+    seconds: float
+    """Since the start."""
 
 
 @contextmanager

@@ -122,15 +122,9 @@ def _write(
 ) -> None:
     """Write a data set, of several shards where the text is long."""
     vocabulary = tokenizer.vocabulary
-    info = DatasetInfo(
-        vocab_size=vocabulary.size,
-        max_seq_length=options.max_seq_length,
-        max_predictions_per_seq=options.max_predictions_per_seq,
-        vocabulary_md5=vocabulary.md5,
-        vocabulary_sha256=vocabulary.sha256,
-        options=asdict(options) | {"unicode": unicodedata.unidata_version},
-        sources=sources,
-    )
+    sizes = options.max_seq_length, options.max_predictions_per_seq
+    recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
+    info = DatasetInfo.of(vocabulary, *sizes, recorded, sources)
     folder.mkdir()
     calls = _calls(documents)
     names = [shard_name(index, len(calls)) for index in range(len(calls))]

@@ -24,7 +24,7 @@ from dataloading.options import Compression, PretrainingOptions
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.jobs import begun, run_tasks
+from dataloading.text.jobs import Progress, begun, run_tasks
 from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
@@ -57,30 +57,8 @@ class Job:
 
     def info(self, vocabulary: Vocabulary) -> DatasetInfo:
         """Describe the samples to come; Python's Unicode tables decide how words are split."""
-        return DatasetInfo(
-            vocab_size=vocabulary.size,
-            max_seq_length=self.options.max_seq_length,
-            max_predictions_per_seq=self.options.max_predictions_per_seq,
-            vocabulary_md5=vocabulary.md5,
-            vocabulary_sha256=vocabulary.sha256,
-            options=asdict(self.options) | {"unicode": unicodedata.unidata_version},
-            sources={},
-        )
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Progress so far, for whoever waits."""
-
-    name: str
-    """The shard that was just finished."""
-    samples: int
-    done: int
-    total: int
-    kept: bool
-    """Found finished, not made now."""
-    seconds: float
-    """Since the start."""
+        sizes = self.options.max_seq_length, self.options.max_predictions_per_seq
+        return DatasetInfo.of(vocabulary, *sizes, asdict(self.options) | {"unicode": unicodedata.unidata_version})
 
 
 def prepare(
@@ -108,19 +86,13 @@ def prepare(
         "compression": job.compression,
     }
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
-        _make_shards(job, info, out, mine, jobs, report)
+        started = time.perf_counter()
+        tasks = [(job, info, out, index) for index in mine]
+        if jobs > 1:
+            _compile(job, info)
+        for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
+            report(Progress(name, samples, done, len(tasks), kept, time.perf_counter() - started))
         return index_shards(out, [shard_name(index, len(job.calls)) for index in mine], info, part)
-
-
-def _make_shards(
-    job: Job, info: DatasetInfo, out: Path, mine: range, jobs: int, report: Callable[[Progress], None]
-) -> None:
-    started = time.perf_counter()
-    tasks = [(job, info, out, index) for index in mine]
-    if jobs > 1:
-        _compile(job, info)
-    for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
-        report(Progress(name, samples, done, len(tasks), kept, time.perf_counter() - started))
 
 
 _Task = tuple[Job, DatasetInfo, Path, int]
@@ -146,11 +118,7 @@ def _make_shard(task: _Task) -> tuple[str, int, bool]:
 
 @lru_cache(maxsize=1)
 def _tokenizer(vocab: Path, sha256: str, do_lower_case: bool) -> Tokenizer:
-    """Return one tokenizer for all the texts of a process: it remembers the words that it has met.
-
-    Raises:
-        ValueError: the file at ``vocab`` is no longer the one with the digest ``sha256``.
-    """
+    """Return one tokenizer for all the texts of a process, as it remembers words; ValueError where the file has changed."""
     tokenizer = Tokenizer.from_vocab(vocab, do_lower_case)
     if tokenizer.vocabulary.sha256 != sha256:
         raise ValueError(f"{vocab}: changed while it was used; run the command again")

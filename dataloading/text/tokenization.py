@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from console.files import read_bounded, read_json
+from dataloading.shards.samples import offsets_of
 
 MAX_CHARACTERS_PER_WORD = 200
 """A longer word is [UNK] as a whole."""
@@ -32,7 +33,7 @@ _MAX_VOCABULARY_BYTES = 64 << 20
 _CACHED_WORDS = 1 << 20
 """Words remembered before the memory starts afresh; about 150 MB at most for English."""
 
-_SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 _CJK_RANGES = (
     (0x3400, 0x4DBF),
@@ -100,7 +101,7 @@ class Vocabulary:
     @classmethod
     def _of(cls, content: bytes, path: Path) -> Self:
         tokens = tuple(dict.fromkeys(text_lines(content, path)))
-        missing = [token for token in _SPECIAL_TOKENS if token not in tokens]
+        missing = [token for token in SPECIAL_TOKENS if token not in tokens]
         if missing:
             raise ValueError(
                 f"{path}: {len(tokens):,} tokens without {', '.join(missing)}; "
@@ -117,7 +118,7 @@ class Vocabulary:
     @property
     def cased(self) -> bool:
         """Tell whether tokens besides the special ones have capital letters or accents, so that text must keep its own."""
-        plain = (token for token in self.tokens if token not in _SPECIAL_TOKENS)
+        plain = (token for token in self.tokens if token not in SPECIAL_TOKENS)
         return any(token != token.lower() for token in plain)
 
     @cached_property
@@ -129,16 +130,6 @@ class Vocabulary:
     def size(self) -> int:
         """Number of ids."""
         return len(self.tokens)
-
-    @property
-    def pad_id(self) -> int:
-        """Id of [PAD]."""
-        return self.ids["[PAD]"]
-
-    @property
-    def unk_id(self) -> int:
-        """Id of [UNK]."""
-        return self.ids["[UNK]"]
 
     @property
     def cls_id(self) -> int:
@@ -203,21 +194,6 @@ class Tokenizer:
         """A tokenizer for the vocabulary file at ``path``; errors as in `Vocabulary.from_file`."""
         return cls(Vocabulary.from_file(path), do_lower_case)
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-        return self.vocabulary.size
-
-    @property
-    def tokens(self) -> tuple[str, ...]:
-        """The vocabulary in id order."""
-        return self.vocabulary.tokens
-
-    @property
-    def digest(self) -> dict[str, str]:
-        """MD5 and SHA-256 of the vocabulary file."""
-        return {"md5": self.vocabulary.md5, "sha256": self.vocabulary.sha256}
-
     def encode_lines(self, lines: Sequence[str]) -> tuple[NDArray[np.uint16], NDArray[np.int64]]:
         """Token ids of all lines, without [CLS] and [SEP].
 
@@ -227,9 +203,8 @@ class Tokenizer:
         """
         ids_of = self._word_ids.__getitem__
         encoded = [b"".join(map(ids_of, split_words(line, self.do_lower_case))) for line in lines]
-        offsets = np.zeros(len(encoded) + 1, np.int64)
-        np.cumsum([len(ids) // 2 for ids in encoded], out=offsets[1:])
-        return np.frombuffer(b"".join(encoded), np.uint16), offsets
+        lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)
+        return np.frombuffer(b"".join(encoded), np.uint16), offsets_of(lengths)
 
 
 class _WordIds(dict[str, bytes]):

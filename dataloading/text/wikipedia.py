@@ -12,16 +12,15 @@ Each file goes through the steps of `dataloading.text.cleanup` by itself; then n
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from console.files import atomic_path, read_bounded, read_json, sha256_of, write_atomically
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
-from dataloading.text.jobs import begun, run_tasks
+from dataloading.text.jobs import Progress, begun, run_tasks
 
 JOB_NAME = "extract.json"
 MANIFEST_NAME = "manifest.json"
@@ -64,22 +63,6 @@ class Extraction:
     parts: tuple[PartRecord, ...]
     evaluation: FileRecord
     evaluation_md5: FileRecord
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Work done so far, for whoever waits."""
-
-    name: str
-    """The part that was just finished."""
-    articles: int
-    """Training articles in it."""
-    done: int
-    total: int
-    kept: bool
-    """Found finished, not made now."""
-    seconds: float
-    """Since the start."""
 
 
 def find_inputs(paths: Sequence[Path]) -> list[Path]:
@@ -131,7 +114,12 @@ def extract(
     }
     with begun(out, JOB_NAME, description, finished=f"{_FINISHED}/*.json"):
         (out / _FINISHED).mkdir(exist_ok=True)
-        records = dict(_results(tasks, jobs, report))
+        started = time.perf_counter()
+        records: dict[int, PartRecord] = {}
+        for done, (index, record, kept) in enumerate(run_tasks(_make_part, tasks, jobs), 1):
+            records[index] = record
+            seconds = time.perf_counter() - started
+            report(Progress(record.output.name, record.articles, done, len(tasks), kept, seconds))
         return _finish(out, [records[task.index] for task in tasks])
 
 
@@ -179,14 +167,6 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
     ]
 
 
-def _results(tasks: Sequence[_Task], jobs: int, report: Callable[[Progress], None]) -> Iterator[tuple[int, PartRecord]]:
-    started = time.perf_counter()
-    for done, (index, record, kept) in enumerate(run_tasks(_make_part, tasks, jobs), 1):
-        seconds = time.perf_counter() - started
-        report(Progress(record.output.name, record.articles, done, len(tasks), kept, seconds))
-        yield index, record
-
-
 def _make_part(task: _Task) -> tuple[int, PartRecord, bool]:
     """Make one part, unless it is there; return its index, its record and whether it was there."""
     if record := _finished_part(task):
@@ -228,15 +208,12 @@ def _read_record(path: Path) -> tuple[PartRecord, list[str]] | None:
     """(record, evaluation articles) of a finished part; None where there is none, or a damaged one."""
     try:
         content = read_json(path, _MAX_RECORD_BYTES, "make it again")
-        record, evaluation = _part_record(content["record"]), content["evaluation"]
+        row, evaluation = content["record"], content["evaluation"]
+        inputs = tuple(FileRecord(**source) for source in row["inputs"])
+        record = PartRecord(**row | {"output": FileRecord(**row["output"]), "inputs": inputs})
         return (record, evaluation) if _sha256(joined(evaluation)) == record.evaluation_sha256 else None
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-
-
-def _part_record(row: dict[str, Any]) -> PartRecord:
-    inputs = tuple(FileRecord(**source) for source in row["inputs"])
-    return PartRecord(**row | {"output": FileRecord(**row["output"]), "inputs": inputs})
 
 
 def _finish(out: Path, records: Sequence[PartRecord]) -> Extraction:

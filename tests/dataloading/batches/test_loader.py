@@ -53,6 +53,12 @@ def test_a_batch_holds_each_sample_at_its_place() -> None:
     assert batch.global_counts.tolist() == [3, len(samples.masked_lm_ids)]
 
 
+@pytest.mark.parametrize("lengths", [[], [5, 2]])
+def test_made_up_samples_have_three_tokens_or_more(lengths: list[int]) -> None:
+    with pytest.raises(ValueError, match="at least 3 tokens"):
+        synthetic_samples(np.array(lengths), VOCAB_SIZE)
+
+
 def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:
     plan = Plan(run.train.lengths, run.train.masked_counts, 24, 2, accumulation, seed=11)
     return lambda step: plan.rank_batches(step, rank)
@@ -123,9 +129,8 @@ def assert_padded(padded: Batch, plain: Batch) -> None:
 
 
 def test_an_inert_batch_has_the_shape_of_its_shape_bucket() -> None:
-    shape_bucket = ShapeBucket(128, 3, 32, 40)
-    batch = inert_batch(shape_bucket)
-    assert batch.shape_bucket == shape_bucket
+    batch = inert_batch(ShapeBucket(128, 3, 32, 40))
+    assert batch.shape_bucket == ShapeBucket(128, 3, 32, 40)
     assert not batch.cu_seqlens.any()
     assert (batch.masked_lm_ids == -1).all()
 
@@ -171,12 +176,11 @@ def test_nothing_is_read_before_the_first_batch_and_closing_is_prompt(small_run:
     loader.close()
 
 
-def test_auto_takes_numpy_without_a_gpu() -> None:
+def test_auto_takes_numpy_without_a_gpu_or_dali_which_is_missed_only_if_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert choose_loader("auto", CPU) == "numpy"
     assert choose_loader("numpy", torch.device("cuda")) == "numpy"
-
-
-def test_asking_for_missing_dali_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=r"data\.loader"):
         choose_loader("dali", CPU)

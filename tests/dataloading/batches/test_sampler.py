@@ -1,24 +1,23 @@
 """The plan: every sample once an epoch, equal shares, balanced tokens, and the same for everybody."""
 
-import csv
 import json
 import subprocess
 import sys
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cluster.model.histogram import drawn_lengths
 from dataloading.batches import sampler
 from dataloading.batches.sampler import Plan, _match, cost, deal
+from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
-
-REPOSITORY = Path(__file__).resolve().parents[3]
-HISTOGRAM = REPOSITORY / "cluster" / "model" / "wikipedia_length_histogram.csv"
 
 
 def plan(lengths: list[int], batch: int, world: int = 1, accumulation: int = 1, seed: int = 0) -> Plan:
@@ -43,31 +42,22 @@ def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
         assert sorted(stream[epoch * samples : (epoch + 1) * samples]) == list(range(samples))
 
 
+@settings(max_examples=50)
 @given(plans(), st.integers(0, 20))
-def test_ranks_share_the_global_batch_in_numbers_as_equal_as_may_be(made: Plan, step: int) -> None:
+def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: Plan, step: int) -> None:
+    """And in a fresh plan, whatever this one was asked before."""
+    batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
     assert {len(share) for share in shares} == {made.gradient_accumulation_steps}
     sizes = [len(micro.indices) for share in shares for micro in share]
     assert min(sizes) >= 1
     assert max(sizes) == -(-made.global_batch_size // made.micro_batches)
     union = np.concatenate([micro.indices for share in shares for micro in share])
-    assert sorted(union) == sorted(made.global_batch(step))
-    expected = (made.global_batch_size, int(made.masked_counts[made.global_batch(step)].sum()))
-    assert {(micro.global_sequences, micro.global_masked) for share in shares for micro in share} == {expected}
-
-
-@given(plans(), st.integers(0, 20))
-def test_a_fresh_plan_agrees_whatever_was_asked_before(made: Plan, step: int) -> None:
-    again = Plan(
-        made.lengths,
-        made.masked_counts,
-        made.global_batch_size,
-        made.world_size,
-        made.gradient_accumulation_steps,
-        made.seed,
-    )
-    made.global_batch(step + 7)
-    assert np.array_equal(made.global_batch(step), again.global_batch(step))
+    (whole,) = replace(made, world_size=1, gradient_accumulation_steps=1).rank_batches(step, 0)
+    assert sorted(union) == sorted(whole.indices) == sorted(batch)
+    expected = (made.global_batch_size, int(made.masked_counts[batch].sum()))
+    micro_batches = [whole, *(micro for share in shares for micro in share)]
+    assert {(micro.global_sequences, micro.global_masked) for micro in micro_batches} == {expected}
 
 
 def test_epochs_and_seeds_give_different_orders() -> None:
@@ -76,17 +66,6 @@ def test_epochs_and_seeds_give_different_orders() -> None:
     assert not np.array_equal(first.global_batch(0), first.global_batch(1))
     assert not np.array_equal(first.global_batch(0), plan(lengths, 100, seed=2).global_batch(0))
     assert not np.array_equal(first.global_batch(0), np.arange(100))
-
-
-@given(plans(), st.integers(0, 20))
-def test_world_size_does_not_change_what_a_step_trains_on(made: Plan, step: int) -> None:
-    alone = Plan(made.lengths, made.masked_counts, made.global_batch_size, 1, 1, made.seed)
-    (whole,) = alone.rank_batches(step, 0)
-    shares = [micro for rank in range(made.world_size) for micro in made.rank_batches(step, rank)]
-    assert sorted(np.concatenate([micro.indices for micro in shares])) == sorted(whole.indices)
-    assert {(micro.global_sequences, micro.global_masked) for micro in shares} == {
-        (whole.global_sequences, whole.global_masked)
-    }
 
 
 def test_a_step_costs_what_its_global_batch_does() -> None:
@@ -108,30 +87,14 @@ def test_a_step_costs_what_its_global_batch_does() -> None:
     assert np.array_equal(made.global_batch(0)[:ending], again.global_batch(0))
 
 
-def wikipedia_lengths(count: int, seed: int) -> np.ndarray:
-    with HISTOGRAM.open(encoding="utf-8") as file:
-        rows = [(int(row["length"]), int(row["count"])) for row in csv.DictReader(file)]
-    lengths, counts = np.array(rows).T
-    return np.random.default_rng(seed).choice(lengths, count, p=counts / counts.sum())
-
-
-def test_tokens_are_balanced_at_64_ranks_of_48_sequences() -> None:
-    lengths = wikipedia_lengths(64 * 48 * 20, seed=1)
-    made = Plan(lengths, lengths // 7, 64 * 48, 64, 1, seed=3)
-    for step in range(0, 20, 5):
-        shares = [made.lengths[made.rank_batches(step, rank)[0].indices] for rank in range(64)]
-        assert imbalance(np.array([share.sum() for share in shares])) < 1.001
-        assert imbalance(np.array([cost(share).sum() for share in shares])) < 1.001
-
-
 @pytest.mark.parametrize(
     ("micro_batches", "sequences", "most"),
     [(8, 56, 0.35), (128, 24, 0.5), (512, 6, 0.2), (1024, 4, 0.33), (4096, 4, 0.33)],
 )
 def test_cost_is_better_balanced_than_by_a_snake(micro_batches: int, sequences: int, most: float) -> None:
     ours, snakes = [], []
-    for seed in range(5):
-        lengths = wikipedia_lengths(micro_batches * sequences, seed)
+    for seed in range(3):
+        lengths = drawn_lengths(np.random.default_rng(seed), micro_batches * sequences)
         snake = np.argsort(-lengths, kind="stable").reshape(sequences, micro_batches)
         snake[1::2] = snake[1::2, ::-1]
         snakes.append(imbalance(cost(lengths)[snake].sum(axis=0)))
@@ -147,7 +110,6 @@ def test_a_deal_holds_everything_once_longest_first(micro_batches: int, sequence
     assert sorted(dealt.ravel()) == list(range(len(lengths)))
     assert (np.diff(lengths[dealt].astype(np.int64), axis=1) <= 0).all()
     assert np.array_equal(dealt, deal(lengths.astype(np.int64), micro_batches))
-    assert np.array_equal(dealt, deal(lengths, micro_batches))
 
 
 def test_a_round_goes_to_the_micro_batches_of_the_least_cost() -> None:
@@ -171,7 +133,7 @@ def test_a_matching_never_widens_the_spread(micro_batches: int, sequences: int, 
 
 
 def test_matchings_bring_the_highest_cost_closer_to_the_mean(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths = wikipedia_lengths(512 * 6, seed=1)
+    lengths = drawn_lengths(np.random.default_rng(1), 512 * 6)
     matched = imbalance(cost(lengths)[deal(lengths, 512)].sum(axis=1))
     monkeypatch.setattr(sampler, "_MATCHINGS", 0)
     assert matched - 1 < 0.85 * (imbalance(cost(lengths)[deal(lengths, 512)].sum(axis=1)) - 1)
@@ -199,7 +161,7 @@ def test_the_quick_benchmark_prints_and_writes_its_figures(tmp_path: Path) -> No
     at_64 = next(row for row in figures["imbalance"] if (row["ranks"], row["sequences"]) == (64, 48))
     assert at_64["random"]["tokens"]["mean"] > 1.15
     assert at_64["ours"]["tokens"]["worst"] < 1.003
-    assert [plan["ranks"] for plan in figures["plans"]] == [64, 512, 3072, 4096]
+    assert [plan["ranks"] for plan in figures["plans"]] == [64, 4096]
     assert all(0 < plan["peak_mb"] < 2048 and len(plan["step_ms"]) == 20 for plan in figures["plans"])
 
 

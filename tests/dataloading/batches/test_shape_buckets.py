@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.model.histogram import drawn_lengths
 from dataloading.batches.sampler import Plan
 from dataloading.batches.shape_buckets import (
     MASKED_MULTIPLE,
@@ -15,22 +16,21 @@ from dataloading.batches.shape_buckets import (
     ShapeBucket,
     choose_shape_buckets,
     draw_sizes,
-    expected_waste,
     fitting,
 )
-from tests.conftest import REPOSITORY
 
 SIZES = st.lists(st.tuples(st.integers(8, 4000), st.integers(0, 8)), min_size=1, max_size=40)
 
 
-def arrays(sizes: list[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
-    tokens, masked = np.array(sizes).T
-    return tokens, masked
+def waste(shape_buckets: list[ShapeBucket], tokens_N: np.ndarray) -> float:
+    """The share of token slots that stay empty."""
+    sizes = np.array([shape_bucket.tokens for shape_bucket in shape_buckets])
+    return 1 - tokens_N.sum() / sizes[np.searchsorted(sizes, tokens_N, side="right")].sum()
 
 
 @given(SIZES, st.integers(1, 6))
 def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, int]], most: int) -> None:
-    tokens_N, masked_N = arrays(sizes)
+    tokens_N, masked_N = np.array(sizes).T
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences=8, max_seqlen=512, most=most)
     assert 1 <= len(shape_buckets) <= most
     assert shape_buckets == sorted(shape_buckets, key=lambda shape_bucket: shape_bucket.tokens)
@@ -44,7 +44,7 @@ def test_what_was_drawn_fits_and_sizes_suit_the_kernels(sizes: list[tuple[int, i
         assert chosen.tokens > tokens
         assert chosen.masked >= masked
         assert not any(tokens < shape_bucket.tokens < chosen.tokens for shape_bucket in shape_buckets)
-    assert 0 < expected_waste(shape_buckets, tokens_N) < 1
+    assert 0 < waste(shape_buckets, tokens_N) < 1
 
 
 @given(st.lists(st.integers(1, 1200), min_size=1, max_size=12), st.integers(1, 4))
@@ -54,22 +54,17 @@ def test_no_other_boundaries_waste_less(tokens: list[int], most: int) -> None:
     chosen = choose_shape_buckets(tokens_N, np.ones_like(tokens_N), sequences=1200, max_seqlen=512, most=most)
     candidates = sorted({-(-(count + 1) // 64) * 64 for count in tokens} - {chosen[-1].tokens})
     wastes = [
-        expected_waste([ShapeBucket(size, 1200, 16, 512) for size in (*sizes, chosen[-1].tokens)], tokens_N)
+        waste([ShapeBucket(size, 1200, 16, 512) for size in (*sizes, chosen[-1].tokens)], tokens_N)
         for count in range(min(most - 1, len(candidates)) + 1)
         for sizes in itertools.combinations(candidates, count)
     ]
-    assert expected_waste(chosen, tokens_N) == pytest.approx(min(wastes))
+    assert waste(chosen, tokens_N) == pytest.approx(min(wastes))
 
 
 def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
     shape_buckets = [ShapeBucket(128, 4, 16, 64), ShapeBucket(256, 4, 32, 64)]
-    for needed in (
-        ShapeBucket(320, 4, 16, 64),
-        ShapeBucket(64, 5, 16, 64),
-        ShapeBucket(64, 4, 48, 64),
-        ShapeBucket(64, 4, 16, 65),
-    ):
-        assert fitting(needed, shape_buckets) == needed
+    for sizes in ((320, 4, 16, 64), (64, 5, 16, 64), (64, 4, 48, 64), (64, 4, 16, 65)):
+        assert fitting(ShapeBucket(*sizes), shape_buckets) == ShapeBucket(*sizes)
     assert fitting(ShapeBucket.around(127, 4, 3, 64), shape_buckets) == shape_buckets[0]
     # A row must be left that nobody owns.
     assert fitting(ShapeBucket.around(128, 4, 3, 64), shape_buckets) == shape_buckets[1]
@@ -78,12 +73,7 @@ def test_a_batch_that_fits_nothing_gets_a_shape_bucket_of_its_own() -> None:
 
 def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     """One GPU's recipe, four micro-batches of 64: the draw, its waste on other draws, and what falls through."""
-    histogram = REPOSITORY.parent / "shared" / "data" / "wikipedia_length_histogram.csv"
-    if not histogram.exists():
-        pytest.skip(f"{histogram.name} is not here")
-    length, count = np.loadtxt(histogram, delimiter=",", skiprows=1, dtype=np.int64, unpack=True)
-    generator = np.random.default_rng(5)
-    lengths = generator.choice(length, 200_000, p=count / count.sum()).astype(np.uint16)
+    lengths = drawn_lengths(np.random.default_rng(5), 200_000).astype(np.uint16)
     masked_counts = np.minimum(76, np.maximum(1, np.rint(0.15 * lengths))).astype(np.uint16)
     begin = time.process_time()
     tokens_N, masked_N = draw_sizes(lengths, masked_counts, 256, 4)
@@ -98,12 +88,9 @@ def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     ]
     chosen = [fitting(shape_bucket, shape_buckets) for shape_bucket in needed]
     assert sum(shape_bucket in shape_buckets for shape_bucket in chosen) >= 0.999 * len(chosen)
-    slots, used = (
-        sum(shape_bucket.tokens for shape_bucket in chosen),
-        sum(shape_bucket.tokens for shape_bucket in needed),
-    )
+    slots, used = (sum(shape_bucket.tokens for shape_bucket in some) for some in (chosen, needed))
     assert 1 - used / slots < 0.01
-    assert expected_waste(shape_buckets, tokens_N) < 0.01
+    assert waste(shape_buckets, tokens_N) < 0.01
 
 
 def test_the_draw_is_the_same_on_every_rank_and_its_batches_are_dealt() -> None:

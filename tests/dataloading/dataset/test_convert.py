@@ -1,14 +1,11 @@
 """Conversions between layouts, and data sets made of shards from elsewhere."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dataloading.__main__ import main
-from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset import convert as convert_module
 from dataloading.dataset.convert import convert, convert_to_packed
@@ -21,39 +18,28 @@ from dataloading.shards.layouts import RaggedShard
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
 from tests.conftest import REPOSITORY
+from tests.dataloading.conftest import Run
+from tests.dataloading.made_up import INFO, TOKENS
 from tests.dataloading.shards.tfrecord.edge_samples import edge_samples
 
 pytestmark = pytest.mark.slow
 
 LAYOUTS: tuple[Layout, ...] = ("native", "fixed", "varlength", "packed")
 COUNT = 700
+EVERYTHING = np.arange(COUNT)
 MOST_TOKENS, MOST_MASKED = 40, 8
 
 
 @pytest.fixture(scope="module")
-def vocab(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("vocab") / "vocab.txt"
-    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(95))]))
-    return path
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory, vocab: Path) -> Dataset:
-    vocabulary = Vocabulary.from_file(vocab)
+def source(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("source")
+    (folder / "vocab.txt").write_text("\n".join(TOKENS))
+    vocabulary = Vocabulary.from_file(folder / "vocab.txt")
     lengths = np.random.default_rng(0).integers(3, MOST_TOKENS + 1, COUNT)
     lengths[:5] = MOST_TOKENS
-    info = DatasetInfo(
-        vocab_size=vocabulary.size,
-        max_seq_length=MOST_TOKENS,
-        max_predictions_per_seq=MOST_MASKED,
-        vocabulary_md5=vocabulary.md5,
-        vocabulary_sha256=vocabulary.sha256,
-        options={"random_seed": 1},
-        sources={"text.txt": "0" * 64},
-    )
-    folder = tmp_path_factory.mktemp("source") / "data"
-    write_dataset(folder, synthetic_samples(lengths, vocabulary.size), shards=4, info=info)
-    return open_dataset(folder)
+    info = DatasetInfo.of(vocabulary, MOST_TOKENS, MOST_MASKED, INFO.options, INFO.sources)
+    write_dataset(folder / "data", synthetic_samples(lengths, len(TOKENS)), shards=4, info=info)
+    return open_dataset(folder / "data")
 
 
 def converted(source: Dataset, out: Path, layout: Layout, jobs: int = 1) -> Dataset:
@@ -62,9 +48,12 @@ def converted(source: Dataset, out: Path, layout: Layout, jobs: int = 1) -> Data
     return convert(source, out, layout, jobs=jobs)
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["dataloading", *map(str, arguments)])
-    return main()
+def from_elsewhere(source: Dataset, folder: Path, layout: Layout) -> np.ndarray:
+    """Shards of a layout, without a manifest; returns the order of their samples in digests."""
+    digests = converted(source, folder, layout).take(EVERYTHING).sample_digests()
+    for name in ("manifest.json", "lengths.npy"):
+        (folder / name).unlink()
+    return digests
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -78,11 +67,10 @@ def test_a_converted_data_set_holds_the_same_samples(source: Dataset, tmp_path: 
     if layout == "packed":
         assert multiset_digest(found.blocks()) == multiset_digest(source.blocks())
     else:
-        assert found.take(np.arange(COUNT)).digest() == source.take(np.arange(COUNT)).digest()
+        assert found.take(EVERYTHING).digest() == source.take(EVERYTHING).digest()
         assert [record.digest for record in found.shards] == [record.digest for record in source.shards]
     chosen = np.random.default_rng(1).integers(0, COUNT, 64)
-    batch, lengths = batch_of(found.take(chosen)), found.lengths[chosen]
-    assert np.diff(batch.cu_seqlens.numpy()).tolist() == lengths.tolist()
+    assert found.take(chosen).lengths.tolist() == found.lengths[chosen].tolist()
 
 
 def test_packs_are_full_and_hold_no_more_than_asked(source: Dataset, tmp_path: Path) -> None:
@@ -93,70 +81,52 @@ def test_packs_are_full_and_hold_no_more_than_asked(source: Dataset, tmp_path: P
             assert isinstance(shard, RaggedShard)
             sizes = np.diff(shard.row_offsets)
             assert 1 <= sizes.min() <= sizes.max() <= 3
-            tokens = np.add.reduceat(shard.lengths, shard.row_offsets[:-1])
-            assert tokens.max() <= MOST_TOKENS
+            assert np.add.reduceat(shard.lengths, shard.row_offsets[:-1]).max() <= MOST_TOKENS
             rows += len(sizes)
     assert rows * MOST_TOKENS < 1.1 * source.lengths.sum()
 
 
 @pytest.mark.parametrize("layout", ["fixed", "varlength", "packed"])
 def test_shards_from_elsewhere_become_a_data_set_where_they_lie(
-    source: Dataset,
-    vocab: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    layout: Layout,
+    run: Run, source: Dataset, vocab: Path, tmp_path: Path, layout: Layout
 ) -> None:
     folder = tmp_path / "elsewhere"
-    reference = converted(source, folder, layout)
-    expected = reference.take(np.arange(COUNT)).digest()
-    for name in ("manifest.json", "lengths.npy"):
-        (folder / name).unlink()
+    expected = from_elsewhere(source, folder, layout)
     with pytest.raises(ValueError, match="python -m dataloading index"):
         open_dataset(folder)
-    assert run(monkeypatch, "index", folder, "--vocab", vocab, "--out", tmp_path / "linked") == 0
-    assert run(monkeypatch, "index", folder, "--vocab", vocab) == 0
+    run("index", folder, "--vocab", vocab, "--out", tmp_path / "linked")
+    run("index", folder, "--vocab", vocab)
     for place in (folder, tmp_path / "linked"):
         dataset = open_dataset(place)
         dataset.verify()
         dataset.check_files()
         dataset.check_vocabulary(Vocabulary.from_file(vocab))
-        assert dataset.take(np.arange(COUNT)).digest() == expected
+        assert dataset.take(EVERYTHING).sample_digests().tolist() == expected.tolist()
         assert dataset.info.max_seq_length == MOST_TOKENS
         assert dataset.info.options == {}
-    capsys.readouterr()
-    assert run(monkeypatch, "verify", folder) == 0
-    assert "settings: not recorded; samples of at most 40 tokens" in capsys.readouterr().out
+    assert "settings: not recorded; samples of at most 40 tokens" in run("verify", folder)
     shuffled = shuffle(open_dataset(folder), tmp_path / "shuffled", shards=3, seed=1)
     assert multiset_digest(shuffled.blocks()) == multiset_digest(source.blocks())
 
 
-def test_a_folder_without_a_manifest_is_converted(
-    source: Dataset, vocab: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_a_manifest_is_converted(run: Run, source: Dataset, vocab: Path, tmp_path: Path) -> None:
     folder = tmp_path / "elsewhere"
-    converted(source, folder, "varlength")
-    for name in ("manifest.json", "lengths.npy"):
-        (folder / name).unlink()
+    expected = from_elsewhere(source, folder, "varlength")
     before = sorted(path.name for path in folder.iterdir())
-    assert run(monkeypatch, "convert", folder, "--to", "native", "--out", tmp_path / "x") == 2
-    assert "name the vocabulary" in capsys.readouterr().err
-    assert run(monkeypatch, "convert", folder, "--to", "native", "--out", tmp_path / "data", "--vocab", vocab) == 0
-    assert open_dataset(tmp_path / "data").take(np.arange(COUNT)).digest() == source.take(np.arange(COUNT)).digest()
+    to_native = ["convert", folder, "--to", "native", "--out", tmp_path / "data"]
+    assert "name the vocabulary" in run(*to_native, fails=True)
+    run(*to_native, "--vocab", vocab)
+    found = open_dataset(tmp_path / "data").take(EVERYTHING)
+    assert found.sample_digests().tolist() == expected.tolist()
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_the_packed_command(
-    source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "packed"
-    assert run(monkeypatch, "convert", source.folder, "--to", "packed", "--out", out, "--max-sequences", 2) == 0
-    assert "layout packed" in capsys.readouterr().out
+def test_the_packed_command(run: Run, source: Dataset, tmp_path: Path) -> None:
+    out, to_packed = tmp_path / "packed", ["convert", source.folder, "--to", "packed"]
+    assert "layout packed" in run(*to_packed, "--out", out, "--max-sequences", 2)
     assert multiset_digest(open_dataset(out).blocks()) == multiset_digest(source.blocks())
-    gzip = ["--compression", "gzip", "--out", tmp_path / "x"]
-    assert run(monkeypatch, "convert", source.folder, "--to", "packed", *gzip) == 2
-    assert "layout packed has none" in capsys.readouterr().err
+    error = run(*to_packed, "--compression", "gzip", "--out", tmp_path / "x", fails=True)
+    assert "layout packed has none" in error
 
 
 def test_a_stopped_conversion_goes_on(source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +147,7 @@ def test_a_stopped_conversion_goes_on(source: Dataset, tmp_path: Path, monkeypat
     (out / shard_name(0, 4)).write_bytes(b"damaged")
     kept = (out / shard_name(1, 4)).stat()
     found = convert(source, out, "varlength")
-    assert found.take(np.arange(COUNT)).digest() == source.take(np.arange(COUNT)).digest()
+    assert found.take(EVERYTHING).digest() == source.take(EVERYTHING).digest()
     assert (out / shard_name(1, 4)).stat().st_mtime_ns == kept.st_mtime_ns
 
 
@@ -191,13 +161,12 @@ def test_a_wrong_shard_is_not_converted(source: Dataset, tmp_path: Path) -> None
         convert(open_dataset(copied.folder), tmp_path / "data", "fixed")
 
 
-def test_the_references_own_output_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_references_own_output_is_converted(run: Run, tmp_path: Path) -> None:
     folder = tmp_path / "records"
     folder.mkdir()
     shutil.copy(Path(__file__).parents[1] / "shards" / "tfrecord" / "edge_64.tfrecord", folder / "part-00000-of-00001")
     vocab = REPOSITORY / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
-    assert run(monkeypatch, "convert", folder, "--to", "native", "--out", tmp_path / "data", "--vocab", vocab) == 0
-    dataset = open_dataset(tmp_path / "data")
-    expected = edge_samples()
+    run("convert", folder, "--to", "native", "--out", tmp_path / "data", "--vocab", vocab)
+    dataset, expected = open_dataset(tmp_path / "data"), edge_samples()
     assert dataset.take(np.arange(len(expected))).digest() == expected.digest()
     assert (dataset.info.max_seq_length, dataset.info.max_predictions_per_seq) == (64, 10)

@@ -22,11 +22,11 @@ def whole(count: int, seed: int = 5, epoch: int = 0) -> NDArray[np.int64]:
 
 
 def test_every_small_n_is_permuted() -> None:
-    for count in range(1, 5001):
+    for count in range(1, 1201):
         assert (np.bincount(whole(count, seed=count), minlength=count) == 1).all(), count
 
 
-@pytest.mark.parametrize("count", [65_535, 65_536, 65_537, 999_983, 1_000_000, 3_000_017])
+@pytest.mark.parametrize("count", [65_535, 65_536, 65_537, 999_983, 1_000_000])
 def test_some_large_n_are_permuted(count: int) -> None:
     assert (np.bincount(whole(count), minlength=count) == 1).all()
 
@@ -60,7 +60,7 @@ def test_the_random_numbers_are_those_of_splitmix64() -> None:
 @pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_all_orders_of_a_few_things_are_equally_likely(count: int) -> None:
     orders = math.factorial(count)
-    each = 30
+    each = 12
     codes = [int(whole(count, epoch=epoch) @ (count ** np.arange(count))) for epoch in range(each * orders)]
     seen, counts = np.unique(codes, return_counts=True)
     assert len(seen) == orders
@@ -78,9 +78,8 @@ def test_statistics_of_many_orders_are_those_of_random_ones() -> None:
     assert max(map(abs, found.values())) < 4, found
 
 
-@pytest.mark.parametrize("rounds", [3, 5])
-def test_the_statistics_see_too_few_rounds(monkeypatch: pytest.MonkeyPatch, rounds: int) -> None:
-    monkeypatch.setattr(permutation, "ROUNDS", rounds)
+def test_the_statistics_see_too_few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(permutation, "ROUNDS", 5)
     assert max(map(abs, statistics_of_orders().values())) > 8
 
 

@@ -15,11 +15,11 @@ from dataloading.dataset import shuffle as shuffle_module
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.shards.samples import Samples
-from tests.dataloading.made_up_samples import INFO, make_samples
+from tests.conftest import REPOSITORY
+from tests.dataloading.made_up import INFO, make_samples
 
 pytestmark = pytest.mark.slow
 
-REPOSITORY = Path(__file__).parents[3]
 COUNT = 1000
 
 
@@ -51,7 +51,6 @@ def test_every_sample_comes_once_in_an_order_of_the_seed(source: Dataset, tmp_pa
     orders = []
     for name, seed in (("one", 1), ("again", 1), ("two", 2)):
         dataset = shuffle(source, tmp_path / name, shards=7, seed=seed)
-        dataset.verify()
         orders.append(order_of(dataset, make_samples(COUNT)))
         assert sorted(orders[-1].tolist()) == list(range(COUNT))
         assert {record.samples for record in dataset.shards} <= {COUNT // 7, COUNT // 7 + 1}
@@ -78,58 +77,42 @@ def test_the_order_is_uniform(source: Dataset, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("stop_after", ["fill", "third shard", "last shard"])
+@pytest.mark.parametrize(("stop_at", "written_after"), [("flush", 7), ("0", 7), ("3", 4), ("_check_multiset", 0)])
 def test_a_stopped_shuffle_goes_on(
-    source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: str
+    source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str, written_after: int
 ) -> None:
+    """Stopped with half-filled buckets, before a shard, or before the last check."""
     expected = shuffle(source, tmp_path / "expected", shards=7, seed=1)
-    written = 0
+    written: list[str] = []
     write = shuffle_module.write_shard
 
-    def failing(*arguments: Any) -> Any:
-        nonlocal written
-        if written == {"fill": 0, "third shard": 3, "last shard": 7}[stop_after]:
+    def counted(path: Path, *arguments: Any) -> Any:
+        if str(len(written)) == stop_at:
             raise KeyboardInterrupt
-        written += 1
-        return write(*arguments)
+        written.append(path.name)
+        return write(path, *arguments)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(shuffle_module, "write_shard", failing)
-        if stop_after == "last shard":
+        patch.setattr(shuffle_module, "write_shard", counted)
+        if stop_at == "flush":
+            patch.setattr(shuffle_module._BucketFiles, "flush", interrupted)
+        elif stop_at == "_check_multiset":
             patch.setattr(shuffle_module, "_check_multiset", interrupted)
         with pytest.raises(KeyboardInterrupt):
             shuffle(source, tmp_path / "data", shards=7, seed=1)
     with pytest.raises(ValueError, match="begun with other settings"):
         shuffle(source, tmp_path / "data", shards=7, seed=2)
-    written = 0
     with monkeypatch.context() as patch:
-        patch.setattr(shuffle_module, "_fill_buckets", interrupted)
-        patch.setattr(shuffle_module, "write_shard", lambda *arguments: (count(), write(*arguments))[1])
-
-        def count() -> None:
-            nonlocal written
-            written += 1
-
+        if stop_at != "flush":  # the buckets are complete
+            patch.setattr(shuffle_module, "_fill_buckets", interrupted)
+        before, stop_at = len(written), "never"
+        patch.setattr(shuffle_module, "write_shard", counted)
         found = shuffle(source, tmp_path / "data", shards=7, seed=1)
-    assert written == {"fill": 7, "third shard": 4, "last shard": 0}[stop_after]
+    assert len(written) - before == written_after
     assert found.shards == expected.shards
-
-
-@pytest.mark.usefixtures("small")
-def test_half_filled_buckets_are_filled_again(source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = shuffle(source, tmp_path / "expected", shards=2, seed=1)
-
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shuffle_module._BucketFiles, "flush", stop)
-        with pytest.raises(KeyboardInterrupt):
-            shuffle(source, tmp_path / "data", shards=2, seed=1)
-    assert shuffle(source, tmp_path / "data", shards=2, seed=1).shards == expected.shards
 
 
 def lose_one(samples: Samples) -> Samples:
@@ -196,23 +179,19 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
     """As the system counts it, mapped pages included; shards have one size throughout."""
     grown = []
-    lengths = np.full(20_000, 500)
-    for factor in (1, 4):
-        folder = tmp_path / str(factor)
-        samples = synthetic_samples(np.tile(lengths, factor), 30522)
-        write_dataset(
-            folder,
-            samples,
-            shards=10 * factor,
-            info=replace(INFO, vocab_size=30522, max_seq_length=512, max_predictions_per_seq=80),
-        )
+    samples = synthetic_samples(np.full(5_000, 500), 30522)
+    info = replace(INFO, vocab_size=30522, max_seq_length=512, max_predictions_per_seq=80)
+    for shards in (10, 30):
+        drawn = samples.take(np.random.default_rng(shards).integers(0, len(samples), 2000 * shards))
+        assert drawn.nbytes > 3e6 * shards
+        folder = tmp_path / str(shards)
+        write_dataset(folder, drawn, shards=shards, info=info)
         done = subprocess.run(
-            [sys.executable, "-c", _MEASURED, str(folder), str(tmp_path / f"out{factor}"), str(10 * factor)],
+            [sys.executable, "-c", _MEASURED, str(folder), str(tmp_path / f"out{shards}"), str(shards)],
             cwd=REPOSITORY,
             capture_output=True,
             text=True,
             check=True,
         )
         grown.append(int(done.stdout) / 1024)
-        assert samples.nbytes > 30e6 * factor
-    assert grown[1] < grown[0] + 15, f"{grown} MiB for 35 and 140 MB of samples"
+    assert grown[1] < grown[0] + 15, f"{grown} MiB for 33 and 100 MB of samples"

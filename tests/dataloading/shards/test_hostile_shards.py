@@ -16,11 +16,11 @@ import pytest
 from dataloading.shards.formats import open_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.tfrecord import _masked_crc
-from tests.dataloading.made_up_samples import INFO, make_samples
-from tests.dataloading.shards.test_layouts import made_up, write_like_others
+from tests.conftest import REPOSITORY
+from tests.dataloading.made_up import INFO, make_samples
+from tests.dataloading.shards import test_layouts
+from tests.dataloading.shards.test_layouts import RAGGED, array_of, write_like_others
 
-REPOSITORY = Path(__file__).parents[3]
-RAGGED = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids")
 FIXED = {"input_ids": 512, "input_mask": 512, "segment_ids": 512, "masked_lm_positions": 76, "masked_lm_ids": 76}
 MOST_MEMORY = 96 << 20
 """Bytes that a process may grow by while it refuses all of them, one after another; half a gigabyte and more before."""
@@ -28,22 +28,15 @@ MOST_MEMORY = 96 << 20
 Make = Callable[[Path], None]
 
 
-def never_written(rows: int, storage: dict[str, Any]) -> Make:
+def never_written(rows: int, ragged: bool = False, **storage: Any) -> Make:
+    """Columns of as many rows, of which none was written."""
+
     def make(path: Path) -> None:
         with h5py.File(path, "w") as file:
-            for name, width in FIXED.items():
-                file.create_dataset(name, (rows, width), "i2", **storage)
+            for name, width in dict.fromkeys(RAGGED, 0).items() if ragged else FIXED.items():
+                shape, kind = ((rows,), h5py.vlen_dtype(np.dtype("i2"))) if ragged else ((rows, width), "i2")
+                file.create_dataset(name, shape, kind, **storage)
             file.create_dataset("next_sentence_labels", (rows,), "i1", **storage)
-
-    return make
-
-
-def rows_never_written(storage: dict[str, Any]) -> Make:
-    def make(path: Path) -> None:
-        with h5py.File(path, "w") as file:
-            for name in RAGGED:
-                file.create_dataset(name, (1_500_000,), h5py.vlen_dtype(np.dtype("i2")), **storage)
-            file.create_dataset("next_sentence_labels", (1_500_000,), "i1", **storage)
 
     return make
 
@@ -94,9 +87,7 @@ def chunks_that_share_bytes(path: Path) -> None:
             storage = {"chunks": (1, width), "compression": "gzip"}
             file.create_dataset(name, data=rows[:, :width] if name == "input_ids" else rows[:, :width] * 0, **storage)
         file.create_dataset("next_sentence_labels", data=np.zeros(600, "i1"))
-        column = file["input_ids"]
-        assert isinstance(column, h5py.Dataset)
-        first = column.id.get_chunk_info(0)
+        first = array_of(file, "input_ids").id.get_chunk_info(0)
     content = bytearray(path.read_bytes())
     small = zlib.compress(rows[1].tobytes(), 4)
     # Keys of the index: size, filter mask, coordinates of the chunk and of the element in it; then its address.
@@ -109,7 +100,7 @@ def chunks_that_share_bytes(path: Path) -> None:
 
 
 def more_elements_than_a_number_holds(path: Path) -> None:
-    never_written(8, {})(path)
+    never_written(8)(path)
     with h5py.File(path, "r+") as file:
         for name in FIXED:
             del file[name]
@@ -137,11 +128,11 @@ def small_records(path: Path) -> None:
 
 
 GREEDY: dict[str, Make] = {
-    "rows never written": never_written(80_000, {}),
-    "chunks never written": never_written(80_000, {"chunks": True}),
-    "packed chunks never written": never_written(80_000, {"compression": "gzip"}),
-    "references never written": rows_never_written({}),
-    "chunks of references never written": rows_never_written({"chunks": True}),
+    "rows never written": never_written(80_000),
+    "chunks never written": never_written(80_000, chunks=True),
+    "packed chunks never written": never_written(80_000, compression="gzip"),
+    "references never written": never_written(1_500_000, ragged=True),
+    "chunks of references never written": never_written(1_500_000, ragged=True, chunks=True),
     "one object for all rows": one_object_for_all_rows({}),
     "one object for all packed rows": one_object_for_all_rows({"chunks": (7000,), "compression": "gzip"}),
     "a chunk that inflates to more": chunk_of(zlib.compress(bytes(500 << 20), 1)),
@@ -186,9 +177,7 @@ def test_what_promises_much_is_refused_in_little_memory(tmp_path: Path) -> None:
 
 def replace_ids(**options: Any) -> Callable[[h5py.File, Path], None]:
     def change(file: h5py.File, folder: Path) -> None:
-        ids = file["input_ids"]
-        assert isinstance(ids, h5py.Dataset)
-        data = ids[()]
+        data = array_of(file, "input_ids")[()]
         del file["input_ids"]
         if options.get("external"):
             (folder / "elsewhere").write_bytes(data.tobytes())
@@ -208,9 +197,7 @@ def link(kind: str) -> Callable[[h5py.File, Path], None]:
             return
         with h5py.File(folder / "elsewhere", "w") as other:
             file.copy("input_ids", other)
-        ids = file["input_ids"]
-        assert isinstance(ids, h5py.Dataset)
-        shape, dtype = ids.shape, ids.dtype
+        shape, dtype = array_of(file, "input_ids").shape, array_of(file, "input_ids").dtype
         del file["input_ids"]
         if kind == "external":
             file["input_ids"] = h5py.ExternalLink(str(folder / "elsewhere"), "/input_ids")
@@ -224,9 +211,7 @@ def link(kind: str) -> Callable[[h5py.File, Path], None]:
 
 def unknown_filter(file: h5py.File, _: Path) -> None:
     """One for which the HDF5 library would look for a shared library."""
-    ids = file["input_ids"]
-    assert isinstance(ids, h5py.Dataset)
-    data = ids[()]
+    data = array_of(file, "input_ids")[()]
     del file["input_ids"]
     storage = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
     storage.set_chunk(data.shape)
@@ -256,7 +241,7 @@ def test_what_leads_elsewhere_is_refused(
     if layout == "native":
         write_shard(path, make_samples(23), INFO)
     else:
-        write_like_others(path, layout, made_up())
+        write_like_others(path, layout, test_layouts.make_samples())
     with h5py.File(path, "r+") as file:
         change(file, tmp_path)
     with pytest.raises(ValueError, match=message) as caught:

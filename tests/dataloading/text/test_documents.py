@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dataloading.dataset.folder import open_dataset
+from dataloading.text import demo
 from dataloading.text.demo import write_demo
-from dataloading.text.documents import HELD_OUT_PERCENT, Document, demo_documents, write_text
-from dataloading.text.pretraining_data import read_documents
+from dataloading.text.documents import HELD_OUT_PERCENT, Document, demo_documents
 from tests.conftest import REPOSITORY, SmallRun
 
 pytestmark = pytest.mark.slow
@@ -23,29 +23,21 @@ def documents() -> list[Document]:
     return demo_documents()
 
 
-def test_the_corpus_is_large(documents: list[Document]) -> None:
-    words = sum(len(sentence.split()) for document in documents for sentence in document.sentences)
-    assert words > 150_000
+def test_the_corpus_is_large_and_of_single_non_empty_lines(documents: list[Document]) -> None:
+    sentences = [sentence for document in documents for sentence in document.sentences]
+    assert sum(len(sentence.split()) for sentence in sentences) > 150_000
+    for sentence in sentences:
+        assert sentence.strip() == sentence != ""
+        assert len(sentence.splitlines()) == 1
+    assert all(document.sentences for document in documents)
 
 
-def test_sentences_are_single_non_empty_lines(documents: list[Document]) -> None:
-    for document in documents:
-        assert document.sentences
-        for sentence in document.sentences:
-            assert sentence.strip() == sentence != ""
-            assert len(sentence.splitlines()) == 1
-
-
-def test_a_module_is_held_out_whole(documents: list[Document]) -> None:
-    held_out = {document.name for document in documents if document.held_out}
-    used = {document.name for document in documents if not document.held_out}
-    assert not held_out & used
-    assert 0.5 * HELD_OUT_PERCENT / 100 < len(held_out) / len(held_out | used) < 2 * HELD_OUT_PERCENT / 100
-
-
-def test_no_paragraph_of_the_training_text_is_in_the_evaluation_text(documents: list[Document]) -> None:
-    used = {document.sentences for document in documents if not document.held_out}
-    assert not used & {document.sentences for document in documents if document.held_out}
+def test_a_module_is_held_out_whole_and_no_paragraph_is_on_both_sides(documents: list[Document]) -> None:
+    held_out, used = ([document for document in documents if document.held_out == side] for side in (True, False))
+    names, others = ({document.name for document in some} for some in (held_out, used))
+    assert not names & others
+    assert 0.5 * HELD_OUT_PERCENT / 100 < len(names) / len(names | others) < 2 * HELD_OUT_PERCENT / 100
+    assert not {document.sentences for document in used} & {document.sentences for document in held_out}
 
 
 def test_another_process_finds_the_same_and_imports_nothing_of_the_standard_library(documents: list[Document]) -> None:
@@ -87,48 +79,43 @@ def test_a_python_without_its_documentation_is_a_clear_error(tmp_path: Path) -> 
         demo_documents(tmp_path)
 
 
-def test_text_form_is_what_the_preparation_reads(documents: list[Document], tmp_path: Path) -> None:
-    write_text(documents[:5], tmp_path / "text.txt")
-    assert [tuple(sentences) for sentences in read_documents([tmp_path / "text.txt"])] == [
-        document.sentences for document in documents[:5]
-    ]
+@pytest.fixture
+def made(documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The demo's data, of a few of its documents."""
+    monkeypatch.setattr(demo, "demo_documents", lambda: documents[::40])
+    assert write_demo(tmp_path / "demo", VOCAB)
+    return tmp_path / "demo"
 
 
-def test_the_data_are_made_once_and_mended_when_damaged(tmp_path: Path, demo_data: Path) -> None:
-    folder = tmp_path / "demo"
-    shutil.copytree(demo_data, folder)
-    assert not write_demo(folder, VOCAB)
-    train = open_dataset(folder / "train")
-    assert train.info.max_seq_length == 128
-    assert len(train) > 20_000
-    shard = next((folder / "evaluation").glob("part_*"))
+def test_the_data_are_made_once_and_mended_when_damaged(made: Path) -> None:
+    assert not write_demo(made, VOCAB)
+    assert open_dataset(made / "train").info.max_seq_length == 128
+    shard = next((made / "evaluation").glob("part_*"))
     content = bytearray(shard.read_bytes())
-    content[-100] ^= 1
+    content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert write_demo(folder, VOCAB)
-    open_dataset(folder / "evaluation").verify()
+    assert write_demo(made, VOCAB)
+    open_dataset(made / "evaluation").verify()
 
 
-@pytest.mark.parametrize("name", ["train", "evaluation"])
-@pytest.mark.parametrize("foreign", ["a data set", "a damaged one", "a file beside", "a file"])
-def test_what_the_demo_has_not_made_is_not_touched(
-    tmp_path: Path, small_run: SmallRun, name: str, foreign: str, demo_data: Path
-) -> None:
-    folder = tmp_path / "out"
-    shutil.copytree(demo_data, folder)
-    (folder / "train" / "lengths.npy").write_bytes(b"")  # or nothing would be made anew
+@pytest.mark.parametrize(
+    ("name", "foreign"),
+    [("train", "a data set"), ("evaluation", "a damaged one"), ("train", "a file beside"), ("evaluation", "a file")],
+)
+def test_what_the_demo_has_not_made_is_not_touched(made: Path, small_run: SmallRun, name: str, foreign: str) -> None:
+    (made / "train" / "lengths.npy").write_bytes(b"")  # or nothing would be made anew
     if foreign == "a data set":
-        shutil.rmtree(folder / name)
-        shutil.copytree(small_run.folder / "train", folder / name)
+        shutil.rmtree(made / name)
+        shutil.copytree(small_run.folder / "train", made / name)
     elif foreign == "a damaged one":
-        (folder / name / "manifest.json").write_text("{}")
+        (made / name / "manifest.json").write_text("{}")
     elif foreign == "a file beside":
-        (folder / name / "thesis.txt").write_text("years of work")
+        (made / name / "thesis.txt").write_text("years of work")
     else:
-        shutil.rmtree(folder / name)
-        (folder / name).write_text("a file")
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        shutil.rmtree(made / name)
+        (made / name).write_text("a file")
+    before = {path: path.read_bytes() for path in made.rglob("*") if path.is_file()}
     with pytest.raises((ValueError, OSError)) as caught:
-        write_demo(folder, VOCAB)
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-    assert str(folder / name) in str(caught.value)
+        write_demo(made, VOCAB)
+    assert {path: path.read_bytes() for path in made.rglob("*") if path.is_file()} == before
+    assert str(made / name) in str(caught.value)

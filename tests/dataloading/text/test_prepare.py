@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,8 @@ from dataloading.dataset.manifest import Part, shard_name
 from dataloading.dataset.merge import merge
 from dataloading.options import PretrainingOptions
 from dataloading.text.prepare import Job, Progress, prepare
+from tests.conftest import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[3]
 OPTIONS = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=10, dupe_factor=3)
 TEXTS = 5
 
@@ -58,8 +59,7 @@ def test_processes_make_no_difference(job: Job, whole: dict[str, bytes], tmp_pat
     assert not any(progress.kept for progress in told)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("count", [2, 3, 5])
+@pytest.mark.parametrize(("count", "shared"), [(2, True), (3, False), (5, True)])
 def test_parts_make_the_same_data_set(
     job: Job, whole: dict[str, bytes], tmp_path: Path, count: int, shared: bool
 ) -> None:
@@ -88,14 +88,14 @@ def test_merge_refuses_gaps_repeats_and_strangers(job: Job, tmp_path: Path) -> N
         merge([*folders, folders[0]], out)
     with pytest.raises(ValueError, match="it holds parts of a data set: join them"):
         open_dataset(folders[0])
-    other = Job(job.texts, job.vocab, PretrainingOptions(max_seq_length=32, max_predictions_per_seq=10, dupe_factor=3))
-    prepare(other, tmp_path / "other", part=Part(2, 3))
+    shorter = replace(job, options=replace(OPTIONS, max_seq_length=32))
+    prepare(shorter, tmp_path / "other", part=Part(2, 3))
     with pytest.raises(ValueError, match="max_seq_length 32 instead of 64"):
         merge([folders[0], tmp_path / "other", folders[2]], out)
     prepare(job, tmp_path / "half", part=Part(1, 2))
     with pytest.raises(ValueError, match="parts of 2 and parts of 3 do not make one data set"):
         merge([*folders, tmp_path / "half"], out)
-    same = Job((job.texts[1], job.texts[0], *job.texts[2:]), job.vocab, OPTIONS)
+    same = replace(job, texts=(job.texts[1], job.texts[0], *job.texts[2:]))
     prepare(same, tmp_path / "same", part=Part(2, 3))
     with pytest.raises(ValueError, match="holds the same samples"):
         merge([folders[0], tmp_path / "same", folders[2]], out)
@@ -106,9 +106,8 @@ def test_merge_refuses_gaps_repeats_and_strangers(job: Job, tmp_path: Path) -> N
 
 
 def test_whole_data_sets_are_joined_in_the_order_named(job: Job, tmp_path: Path) -> None:
-    first, second = (Job(texts, job.vocab, OPTIONS) for texts in (job.texts[3:], job.texts[:3]))
-    prepare(first, tmp_path / "first")
-    prepare(second, tmp_path / "second")
+    for name, texts in (("first", job.texts[3:]), ("second", job.texts[:3])):
+        prepare(replace(job, texts=texts), tmp_path / name)
     joined = merge([tmp_path / "second", tmp_path / "first"], tmp_path / "out")
     prepare(job, tmp_path / "data")
     expected = open_dataset(tmp_path / "data")
@@ -117,23 +116,20 @@ def test_whole_data_sets_are_joined_in_the_order_named(job: Job, tmp_path: Path)
     assert joined.info == expected.info
     with pytest.raises(ValueError, match="holds the same samples"):
         merge([tmp_path / "first", tmp_path / "first"], tmp_path / "twice")
-    prepare(Job(job.texts[2:], job.vocab, OPTIONS, one_call=True), tmp_path / "overlapping")
+    prepare(replace(job, texts=job.texts[2:], one_call=True), tmp_path / "overlapping")
     with pytest.raises(ValueError, match=r"text2.txt was prepared for .* already"):
         merge([tmp_path / "second", tmp_path / "overlapping"], tmp_path / "twice")
     with pytest.raises(ValueError, match="expected the parts of one, or several to join"):
         merge([tmp_path / "first"], tmp_path / "alone")
 
 
-def command(job: Job, out: Path) -> list[str]:
-    flags = [f"--{name}={value}" for name, value in (("max_seq_length", 64), ("max_predictions_per_seq", 10))]
-    texts = [str(path) for path in job.texts]
-    base = [sys.executable, "-m", "dataloading", "prepare", "--text", *texts, "--vocab", str(job.vocab)]
-    return [*base, "--out", str(out), "--dupe_factor", "3", "--jobs", "2", *flags]
-
-
 def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
     out = tmp_path / "data"
-    process = subprocess.Popen(command(job, out), cwd=REPOSITORY, start_new_session=True, stdout=subprocess.DEVNULL)
+    flags = ["--max_seq_length=64", "--max_predictions_per_seq=10", "--dupe_factor=3", "--jobs=2"]
+    command = [sys.executable, "-m", "dataloading", "prepare", "--vocab", job.vocab, "--out", out, *flags]
+    process = subprocess.Popen(
+        [*command, "--text", *job.texts], cwd=REPOSITORY, start_new_session=True, stdout=subprocess.DEVNULL
+    )
     deadline = time.monotonic() + 60
     while not list(out.glob("part_*")) and time.monotonic() < deadline:
         time.sleep(0.002)
@@ -148,46 +144,35 @@ def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_pat
     assert {progress.name for progress in told if progress.kept} == there
 
 
-def test_a_damaged_shard_is_made_again(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
+def test_damaged_shards_are_made_again_and_a_folder_begun_otherwise_is_left_alone(
+    job: Job, whole: dict[str, bytes], tmp_path: Path
+) -> None:
     out = tmp_path / "data"
     prepare(job, out)
-    path = out / shard_name(2, TEXTS)
-    content = bytearray(path.read_bytes())
+    flipped, truncated = (out / shard_name(index, TEXTS) for index in (2, 3))
+    content = bytearray(flipped.read_bytes())
     content[-10] ^= 1
-    path.write_bytes(content)
+    flipped.write_bytes(content)
+    truncated.write_bytes(truncated.read_bytes()[:-1])
     told: list[Progress] = []
     prepare(job, out, report=told.append)
     assert contents(out) == whole
-    assert [progress.name for progress in told if not progress.kept] == [path.name]
-
-
-def test_a_truncated_shard_is_made_again(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
-    out = tmp_path / "data"
-    prepare(job, out)
-    path = out / shard_name(2, TEXTS)
-    path.write_bytes(path.read_bytes()[:-1])
-    prepare(job, out)
-    assert contents(out) == whole
-
-
-def test_a_folder_begun_otherwise_is_left_alone(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
-    out = tmp_path / "data"
-    prepare(job, out)
-    for other, difference in (
-        (Job(job.texts, job.vocab, PretrainingOptions(max_seq_length=64, max_predictions_per_seq=9)), "dupe_factor"),
-        (Job(job.texts[1:], job.vocab, OPTIONS), "calls"),
-        (Job(job.texts, job.vocab, OPTIONS, one_call=True), "calls"),
-        (Job(job.texts, job.vocab, OPTIONS, compression="gzip"), "compression"),
+    assert [progress.name for progress in told if not progress.kept] == [flipped.name, truncated.name]
+    for changed, difference in (
+        ({"options": PretrainingOptions(max_seq_length=64, max_predictions_per_seq=9)}, "dupe_factor"),
+        ({"texts": job.texts[1:]}, "calls"),
+        ({"one_call": True}, "calls"),
+        ({"compression": "gzip"}, "compression"),
     ):
         with pytest.raises(ValueError, match=f"begun with other settings .*{difference}"):
-            prepare(other, out)
+            prepare(replace(job, **changed), out)
     assert contents(out) == whole
 
 
 def test_a_changed_text_is_noticed(job: Job, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("w1 w2\nw3\n\nw4 w5\n")
-    mine = Job((text,), job.vocab, OPTIONS)
+    mine = replace(job, texts=(text,))
     prepare(mine, tmp_path / "data")
     text.write_text("w1 w2\nw3\n\nw4 w6\n")
     with pytest.raises(ValueError, match="made from another text"):
@@ -196,7 +181,7 @@ def test_a_changed_text_is_noticed(job: Job, tmp_path: Path) -> None:
 
 def test_compressed_shards_hold_the_same(job: Job, tmp_path: Path) -> None:
     prepare(job, tmp_path / "plain")
-    packed = prepare(Job(job.texts, job.vocab, OPTIONS, compression="gzip"), tmp_path / "packed")
+    packed = prepare(replace(job, compression="gzip"), tmp_path / "packed")
     plain = open_dataset(tmp_path / "plain")
     assert [record.digest for record in packed.shards] == [record.digest for record in plain.shards]
     assert sum(record.file_bytes for record in packed.shards) < 0.9 * sum(record.file_bytes for record in plain.shards)

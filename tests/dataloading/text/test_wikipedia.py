@@ -1,12 +1,10 @@
-"""WikiExtractor files to text shards: the bytes of the reference's scripts, after kill -9 too."""
+"""WikiExtractor files to text shards: the bytes of the reference's scripts, made in one go or taken up again."""
 
 import hashlib
 import json
 import re
 import shutil
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,13 +23,6 @@ SHARED = REPOSITORY.parent / "shared" / "data"
 PLAIN = ExtractionOptions("plain", evaluation_articles=9, part_bytes=int(0.02 * 1024 * 1024))
 
 
-def require_punkt() -> None:
-    try:
-        sentence_splitter("punkt")
-    except ValueError as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.parametrize("name", ["AA/wiki_00", "AA/wiki_01", "AA/wiki_03", "AB/wiki_00"])
 def test_each_step_gives_the_references_bytes(name: str) -> None:
     expected = FIXTURES / "expected_steps" / name.replace("/", "-")
@@ -40,11 +31,12 @@ def test_each_step_gives_the_references_bytes(name: str) -> None:
     assert clean(found).encode() == expected.with_suffix(".2").read_bytes()
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("sentences", ["plain", "punkt"])
+@pytest.mark.parametrize(("sentences", "jobs"), [("plain", 1), ("plain", 2), ("punkt", 1)])
 def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentences, jobs: int, tmp_path: Path) -> None:
-    if sentences == "punkt":
-        require_punkt()
+    try:
+        sentence_splitter(sentences)
+    except ValueError as error:
+        pytest.skip(str(error))
     options = replace(PLAIN, sentences=sentences)
     reports: list[Progress] = []
     extraction = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
@@ -55,10 +47,6 @@ def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentenc
     assert [part.output.name for part in extraction.parts] == ["part-00000-of-00002", "part-00001-of-00002"]
     assert [(report.done, report.total, report.kept) for report in reports] == [(1, 2, False), (2, 2, False)]
     assert sum(part.evaluation_articles for part in extraction.parts) == 9
-
-
-def test_the_manifest_tells_what_was_read_and_made(tmp_path: Path) -> None:
-    extract([TEXT], tmp_path / "out", PLAIN)
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
     assert manifest["options"]["seed"] == 12345
     outputs = [part["output"] for part in manifest["parts"]] + [manifest["evaluation"], manifest["evaluation_md5"]]
@@ -127,11 +115,6 @@ def test_articles_are_drawn_from_the_files_own_seed() -> None:
     assert gathered([]) == b""
 
 
-def test_too_few_articles_are_named_with_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"AA/wiki_\d\d: holds \d+ articles, of which 250 are to be held out"):
-        extract([TEXT], tmp_path / "out", ExtractionOptions("plain", evaluation_articles=1000))
-
-
 def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
     for name in ("AB/wiki_00", "AA/wiki_10", "AA/wiki_02", "AA/wiki_100", "AA/notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -148,10 +131,9 @@ def test_inputs_are_found_in_the_references_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4"), (b"a\0b", "wiki_00: holds a zero byte at 1")],
+    ("content", "message", "jobs"),
+    [(b"good\xff", "wiki_00: is not UTF-8 at byte 4", 1), (b"a\0b", "wiki_00: holds a zero byte at 1", 2)],
 )
-@pytest.mark.parametrize("jobs", [1, 2])
 def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes, message: str, jobs: int) -> None:
     shutil.copytree(TEXT, tmp_path / "text")
     (tmp_path / "text" / "AB" / "wiki_00").write_bytes(content)
@@ -213,40 +195,11 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ValueError, match="full is there already"):
         extract([TEXT], tmp_path / "full", PLAIN)
+    with pytest.raises(ValueError, match=r"AA/wiki_\d\d: holds \d+ articles, of which 250 are to be held out"):
+        extract([TEXT], tmp_path / "many", replace(PLAIN, evaluation_articles=1000))
     for wrong in ({"sentences": "other"}, {"evaluation_articles": -1}, {"part_bytes": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is "):
             replace(PLAIN, **wrong)
-
-
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_after_kill_minus_9_it_goes_on_and_leaves_no_process(tmp_path: Path, jobs: int) -> None:
-    text = tmp_path / "text" / "AA"
-    text.mkdir(parents=True)
-    for index in range(40):
-        (text / f"wiki_{index:02d}").write_bytes((TEXT / "AA" / "wiki_00").read_bytes() * 20)
-    options = "ExtractionOptions('plain', evaluation_articles=77, part_bytes=1)"
-    code = f"""
-from pathlib import Path
-from dataloading.options import ExtractionOptions
-from dataloading.text.wikipedia import extract
-extract([Path({str(text)!r})], Path({str(tmp_path / "out")!r}), {options}, jobs={jobs})
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, start_new_session=True)
-    wait_for(lambda: len(list((tmp_path / "out").glob("part-*"))) > 3)
-    process.kill()
-    process.wait()
-    wait_for(lambda: not processes_of(process.pid))
-    reports: list[Progress] = []
-    settings = ExtractionOptions("plain", evaluation_articles=77, part_bytes=1)
-    assert not (tmp_path / "out" / "manifest.json").exists()
-    extract([text], tmp_path / "out", settings, report=reports.append)
-    assert {report.kept for report in reports} == {True, False}
-    extract([text], tmp_path / "other", settings)
-    assert not list((tmp_path / "out").glob("**/.*.partial"))
-    files = sorted(path.name for path in (tmp_path / "other").iterdir() if path.is_file())
-    assert files == sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file())
-    for name in files:
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "other" / name).read_bytes(), name
 
 
 def test_without_nltk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -260,23 +213,3 @@ def test_without_nltk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 def same_as_expected(out: Path) -> None:
     for path in (FIXTURES / "expected_plain").iterdir():
         assert (out / re.sub("-of-.*", "-of-00002", path.name)).read_bytes() == path.read_bytes(), path.name
-
-
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-def processes_of(session: int) -> list[int]:
-    """Living processes of a session."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            status = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(status[3]) == session and status[0] != "Z":
-            found.append(int(folder.name))
-    return found

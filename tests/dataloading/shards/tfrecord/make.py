@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
+from dataloading.shards.formats import open_shard
 from dataloading.shards.samples import Samples
-from dataloading.shards.tfrecord import TFRecordFile
 from tests.dataloading.shards.tfrecord.edge_samples import MAX_PREDICTIONS_PER_SEQ, MAX_SEQ_LENGTH, edge_samples
 
 TARGET = Path(__file__).with_name("edge_64.tfrecord")
@@ -53,7 +53,7 @@ def main() -> None:
         name: tf.io.FixedLenFeature([width], tf.float32 if name == "masked_lm_weights" else tf.int64)
         for name, width in WIDTHS.items()
     }
-    with TFRecordFile(TARGET) as ours:
+    with open_shard(TARGET) as ours:
         assert len(ours) == len(rows)
         for index, record in enumerate(tf.data.TFRecordDataset(str(TARGET))):
             theirs = tf.io.parse_single_example(record, description)

@@ -1,9 +1,12 @@
-"""Random samples for tests that need some and do not care which."""
+"""Text and random samples for tests that need some and do not care which."""
 
 import numpy as np
 
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
+
+TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{index}" for index in range(30))]
+TEXT = "\n".join("" if line % 9 == 8 else f"w{line % 30} w3 w{line % 7}" for line in range(200))
 
 INFO = DatasetInfo(
     vocab_size=100,
