@@ -136,19 +136,10 @@ def configurations() -> "list[Configuration]":
         for name, kernel in kernels.items():
             launch = _LAUNCHES[capability][name]
             constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch)
-            constants |= {"state": None} if "state" in kernel.arg_names and not dropout else {}
-            types = {a: "constexpr" if a in constants else _TYPES.get(a, "*bf16") for a in kernel.arg_names}
-            chosen.append(
-                Configuration(
-                    f"{name}, {case}",
-                    kernel,
-                    types,
-                    constants,
-                    launch.num_warps,
-                    launch.num_stages,
-                    devices[capability],
-                )
-            )
+            constants |= {} if dropout else {"state": None}
+            types = dict.fromkeys(kernel.arg_names, "*bf16") | _TYPES
+            pipeline = launch.num_warps, launch.num_stages
+            chosen.append(Configuration.of(f"{name}, {case}", kernel, types, constants, *pipeline, devices[capability]))
     return chosen
 
 

@@ -280,28 +280,18 @@ def configurations() -> "list[Configuration]":
     """Return what BERT-Large runs: logits bf16 in training and fp32 in evaluation, bias bf16 or, under autocast, fp32."""
     from kernels.ahead_of_time import Configuration
 
+    types = {"labels": "*i64", "losses": "*fp32", "correct": "*i32"}
+    types |= dict.fromkeys(("vocabulary", "width", "ignore_index"), "i32")
     return [
-        Configuration(
-            name=f"masked_lm_loss, {name} vocabulary, bias {bias}, {'training' if with_gradient else 'evaluation'}",
-            kernel=_kernel,
-            signature={
-                "logits": "*bf16" if with_gradient else "*fp32",
-                "bias": f"*{bias}",
-                "labels": "*i64",
-                "losses": "*fp32",
-                "correct": "*i32",
-                "vocabulary": "i32",
-                "width": "i32",
-                "ignore_index": "i32",
-                "WITH_GRADIENT": "constexpr",
-                "COUNT_CORRECT": "constexpr",
-                "COLUMNS": "constexpr",
-            },
-            constexprs={"WITH_GRADIENT": with_gradient, "COUNT_CORRECT": not with_gradient, "COLUMNS": tile.columns},
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+        Configuration.of(
+            f"masked_lm_loss, {name} vocabulary, bias {bias}, {'training' if training else 'evaluation'}",
+            _kernel,
+            types | {"logits": "*bf16" if training else "*fp32", "bias": f"*{bias}"},
+            {"WITH_GRADIENT": training, "COUNT_CORRECT": not training, "COLUMNS": tile.columns},
+            tile.warps,
+            tile.stages,
         )
         for name, tile in (("wide", _WIDE), ("narrow", _NARROW))
         for bias in ("bf16", "fp32")
-        for with_gradient in (True, False)
+        for training in (True, False)
     ]

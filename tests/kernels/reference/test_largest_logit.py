@@ -111,7 +111,8 @@ def test_gradients_where_it_counts(masked_lm_loss: Loss, dtype: torch.dtype):
 
     def gradients(inputs: list[Tensor], count_correct: bool) -> list[Tensor]:
         inputs = [x.requires_grad_() for x in inputs]
-        loss, _ = masked_lm_loss(*inputs, labels, count_correct=count_correct)
+        loss, found = masked_lm_loss(*inputs, labels, count_correct=count_correct)
+        assert (found is not None) == count_correct
         return list(torch.autograd.grad(loss, inputs))
 
     exact = [x.double().requires_grad_() for x in leaves]
