@@ -183,11 +183,9 @@ def test_peers_take_a_step(all_parts: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_hugging_faces_model_takes_a_step(context: Context) -> None:
-    step = gpu_peers._hugging_face(context, 2)
-    row = gpu_peers._peer_row(context, "peer", lambda *_: step)
+    row = gpu_peers._peer_row(context, "peer", functools.partial(gpu_peers._hugging_face, compiled=True))
     assert row.figure is not None
     assert row.figure > 0
-    gpu_peers._hugging_face_compiled(context, 2)()
 
 
 def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: Path) -> None:
@@ -406,6 +404,7 @@ def test_names_of_pytorchs_gpu_interface_exist() -> None:
     """What no run without a GPU would find: the benchmark uses names that this PyTorch has."""
     for path in [
         *sorted(REPOSITORY.glob("benchmarks/gpu*/**/*.py")),
+        REPOSITORY / "benchmarks/gpu.py",
         REPOSITORY / "bert/cuda_graphs.py",
         REPOSITORY / "bert/reporting/stopwatch.py",
     ]:

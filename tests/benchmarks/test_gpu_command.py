@@ -68,6 +68,9 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert given == {"ceilings": 60, "step": pytest.approx(470 * 90 / 210), "peers": pytest.approx(460)}
     assert gpu.measure(replace(settings, parts=["memory"]))
     assert given["memory"] == 480
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    assert gpu.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0
+    assert list(given) == ["ceilings", "step", "peers", "memory", "correctness", "kernels", "fp8"]
     assert gpu.SECONDS < 540
 
 

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """Adapters to libraries that are not installed here: what they would call, and that nothing is imported before.
 
 The libraries are stood in for by functions with their parameters, as read in their sources (flash-attn 2, FlashAttention-3,

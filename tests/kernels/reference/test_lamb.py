@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """LAMB against a plain float64 NumPy version, and the roles and the schedule that drive it."""
 
 import importlib.util

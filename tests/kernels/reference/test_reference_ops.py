@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """The plain-PyTorch definitions against formulas written out in NumPy, float64."""
 
 import math

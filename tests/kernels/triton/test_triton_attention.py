@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """Triton's variable-length attention under the interpreter, against float64 with the mask of ``Dropout.mask``."""
 
 from typing import Any

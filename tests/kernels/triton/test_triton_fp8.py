@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """Triton's FP8 casts under the interpreter, against the definitions, bit for bit where no GELU is computed."""
 
 import math

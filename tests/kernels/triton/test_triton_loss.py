@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """Triton's masked-LM head under the interpreter, against float64."""
 
 from typing import Any
