@@ -1,6 +1,8 @@
-"""FP8's definitions against float64 and a table of all FP8 numbers; scaled matrix products; scales; no GPU is asked."""
+"""FP8's casts against float64 and a table of all FP8 numbers; scaled matrix products; scales; no GPU is asked."""
 
+import importlib
 import math
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -24,9 +26,17 @@ def scalar(value: float) -> Tensor:
     return torch.tensor(value)
 
 
-def every_number(dtype: torch.dtype) -> Tensor:
-    """All 65,536 numbers of a 16-bit type."""
-    return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(256, 256)
+@pytest.fixture(params=["reference", "triton"])
+def casts(request: pytest.FixtureRequest) -> ModuleType:
+    """The definitions, and Triton's in its interpreter."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    return importlib.import_module(f"kernels.{request.param}.fp8")
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """[N, 16], filled up with zeros."""
+    return F.pad(x, (0, -len(x) % 16)).view(-1, 16)
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -44,9 +54,9 @@ def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 @DTYPES
 @pytest.mark.parametrize("scale", [1.0, 2.0**-90, 2.0**14])
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
-def test_every_number_goes_to_the_nearest(dtype: torch.dtype, scale: float, source: torch.dtype):
-    x = every_number(source)
-    q = fp8.cast_fp8(x, scalar(scale), scalar(0.0), dtype)
+def test_every_number_goes_to_the_nearest(casts: ModuleType, dtype: torch.dtype, scale: float, source: torch.dtype):
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(source).view(512, 128)
+    q = casts.cast_fp8(x, scalar(scale), scalar(0.0), dtype)
     assert q.dtype == dtype
     nan = x.isnan()
     assert torch.equal(q.float().isnan(), nan)
@@ -54,18 +64,18 @@ def test_every_number_goes_to_the_nearest(dtype: torch.dtype, scale: float, sour
 
 
 @DTYPES
-def test_midpoints_and_their_neighbours_in_fp32(dtype: torch.dtype):
+def test_midpoints_and_their_neighbours_in_fp32(casts: ModuleType, dtype: torch.dtype):
     table = torch.arange(128, dtype=torch.uint8).view(dtype).float()
     table = table[table.isfinite()]
     middle = (table[1:] + table[:-1]) / 2
-    x = torch.stack([middle, middle.nextafter(scalar(0.0)), middle.nextafter(scalar(1e9))])
-    assert torch.equal(fp8.cast_fp8(x, scalar(1.0), scalar(0.0), dtype).double(), rounded(x, dtype))
+    x = in_rows(torch.cat([middle, middle.nextafter(scalar(0.0)), middle.nextafter(scalar(1e9))]))
+    assert torch.equal(casts.cast_fp8(x, scalar(1.0), scalar(0.0), dtype).double(), rounded(x, dtype))
 
 
 @DTYPES
-def test_what_lies_beyond_becomes_the_largest(dtype: torch.dtype):
-    x = torch.tensor([[LARGEST[dtype], 1e30, -1e30, math.inf, -math.inf, math.nan]])
-    q = fp8.cast_fp8(x, scalar(1.0), scalar(0.0), dtype).float()
+def test_what_lies_beyond_becomes_the_largest(casts: ModuleType, dtype: torch.dtype):
+    x = in_rows(torch.tensor([LARGEST[dtype], 1e30, -1e30, math.inf, -math.inf, math.nan]))
+    q = casts.cast_fp8(x, scalar(1.0), scalar(0.0), dtype).float()
     assert q[0, :5].tolist() == [LARGEST[dtype] * sign for sign in (1, 1, -1, 1, -1)]
     assert q[0, 5].isnan()
     assert LARGEST[dtype] == torch.finfo(dtype).max
@@ -82,37 +92,39 @@ def test_what_lies_beyond_becomes_the_largest(dtype: torch.dtype):
         ([1.0, 2.0], math.nan, math.nan),
     ],
 )
-def test_amax_is_raised_in_place_by_what_is_not_scaled(values: list[float], before: float, after: float):
+def test_amax_is_raised_in_place_by_what_is_not_scaled(
+    casts: ModuleType, values: list[float], before: float, after: float
+):
     amaxes = torch.tensor([7.0, before, 7.0])
-    fp8.cast_fp8(torch.tensor([values]), scalar(64.0), amaxes[1], E4M3)
+    casts.cast_fp8(in_rows(torch.tensor(values)), scalar(64.0), amaxes[1], E4M3)
     assert torch.equal(amaxes.nan_to_num(-1), torch.tensor([7.0, after, 7.0]).nan_to_num(-1))
 
 
 @ROWS
 @DTYPES
-def test_the_transpose_is_padded_with_zeros(rows: int, dtype: torch.dtype):
-    x = torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)) + 1
+def test_the_transpose_is_padded_with_zeros(casts: ModuleType, rows: int, dtype: torch.dtype):
+    x = (torch.randn(rows, 48, generator=torch.Generator().manual_seed(rows)) + 1).bfloat16()
     amax = scalar(0.0)
-    q, transposed = fp8.cast_transpose_fp8(x.bfloat16(), scalar(8.0), amax, dtype)
-    assert torch.equal(q.float(), fp8.cast_fp8(x.bfloat16(), scalar(8.0), scalar(0.0), dtype).float())
+    q, transposed = casts.cast_transpose_fp8(x, scalar(8.0), amax, dtype)
+    assert torch.equal(q.float(), casts.cast_fp8(x, scalar(8.0), scalar(0.0), dtype).float())
     assert transposed.shape == (48, padded(rows))
     assert padded(rows) % 16 == 0 <= padded(rows) - rows < 16
     assert transposed.is_contiguous()
     assert torch.equal(transposed[:, :rows].float(), q.float().t())
     assert not transposed[:, rows:].float().any()
-    assert amax == x.bfloat16().float().abs().max()
+    assert amax == x.float().abs().max()
 
 
-def test_columns_are_summed_in_fp32():
+def test_columns_are_summed_in_fp32(casts: ModuleType):
     """1,000 equal terms that bf16 holds exactly, as it does not hold their sums, and FP8 holds neither."""
     x = torch.full((1000, 16), 1.0078125, dtype=torch.bfloat16)
-    *_, total = fp8.cast_transpose_sum_fp8(x, scalar(1.0), scalar(0.0), E5M2)
+    *_, total = casts.cast_transpose_sum_fp8(x, scalar(1.0), scalar(0.0), E5M2)
     assert total.dtype == torch.float32
     assert total.tolist() == [1007.8125] * 16
 
 
 @ROWS
-def test_bias_and_gelu_both_ways(rows: int):
+def test_bias_and_gelu_both_ways(casts: ModuleType, rows: int):
     generator = torch.Generator().manual_seed(rows)
     product, upstream = (2 * torch.randn(rows, 32, generator=generator).bfloat16() for _ in range(2))
     bias = torch.randn(32, generator=generator)
@@ -120,9 +132,9 @@ def test_bias_and_gelu_both_ways(rows: int):
     output = F.gelu(leaves[0] + leaves[1], approximate="tanh")
     exact, exact_bias = torch.autograd.grad(output, leaves, upstream.double())
     amaxes = torch.zeros(2)
-    forward = fp8.bias_gelu_cast_fp8(product, bias, scalar(16.0), amaxes[0])
+    forward = casts.bias_gelu_cast_fp8(product, bias, scalar(16.0), amaxes[0])
     within_half_a_unit(forward[0], output.detach() * 16, E4M3)
-    *backward, bias_gradient = fp8.bias_gelu_backward_cast_fp8(upstream, product, bias, scalar(1024.0), amaxes[1])
+    *backward, bias_gradient = casts.bias_gelu_backward_cast_fp8(upstream, product, bias, scalar(1024.0), amaxes[1])
     within_half_a_unit(backward[0], exact * 1024, E5M2)
     for q, transposed in (forward, backward):
         assert torch.equal(transposed[:, :rows].float(), q.float().t())

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference import fp8
-from kernels.reference.fp8 import E4M3, E5M2, padded
+from kernels.reference.fp8 import E4M3, E5M2
 from kernels.triton import fp8 as triton_fp8
 
 # Rows around the padding and the tile; columns less than a tile, not a whole number of them, and many.
@@ -51,19 +51,6 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch):
         return made
 
     monkeypatch.setattr(Tensor, "new_empty", new_empty)
-
-
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["E4M3", "E5M2"])
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("scale", [1.0, 2.0**-90, 2.0**14])
-def test_every_number_of_16_bits(dtype: torch.dtype, source: torch.dtype, scale: float):
-    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(source).view(512, 128)
-    x = x.nan_to_num(0.0, math.inf, -math.inf)
-    amaxes = scalar(0.0), scalar(0.0)
-    expected = fp8.cast_fp8(x, scalar(scale), amaxes[0], dtype)
-    found = triton_fp8.cast_fp8(x, scalar(scale), amaxes[1], dtype)
-    assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-    assert amaxes[0] == amaxes[1] == math.inf
 
 
 def check_casts(x: Tensor, dtype: torch.dtype) -> None:
@@ -133,22 +120,14 @@ def nearly_the_same(
     assert not transposed[:, len(q) :].float().any()
 
 
-@pytest.mark.parametrize("before", [0.0, 20.0])
 @pytest.mark.parametrize(
     ("place", "value"), [((0, 0), 9.0), ((128, 79), -9.0), ((60, 70), math.inf), ((128, 0), -math.nan)]
 )
-def test_amax_is_kept_raised_and_seen_to_be_bad(place: tuple[int, int], value: float, before: float):
+def test_amax_is_kept_raised_and_seen_to_be_bad(place: tuple[int, int], value: float):
     """In whichever tile the largest is; every tile's but the last row's is padding."""
     x = torch.ones(129, 80)
     x[place] = value
-    amax, own = scalar(before), scalar(before)
-    fp8.cast_fp8(x, scalar(1.0), amax, E4M3)
-    q, transposed = triton_fp8.cast_transpose_fp8(x, scalar(1.0), own, E4M3)
-    assert torch.equal(amax.nan_to_num(-1), own.nan_to_num(-1))
-    assert torch.equal(q.float().isnan(), x.isnan())
-    assert torch.equal(transposed[:, :129].float().isnan(), x.t().isnan())
-    triton_fp8.cast_fp8(torch.ones(1, 16), scalar(1.0), own, E4M3)
-    assert own.isnan() == amax.isnan()
+    check_casts(x, E4M3)
 
 
 def test_rows_without_upstream_add_nothing():
@@ -173,9 +152,7 @@ def test_strided_inputs(x: Tensor):
 def test_no_rows():
     amax = scalar(2.0)
     q, transposed, total = triton_fp8.cast_transpose_sum_fp8(torch.zeros(0, 32), scalar(1.0), amax, E5M2)
-    assert (q.shape, transposed.shape, padded(0)) == ((0, 32), (32, 0), 0)
-    assert not total.any()
-    assert amax == 2
+    assert (q.shape, transposed.shape, total.any().item(), amax.item()) == ((0, 32), (32, 0), False, 2)
 
 
 @pytest.mark.parametrize(
