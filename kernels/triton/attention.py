@@ -275,16 +275,8 @@ def _attention(
 
 
 @_attention.register_fake
-def _(
-    query: Tensor,
-    _key: Tensor,
-    _value: Tensor,
-    _cu_seqlens_q: Tensor,
-    _cu_seqlens_k: Tensor,
-    max_seqlen: int,
-    state: Tensor | None,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, max_seqlen, state, _p, _stream = others
     return query.new_empty(query.shape), *_fake_saved(query, max_seqlen, state)
 
 
@@ -322,11 +314,9 @@ def _self_attention(
 
 
 @_self_attention.register_fake
-def _(
-    qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, _three, heads, head_size = qkv.shape
-    return qkv.new_empty((tokens, heads, head_size)), *_fake_saved(qkv[:, 0], max_seqlen, state)
+def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
+    query = qkv[:, 0]
+    return query.new_empty(query.shape), *_fake_saved(query, max_seqlen, state)
 
 
 def _fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ In an evaluation, which counts correct predictions and writes no gradient, logit
 masked tokens each.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -235,15 +235,8 @@ def _tile(vocabulary: int) -> _Tile:
 
 
 @_masked_lm_loss.register_fake
-def _(
-    hidden_MD: Tensor,
-    decoder_VD: Tensor,
-    bias_V: Tensor,
-    labels_M: Tensor,
-    ignore_index: int,
-    with_gradient: bool,
-    count_correct: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden_MD: Tensor, decoder_VD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, with_gradient, count_correct = others
     kept = len(hidden_MD) if with_gradient else 0
     return (
         hidden_MD.new_empty((), dtype=torch.float32),
@@ -253,10 +246,8 @@ def _(
 
 
 @_masked_lm_loss_backward.register_fake
-def _(
-    upstream: Tensor, logits_gradient_MW: Tensor, hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return hidden_MD.new_empty(hidden_MD.shape), decoder_VD.new_empty(decoder_VD.shape), bias_V.new_empty(bias_V.shape)
+def _(_upstream: Tensor, _gradient: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in operands)
 
 
 def _setup_context(ctx, inputs, output) -> None:
