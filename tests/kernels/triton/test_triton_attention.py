@@ -155,4 +155,4 @@ def test_operators_pass_opcheck():
         *tensors, most = (x.detach() if isinstance(x, Tensor) else x for x in arguments)
         output, lse, kept = op(*tensors, most, state, 0.1, 2)
         backward = getattr(ops, f"{op.__name__}_backward").default
-        torch.library.opcheck(backward, (output, *tensors, output, lse, kept, most, 0.1))
+        torch.library.opcheck(backward, (output, *tensors, output, lse, kept, most, 0.1), test_utils=tests)
