@@ -95,64 +95,53 @@ class _Careless(torch.autograd.Function):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The libraries' attention, and what they were called with beyond the tensors."""
+    """The libraries' attention, by their parameters' names and order, and what they were called with beyond the tensors."""
     seen: dict[str, Any] = {}
 
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: None = None,
-    ) -> Tensor:  # fmt: skip
-        seen.update(dropout_p=dropout_p, longest=(max_seqlen_q, max_seqlen_k), scale=softmax_scale)
-        return _Careless.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)  # pyright: ignore[reportReturnType]
+    def attend(*tensors: Tensor, **others: object) -> Any:
+        seen.update(others)
+        return _Careless.apply(*tensors)
 
-    def flash_attn_varlen_qkvpacked_func(
-        qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: None = None
-    ) -> Tensor:
-        seen.update(dropout_p=dropout_p, longest=(max_seqlen, max_seqlen), scale=softmax_scale)
-        return _Careless.apply(*qkv.unbind(1), cu_seqlens, cu_seqlens)  # pyright: ignore[reportReturnType]
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None
+    ):
+        assert softmax_scale is None
+        return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest=(max_seqlen_q, max_seqlen_k), dropout_p=dropout_p)
+
+    def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None):
+        bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+        return flash_attn_varlen_func(*qkv.unbind(1), *bounds, dropout_p, softmax_scale)
 
     def flash_attn_3_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, seqused_q: None = None, seqused_k: None = None, softmax_scale: None = None,
-    ) -> Any:  # fmt: skip
-        assert seqused_q is None
-        assert seqused_k is None
-        seen.update(longest=(max_seqlen_q, max_seqlen_k), scale=softmax_scale)
-        output = _Careless.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None
+    ):  # fmt: skip
+        assert (seqused_q, seqused_k, softmax_scale) == (None, None, None)
+        output = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest=(max_seqlen_q, max_seqlen_k))
         return (output, None) if seen.get("early") else output
 
     class DotProductAttention(torch.nn.Module):
         def __init__(
-            self, num_attention_heads: int, kv_channels: int, num_gqa_groups: None = None, attention_dropout: float = 0.0,
-            qkv_format: str = "sbhd", attn_mask_type: str = "causal", attention_type: str = "self",
-        ) -> None:  # fmt: skip
+            self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+            attn_mask_type="causal", attention_type="self",
+        ):  # fmt: skip
             super().__init__()
-            assert num_gqa_groups is None
-            assert (num_attention_heads, kv_channels, qkv_format, attn_mask_type) == (2, 8, "thd", "padding")
-            self.settings = attention_dropout, attention_type
+            assert (num_attention_heads, kv_channels, num_gqa_groups) == (2, 8, None)
+            assert (qkv_format, attn_mask_type) == ("thd", "padding")
+            self.settings = {"dropout_p": attention_dropout, "kind": attention_type}
 
         def forward(
-            self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: None = None,
-            qkv_format: str | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
-            max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
-        ) -> Tensor:  # fmt: skip
+            self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+            cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
+        ):  # fmt: skip
             assert (attention_mask, qkv_format, attn_mask_type) == (None, "thd", "padding")
-            dropout_p, kind = self.settings
-            seen.update(dropout_p=dropout_p, longest=(max_seqlen_q, max_seqlen_kv), scale=None, kind=kind)
-            output: Any = _Careless.apply(query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv)
-            return output.flatten(1)
+            tensors = query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv
+            return attend(*tensors, longest=(max_seqlen_q, max_seqlen_kv), **self.settings).flatten(1)
 
-    def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int
-    ) -> Tensor:
-        seen.update(longest=(max_q, max_k), scale=None)
-        return _Careless.apply(query, key, value, cu_seq_q, cu_seq_k)  # pyright: ignore[reportReturnType]
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
+        return attend(query, key, value, cu_seq_q, cu_seq_k, longest=(max_q, max_k))
 
-    both = {
-        "flash_attn_varlen_func": flash_attn_varlen_func,
-        "flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func,
-    }
-    library(monkeypatch, "flash_attn", **both)
+    packed = {"flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func}
+    library(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func, **packed)
     library(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=flash_attn_3_varlen_func)
     library(monkeypatch, "transformer_engine.pytorch", DotProductAttention=DotProductAttention)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
@@ -184,7 +173,6 @@ def test_self_attention_of_a_batch_that_is_filled_up(module: ModuleType, calls: 
     attention, definition = module.varlen_self_attention, reference.varlen_self_attention
     assert_as_defined(attention, definition, [packed], [8, 8], BOUNDS, 5, dropout_of(module))
     assert calls["longest"] == (5, 5)
-    assert calls["scale"] is None
     assert calls.get("dropout_p", 0.25) == 0.25
     assert calls.get("kind", "self") == "self"
 

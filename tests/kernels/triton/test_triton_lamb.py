@@ -94,26 +94,6 @@ def test_no_element_outside_the_buffers_is_touched() -> None:
         assert bool((whole[-CHUNK:] == 7).all())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_chunks_cover_every_element_once(layout: str) -> None:
-    segments = LAYOUTS[layout]
-    chunks = triton_lamb._chunks(segments, torch.device("cpu"))
-    owners = np.full(sum(segments.sizes), -1)
-    for segment, unit, first, stop in chunks.table_C4.tolist():
-        assert 0 <= first < stop <= CHUNK
-        start = unit * triton_lamb.ALIGNMENT
-        assert (owners[start + first : start + stop] == -1).all()
-        owners[start + first : start + stop] = segment
-    assert owners.tolist() == np.repeat(np.arange(len(segments.sizes)), segments.sizes).tolist()
-    adapted = [segment for segment, adapted in enumerate(segments.adapted) if adapted]
-    assert [chunks.places_G[segment].item() for segment in adapted] == list(range(len(adapted)))
-    assert (chunks.places_G >= 0).tolist() == list(segments.adapted)
-    of_chunks = chunks.table_C4[:, 0].tolist()
-    assert len(chunks.spans_A2) == len(adapted)
-    for segment, (begin, end) in zip(adapted, chunks.spans_A2.tolist(), strict=True):
-        assert {place for place, owner in enumerate(of_chunks) if owner == segment} == set(range(begin, end))
-
-
 def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A segment's sums reach over several rounds, as those of BERT-Large's word embeddings do."""
     monkeypatch.setattr(triton_lamb, "REDUCTION", 2)

@@ -502,29 +502,26 @@ def test_low_precision_tensors_are_made_too(dtype: torch.dtype):
 def test_a_call_on_a_gpu_is_timed_with_a_cold_cache_and_the_host_ahead(monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-
+    class Event(SimpleNamespace):
         def record(self) -> None:
             order.append("record")
             self.time = float(len(order))
 
-        def synchronize(self) -> None:
-            order.append("wait")
-
         def elapsed_time(self, end: "Event") -> float:
             return end.time - self.time
 
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_: order.append(name)
+
     def empty(count: int, dtype: torch.dtype, device: torch.device) -> SimpleNamespace:
         assert (count, dtype, device.type) == (100, torch.int8, "cuda")
-        return SimpleNamespace(zero_=lambda: order.append("flush"))
+        return SimpleNamespace(zero_=noted("flush"))
 
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda _cycles: order.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(on=enable_timing, synchronize=noted("wait")))
+    monkeypatch.setattr(torch.cuda, "_sleep", noted("sleep"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(L2_cache_size=50))
     monkeypatch.setattr(torch, "empty", empty)
-    assert Timer(torch.device("cuda"))(lambda: order.append("work")) == 2e-3
+    assert Timer(torch.device("cuda"))(noted("work")) == 2e-3
     assert order == ["flush", "sleep", "record", "work", "record", "wait"]
 
 
