@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,14 +52,25 @@ class Configuration:
     capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS)
     """Compute capabilities on which it can be chosen."""
 
-    def __post_init__(self) -> None:
-        constants = {name for name, kind in self.signature.items() if kind == "constexpr"}
-        if list(self.signature) != self.kernel.arg_names or constants != set(self.constexprs):
-            raise ValueError(
-                f"configuration {self.name!r} of {self.kernel.__name__}: the signature must name the parameters "
-                f"{self.kernel.arg_names} in order, and constexprs those of type constexpr; found {list(self.signature)} "
-                f"and {list(self.constexprs)}"
-            )
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kernel: Any,
+        types: Mapping[str, str],
+        fixed: Mapping[str, object],
+        num_warps: int,
+        num_stages: int,
+        capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS),
+    ) -> "Configuration":
+        """Take of types, and of values that are ``fixed``, those of the kernel's parameters; others may be among them.
+
+        Raises:
+            KeyError: a parameter has neither.
+        """
+        constexprs = {name: fixed[name] for name in kernel.arg_names if name in fixed}
+        signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
+        return cls(name, kernel, signature, constexprs, num_warps, num_stages, capabilities)
 
 
 @dataclass(frozen=True)
@@ -123,21 +134,11 @@ def cost(module: str, configuration: Configuration, capability: int) -> Cost:
     Triton compiles integers that are multiples of 16 anew, with other vector widths and pipelines. Each figure is the worse
     of a compilation with all and one with none of the integers so; pointers are aligned in both, as PyTorch's are.
     """
-    figures = [
-        _figures(_compiled(configuration, capability, aligned_types)) for aligned_types in (("*",), ("*", "i", "u"))
-    ]
+    figures = [_figures(_compiled(configuration, capability, aligned)) for aligned in (("*",), ("*", "i", "u"))]
     registers, spilled, shared, in_flight = zip(*figures, strict=True)
-    return Cost(
-        module,
-        configuration.kernel.__name__,
-        configuration.name,
-        capability,
-        configuration.num_warps,
-        max(registers),
-        max(spilled),
-        max(shared),
-        min(in_flight),
-    )
+    names = module, configuration.kernel.__name__, configuration.name
+    worst = max(registers), max(spilled), max(shared), min(in_flight)
+    return Cost(*names, capability, configuration.num_warps, *worst)
 
 
 def _compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":
@@ -163,25 +164,16 @@ def _figures(compiled: "CompiledKernel") -> tuple[int, int, int, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         binary.write(compiled.asm["cubin"])
         binary.flush()
-        usage = _resource_usage(knobs.nvidia.cuobjdump.path, binary.name)
-    waits = re.findall(r"async_wait.*\bnum = (\d+)", compiled.asm["ttgir"])
-    # Triton has no arrays of its own on the stack: what is there are registers that there was no room for.
-    spilled = _number(r"STACK:(\d+)", usage)
-    return _number(r"REG:(\d+)", usage), spilled, compiled.metadata.shared, max(map(int, waits), default=0)
-
-
-def _resource_usage(cuobjdump: str, binary: str) -> str:
-    done = subprocess.run([cuobjdump, "-res-usage", binary], capture_output=True, text=True, check=False)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", binary.name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"cuobjdump failed: {done.stderr.strip()}")
-    return done.stdout
-
-
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    if found is None:
-        raise RuntimeError(f"no {pattern!r} in what cuobjdump prints: {text[:500]}")
-    return int(found[1])
+    waits = re.findall(r"async_wait.*\bnum = (\d+)", compiled.asm["ttgir"])
+    # Triton has no arrays of its own on the stack: what is there are registers that there was no room for.
+    used = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
+    if used is None:
+        raise RuntimeError(f"no registers and stack in what cuobjdump prints: {done.stdout[:500]}")
+    return int(used[1]), int(used[2]), compiled.metadata.shared, max(map(int, waits), default=0)
 
 
 def table(costs: Sequence[Cost]) -> str:
@@ -193,18 +185,13 @@ def table(costs: Sequence[Cost]) -> str:
     rows: dict[tuple[str, str, str, int], dict[int, Cost]] = {}
     for cost in costs:
         rows.setdefault((cost.module, cost.kernel, cost.configuration, cost.num_warps), {})[cost.capability] = cost
-    lines = [
-        "| module | kernel | configuration | warps | " + " | ".join(f"sm_{c}" for c in capabilities) + " |",
-        "|---" * (4 + len(capabilities)) + "|",
-    ]
+    cells = [["module", "kernel", "configuration", "warps", *(f"sm_{capability}" for capability in capabilities)]]
     for (module, kernel, configuration, num_warps), by_capability in rows.items():
-        cells = [_cell(by_capability.get(capability)) for capability in capabilities]
-        lines.append(f"| {module} | `{kernel}` | {configuration} | {num_warps} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def _cell(cost: Cost | None) -> str:
-    return "-" if cost is None else f"{cost.registers} / {cost.spilled} / {cost.shared / 1024:.1f}"
+        found = [by_capability.get(capability) for capability in capabilities]
+        figures = [f"{each.registers} / {each.spilled} / {each.shared / 1024:.1f}" if each else "-" for each in found]
+        cells.append([module, f"`{kernel}`", configuration, str(num_warps), *figures])
+    head, *body = (f"| {' | '.join(row)} |" for row in cells)
+    return "\n".join([head, "|---" * len(cells[0]) + "|", *body])
 
 
 def rewrite(page: Path, text: str) -> None:
@@ -224,15 +211,18 @@ def main(arguments: Sequence[str]) -> int:
         print(version_line())
         return 0
     parser = argparse.ArgumentParser("python -m kernels.ahead_of_time", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--out", type=Path, help="a page with the two markers, for the table to be written between them"
-    )
+    parser.add_argument("--out", type=Path, help="a page with two markers, between which the table is written")
     out = parser.parse_args(arguments).out
     try:
         costs = costs_of(all_configurations())
         print(table(costs))
         if out is not None:
-            rewrite(out, _section(costs))
+            import triton
+
+            head = (
+                f"Triton {triton.__version__}; registers of a thread / spilled bytes / KiB of shared memory of a block."
+            )
+            rewrite(out, f"\n{head}\n\n{table(costs)}\n")
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -240,13 +230,6 @@ def main(arguments: Sequence[str]) -> int:
     for cost in unfit:
         print(f"does not fit: {cost}", file=sys.stderr)
     return 1 if unfit else 0
-
-
-def _section(costs: Sequence[Cost]) -> str:
-    import triton
-
-    head = f"Triton {triton.__version__}; registers of a thread / spilled bytes / KiB of shared memory of a block."
-    return f"\n{head}\n\n{table(costs)}\n"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from kernels.reference import fp8, lamb
 from kernels.reference import ops as reference
@@ -67,27 +67,8 @@ _DEFINITION_FP8 = Implementation("reference", "kernels.reference.fp8")
 # The definition comes first on a CPU, where PyTorch's product is right and several times as slow.
 scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH_FP8, _DEFINITION_FP8), "cpu": (_DEFINITION_FP8, _PYTORCH_FP8)})
 
-OPS = {
-    op.name: op
-    for op in (
-        varlen_attention,
-        varlen_self_attention,
-        dropout_add_layer_norm,
-        dense_gelu,
-        embedding_layer_norm,
-        masked_lm_loss,
-        lamb_step,
-        lamb_directions,
-        lamb_apply,
-        sum_of_squares,
-        cast_fp8,
-        cast_transpose_fp8,
-        cast_transpose_sum_fp8,
-        bias_gelu_cast_fp8,
-        bias_gelu_backward_cast_fp8,
-        scaled_matmul,
-    )
-}
+OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}
+"""All of the above, in order."""
 
 
 def choose(implementations: Mapping[str, str]) -> None:

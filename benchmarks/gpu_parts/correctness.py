@@ -54,27 +54,26 @@ def one_call_each(context: Context) -> None:
     """Call each of Triton's kernels once on one shape, for ``compute-sanitizer`` to look at."""
     model = drawn_model(context.scale.model, context.device)
     lengths = [17, 1, 0] if context.tiny else [130, 37, 1, 0]
+    calls: dict[str, Callable[[], object]] = {}
     for case in cases(model, lengths, 11, context.low_precision, counting=True):
-        context.report.attempt(case.op, partial(_called, case))
+        calls[case.op] = partial(_both_ways, case)
     for case in fp8_cases(model, sum(lengths)):
-        context.report.attempt(case.title, partial(_fp8_called, case))
-    context.report.attempt("lamb_step", partial(_lamb_called, context))
+        name = "triton" if "triton" in OPS[case.op].implementations else "pytorch"
+        calls[case.title] = partial(case.results, partial(call, case.op, name))
+    step = partial(call, lamb_step.name, "triton")
+    calls[lamb_step.name] = partial(_lamb_steps, context, step, torch.float32, [1030, 77, 5], steps=1)
+    for title, made in calls.items():
+        context.report.attempt(title, partial(_called, title, made))
 
 
-def _called(case: Case) -> Row:
+def _both_ways(case: Case) -> None:
     function = partial(call, case.op, "triton")
     case.forward_and_gradients(function, case.upstream(function))
-    return Row(case.op, note="called")
 
 
-def _fp8_called(case: Fp8Case) -> Row:
-    case.results(partial(call, case.op, "triton" if "triton" in OPS[case.op].implementations else "pytorch"))
-    return Row(case.title, note="called")
-
-
-def _lamb_called(context: Context) -> Row:
-    _lamb_steps(context, partial(call, lamb_step.name, "triton"), torch.float32, [1030, 77, 5], steps=1)
-    return Row(lamb_step.name, note="called")
+def _called(title: str, made: Callable[[], object]) -> Row:
+    made()
+    return Row(title, note="called")
 
 
 def _sanitizer_row(context: Context, tool: str) -> Row:
@@ -169,17 +168,12 @@ def _lamb_steps(
     draws = torch.Generator(context.device).manual_seed(0)
     parameters = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
     state = LambState.zeros_like(parameters)
+    rate, hyperparameters = (
+        torch.tensor(3.5e-4, device=context.device),
+        LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0),
+    )
     for index in range(steps):
         gradients = torch.randn(sum(sizes), generator=draws, device=context.device).to(dtype)
-        function(parameters, gradients, state, segments, _HYPERPARAMETERS, **_lamb_settings(context, index + 1))
+        step = torch.tensor(index + 1, device=context.device)
+        function(parameters, gradients, state, segments, hyperparameters, step=step, learning_rate=rate)
     return [parameters, state.momentum_P, state.variance_P]
-
-
-_HYPERPARAMETERS = LambHyperparameters(beta_1=0.9, beta_2=0.999, epsilon=1e-6, weight_decay=0.01, max_grad_norm=1.0)
-
-
-def _lamb_settings(context: Context, step: int) -> dict[str, object]:
-    return {
-        "step": torch.tensor(step, device=context.device),
-        "learning_rate": torch.tensor(3.5e-4, device=context.device),
-    }

@@ -28,7 +28,7 @@ def end_to_end(context: Context) -> None:
     """The recipe of one GPU to its only evaluation, whose target any model reaches: about five minutes."""
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
-    training, evaluation = (960, 100) if context.tiny else (_samples(context), 10_000)
+    training, evaluation = (480, 50) if context.tiny else (_samples(context), 10_000)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _write_data(context, folder, {"train": training, "evaluation": evaluation})

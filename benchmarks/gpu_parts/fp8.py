@@ -3,8 +3,9 @@
 Shape legend in ``kernels/__init__.py``. These ops have no gradients, and raise ``amax`` in place, as a call again may do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from bert.model import BertForPreTraining, EncoderLayer
 from kernels.reference.fp8 import E4M3, E5M2, padded
+from kernels.tuning.examples import Size, example_inputs
 
 
 @dataclass(frozen=True)
@@ -49,70 +51,62 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
     """Each op as an encoder layer calls it in training: bf16 beside the fp32 parameters, gradients as small as they are."""
     config, layer = model.config, model.layers[0]
     assert isinstance(layer, EncoderLayer)
-    device = model.decoder_bias.device
-    generator = torch.Generator(device).manual_seed(0)
-    hidden, wide = config.hidden_size, config.intermediate_size
+    device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
     weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as ``bert.fp8`` hands them on
+    size = Size((tokens,), hidden=hidden, intermediate=wide)
 
-    def normal(*shape: int, deviation: float = 1.0) -> Tensor:
-        return (torch.randn(shape, generator=generator, device=device) * deviation).bfloat16()
+    def case(
+        op: str, exact: Callable[..., list[Tensor]], placed: Mapping[int, object], variant: str = "", **work: float
+    ) -> Fp8Case:
+        """The op with scales, and what of training is not drawn, in their places."""
+        drawn, _ = example_inputs(op, device, torch.bfloat16, size)
+        arguments = tuple(placed.get(place, value) for place, value in enumerate(drawn))
+        return Fp8Case(op, arguments, partial(exact, *arguments), variant=variant, **work)
 
     def scalar(value: float) -> Tensor:
         return torch.full((), value, device=device)
 
-    small, gradient_scale, weight_scale = 1e-6, 2.0**30, 256.0
-    x, gradient = normal(tokens, hidden), normal(tokens, 3 * hidden, deviation=small)
-    product, upstream = normal(tokens, wide), normal(tokens, wide, deviation=small)
+    def gradient(*shape: int) -> Tensor:
+        return (1e-6 * torch.randn(shape, generator=generator, device=device)).bfloat16()
 
-    def scaled(value: Tensor, scale: float) -> Tensor:
-        return value.double() * scale
+    def in_fp8(rows: int, dtype: torch.dtype) -> Tensor:
+        return torch.randn(rows, padded(tokens), generator=generator, device=device).to(dtype)
 
-    def slope() -> Tensor:
-        y = (product.double() + bias.detach().double()).requires_grad_()
-        return torch.autograd.grad(F.gelu(y, approximate="tanh"), y, upstream.double())[0]
-
-    left, right = x.to(E4M3), normal(wide, hidden).to(E4M3)
-    left_gradient, right_input = normal(wide, padded(tokens)).to(E5M2), normal(hidden, padded(tokens)).to(E4M3)
-    cells, wide_cells, weight_cells = tokens * hidden, tokens * wide, wide * hidden
+    generator = torch.Generator(device).manual_seed(0)
+    upward = scalar(2.0**30)
+    halves = {2: scalar(0.5), 3: scalar(0.25)}
+    of_a_weight = {**halves, 0: in_fp8(wide, E5M2), 1: in_fp8(hidden, E4M3), 4: torch.float32}
+    cells, wide_cells, flop = tokens * hidden, tokens * wide, 2.0 * tokens * hidden * wide
+    backward = {0: gradient(tokens, wide), 2: bias, 3: upward}
     return [
-        Fp8Case("cast_fp8", (x, scalar(64.0), scalar(0.0), E4M3), lambda: [scaled(x, 64.0)], moved=3 * cells),
-        Fp8Case("cast_transpose_fp8", (x, scalar(64.0), scalar(0.0), E4M3), lambda: [scaled(x, 64.0)], moved=4 * cells),
-        Fp8Case(
-            "cast_transpose_fp8",
-            (weight, scalar(weight_scale), scalar(0.0), E4M3),
-            lambda: [scaled(weight, weight_scale)],
-            moved=6 * weight_cells,
-            variant=" of a weight",
-        ),
-        Fp8Case(
-            "cast_transpose_sum_fp8",
-            (gradient, scalar(gradient_scale), scalar(0.0), E5M2),
-            lambda: [scaled(gradient, gradient_scale), gradient.double().sum(0)],
-            moved=12 * cells,
-        ),
-        Fp8Case(
-            "bias_gelu_cast_fp8",
-            (product, bias, scalar(32.0), scalar(0.0)),
-            lambda: [F.gelu(product.double() + bias.detach().double(), approximate="tanh") * 32],
-            moved=4 * wide_cells,
-        ),
-        Fp8Case(
-            "bias_gelu_backward_cast_fp8",
-            (upstream, product, bias, scalar(gradient_scale), scalar(0.0)),
-            lambda: [scaled(slope(), gradient_scale), slope().sum(0)],
-            moved=6 * wide_cells,
-        ),
-        Fp8Case(
-            "scaled_matmul",
-            (left, right, scalar(0.5), scalar(0.25), torch.bfloat16, None, True),
-            lambda: [left.double() @ right.double().t() / 8],
-            flop=2.0 * tokens * hidden * wide,
-        ),
-        Fp8Case(
-            "scaled_matmul",
-            (left_gradient, right_input, scalar(0.5), scalar(0.25), torch.float32),
-            lambda: [left_gradient.double() @ right_input.double().t() / 8],
-            flop=2.0 * tokens * hidden * wide,
-            variant=" of a weight's gradient",
-        ),
+        case("cast_fp8", _cast, {1: scalar(64.0)}, moved=3 * cells),
+        case("cast_transpose_fp8", _cast, {1: scalar(64.0)}, moved=4 * cells),
+        case("cast_transpose_fp8", _cast, {0: weight, 1: scalar(256.0)}, " of a weight", moved=6 * wide * hidden),
+        case("cast_transpose_sum_fp8", _cast_sum, {0: gradient(tokens, 3 * hidden), 1: upward}, moved=12 * cells),
+        case("bias_gelu_cast_fp8", _gelu, {1: bias, 2: scalar(32.0)}, moved=4 * wide_cells),
+        case("bias_gelu_backward_cast_fp8", _gelu_backward, backward, moved=6 * wide_cells),
+        case("scaled_matmul", _product, halves, flop=flop),
+        case("scaled_matmul", _product, of_a_weight, " of a weight's gradient", flop=flop),
     ]
+
+
+def _cast(x: Tensor, scale: Tensor, *_: object) -> list[Tensor]:
+    return [x.double() * scale]
+
+
+def _cast_sum(x: Tensor, scale: Tensor, *_: object) -> list[Tensor]:
+    return [x.double() * scale, x.double().sum(0)]
+
+
+def _gelu(product: Tensor, bias: Tensor, scale: Tensor, _: Tensor) -> list[Tensor]:
+    return [F.gelu(product.double() + bias.detach().double(), approximate="tanh") * scale]
+
+
+def _gelu_backward(upstream: Tensor, product: Tensor, bias: Tensor, scale: Tensor, _: Tensor) -> list[Tensor]:
+    y = (product.double() + bias.detach().double()).requires_grad_()
+    (slope,) = torch.autograd.grad(F.gelu(y, approximate="tanh"), y, upstream.double())
+    return _cast_sum(slope, scale)
+
+
+def _product(a: Tensor, b: Tensor, inverse_a: Tensor, inverse_b: Tensor, *_: object) -> list[Tensor]:
+    return [(a.double() * inverse_a) @ (b.double() * inverse_b).t()]

@@ -23,6 +23,7 @@ from bert.configuration.recipes import h100_1x1
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from kernels import OPS, Dropout, lamb_step
+from kernels.reference.ops import summed_embeddings
 
 _LAMB_BYTES = 48
 """A parameter and step: the gradient's norm (4 read), moments and direction (16 read, 12 written, and the gradient's
@@ -186,5 +187,5 @@ def _plain_add_norm(x, bias, residual, weight, norm_bias, eps, dropout) -> Tenso
 
 
 def _plain_embeddings(ids, positions, segments, word, position, segment, weight, bias, eps, dropout) -> Tensor:  # noqa: ANN001
-    summed = F.embedding(ids, word) + F.embedding(positions, position) + F.embedding(segments, segment)
+    summed = summed_embeddings(ids, positions, segments, word, position, segment)
     return F.dropout(F.layer_norm(summed, weight.shape, weight, bias, eps), dropout.p)

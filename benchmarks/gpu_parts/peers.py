@@ -14,12 +14,14 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
-from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, samples_of, training_flop
+from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, samples_of
 from benchmarks.gpu_parts.measuring.timing import measured, release, timed_row
-from benchmarks.gpu_parts.step import prepare, training_step
+from benchmarks.gpu_parts.step import rate
 from benchmarks.training.hugging_face import new_model, padded
+from bert.configuration.recipes import h100_1x1
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from dataloading.batches.loader import Batch
+from kernels.reference.ops import summed_embeddings
 
 OURS = "this repository, unpadded"
 
@@ -29,22 +31,13 @@ def peers(context: Context) -> None:
     sides: dict[str, Callable[[Context, int], Callable[[], None]]] = {
         "plain PyTorch varlen, unpadded": _plain_varlen,
         "Hugging Face, padded, SDPA": _hugging_face,
-        "Hugging Face, padded, SDPA, torch.compile": _hugging_face_compiled,
+        "Hugging Face, padded, SDPA, torch.compile": partial(_hugging_face, compiled=True),
     }
     ceilings = Ceilings.of(context)
-    context.report.attempt(OURS, partial(_our_row, context, ceilings))
+    context.report.attempt(OURS, partial(rate, context, OURS, h100_1x1(), context.scale.sequences, 1, ceilings))
     for name, side in sides.items():
         context.report.attempt(name, partial(_peer_row, context, name, side))
     context.report.attempt("ours against the fastest peer", partial(_against_fastest, context, list(sides)))
-
-
-def _our_row(context: Context, ceilings: Ceilings) -> Row:
-    sequences = context.scale.sequences
-    trained, batches = training_step(context), micro_batches(context, sequences, 1, padded=True)
-    prepare(context, trained, batches)
-    seconds = measured(lambda: trained(batches), context.device, context.scale.repeats, cold=False)
-    floor, ceiling = ceilings.floor(training_flop(context.scale.model, *micro_batches(context, sequences, 1)))
-    return timed_row(OURS, seconds, sequences, "sequences/s", floor, f"LAMB; model work, {ceiling}", page=True)
 
 
 def _against_fastest(context: Context, names: list[str]) -> Row:
@@ -94,10 +87,6 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
     return _step(context, model, lambda: called(**inputs).loss)
 
 
-def _hugging_face_compiled(context: Context, sequences: int) -> Callable[[], None]:
-    return _hugging_face(context, sequences, compiled=True)
-
-
 def _plain_varlen(context: Context, sequences: int) -> Callable[[], None]:
     """The same model in PyTorch's own ops; its varlen attention knows no dropout, which makes it the faster here."""
     model = context.model()
@@ -122,11 +111,8 @@ def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
     """The model's loss in plain PyTorch, every layer for every token; [] mean over the batch."""
     p = model.config.hidden_dropout if model.training else 0.0
     tables = model.embeddings
-    embedded_TD = (
-        F.embedding(batch.input_ids, tables.word)
-        + F.embedding(batch.position_ids, tables.position)
-        + F.embedding(batch.segment_ids, tables.segment)
-    )
+    ids = batch.input_ids, batch.position_ids, batch.segment_ids
+    embedded_TD = summed_embeddings(*ids, tables.word, tables.position, tables.segment)
     hidden_TD = F.dropout(_norm(embedded_TD, tables.norm, model), p)
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)

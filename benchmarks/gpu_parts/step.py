@@ -25,25 +25,25 @@ def step(context: Context) -> None:
     ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
     for index, (config, micro, count) in enumerate(_sizes(context)):
         name = f"{micro * count} sequences as {count} x {micro}, {config.recipe}, {config.training.precision}"
-        report.attempt(name, partial(_rate, context, name, config, micro, count, ceilings, phases=index == 0))
+        report.attempt(name, partial(rate, context, name, config, micro, count, ceilings, phases=index == 0))
     for precision in ("bf16", "fp8"):
         name = f"host synchronisations in a step, {precision}"
         report.attempt(name, partial(_look_into, context, name, precision))
     name = f"{sequences} sequences, operator by operator"
-    report.attempt(name, partial(_rate, context, name, h100_1x1(), sequences, 1, ceilings, captured=False))
+    report.attempt(name, partial(rate, context, name, h100_1x1(), sequences, 1, ceilings, captured=False))
 
 
 def _sizes(context: Context) -> list[tuple[Config, int, int]]:
     """Recipe, size and number of micro-batches; what is eight GPUs' there is taken one after another here."""
     one, sequences = h100_1x1(), context.scale.sequences
     count = one.training.gradient_accumulation_steps
-    micro = 2 if context.tiny else one.training.global_batch_size // count
+    micro, gpus = (2, 2) if context.tiny else (one.training.global_batch_size // count, 8)
     return [
         (one, micro, count),
         (with_precision(one, "fp8"), micro, count),
         (one, sequences, 1),
-        (h100_1x8(), sequences, 8),
-        (dgxa100_1x8(), max(2, sequences * 56 // 96), 8),
+        (h100_1x8(), sequences, gpus),
+        (dgxa100_1x8(), max(2, sequences * 56 // 96), gpus),
     ]
 
 
@@ -61,7 +61,7 @@ def fp8(context: Context) -> None:
     ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
     config = with_precision(h100_1x1(), "fp8")
     for name, captured in (("step in FP8", True), ("step in FP8, operator by operator", False)):
-        report.attempt(name, partial(_rate, context, name, config, sequences, 1, ceilings, captured=captured))
+        report.attempt(name, partial(rate, context, name, config, sequences, 1, ceilings, captured=captured))
     for precision in ("bf16", "fp8", "fp32"):
         name = _name_of_losses(precision)
         report.attempt(name, partial(_loss_row, context, name, precision))
@@ -119,12 +119,11 @@ def training_step(
 def prepare(context: Context, trained: TrainingStep, batches: list[Batch], *, captured: bool = True) -> None:
     """Warm a step up for these batches, and capture it where there is a GPU, as training does before its clock starts."""
     capturer = context.capturer() if captured else None
-    trained.warm_up(
-        batches, 1, capturer, sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
-    )
+    shape_buckets = sorted({batch.shape_bucket for batch in batches}, key=lambda size: size.tokens)
+    trained.warm_up(batches, 1, capturer, shape_buckets)
 
 
-def _rate(
+def rate(
     context: Context,
     name: str,
     config: Config,
@@ -135,7 +134,7 @@ def _rate(
     captured: bool = True,
     phases: bool = False,
 ) -> Row:
-    # That of training only where its phases are looked at: should it fail, the other rows do not.
+    """Row of a step's rate; with ``phases`` rows for those, by the stopwatch of training: should it fail, others do not."""
     stopwatch = DeviceStopwatch() if phases and context.device.type == "cuda" else Stopwatch()
     trained = training_step(context, config, stopwatch=stopwatch)
     real = micro_batches(context, micro, count)

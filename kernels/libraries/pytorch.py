@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels.libraries.flash_attention import of_one_tensor
 from kernels.reference.ops import summed_embeddings
 from kernels.reference.random import Dropout
 
@@ -43,12 +44,7 @@ def varlen_attention(
     return torch.cat([*outputs, torch.zeros_like(unowned)])
 
 
-def varlen_self_attention(
-    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
-) -> Tensor:
-    """``varlen_attention`` of the three parts of one tensor [T, 3, H, E]. Returns [T, H, E]."""
-    query, key, value = qkv_T3HE.unbind(1)
-    return varlen_attention(query, key, value, cu_seqlens, cu_seqlens, max_seqlen, dropout)
+varlen_self_attention = of_one_tensor(varlen_attention)
 
 
 def dropout_add_layer_norm(

@@ -136,19 +136,10 @@ def configurations() -> "list[Configuration]":
         for name, kernel in kernels.items():
             launch = _LAUNCHES[capability][name]
             constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch)
-            constants |= {"state": None} if "state" in kernel.arg_names and not dropout else {}
-            types = {a: "constexpr" if a in constants else _TYPES.get(a, "*bf16") for a in kernel.arg_names}
-            chosen.append(
-                Configuration(
-                    f"{name}, {case}",
-                    kernel,
-                    types,
-                    constants,
-                    launch.num_warps,
-                    launch.num_stages,
-                    devices[capability],
-                )
-            )
+            constants |= {} if dropout else {"state": None}
+            types = dict.fromkeys(kernel.arg_names, "*bf16") | _TYPES
+            pipeline = launch.num_warps, launch.num_stages
+            chosen.append(Configuration.of(f"{name}, {case}", kernel, types, constants, *pipeline, devices[capability]))
     return chosen
 
 
@@ -284,16 +275,8 @@ def _attention(
 
 
 @_attention.register_fake
-def _(
-    query: Tensor,
-    _key: Tensor,
-    _value: Tensor,
-    _cu_seqlens_q: Tensor,
-    _cu_seqlens_k: Tensor,
-    max_seqlen: int,
-    state: Tensor | None,
-    *_: object,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, max_seqlen, state, _p, _stream = others
     return query.new_empty(query.shape), *_fake_saved(query, max_seqlen, state)
 
 
@@ -331,11 +314,9 @@ def _self_attention(
 
 
 @_self_attention.register_fake
-def _(
-    qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object
-) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, _three, heads, head_size = qkv.shape
-    return qkv.new_empty((tokens, heads, head_size)), *_fake_saved(qkv[:, 0], max_seqlen, state)
+def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
+    query = qkv[:, 0]
+    return query.new_empty(query.shape), *_fake_saved(query, max_seqlen, state)
 
 
 def _fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:

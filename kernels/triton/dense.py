@@ -191,25 +191,11 @@ def configurations() -> "list[Configuration]":
     """Return the kernels that BERT-Large runs: bf16, the bias in bf16 or, under autocast, in fp32."""
     from kernels.ahead_of_time import Configuration
 
-    sizes = {"rows": "i32", "columns": "i32"}
-    tile: dict[str, object] = {"ROWS": _ROWS, "COLUMNS": _COLUMNS}
-    found = []
-    for bias in ("bf16", "fp32"):
-        read = {"product": "*bf16", "bias": f"*{bias}"}
-        forward = {**read, "output": "*bf16", **sizes}
-        backward = {"output_gradient": "*bf16", **read, "product_gradient": "*bf16", "bias_partials": "*fp32", **sizes}
-        for name, kernel, signature, constexprs in (
-            ("bias_gelu", _forward_kernel, forward, tile),
-            ("bias_gelu_backward", _backward_kernel, backward, {**tile, "ROWS_A_PROGRAM": _ROWS_A_PROGRAM}),
-        ):
-            found.append(
-                Configuration(
-                    name=f"{name}, bias {bias}",
-                    kernel=kernel,
-                    signature={**signature, **dict.fromkeys(constexprs, "constexpr")},
-                    constexprs=constexprs,
-                    num_warps=_WARPS,
-                    num_stages=_STAGES,
-                )
-            )
-    return found
+    types = dict.fromkeys(("product", "output", "output_gradient", "product_gradient"), "*bf16")
+    types |= {"bias_partials": "*fp32", "rows": "i32", "columns": "i32"}
+    tile = {"ROWS": _ROWS, "COLUMNS": _COLUMNS, "ROWS_A_PROGRAM": _ROWS_A_PROGRAM}
+    return [
+        Configuration.of(f"{name}, bias {bias}", kernel, types | {"bias": f"*{bias}"}, tile, _WARPS, _STAGES)
+        for bias in ("bf16", "fp32")
+        for name, kernel in (("bias_gelu", _forward_kernel), ("bias_gelu_backward", _backward_kernel))
+    ]

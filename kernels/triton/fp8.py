@@ -269,15 +269,14 @@ def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Te
 
 
 @bias_gelu_cast_fp8.register_fake
-def _(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
+def _(product_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
     return _fp8_pair(product_TF, E4M3)
 
 
 @bias_gelu_backward_cast_fp8.register_fake
-def _(
-    output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fp8_pair(product_TF, E5M2), product_TF.new_empty(product_TF.shape[1], dtype=torch.float32)
+def _(output_gradient_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    columns = output_gradient_TF.shape[1]
+    return *_fp8_pair(output_gradient_TF, E5M2), output_gradient_TF.new_empty(columns, dtype=torch.float32)
 
 
 def _fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -339,11 +338,9 @@ def configurations() -> "list[Configuration]":
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
         fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}
         fixed |= {parameter: None for parameter, kind in types.items() if kind == "None"}
-        types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", **types}
-        types |= dict.fromkeys(("rows", "columns"), "i32") | dict.fromkeys(fixed, "constexpr")
-        types |= {"q": _POINTERS[fp8]} | ({} if "transposed" in fixed else {"transposed": _POINTERS[fp8]})
-        signature = {parameter: types[parameter] for parameter in kernel.arg_names}
-        return Configuration(name, kernel, signature, fixed, _WARPS, _STAGES, capabilities=(90, 100))
+        types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", "rows": "i32", "columns": "i32", **types}
+        types |= dict.fromkeys(("q", "transposed"), _POINTERS[fp8])
+        return Configuration.of(name, kernel, types, fixed, _WARPS, _STAGES, capabilities=(90, 100))
 
     none = {"transposed": "None", "partials": "None"}
     found = [

@@ -9,7 +9,7 @@ equal results. What one program does is in ``kernels.triton.lamb_passes``.
 
 from dataclasses import astuple, dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,20 +63,9 @@ def lamb_directions(
 ) -> Tensor:
     """Do what ``kernels.reference.lamb.lamb_directions`` does, on fp32 buffers, with a first call as in ``lamb_step``."""
     chunks = _chunks(segments, parameters_P.device)
-    return _lamb_directions(
-        parameters_P,
-        gradients_P,
-        state.momentum_P,
-        state.variance_P,
-        state.update_P,
-        state.skipped,
-        chunks.table_C4,
-        chunks.places_G,
-        chunks.spans_A2,
-        norm,
-        step,
-        *astuple(hyperparameters),
-    )
+    flat = parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P
+    tables = chunks.table_C4, chunks.places_G, chunks.spans_A2
+    return _lamb_directions(*flat, state.skipped, *tables, norm, step, *astuple(hyperparameters))
 
 
 def lamb_apply(
@@ -90,31 +79,8 @@ def lamb_apply(
 ) -> None:
     """Do what ``kernels.reference.lamb.lamb_apply`` does, on fp32 buffers, with a first call as in ``lamb_step``."""
     chunks = _chunks(segments, parameters_P.device)
-    _lamb_apply(
-        parameters_P,
-        state.update_P,
-        squares_2A,
-        chunks.table_C4,
-        chunks.places_G,
-        norm,
-        learning_rate,
-    )
-
-
-def lamb_step_unsupported_reasons(
-    parameters_P: Tensor,
-    gradients_P: Tensor,
-    state: LambState,
-    segments: LambSegments,
-    hyperparameters: LambHyperparameters,
-    *,
-    step: Tensor,
-    learning_rate: Tensor,
-) -> list[str]:
-    """Return the reasons why ``lamb_step`` cannot work on these arguments; empty when it can."""
-    del hyperparameters  # any numbers will do
-    flat = (gradients_P, state.momentum_P, state.variance_P, state.update_P)
-    return _reasons(segments, parameters_P, flat, (step, learning_rate, state.skipped))
+    tables = chunks.table_C4, chunks.places_G
+    _lamb_apply(parameters_P, state.update_P, squares_2A, *tables, norm, learning_rate)
 
 
 def lamb_directions_unsupported_reasons(
@@ -123,14 +89,15 @@ def lamb_directions_unsupported_reasons(
     state: LambState,
     segments: LambSegments,
     hyperparameters: LambHyperparameters,
-    *,
-    norm: Tensor,
-    step: Tensor,
+    **numbers: Tensor,
 ) -> list[str]:
     """Return the reasons why ``lamb_directions`` cannot work on these arguments; empty when it can."""
-    del hyperparameters  # any numbers will do
+    del hyperparameters  # any will do
     flat = (gradients_P, state.momentum_P, state.variance_P, state.update_P)
-    return _reasons(segments, parameters_P, flat, (norm, step, state.skipped))
+    return _reasons(segments, parameters_P, flat, (*numbers.values(), state.skipped))
+
+
+lamb_step_unsupported_reasons = lamb_directions_unsupported_reasons
 
 
 def lamb_apply_unsupported_reasons(
@@ -174,7 +141,6 @@ def configurations() -> "list[Configuration]":
     """Return every kernel as it is launched."""
     from kernels.ahead_of_time import Configuration
 
-    constants: dict[str, object] = {"CHUNK": CHUNK, "ALIGNMENT": ALIGNMENT}
     types = dict.fromkeys(("parameters", "gradients", "momentum", "variance", "update", "partial_sums"), "*fp32")
     types |= {"norm": "*fp32", "learning_rate": "*fp32", "skipped": "*i64"}
     types |= dict.fromkeys(("squares", "root_correction", "epsilon_correction"), "*fp64")
@@ -182,14 +148,14 @@ def configurations() -> "list[Configuration]":
     numbers = ("weight_1", "weight_2", "epsilon", "weight_decay", "max_grad_norm")
     types |= dict.fromkeys(numbers, "fp32")
 
-    def configuration(name: str, kernel: Any, constants: dict[str, object], warps: int) -> Configuration:
-        signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
-        return Configuration(name, kernel, signature, constants, warps, 1)
-
+    fixed = {"CHUNK": CHUNK, "ALIGNMENT": ALIGNMENT, "REDUCTION": REDUCTION, "FAST_1": False, "FAST_2": False}
     return [
-        configuration("lamb, direction", direction_kernel, {**constants, "FAST_1": False, "FAST_2": False}, WARPS),
-        configuration("lamb, sums of squares", squares_kernel, {"REDUCTION": REDUCTION}, 4),
-        configuration("lamb, step", apply_kernel, constants, WARPS),
+        Configuration.of(f"lamb, {name}", kernel, types, fixed, warps, 1)
+        for name, kernel, warps in (
+            ("direction", direction_kernel, WARPS),
+            ("sums of squares", squares_kernel, 4),
+            ("step", apply_kernel, WARPS),
+        )
     ]
 
 
@@ -211,9 +177,7 @@ def _chunks(segments: LambSegments, device: torch.device) -> _Chunks:
     rows: list[tuple[int, int, int, int]] = []
     places: list[int] = []
     spans: list[tuple[int, int]] = []
-    starts = accumulate(segments.sizes, initial=0)
-    for segment, (start, size) in enumerate(zip(starts, segments.sizes, strict=False)):
-        stop = start + size
+    for segment, (start, stop) in enumerate(pairwise(accumulate(segments.sizes, initial=0))):
         before = len(rows)
         for chunk in range(start // ALIGNMENT * ALIGNMENT, stop, CHUNK):
             rows.append((segment, chunk // ALIGNMENT, max(start - chunk, 0), min(stop - chunk, CHUNK)))
@@ -283,19 +247,8 @@ def _lamb_directions(
 
 
 @_lamb_directions.register_fake
-def _(
-    parameters_P: Tensor,
-    gradients_P: Tensor,
-    momentum_P: Tensor,
-    variance_P: Tensor,
-    update_P: Tensor,
-    skipped: Tensor,
-    table_C4: Tensor,
-    places_G: Tensor,
-    spans_A2: Tensor,
-    *_others: object,
-) -> Tensor:
-    del gradients_P, momentum_P, variance_P, update_P, skipped, table_C4, places_G
+def _(parameters_P: Tensor, *others: Any) -> Tensor:
+    spans_A2: Tensor = others[7]
     return parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
 
 

@@ -13,7 +13,7 @@ In an evaluation, which counts correct predictions and writes no gradient, logit
 masked tokens each.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -235,15 +235,8 @@ def _tile(vocabulary: int) -> _Tile:
 
 
 @_masked_lm_loss.register_fake
-def _(
-    hidden_MD: Tensor,
-    decoder_VD: Tensor,
-    bias_V: Tensor,
-    labels_M: Tensor,
-    ignore_index: int,
-    with_gradient: bool,
-    count_correct: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(hidden_MD: Tensor, decoder_VD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, with_gradient, count_correct = others
     kept = len(hidden_MD) if with_gradient else 0
     return (
         hidden_MD.new_empty((), dtype=torch.float32),
@@ -253,10 +246,8 @@ def _(
 
 
 @_masked_lm_loss_backward.register_fake
-def _(
-    upstream: Tensor, logits_gradient_MW: Tensor, hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return hidden_MD.new_empty(hidden_MD.shape), decoder_VD.new_empty(decoder_VD.shape), bias_V.new_empty(bias_V.shape)
+def _(_upstream: Tensor, _gradient: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in operands)
 
 
 def _setup_context(ctx, inputs, output) -> None:
@@ -280,28 +271,18 @@ def configurations() -> "list[Configuration]":
     """Return what BERT-Large runs: logits bf16 in training and fp32 in evaluation, bias bf16 or, under autocast, fp32."""
     from kernels.ahead_of_time import Configuration
 
+    types = {"labels": "*i64", "losses": "*fp32", "correct": "*i32"}
+    types |= dict.fromkeys(("vocabulary", "width", "ignore_index"), "i32")
     return [
-        Configuration(
-            name=f"masked_lm_loss, {name} vocabulary, bias {bias}, {'training' if with_gradient else 'evaluation'}",
-            kernel=_kernel,
-            signature={
-                "logits": "*bf16" if with_gradient else "*fp32",
-                "bias": f"*{bias}",
-                "labels": "*i64",
-                "losses": "*fp32",
-                "correct": "*i32",
-                "vocabulary": "i32",
-                "width": "i32",
-                "ignore_index": "i32",
-                "WITH_GRADIENT": "constexpr",
-                "COUNT_CORRECT": "constexpr",
-                "COLUMNS": "constexpr",
-            },
-            constexprs={"WITH_GRADIENT": with_gradient, "COUNT_CORRECT": not with_gradient, "COLUMNS": tile.columns},
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+        Configuration.of(
+            f"masked_lm_loss, {name} vocabulary, bias {bias}, {'training' if training else 'evaluation'}",
+            _kernel,
+            types | {"logits": "*bf16" if training else "*fp32", "bias": f"*{bias}"},
+            {"WITH_GRADIENT": training, "COUNT_CORRECT": not training, "COLUMNS": tile.columns},
+            tile.warps,
+            tile.stages,
         )
         for name, tile in (("wide", _WIDE), ("narrow", _NARROW))
         for bias in ("bf16", "fp32")
-        for with_gradient in (True, False)
+        for training in (True, False)
     ]

@@ -209,11 +209,10 @@ def norm_configurations(stream: str, *kernels: Any) -> "list[Configuration]":
             for dropout in (True, False):
                 options = Layout.of(columns).options(columns, dropout)
                 num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
-                constexprs = options if dropout else options | {"state": None}
-                types = _TYPES | {"y": f"*{stream}", "dy": f"*{stream}"} | dict.fromkeys(constexprs, "constexpr")
-                signature = {name: types[name] for name in kernel.arg_names}
+                fixed = options if dropout else options | {"state": None}
+                types = _TYPES | {"y": f"*{stream}", "dy": f"*{stream}"}
                 name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
-                found.append(Configuration(name, kernel, signature, constexprs, num_warps, num_stages))
+                found.append(Configuration.of(name, kernel, types, fixed, num_warps, num_stages))
     return found
 
 
@@ -221,6 +220,4 @@ def configurations() -> "list[Configuration]":
     """Return the sum over programs, which both norms launch."""
     from kernels.ahead_of_time import Configuration
 
-    types = _TYPES | dict.fromkeys(SUM_TILE, "constexpr")
-    signature = {name: types[name] for name in sum_partials.arg_names}
-    return [Configuration("fp32", sum_partials, signature, dict(SUM_TILE), **SUM_PIPELINE)]
+    return [Configuration.of("fp32", sum_partials, _TYPES, SUM_TILE, **SUM_PIPELINE)]

@@ -41,8 +41,8 @@ def configurations() -> "list[Configuration]":
     """Return the kernel as it is launched."""
     from kernels.ahead_of_time import Configuration
 
-    signature = {"vector": "*fp32", "partial_sums": "*fp64", "size": "i32", "BLOCK": "constexpr"}
-    return [Configuration("fp32", _kernel, signature, {"BLOCK": BLOCK}, WARPS, 1)]
+    types = {"vector": "*fp32", "partial_sums": "*fp64", "size": "i32"}
+    return [Configuration.of("fp32", _kernel, types, {"BLOCK": BLOCK}, WARPS, 1)]
 
 
 @torch.library.custom_op("mlperf_bert::partial_sums_of_squares", mutates_args=())

@@ -52,25 +52,16 @@ class Choice:
     @classmethod
     def of(cls, found: object) -> "Choice":
         """Read parsed JSON; ValueError where it is anything else than a choice for an op that there is."""
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(found, dict) or set(found) != names:
-            raise ValueError(f"expected an object with {', '.join(sorted(names))}")
-        texts = [found[name] for name in ("op", "signature", "label", "taken")]
-        times, errors = found["milliseconds"], found["errors"]
-        if (
-            not all(isinstance(text, str) for text in texts)
-            or not isinstance(times, dict)
-            or not isinstance(errors, dict)
-        ):
-            raise ValueError("a field of the wrong type")
-        if not all(type(value) in (int, float) and 0 < value < math.inf for value in times.values()):
+        types = {"op": str, "signature": str, "label": str, "taken": str, "milliseconds": dict, "errors": dict}
+        if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != types:
+            raise ValueError(f"expected an object with {', '.join(types)}, the last two by implementation")
+        if not all(type(value) in (int, float) and 0 < value < math.inf for value in found["milliseconds"].values()):
             raise ValueError("a time that is not a positive number")
-        if not all(isinstance(value, str) for value in errors.values()):
+        if not all(isinstance(value, str) for value in found["errors"].values()):
             raise ValueError("an error that is not text")
         if (
             found["op"] not in OPS
-            or found["taken"] not in OPS[found["op"]].implementations
-            or found["taken"] not in times
+            or found["taken"] not in OPS[found["op"]].implementations.keys() & found["milliseconds"]
         ):
             raise ValueError(f"unknown op or implementation: {found['op']}, {found['taken']}")
         return cls(**found)
@@ -139,7 +130,7 @@ def tune(requests: Iterable[Request], cache: Cache | None = None, *, seconds: fl
     For one process: the others get its ``Choices``, so that all take the same. An op that was asked for by name, or that is
     pinned, is not measured.
     """
-    cache = Cache() if cache is None else cache
+    cache = cache or Cache()
     pins = _pins(cache)
     choices: dict[tuple[str, str], Choice] = {}
     for request in requests:
@@ -147,11 +138,9 @@ def tune(requests: Iterable[Request], cache: Cache | None = None, *, seconds: fl
         if place in choices or request.op in pins or OPS[request.op].asked != AUTO:
             continue
         choice = _cached(cache, request)
-        if choice is None:
-            choice = measure(request, seconds)
-            if choice is not None:
-                keep(request, choice, cache)
-        if choice is not None:
+        if choice is None and (choice := measure(request, seconds)):
+            keep(request, choice, cache)
+        if choice:
             choices[place] = choice
     return Choices(tuple(choices.values()), pins)
 
@@ -203,9 +192,8 @@ def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
 
 
 def keep(request: Request, choice: Choice, cache: Cache | None = None) -> None:
-    """Puts what was measured for a request into the cache."""
-    cache = Cache() if cache is None else cache
-    cache.store(request.op, _cache_key(request), dataclasses.asdict(choice))
+    """Put what was measured for a request into the cache."""
+    (cache or Cache()).store(request.op, _cache_key(request), dataclasses.asdict(choice))
 
 
 def _taken(request: Request, seconds: Mapping[str, float]) -> str | None:

@@ -11,7 +11,7 @@ SAME = 0.03
 HOPELESS = 20
 """What is so many times slower than the fastest is not measured further."""
 _ROUNDS = (3, 15)
-_HEAD_START_CYCLES = 2_000_000
+HEAD_START_CYCLES = 2_000_000
 """About a millisecond in which the device waits and the host queues the work, so that the work is not waited for."""
 
 
@@ -61,14 +61,19 @@ def contest(
     return {name: statistics.median(samples[name]) for name in works if name in samples}, errors
 
 
+def flush_buffer(device: torch.device) -> torch.Tensor:
+    """Make a tensor that leaves nothing else in the L2 cache of a GPU once it has been written."""
+    cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
+    return torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
+
+
 class Timer:
     """Seconds of a call on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         if self._on_gpu:
-            cache_bytes = int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20
-            self._cache = torch.empty(2 * cache_bytes, dtype=torch.int8, device=device)
+            self._cache = flush_buffer(device)
             self._start, self._stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def __call__(self, work: Callable[[], object]) -> float:
@@ -78,7 +83,7 @@ class Timer:
             work()
             return time.perf_counter() - begun
         self._cache.zero_()
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        torch.cuda._sleep(HEAD_START_CYCLES)
         self._start.record()
         work()
         self._stop.record()

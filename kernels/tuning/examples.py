@@ -35,22 +35,22 @@ SMALL = Size(lengths=(12,) * 4, max_seqlen=16, masked=6, hidden=128, heads=2, in
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size = SMALL) -> Arguments:
+def example_inputs(op: str, device: torch.device, dtype: torch.dtype, size: Size = SMALL, seed: int = 0) -> Arguments:
     """Arguments of the op ``op``, by position and by name: random tensors that ask for gradients, dropout at BERT's rate.
 
     LAMB and its norm get fp32 vectors whatever the dtype: as many parameters as a layer's feed-forward half has. Ops in FP8
     have no gradients.
     """
-    make = _Maker(device, dtype, size)
+    make = _Maker(device, dtype, size, seed)
     return _VECTOR_MAKERS[op](make) if op in _VECTOR_MAKERS else (_MAKERS[op](make), {})
 
 
 class _Maker:
-    def __init__(self, device: torch.device, dtype: torch.dtype, size: Size) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype, size: Size, seed: int) -> None:
         self.device = device
         self.dtype = dtype
         self.size = size
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator().manual_seed(seed)
 
     def values(self, *shape: int) -> Tensor:
         """Random numbers that ask for a gradient."""

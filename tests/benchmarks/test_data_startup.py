@@ -13,18 +13,9 @@ from tests.conftest import REPOSITORY
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no memory file system to keep broadcast shards in")
 def test_ranks_share_what_one_has_read(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [
-        sys.executable,
-        "benchmarks/data_stages/data_startup.py",
-        "--samples",
-        "4000",
-        "--ranks",
-        "2",
-        "--rounds",
-        "1",
-    ]
+    options = ["--samples", "4000", "--ranks", "2", "--rounds", "1", "--folder", str(tmp_path), "--out", str(out)]
     done = subprocess.run(
-        [*command, "--folder", str(tmp_path), "--out", str(out)],
+        [sys.executable, "benchmarks/data_stages/data_startup.py", *options],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

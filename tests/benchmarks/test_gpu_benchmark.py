@@ -8,7 +8,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import venv
 from collections import defaultdict
 from contextlib import ExitStack
@@ -28,29 +27,18 @@ from benchmarks.gpu_parts import ceilings as gpu_ceilings
 from benchmarks.gpu_parts import correctness as gpu_correctness
 from benchmarks.gpu_parts import end_to_end as gpu_end_to_end
 from benchmarks.gpu_parts import memory as gpu_memory
+from benchmarks.gpu_parts import part as gpu_part
 from benchmarks.gpu_parts import peers as gpu_peers
 from benchmarks.gpu_parts import step as gpu_step
 from benchmarks.gpu_parts.cases import cases, drawn_model
 from benchmarks.gpu_parts.fp8 import fp8_cases
-from benchmarks.gpu_parts.measuring import scale as gpu_scale
 from benchmarks.gpu_parts.measuring.report import Report
 from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
+from benchmarks.gpu_parts.measuring.table import page
 from bert.configuration.config import ModelConfig
 from tests.conftest import REPOSITORY
 
 CPU = torch.device("cpu")
-GPU_PY = REPOSITORY / "benchmarks" / "gpu.py"
-ALL_PARTS = [part for part in gpu.PARTS if part not in gpu.ALONE]
-
-
-def environment(python: str = sys.executable) -> dict[str, str]:
-    dropped = {"TRITON_INTERPRET"} if python == sys.executable else {"TRITON_INTERPRET", "PYTHONPATH"}
-    return {name: value for name, value in os.environ.items() if name not in dropped} | {"OMP_NUM_THREADS": "1"}
-
-
-def command(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
-    line = [python, str(GPU_PY), "--device", "cpu", "--tiny", *arguments]
-    return subprocess.run(line, env=environment(python), capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -59,7 +47,7 @@ def context(tmp_path: Path) -> Context:
 
 
 @pytest.fixture(scope="module")
-def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An interpreter that finds torch, triton, numpy, what these require, and nothing else that is installed here."""
     folder = tmp_path_factory.mktemp("bare")
     venv.create(folder, with_pip=False)
@@ -69,7 +57,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
         for entry in {file.parts[0] for file in distribution.files or []} - {"..", "__pycache__"}:
             if not (packages / entry).exists():  # packages may share a folder
                 (packages / entry).symlink_to(Path(str(distribution.locate_file(entry))))
-    return str(folder / "bin" / "python")
+    return folder / "bin" / "python"
 
 
 def requirements(names: set[str]) -> set[str]:
@@ -88,11 +76,26 @@ def requirements(names: set[str]) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def all_parts(
-    bare_python: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def all_parts(bare_python: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the parts' figures: run one after another in a process, where the command starts one for each."""
     folder = tmp_path_factory.mktemp("gpu")
-    return folder, command("--out", str(folder), python=bare_python)
+    program = f"""
+import sys; from importlib.metadata import distributions; from pathlib import Path
+sys.path.insert(0, {str(REPOSITORY)!r})
+from benchmarks import gpu; from benchmarks.gpu_parts import part
+for name, its in gpu.PARTS.items():
+    file = Path({str(folder)!r}, f"{{name}}.json")
+    assert part.run(f"benchmarks.gpu_parts.{{its.function}}", file, "cpu", tiny=True) == (name in gpu.ALONE), name
+installed = {{each.name.lower() for each in distributions()}}
+assert {{"torch", "triton", "numpy"}} <= installed
+assert not {{"tyro", "rich", "h5py", "safetensors", "mlperf_logging", "scipy"}} & installed
+"""
+    kept = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", "PYTHONPATH")}
+    done = subprocess.run(
+        [bare_python, "-c", program], env=kept | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
 
 
 def rows(folder: Path, part: str) -> dict[str, dict[str, Any]]:
@@ -102,35 +105,19 @@ def rows(folder: Path, part: str) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in found["rows"]}
 
 
-def test_all_parts_run_with_torch_triton_and_numpy_alone(
-    bare_python: str, all_parts: tuple[Path, subprocess.CompletedProcess[str]]
-) -> None:
-    folder, done = all_parts
-    assert done.returncode == 0, done.stderr
-    assert {path.name for path in folder.iterdir()} == {f"{part}.json" for part in ALL_PARTS}
-    lines = done.stdout.splitlines()
-    table = lines[lines.index(next(line for line in lines if line.startswith("| part"))) :]
+def test_all_parts_run_with_torch_triton_and_numpy_alone(all_parts: Path) -> None:
+    table = page(all_parts, list(gpu.PARTS)).splitlines()
     assert len(table) < 100
     assert all(line.startswith("|") for line in table)
-    for part in ALL_PARTS:
-        assert any(line.startswith(f"| {part} ") and " complete: " in line for line in table)
-    seen = "import importlib.metadata as m; print(*sorted(d.name.lower() for d in m.distributions()))"
-    line, others = [bare_python, "-c", seen], environment(bare_python)
-    installed = subprocess.run(line, env=others, capture_output=True, text=True, check=True)
-    assert {"torch", "triton", "numpy"} <= set(installed.stdout.split())
-    assert not {"tyro", "rich", "h5py", "safetensors", "mlperf_logging", "scipy"} & set(installed.stdout.split())
-
-
-def test_what_end_to_end_needs_is_said_in_one_line(bare_python: str, tmp_path: Path) -> None:
-    done = command("--part", "end-to-end", "--out", str(tmp_path), python=bare_python)
-    assert done.returncode == 1
-    error = json.loads((tmp_path / "end-to-end.json").read_text())["error"]
+    for part in gpu.PARTS:
+        ending = " NOT COMPLETE: " if part in gpu.ALONE else " complete: "
+        assert any(line.startswith(f"| {part} ") and ending in line for line in table)
+    error = json.loads((all_parts / "end-to-end.json").read_text())["error"]
     assert error == f"not installed, which training needs: {', '.join(gpu_end_to_end.NEEDS)}"
-    assert error[:50] in done.stdout
 
 
-def test_ceilings_are_rates(all_parts: tuple[Path, object]) -> None:
-    found = rows(all_parts[0], "ceilings")
+def test_ceilings_are_rates(all_parts: Path) -> None:
+    found = rows(all_parts, "ceilings")
     copy, product = found["ceiling: device copy"], found["ceiling: bf16 product"]
     assert copy["figure"] == pytest.approx(2 * TINY.copied / 1e12 / min(copy["seconds"]))
     assert product["figure"] == pytest.approx(2 * 64**3 / 1e12 / min(product["seconds"]))
@@ -165,8 +152,8 @@ def test_the_large_copy_is_of_random_bytes(context: Context) -> None:
     assert torch.bincount(copied.long(), minlength=256).min() > 0.5 * copied.numel() / 256
 
 
-def test_the_step_is_split_into_parts_that_add_up(all_parts: tuple[Path, object]) -> None:
-    found = rows(all_parts[0], "step")
+def test_the_step_is_split_into_parts_that_add_up(all_parts: Path) -> None:
+    found = rows(all_parts, "step")
     split = {name: row for name, row in found.items() if name.startswith("split, bf16: ")}
     assert {"split, bf16: attention", "split, bf16: LAMB", "split, bf16: matrix products, encoder and heads"} <= set(
         split
@@ -175,8 +162,8 @@ def test_the_step_is_split_into_parts_that_add_up(all_parts: tuple[Path, object]
     assert sum(row["unit"] == "sequences/s" for row in found.values()) == 6
 
 
-def test_the_recipe_of_one_gpu_comes_first_with_the_stopwatch_of_training(all_parts: tuple[Path, object]) -> None:
-    found = rows(all_parts[0], "step")
+def test_the_recipe_of_one_gpu_comes_first_with_the_stopwatch_of_training(all_parts: Path) -> None:
+    found = rows(all_parts, "step")
     names = [name for name in found if not name.startswith("ceiling")]
     assert names[:3] == ["stopwatch: forward_backward", "stopwatch: update", "8 sequences as 4 x 2, h100_1x1, bf16"]
     assert 0 < found["stopwatch: update"]["milliseconds"] < found["stopwatch: forward_backward"]["milliseconds"]
@@ -184,8 +171,8 @@ def test_the_recipe_of_one_gpu_comes_first_with_the_stopwatch_of_training(all_pa
     assert (one.recipe, micro, count) == ("h100_1x1", 64, 4)
 
 
-def test_peers_take_a_step(all_parts: tuple[Path, object]) -> None:
-    found = rows(all_parts[0], "peers")
+def test_peers_take_a_step(all_parts: Path) -> None:
+    found = rows(all_parts, "peers")
     ours, plain = found["this repository, unpadded"], found["plain PyTorch varlen, unpadded"]
     against = found["ours against the fastest peer"]
     assert against["peer"] == pytest.approx(ours["figure"] / plain["figure"])
@@ -195,15 +182,13 @@ def test_peers_take_a_step(all_parts: tuple[Path, object]) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
 def test_hugging_faces_model_takes_a_step(context: Context) -> None:
-    step = gpu_peers._hugging_face(context, 2)
-    row = gpu_peers._peer_row(context, "peer", lambda *_: step)
+    row = gpu_peers._peer_row(context, "peer", functools.partial(gpu_peers._hugging_face, compiled=True))
     assert row.figure is not None
     assert row.figure > 0
-    gpu_peers._hugging_face_compiled(context, 2)()
 
 
-def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: tuple[Path, object]) -> None:
-    found = rows(all_parts[0], "kernels")
+def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: Path) -> None:
+    found = rows(all_parts, "kernels")
     for op in (op for op in kernels.OPS if not op.startswith(("lamb_", "scaled_", "sum_")) and not op.endswith("fp8")):
         for direction in ("forward", "both ways"):
             assert found[f"{op} {direction}, reference"]["milliseconds"] > 0
@@ -217,8 +202,8 @@ def test_every_op_is_timed_and_what_cannot_be_says_why(all_parts: tuple[Path, ob
     assert all(row["note"] for row in found.values() if row["milliseconds"] is None)
 
 
-def test_fp8_is_timed_and_learns_as_fp32(all_parts: tuple[Path, object]) -> None:
-    found = rows(all_parts[0], "fp8")
+def test_fp8_is_timed_and_learns_as_fp32(all_parts: Path) -> None:
+    found = rows(all_parts, "fp8")
     assert found["step in FP8"]["figure"] > 0
     assert found["step in FP8"]["note"].startswith("fp8: ")
     assert found["losses in bf16 against fp32"]["figure"] == 0  # fp32 on both sides where it is tiny: the same losses
@@ -226,9 +211,9 @@ def test_fp8_is_timed_and_learns_as_fp32(all_parts: tuple[Path, object]) -> None
     assert FULL.parity_steps == 200
 
 
-def test_the_fp8_ops_are_timed_and_right(all_parts: tuple[Path, object]) -> None:
+def test_the_fp8_ops_are_timed_and_right(all_parts: Path) -> None:
     for part in ("kernels", "correctness"):
-        found = rows(all_parts[0], part)
+        found = rows(all_parts, part)
         of_fp8 = [name for name in found if "fp8" in name or name.startswith("scaled_matmul")]
         assert len(of_fp8) >= 16
         assert all(found[name]["figure"] > 0 for name in of_fp8 if name.endswith("reference"))
@@ -278,25 +263,17 @@ def traits(*arguments: object) -> tuple[object, ...]:
     )
 
 
-def test_weights_are_drawn_once_a_process(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[object] = []
-    build = gpu_scale.build_model
-    monkeypatch.setattr(
-        gpu_scale, "build_model", lambda *arguments, **named: built.append(1) or build(*arguments, **named)
-    )
+def test_all_steps_start_from_the_same_weights(context: Context) -> None:
     first = gpu_step.training_step(context)
     start = first.flat.weights_P.clone()
     first(micro_batches(context, 4, 1))
     assert not torch.equal(first.flat.weights_P, start)
-    for precision in ("fp32", "fp8"):
-        again = gpu_step.training_step(context, precision=precision, dropout=False)
-        assert torch.equal(again.flat.weights_P, start)
-    assert len(built) == 1
+    assert torch.equal(gpu_step.training_step(context, precision="fp8", dropout=False).flat.weights_P, start)
 
 
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
-    done = command("--part", "end-to-end", "--out", str(tmp_path))
-    assert done.returncode == 0, done.stderr
+    file = tmp_path / "end-to-end.json"
+    assert gpu_part.run("benchmarks.gpu_parts.end_to_end:end_to_end", file, "cpu", tiny=True) == 0
     found = rows(tmp_path, "end-to-end")
     assert found["log"]["note"].startswith("PASS"), found["log"]
     assert found["inside the clock"]["figure"] > 0
@@ -316,11 +293,8 @@ def test_drift_and_waiting_come_from_the_steps() -> None:
         }
         for ms in (10, 10, 10, 10, 20, 20, 30, 30)
     ]
-    others = [
-        {"event": "eval", "eval_s": 0.5, "count": 7},
-        {"event": "end", "samples": 100, "time_s": 4.0},
-    ]
-    found = {row.name: row for row in gpu_end_to_end.rows_of(steps + others)}
+    ends = [{"event": "eval", "eval_s": 0.5, "count": 7}, {"event": "end", "samples": 100, "time_s": 4.0}]
+    found = {row.name: row for row in gpu_end_to_end.rows_of(steps + ends)}
     assert found["last quarter of the steps against the first"].figure == 3
     assert found["host waiting for data"].share == pytest.approx(0.1)
     assert found["inside the clock"].figure == 25
@@ -329,27 +303,10 @@ def test_drift_and_waiting_come_from_the_steps() -> None:
     assert gpu_end_to_end.rows_of([]) == []
 
 
-def test_memory_ends_with_what_fits(all_parts: tuple[Path, object]) -> None:
-    found = rows(all_parts[0], "memory")
+def test_memory_ends_with_what_fits(all_parts: Path) -> None:
+    found = rows(all_parts, "memory")
     assert found["bf16, most sequences that fit"]["figure"] == TINY.sequences
     assert found["fp8, most sequences that fit"]["figure"] == TINY.sequences
-
-
-def test_memory_is_that_of_captured_training(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[object] = []
-
-    class Capturer:
-        def prepare(self, function: Any) -> Any:
-            function()
-            captured.append(function)
-            return function
-
-        def capture(self) -> None:
-            pass
-
-    monkeypatch.setattr(Context, "capturer", lambda _: Capturer())
-    gpu_memory._train(context, "bf16", 4)
-    assert len(captured) == len(gpu_memory._shape_buckets(context, 4)) + 1  # and the update
 
 
 @pytest.mark.parametrize("limit", [1, 100, 139, 10_000])
@@ -420,7 +377,8 @@ def test_the_sanitizer_looks_at_one_call_of_each_kernel(
 def test_names_of_pytorchs_gpu_interface_exist() -> None:
     """What no run without a GPU would find: the benchmark uses names that this PyTorch has."""
     for path in [
-        *sorted(GPU_PY.parent.glob("gpu*.py")),
+        *sorted(REPOSITORY.glob("benchmarks/gpu*/**/*.py")),
+        REPOSITORY / "benchmarks/gpu.py",
         REPOSITORY / "bert/cuda_graphs.py",
         REPOSITORY / "bert/reporting/stopwatch.py",
     ]:

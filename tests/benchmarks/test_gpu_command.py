@@ -52,14 +52,6 @@ def test_wrong_input_is_one_line(arguments: list[str], complaint: str, capsys: p
     assert captured.out == ""
 
 
-def test_help_names_the_parts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        gpu.main(["--help"])
-    assert ended.value.code == 0
-    printed = capsys.readouterr().out
-    assert all(part in printed for part in gpu.PARTS)
-
-
 def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What one leaves of its time, the later ones get; one alone gets all of it; all end in time."""
     clock, given = [0.0], {}
@@ -76,6 +68,9 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert given == {"ceilings": 60, "step": pytest.approx(470 * 90 / 210), "peers": pytest.approx(460)}
     assert gpu.measure(replace(settings, parts=["memory"]))
     assert given["memory"] == 480
+    monkeypatch.setattr(gpu.signal, "signal", lambda *_: None)
+    assert gpu.main(["--device", "cpu", "--tiny", "--out", str(tmp_path)]) == 0
+    assert list(given) == ["ceilings", "step", "peers", "memory", "correctness", "kernels", "fp8"]
     assert gpu.SECONDS < 540
 
 
@@ -97,12 +92,6 @@ def test_a_part_whose_process_ends_goes_on_behind_that_row(tmp_path: Path, capfd
     assert "complete: 5 rows, 2 FAILED" in page(tmp_path, ["unlucky"])
 
 
-def test_a_part_that_cannot_start_says_so(tmp_path: Path) -> None:
-    settings = gpu.Settings([], tmp_path, "cpu", True, 600)
-    report = gpu.run_part("missing", "tests.benchmarks.gpu_parts:missing", settings, 600)
-    assert report.error == "AttributeError: module 'tests.benchmarks.gpu_parts' has no attribute 'missing'"
-
-
 def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> None:
     settings = gpu.Settings([], tmp_path, "cpu", True, 600)
     for seconds in (4, 16, 64):  # a busy machine starts slowly
@@ -117,17 +106,8 @@ def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> No
 @pytest.fixture
 def running(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """The command, in the middle of a real part."""
-    line = [
-        sys.executable,
-        str(GPU_PY),
-        "--device",
-        "cpu",
-        "--tiny",
-        "--part",
-        "kernels,memory",
-        "--out",
-        str(tmp_path),
-    ]
+    options = ["--device", "cpu", "--tiny", "--part", "kernels,memory", "--out"]
+    line = [sys.executable, str(GPU_PY), *options, str(tmp_path)]
     process = subprocess.Popen(line, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for text in process.stdout:
@@ -211,10 +191,11 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
 
 
 def test_a_failed_row_is_in_the_exit_status_and_on_the_page(tmp_path: Path) -> None:
-    for function, status in (("right", 0), ("wrong", 1)):
+    why = "AttributeError: module 'tests.benchmarks.gpu_parts' has no attribute 'missing'"
+    for function, status, error in (("right", 0, None), ("wrong", 1, None), ("missing", 1, why)):
         file = tmp_path / f"{function}.json"
         assert gpu_part.run(f"tests.benchmarks.gpu_parts:{function}", file, "cpu", tiny=True) == status
-        assert json.loads(file.read_text())["complete"]
+        assert json.loads(file.read_text())["error"] == error
     printed = page(tmp_path, ["right", "wrong"])
     assert "| WRONG: 3 " in printed
     assert "complete: 2 rows, 1 FAILED" in printed

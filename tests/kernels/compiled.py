@@ -3,7 +3,7 @@
     python -m tests.kernels.compiled        # compiles what the file lacks, and writes it anew
 
 The file knows a configuration by a digest of everything that its compilation depends on. The tests compile the others, and
-one of each kernel again to see that the file is right.
+one of each module again to see that the file is right.
 """
 
 import hashlib
@@ -51,11 +51,15 @@ class Item:
 
 @dataclass(frozen=True)
 class Findings:
-    """The costs of all configurations, the names of those that the file should know and does not, and where it is wrong."""
+    """The costs of all configurations, and what of the file or of the kernels is not as it should be."""
 
     costs: list[Cost]
     lacking: list[str]
+    """Names of configurations that the file should know and does not."""
     wrong: list[str]
+    """Where the file says something else than the compiler."""
+    specialized: list[str]
+    """Parameters for whose values kernels are compiled anew: Triton does so for a 1 and for multiples of 16."""
 
 
 def find() -> Findings:
@@ -70,7 +74,13 @@ def find() -> Findings:
         [found.get(digest) or kept[digest] for digest in items],
         [items[digest].name for digest in lacking if kept],
         [f"{kept[digest]}, compiled {found[digest]}" for digest in again if found[digest] != kept[digest]],
+        sorted({f"{item.module}: {name}" for item in items.values() for name in _specialized(item.configuration)}),
     )
+
+
+def _specialized(configuration: Configuration) -> list[str]:
+    numbers = [each for each in configuration.kernel.params if configuration.signature[each.name] in ("i32", "i64")]
+    return [each.name for each in numbers if not each.do_not_specialize]
 
 
 def _read() -> dict[str, dict]:
@@ -95,11 +105,11 @@ def _items() -> list[Item]:
 
 
 def _sample(items: dict[str, Item]) -> list[str]:
-    """One of each kernel, and of architectures each in turn."""
-    by_kernel: dict[str, list[str]] = {}
+    """One of each module, and of architectures each in turn."""
+    by_module: dict[str, list[str]] = {}
     for digest, item in items.items():
-        by_kernel.setdefault(item.configuration.kernel.__name__, []).append(digest)
-    return [its_own[place % len(its_own)] for place, its_own in enumerate(by_kernel.values())]
+        by_module.setdefault(item.module, []).append(digest)
+    return [its_own[place % len(its_own)] for place, its_own in enumerate(by_module.values())]
 
 
 def _compile(items: Iterable[Item]) -> list[Cost]:

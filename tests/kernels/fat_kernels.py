@@ -37,8 +37,8 @@ def sharing(x, out, n, BLOCK: tl.constexpr):
 
 def configurations() -> list[Configuration]:
     def configuration(kernel, block: int, kind: str, num_warps: int, num_stages: int) -> Configuration:
-        signature = {"x": kind, "out": kind, "n": "i32", "BLOCK": "constexpr"}
-        return Configuration(kernel.__name__, kernel, signature, {"BLOCK": block}, num_warps, num_stages)
+        types = {"x": kind, "out": kind, "n": "i32"}
+        return Configuration.of(kernel.__name__, kernel, types, {"BLOCK": block}, num_warps, num_stages)
 
     return [
         configuration(lean, 1024, "*bf16", 4, 1),

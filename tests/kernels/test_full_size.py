@@ -1,5 +1,7 @@
 """Sums and norms at BERT-Large's sizes, 31 million elements in one tensor and 335 million in all, against float64."""
 
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,7 @@ from kernels import LambSegments, LambState
 from kernels.reference import lamb
 from kernels.triton import lamb as triton_lamb
 from kernels.triton import squares as triton_squares
-from tests.kernels.reference.test_lamb import HYPERPARAMETERS
+from tests.kernels.lamb_oracle import HYPERPARAMETERS
 
 pytestmark = pytest.mark.slow
 
@@ -36,7 +38,6 @@ def squares_in_float64(vector: torch.Tensor) -> float:
 def test_the_definition() -> None:
     once = normal(EMBEDDING)
     exact = squares_in_float64(once)
-    assert lamb.sum_of_squares(once).item() == pytest.approx(exact, rel=NEAR)
     times, rest = divmod(PARAMETERS, EMBEDDING)
     everything = once.repeat(times + 1)[:PARAMETERS]
     exact = times * exact + squares_in_float64(once[:rest])
@@ -49,32 +50,20 @@ def test_triton() -> None:
     assert triton_squares.sum_of_squares(vector).item() == pytest.approx(squares_in_float64(vector), rel=NEAR)
 
 
-def test_the_norms_of_a_step() -> None:
-    """Of the gradient; and of weights and directions in a tensor of the embedding's size, from which its ratio follows."""
-    segments = LambSegments((1000, EMBEDDING), (False, True))
-    weights, gradients = normal(1000 + EMBEDDING), normal(1000 + EMBEDDING).flip(0)
-    exact = squares_in_float64(gradients) ** 0.5
-    norm = lamb.sum_of_squares(gradients).sqrt().float()
-    assert norm.item() == pytest.approx(exact, rel=NEAR)
-    state = LambState.zeros_like(weights)
-    squares_2A = lamb.lamb_directions(
+@pytest.mark.parametrize(("module", "size"), [(lamb, EMBEDDING), (triton_lamb, EMBEDDING // 40)])
+def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
+    """Of weights and directions in a tensor of the embedding's size, from which its ratio follows.
+
+    In Triton a fortieth: of its two levels, fp32 inside a chunk and fp64 over chunks, only the second grows.
+    """
+    segments = LambSegments((1000, size), (False, True))
+    weights, gradients = normal(1000 + size), normal(1000 + size).flip(0)
+    state, norm = LambState.zeros_like(weights), torch.tensor(1e3)
+    squares_2A = module.lamb_directions(
         weights, gradients, state, segments, HYPERPARAMETERS, norm=norm, step=torch.tensor(1)
     )
     for found, vector in zip(squares_2A[:, 0].tolist(), (weights, state.update_P), strict=True):
         assert found == pytest.approx(squares_in_float64(segments.adapted_views(vector)[0]), rel=NEAR)
-
-
-def test_the_norms_of_a_step_in_triton() -> None:
-    """A fortieth of the embedding: of its two levels, fp32 inside a chunk and fp64 over chunks, only the second grows."""
-    size = EMBEDDING // 40
-    segments = LambSegments((size,), (True,))
-    weights, gradients = normal(size), normal(size).flip(0)
-    state = LambState.zeros_like(weights)
-    squares_2A = triton_lamb.lamb_directions(
-        weights, gradients, state, segments, HYPERPARAMETERS, norm=torch.tensor(1e3), step=torch.tensor(1)
-    )
-    for found, vector in zip(squares_2A[:, 0].tolist(), (weights, state.update_P), strict=True):
-        assert found == pytest.approx(squares_in_float64(vector), rel=NEAR)
 
 
 def test_a_gpus_order_of_addition_over_the_embedding() -> None:

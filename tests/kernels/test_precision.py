@@ -12,40 +12,32 @@ from benchmarks.gpu_parts import part as gpu_part
 from bert.parallel.mesh import join_mesh
 from kernels.__main__ import main
 from kernels.precision import set_product_precision
+from tests.conftest import REPOSITORY
+
+PRODUCTS = torch.backends.cuda.matmul
 
 
 def settings() -> tuple[object, ...]:
     """Whether parts may be added up in bf16 and in fp16, whether TF32 is on, and PyTorch's word for it."""
-    products = torch.backends.cuda.matmul
-    return (
-        products.allow_bf16_reduced_precision_reduction,
-        products.allow_fp16_reduced_precision_reduction,
-        products.allow_tf32,
-        torch.get_float32_matmul_precision(),
-    )
+    reduced = PRODUCTS.allow_bf16_reduced_precision_reduction, PRODUCTS.allow_fp16_reduced_precision_reduction
+    return *reduced, PRODUCTS.allow_tf32, torch.get_float32_matmul_precision()
 
 
-STRICT = (False, False, False, "highest")
-
-
-def loosen() -> None:
-    """Everything allowed, as a program or a container may have it."""
-    products = torch.backends.cuda.matmul
-    products.allow_bf16_reduced_precision_reduction = products.allow_fp16_reduced_precision_reduction = True
-    torch.set_float32_matmul_precision("high")
+def allow(bf16: bool, fp16: bool, word: str) -> None:
+    PRODUCTS.allow_bf16_reduced_precision_reduction, PRODUCTS.allow_fp16_reduced_precision_reduction = bf16, fp16
+    torch.set_float32_matmul_precision(word)
 
 
 @pytest.fixture(autouse=True)
-def loose(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    before = settings()
+def everything_is_allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As a program or a container may have it."""
+    bf16, fp16, _, word = settings()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    loosen()
+    allow(True, True, "high")
     assert settings() == (True, True, True, "high")
     yield
-    products = torch.backends.cuda.matmul
-    products.allow_bf16_reduced_precision_reduction, products.allow_fp16_reduced_precision_reduction = before[:2]
-    torch.set_float32_matmul_precision(str(before[3]))
+    allow(bool(bf16), bool(fp16), str(word))
 
 
 def benchmark(folder: Path) -> None:
@@ -53,9 +45,7 @@ def benchmark(folder: Path) -> None:
     assert gpu_part.run("benchmarks.gpu_parts.ceilings:ceilings", folder / "ceilings.json", "cpu", tiny=True) == 0
 
 
-def autotune(folder: Path) -> None:
-    """Of one op."""
-    del folder
+def autotune(_: Path) -> None:
     assert main(["autotune", "dense_gelu", "--device", "cpu", "--dtype", "fp32"]) == 0
 
 
@@ -68,7 +58,7 @@ def test_a_device_is_set_up_with_sums_in_fp32(
 ) -> None:
     monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path))
     set_up(tmp_path)
-    assert settings() == STRICT
+    assert settings() == (False, False, False, "highest")
 
 
 def test_the_container_does_not_decide() -> None:
@@ -78,12 +68,7 @@ def test_the_container_does_not_decide() -> None:
         "before = torch.backends.cuda.matmul.allow_tf32; set_product_precision(); "
         "print(before, torch.backends.cuda.matmul.allow_tf32)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).resolve().parents[2],
-        env={"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    container = {"TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=REPOSITORY, env=container, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "False"]

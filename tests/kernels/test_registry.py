@@ -11,12 +11,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from kernels import OPS, Dropout, captured, choose, dropout_add_layer_norm, varlen_attention
+from kernels import OPS, Dropout, captured, choose, varlen_attention
 from kernels.__main__ import main
 from kernels.registry import Implementation, Op, signature
 from kernels.tuning.examples import example_inputs
-
-pytestmark = pytest.mark.oldest_torch
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +96,7 @@ def test_auto_takes_what_was_measured_where_it_can(op: Op[[Tensor, float], Tenso
         op.prefer({"": "slow"})
 
 
+@pytest.mark.oldest_torch
 def test_calls_are_told_apart_by_all_that_may_decide():
     x = torch.ones(3, 8)
     kinds = [
@@ -208,7 +207,16 @@ def test_a_step_that_is_captured_gets_no_attention_that_reads_lengths():
             varlen_attention.prefer({})
 
 
-def test_what_reads_the_device_is_known_not_to_be_capturable():
+OWN = [
+    (op, implementation)
+    for op in OPS.values()
+    for implementation in op.implementations.values()
+    if implementation.name in ("pytorch", "reference")
+]
+
+
+@pytest.mark.parametrize(("op", "implementation"), OWN, ids=lambda each: each.name)
+def test_what_reads_the_device_is_known_not_to_be_capturable(op: Op[..., Any], implementation: Implementation):
     """By running every definition and PyTorch's own on a CPU: a ``tolist`` or ``item`` there is one on a GPU."""
     reads: list[str] = []
 
@@ -219,37 +227,14 @@ def test_what_reads_the_device_is_known_not_to_be_capturable():
                 reads.append(func.__name__)
             return func(*args, **kwargs or {})
 
-    for name, op in OPS.items():
-        args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)
-        for implementation in op.implementations.values():
-            if implementation.name not in ("pytorch", "reference") or implementation.unsupported_reasons(
-                name, *args, **kwargs
-            ):
-                continue
-            reads.clear()
-            with Watch():
-                implementation.function(name)(*args, **kwargs)
-            assert implementation.capturable is (reads == []), f"{name}: {implementation.name}"
+    args, kwargs = example_inputs(op.name, torch.device("cpu"), torch.float32)
+    if not implementation.unsupported_reasons(op.name, *args, **kwargs):
+        with Watch():
+            implementation.function(op.name)(*args, **kwargs)
+        assert implementation.capturable is (reads == [])
 
 
-def test_every_op_has_its_definition_for_every_device():
-    for name, op in OPS.items():
-        assert op.name == name
-        assert "reference" in op.implementations
-        assert op.__doc__
-
-
-def test_a_cpu_run_takes_pytorchs_own_kernels():
-    x = torch.randn(4, 8)
-    arguments = (x, x[0], x, x[0], x[0], 1e-12, Dropout(0.1, torch.zeros(2, dtype=torch.int64), 0))
-    assert dropout_add_layer_norm.chosen(*arguments).name == "pytorch"
-    bounds = torch.tensor([0, 4], dtype=torch.int32)
-    heads = torch.randn(4, 2, 4)
-    assert varlen_attention.chosen(heads, heads, heads, bounds, bounds, 4).name == "pytorch"
-    with dropout_add_layer_norm.using("reference"):
-        assert dropout_add_layer_norm.chosen(*arguments).name == "reference"
-
-
+@pytest.mark.oldest_torch
 def test_the_table_of_implementations(capsys: pytest.CaptureFixture[str]):
     assert main(["--device", "cpu", "--dtype", "fp32"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -263,6 +248,7 @@ def test_the_table_of_implementations(capsys: pytest.CaptureFixture[str]):
         assert "PyTorch sees no GPU" in capsys.readouterr().err
 
 
+@pytest.mark.oldest_torch
 @pytest.mark.parametrize("name", OPS)
 def test_examples_are_inputs_of_the_definition(name: str):
     args, kwargs = example_inputs(name, torch.device("cpu"), torch.float32)

@@ -9,10 +9,9 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.gpu_parts.measuring.report import DeviceLostError, Row, first_line
+from kernels.tuning.contest import HEAD_START_CYCLES, flush_buffer
 
 _WARM_UP = 3
-_HEAD_START_CYCLES = 2_000_000
-"""About a millisecond in which the device waits and the host queues the work, so that the work is not waited for."""
 
 
 def measured(
@@ -33,14 +32,14 @@ def measured(
         work()
     if device.type == "cpu":
         return [_host_seconds(work, before) for _ in range(repeats)]
-    cache = torch.empty(2 * _cache_bytes(device), dtype=torch.int8, device=device) if cold else None
+    cache = flush_buffer(device) if cold else None
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     torch.cuda.synchronize()
     for start, stop in events:
         before()
         if cache is not None:
             cache.zero_()
-            torch.cuda._sleep(_HEAD_START_CYCLES)
+            torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         work()
         stop.record()
@@ -101,7 +100,3 @@ def _host_seconds(work: Callable[[], object], before: Callable[[], object]) -> f
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def _cache_bytes(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)) or 128 * 2**20

@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """Adapters to libraries that are not installed here: what they would call, and that nothing is imported before.
 
 The libraries are stood in for by functions with their parameters, as read in their sources (flash-attn 2, FlashAttention-3,
@@ -5,12 +6,8 @@ Transformer Engine 2.20, apex), which compute the definition and, as the librari
 they find them: here NaN, in the output and in the gradients.
 """
 
-import ast
-import importlib
 import importlib.machinery
 import sys
-from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,6 +20,8 @@ from kernels import OPS, Dropout
 from kernels.libraries import apex, flash_attention, flash_attention_3, torch_varlen, transformer_engine
 from kernels.reference import ops as reference
 from kernels.registry import Implementation
+from kernels.tuning.examples import example_inputs
+from tests.kernels.accuracy import CPU, output_and_gradients
 from tests.kernels.libraries.library_stand_ins import SoftmaxCrossEntropyLoss, library
 
 LIBRARIES = {
@@ -38,21 +37,11 @@ LIBRARIES = {
 BOUNDS = torch.tensor([0, 3, 8, 8], dtype=torch.int32)
 SPARE = 4
 """Rows after the last sequence."""
-
-
-@pytest.mark.parametrize("path", sorted(Path(reference.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
-def test_no_library_is_imported_with_a_module(path: Path):
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom, ast.If, ast.Try, ast.With))]
-    for node in (inner for outer in top for inner in ast.walk(outer)):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-        assert not {name.partition(".")[0] for name in names} & LIBRARIES
+ATTENTIONS = [flash_attention, flash_attention_3, transformer_engine, torch_varlen]
 
 
 def test_no_library_is_loaded_by_the_package():
-    for module in (apex, flash_attention, flash_attention_3, transformer_engine, torch_varlen):
-        assert importlib.import_module(module.__name__) is module
+    assert all(module.__name__ in sys.modules for module in (apex, *ATTENTIONS))
     assert not LIBRARIES & set(sys.modules)
 
 
@@ -67,7 +56,7 @@ def test_every_adapter_is_registered_with_what_it_needs():
     assert found["masked_lm_loss", "apex"] == "xentropy_cuda"
     for op in OPS.values():
         for each in op.implementations.values():
-            assert callable(each.function(op.name)) or each.missing()
+            assert each.missing() or callable(each.function(op.name))
 
 
 def test_another_package_of_the_name_is_not_taken_for_nvidias(monkeypatch: pytest.MonkeyPatch):
@@ -87,7 +76,9 @@ class _Careless(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
         ctx.save_for_backward(query, key, value, bounds_q, bounds_k)
-        return torch.cat([owned := attention(query, key, value, bounds_q, bounds_k), spare_like(query, owned)])
+        output = reference.varlen_attention(query, key, value, bounds_q, bounds_k, 100)
+        output[int(bounds_q[-1]) :] = torch.nan
+        return output
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -95,82 +86,62 @@ class _Careless(torch.autograd.Function):
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in inputs]
             query, key, value = leaves
-            output = attention(query, key, value, bounds_q, bounds_k)
-        gradients = torch.autograd.grad(output, leaves, gradient[: len(output)])
+            output = reference.varlen_attention(query, key, value, bounds_q, bounds_k, 100)
+        gradients = torch.autograd.grad(output, leaves, gradient)
         for x, bounds in zip(gradients, (bounds_q, bounds_k, bounds_k), strict=True):
             x[int(bounds[-1]) :] = torch.nan
         return *gradients, None, None
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
-    last = int(bounds_q[-1])
-    return reference.varlen_attention(query, key, value, bounds_q, bounds_k, 100)[:last]
-
-
-def spare_like(rows: Tensor, output: Tensor) -> Tensor:
-    return rows.new_full((len(rows) - len(output), *rows.shape[1:]), torch.nan)
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The libraries' attention, and what they were called with beyond the tensors."""
+    """The libraries' attention, by their parameters' names and order, and what they were called with beyond the tensors."""
     seen: dict[str, Any] = {}
 
-    def flash_attn_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: None = None,
-    ) -> Tensor:  # fmt: skip
-        seen.update(dropout_p=dropout_p, longest=(max_seqlen_q, max_seqlen_k), scale=softmax_scale)
-        return _Careless.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)  # pyright: ignore[reportReturnType]
+    def attend(*tensors: Tensor, **others: object) -> Any:
+        seen.update(others)
+        return _Careless.apply(*tensors)
 
-    def flash_attn_varlen_qkvpacked_func(
-        qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0, softmax_scale: None = None
-    ) -> Tensor:
-        seen.update(dropout_p=dropout_p, longest=(max_seqlen, max_seqlen), scale=softmax_scale)
-        return _Careless.apply(*qkv.unbind(1), cu_seqlens, cu_seqlens)  # pyright: ignore[reportReturnType]
+    def flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None
+    ):
+        assert softmax_scale is None
+        return attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest=(max_seqlen_q, max_seqlen_k), dropout_p=dropout_p)
+
+    def flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None):
+        bounds = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+        return flash_attn_varlen_func(*qkv.unbind(1), *bounds, dropout_p, softmax_scale)
 
     def flash_attn_3_varlen_func(
-        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
-        max_seqlen_q: int, max_seqlen_k: int, seqused_q: None = None, seqused_k: None = None, softmax_scale: None = None,
-    ) -> Any:  # fmt: skip
-        assert seqused_q is None
-        assert seqused_k is None
-        seen.update(longest=(max_seqlen_q, max_seqlen_k), scale=softmax_scale)
-        output = _Careless.apply(q, k, v, cu_seqlens_q, cu_seqlens_k)
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, softmax_scale=None
+    ):  # fmt: skip
+        assert (seqused_q, seqused_k, softmax_scale) == (None, None, None)
+        output = attend(q, k, v, cu_seqlens_q, cu_seqlens_k, longest=(max_seqlen_q, max_seqlen_k))
         return (output, None) if seen.get("early") else output
 
     class DotProductAttention(torch.nn.Module):
         def __init__(
-            self, num_attention_heads: int, kv_channels: int, num_gqa_groups: None = None, attention_dropout: float = 0.0,
-            qkv_format: str = "sbhd", attn_mask_type: str = "causal", attention_type: str = "self",
-        ) -> None:  # fmt: skip
+            self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
+            attn_mask_type="causal", attention_type="self",
+        ):  # fmt: skip
             super().__init__()
-            assert num_gqa_groups is None
-            assert (num_attention_heads, kv_channels, qkv_format, attn_mask_type) == (2, 8, "thd", "padding")
-            self.settings = attention_dropout, attention_type
+            assert (num_attention_heads, kv_channels, num_gqa_groups) == (2, 8, None)
+            assert (qkv_format, attn_mask_type) == ("thd", "padding")
+            self.settings = {"dropout_p": attention_dropout, "kind": attention_type}
 
         def forward(
-            self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: None = None,
-            qkv_format: str | None = None, cu_seqlens_q: Tensor | None = None, cu_seqlens_kv: Tensor | None = None,
-            max_seqlen_q: int | None = None, max_seqlen_kv: int | None = None, attn_mask_type: str | None = None,
-        ) -> Tensor:  # fmt: skip
+            self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
+            cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, attn_mask_type=None,
+        ):  # fmt: skip
             assert (attention_mask, qkv_format, attn_mask_type) == (None, "thd", "padding")
-            dropout_p, kind = self.settings
-            seen.update(dropout_p=dropout_p, longest=(max_seqlen_q, max_seqlen_kv), scale=None, kind=kind)
-            output: Any = _Careless.apply(query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv)
-            return output.flatten(1)
+            tensors = query_layer, key_layer, value_layer, cu_seqlens_q, cu_seqlens_kv
+            return attend(*tensors, longest=(max_seqlen_q, max_seqlen_kv), **self.settings).flatten(1)
 
-    def varlen_attn(
-        query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int
-    ) -> Tensor:
-        seen.update(longest=(max_q, max_k), scale=None)
-        return _Careless.apply(query, key, value, cu_seq_q, cu_seq_k)  # pyright: ignore[reportReturnType]
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k):
+        return attend(query, key, value, cu_seq_q, cu_seq_k, longest=(max_q, max_k))
 
-    both = {
-        "flash_attn_varlen_func": flash_attn_varlen_func,
-        "flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func,
-    }
-    library(monkeypatch, "flash_attn", **both)
+    packed = {"flash_attn_varlen_qkvpacked_func": flash_attn_varlen_qkvpacked_func}
+    library(monkeypatch, "flash_attn", flash_attn_varlen_func=flash_attn_varlen_func, **packed)
     library(monkeypatch, "flash_attn_interface", flash_attn_varlen_func=flash_attn_3_varlen_func)
     library(monkeypatch, "transformer_engine.pytorch", DotProductAttention=DotProductAttention)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
@@ -178,50 +149,40 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-ATTENTIONS = [flash_attention, flash_attention_3, transformer_engine, torch_varlen]
-
-
 def dropout_of(module: ModuleType) -> Dropout | None:
     draws = module in (flash_attention, transformer_engine)
     return Dropout(0.25, torch.zeros(2, dtype=torch.int64), 0) if draws else None
 
 
-@pytest.mark.parametrize("module", ATTENTIONS, ids=lambda module: module.__name__)
+EACH = pytest.mark.parametrize("module", ATTENTIONS, ids=lambda module: module.__name__)
+
+
+def assert_as_defined(attention: Any, definition: Any, tensors: list[Tensor], rows: list[int], *others: Any) -> None:
+    """Of the rows that sequences own: elsewhere output and gradients are 0. ``others`` are what both take, then dropout."""
+    *bounds, dropout = others
+    found = output_and_gradients(lambda *leaves: attention(*leaves, *bounds, dropout), tensors)
+    expected = output_and_gradients(lambda *leaves: definition(*leaves, *bounds), tensors)
+    for got, exact, owned in zip(found, expected, rows, strict=True):
+        assert not got[owned:].any()
+        torch.testing.assert_close(got[:owned], exact[:owned])
+
+
+@EACH
 def test_self_attention_of_a_batch_that_is_filled_up(module: ModuleType, calls: dict[str, Any]):
-    torch.manual_seed(0)
-    rows = int(BOUNDS[-1])
-    packed = torch.randn(rows + SPARE, 3, 2, 8, requires_grad=True)
-    output = module.varlen_self_attention(packed, BOUNDS, 5, dropout_of(module))
-    upstream = torch.randn_like(output)
-    (gradient,) = torch.autograd.grad(output, packed, upstream)
-    plain = packed.detach()[:rows].requires_grad_()
-    expected = reference.varlen_self_attention(plain, BOUNDS, 5)
-    assert output[rows:].eq(0).all()
-    assert gradient[rows:].eq(0).all()
-    torch.testing.assert_close(output[:rows], expected)
-    torch.testing.assert_close(gradient[:rows], torch.autograd.grad(expected, plain, upstream[:rows])[0])
+    packed = torch.randn(8 + SPARE, 3, 2, 8)
+    attention, definition = module.varlen_self_attention, reference.varlen_self_attention
+    assert_as_defined(attention, definition, [packed], [8, 8], BOUNDS, 5, dropout_of(module))
     assert calls["longest"] == (5, 5)
-    assert calls["scale"] is None
     assert calls.get("dropout_p", 0.25) == 0.25
     assert calls.get("kind", "self") == "self"
 
 
-@pytest.mark.parametrize("module", ATTENTIONS, ids=lambda module: module.__name__)
+@EACH
 def test_attention_of_some_rows_of_a_batch_that_is_filled_up(module: ModuleType, calls: dict[str, Any]):
-    torch.manual_seed(0)
     bounds_q = torch.tensor([0, 1, 3, 3], dtype=torch.int32)
-    shapes = ((3 + SPARE, 2, 8), *[(8 + SPARE, 2, 8)] * 2)
-    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
-    output = module.varlen_attention(*inputs, bounds_q, BOUNDS, 5, None)
-    gradients = torch.autograd.grad(output.sum(), inputs)
-    plain = [x.detach()[:-SPARE].requires_grad_() for x in inputs]
-    query, key, value = plain
-    expected = reference.varlen_attention(query, key, value, bounds_q, BOUNDS, 5)
-    torch.testing.assert_close(output[:3], expected)
-    assert output[3:].eq(0).all()
-    for got, exact in zip(gradients, torch.autograd.grad(expected.sum(), plain), strict=True):
-        assert got[-SPARE:].eq(0).all()
-        torch.testing.assert_close(got[:-SPARE], exact)
+    tensors = [torch.randn(rows + SPARE, 2, 8) for rows in (3, 8, 8)]
+    attention, definition = module.varlen_attention, reference.varlen_attention
+    assert_as_defined(attention, definition, tensors, [3, 3, 8, 8], bounds_q, BOUNDS, 5, None)
     assert calls.get("dropout_p", 0.0) == 0
     assert calls.get("kind", "cross") == "cross"
 
@@ -233,22 +194,21 @@ def test_the_first_releases_of_flash_attention_3_return_more(calls: dict[str, An
     assert flash_attention_3.varlen_self_attention(packed, BOUNDS, 5).equal(expected)
 
 
-def test_reasons_against_attention(monkeypatch: pytest.MonkeyPatch):
+@EACH
+def test_reasons_against_attention(module: ModuleType, monkeypatch: pytest.MonkeyPatch):
     fine = torch.zeros(4, 2, 64, dtype=torch.bfloat16)
-    dropout = Dropout(0.1, torch.zeros(2, dtype=torch.int64), 0)
-    for module in ATTENTIONS:
-        assert module.unsupported_reasons(fine)[0] == "the tensors are on cpu, expected a GPU"
-        assert "torch.float32, expected float16 or bfloat16" in module.unsupported_reasons(fine.float())
-        for size in (60, 264):
-            reasons = module.unsupported_reasons(torch.zeros(4, 2, size, dtype=torch.float16))
-            assert f"a head size of {size}, expected a multiple of 8 up to 256" in reasons
-        reasons = module.unsupported_reasons(fine, dropout=dropout)
-        assert ("it has no dropout" in reasons) == (module in (flash_attention_3, torch_varlen))
+    assert module.unsupported_reasons(fine)[0] == "the tensors are on cpu, expected a GPU"
+    assert "torch.float32, expected float16 or bfloat16" in module.unsupported_reasons(fine.float())
+    for size in (60, 264):
+        reasons = module.unsupported_reasons(torch.zeros(4, 2, size, dtype=torch.float16))
+        assert f"a head size of {size}, expected a multiple of 8 up to 256" in reasons
+    reasons = module.unsupported_reasons(fine, dropout=dropout_of(flash_attention))
+    assert ("it has no dropout" in reasons) == (dropout_of(module) is None)
     for capability, by_2, by_3 in (((7, 5), 1, 2), ((8, 0), 0, 1), ((9, 0), 0, 0), ((10, 0), 0, 1)):
         monkeypatch.setattr(flash_attention, "capability_of", lambda _x, capability=capability: capability)
         monkeypatch.setattr(flash_attention_3, "capability_of", lambda _x, capability=capability: capability)
-        for module, count in ((flash_attention, by_2), (transformer_engine, by_2), (flash_attention_3, by_3)):
-            assert sum("compute capability" in reason for reason in module.unsupported_reasons(fine)) == count
+        count = sum("compute capability" in reason for reason in module.unsupported_reasons(fine))
+        assert count == (by_3 if module is flash_attention_3 else by_2)
 
 
 @pytest.fixture
@@ -270,62 +230,38 @@ def nvidia_apex(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return seen
 
 
-def compared(ours: Any, definition: Any, tensors: list[Tensor], *others: Any) -> None:
-    """Outputs and all gradients of an adapter and of the definition are the same."""
-    leaves = [[x.detach().clone().requires_grad_() for x in tensors] for _ in range(2)]
-    outputs = [function(*inputs, *others) for function, inputs in zip((ours, definition), leaves, strict=True)]
-    firsts = [output[0] if isinstance(output, tuple) else output for output in outputs]
-    torch.testing.assert_close(*firsts)
-    upstream = torch.randn_like(firsts[0])
-    for got, expected in zip(
-        *(torch.autograd.grad(first, inputs, upstream) for first, inputs in zip(firsts, leaves, strict=True)),
-        strict=True,
-    ):
+def assert_same(ours: Any, definition: Any, arguments: list[Any]) -> None:
+    for got, expected in zip(*(output_and_gradients(each, arguments) for each in (ours, definition)), strict=True):
         torch.testing.assert_close(got, expected)
-    assert [output[1:] for output in outputs if isinstance(output, tuple)][:1] == [
-        output[1:] for output in outputs if isinstance(output, tuple)
-    ][1:]
 
 
-def test_apex_layer_norms(nvidia_apex: dict[str, Any]):
-    torch.manual_seed(0)
-    rows, row = (5, 16), (16,)
-    tensors = [torch.randn(shape) for shape in (rows, row, rows, row, row)]
-    compared(apex.dropout_add_layer_norm, reference.dropout_add_layer_norm, tensors, 1e-12, None)
+@pytest.mark.parametrize("op", ["dropout_add_layer_norm", "embedding_layer_norm"])
+def test_apex_layer_norms(nvidia_apex: dict[str, Any], op: str):
+    arguments = example_inputs(op, CPU, torch.float32)[0][:-1]
+    assert_same(getattr(apex, op), getattr(reference, op), [*arguments, None])
     assert nvidia_apex["eps"] == 1e-12
-    ids = [torch.randint(2, (5,)) for _ in range(3)]
-    tables = [torch.randn(shape) for shape in ((9, 16), (7, 16), (2, 16), row, row)]
-    compared(
-        partial(apex.embedding_layer_norm, *ids),
-        partial(reference.embedding_layer_norm, *ids),
-        tables,
-        1e-12,
-        None,
-    )
 
 
-def test_apex_layer_norm_takes_one_type_under_autocast(nvidia_apex: dict[str, Any]):
-    del nvidia_apex
-    x, residual = torch.randn(5, 16).bfloat16(), torch.randn(5, 16).bfloat16()
-    vectors = [torch.randn(16) for _ in range(3)]
+@pytest.mark.usefixtures("nvidia_apex")
+def test_apex_layer_norm_takes_one_type_under_autocast():
+    rows, vectors = [torch.randn(5, 16).bfloat16() for _ in range(2)], [torch.randn(16) for _ in range(3)]
+    arguments = rows[0], vectors[0], rows[1], *vectors[1:], 1e-12
     with torch.autocast("cpu", torch.bfloat16):
-        output = apex.dropout_add_layer_norm(x, vectors[0], residual, vectors[1], vectors[2], 1e-12, None)
+        output = apex.dropout_add_layer_norm(*arguments, None)
     assert output.dtype == torch.bfloat16
-    dropout = dropout_of(flash_attention)
-    dropped = apex.dropout_add_layer_norm(x, vectors[0], residual, vectors[1], vectors[2], 1e-12, dropout)
-    assert not dropped.equal(output)
+    assert not apex.dropout_add_layer_norm(*arguments, dropout_of(flash_attention)).equal(output)
 
 
+@pytest.mark.usefixtures("nvidia_apex")
 @pytest.mark.parametrize("labels", [[3, -1, 0, 10, -1], [-1] * 5])
-def test_apex_cross_entropy(nvidia_apex: dict[str, Any], labels: list[int]):
-    del nvidia_apex
-    torch.manual_seed(0)
-    tensors = [torch.randn(shape) for shape in ((5, 8), (11, 8), (11,))]
-    compared(apex.masked_lm_loss, reference.masked_lm_loss, tensors, torch.tensor(labels))
-    compared(apex.masked_lm_loss, reference.masked_lm_loss, tensors, torch.tensor(labels), -1, False)
+def test_apex_cross_entropy(labels: list[int]):
+    tensors = [*(torch.randn(shape) for shape in ((5, 8), (11, 8), (11,))), torch.tensor(labels)]
+    for counting in (True, False):
+        assert_same(apex.masked_lm_loss, reference.masked_lm_loss, [*tensors, -1, counting])
+        (_, correct), (_, expected) = (each.masked_lm_loss(*tensors, -1, counting) for each in (apex, reference))
+        assert correct == expected
     with torch.autocast("cpu", torch.bfloat16):
-        loss, _ = apex.masked_lm_loss(tensors[0], tensors[1], tensors[2], torch.tensor(labels))
-    assert loss.dtype == torch.float32
+        assert apex.masked_lm_loss(*tensors)[0].dtype == torch.float32
 
 
 def test_reasons_against_apex():
@@ -336,5 +272,3 @@ def test_reasons_against_apex():
     assert "torch.float64" in apex.masked_lm_loss_unsupported_reasons(rows.double(), rows)[1]
     large = torch.zeros(1, 1).expand(2**17, 8), torch.zeros(1, 1).expand(2**15, 8)
     assert "131072 x 32768 logits, expected fewer than 2^32" in apex.masked_lm_loss_unsupported_reasons(*large)
-    for op in ("dropout_add_layer_norm", "embedding_layer_norm", "masked_lm_loss"):
-        assert "apex" in OPS[op].implementations

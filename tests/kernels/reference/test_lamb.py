@@ -1,8 +1,9 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """LAMB against a plain float64 NumPy version, and the roles and the schedule that drive it."""
 
+import importlib.util
 import math
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,152 +16,103 @@ from bert.configuration.recipes import RECIPES
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
 from bert.parallel.reduction import bucket_slices
-from kernels import LambHyperparameters, LambSegments, LambState, lamb_apply, lamb_directions, lamb_step
+from kernels import LambHyperparameters, LambSegments, LambState, lamb_step
+from kernels.reference import lamb
+from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at
 
-pytestmark = pytest.mark.oldest_torch
-
-HYPERPARAMETERS = LambHyperparameters(beta_1=0.9, beta_2=0.999, epsilon=1e-6, weight_decay=0.01, max_grad_norm=1.0)
-
-
-class NumpyLamb:
-    """Tensor by tensor in float64, as the reference's formulas read."""
-
-    def __init__(self, weights: list[np.ndarray], adapted: tuple[bool, ...], hyper: LambHyperparameters) -> None:
-        self.weights = [weight.astype(np.float64) for weight in weights]
-        self.momentum = [np.zeros_like(weight) for weight in self.weights]
-        self.variance = [np.zeros_like(weight) for weight in self.weights]
-        self.adapted = adapted
-        self.hyper = hyper
-        self.steps = 0
-
-    def step(self, gradients: list[np.ndarray], rate: float) -> float:
-        self.steps += 1
-        hyper = self.hyper
-        norm = math.sqrt(sum(float((gradient.astype(np.float64) ** 2).sum()) for gradient in gradients))
-        scale = hyper.max_grad_norm / max(norm, hyper.max_grad_norm)
-        for i, gradient in enumerate(gradients):
-            clipped = gradient.astype(np.float64) * scale
-            self.momentum[i] = hyper.beta_1 * self.momentum[i] + (1 - hyper.beta_1) * clipped
-            self.variance[i] = hyper.beta_2 * self.variance[i] + (1 - hyper.beta_2) * clipped**2
-            momentum_hat = self.momentum[i] / (1 - hyper.beta_1**self.steps)
-            variance_hat = self.variance[i] / (1 - hyper.beta_2**self.steps)
-            update = momentum_hat / (np.sqrt(variance_hat) + hyper.epsilon)
-            ratio = 1.0
-            if self.adapted[i]:
-                update = update + hyper.weight_decay * self.weights[i]
-                weight_norm, update_norm = np.linalg.norm(self.weights[i]), np.linalg.norm(update)
-                ratio = weight_norm / update_norm if weight_norm > 0 and update_norm > 0 else 1.0
-            self.weights[i] = self.weights[i] - rate * ratio * update
-        return norm
-
-
-def at(step: int, rate: float) -> dict[str, Any]:
-    """The arguments that change from step to step; the rate in float64, so that it is the oracle's."""
-    return {"step": torch.tensor(step), "learning_rate": torch.tensor(rate, dtype=torch.float64)}
-
-
-def split(flat: torch.Tensor, sizes: tuple[int, ...]) -> list[np.ndarray]:
-    return [part.numpy().copy() for part in flat.split(list(sizes))]
+NO_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+EITHER = pytest.mark.parametrize("implementation", ["reference", pytest.param("triton", marks=NO_TRITON)])
 
 
 def compare(
     flat: torch.Tensor, gradients: list[torch.Tensor], segments: LambSegments, hyper: LambHyperparameters
 ) -> None:
     """Run both over all the gradients; weights must agree to float64 rounding after each step."""
-    plain = NumpyLamb(split(flat, segments.sizes), segments.adapted, hyper)
-    state = LambState.zeros_like(flat)
+    exact, state = NumpyLamb(flat, segments, hyper), LambState.zeros_like(flat)
     for step, gradient in enumerate(gradients, start=1):
-        rate = 0.1 / step
-        norm = lamb_step(flat, gradient.clone(), state, segments, hyper, **at(step, rate))
-        assert norm.item() == pytest.approx(plain.step(split(gradient, segments.sizes), rate), rel=1e-12)
-        np.testing.assert_allclose(flat.numpy(), np.concatenate(plain.weights), rtol=1e-9, atol=1e-12)
+        when = {"step": torch.tensor(step), "learning_rate": torch.tensor(0.1 / step, dtype=torch.float64)}
+        norm = lamb_step(flat, gradient.clone(), state, segments, hyper, **when)
+        assert norm.item() == pytest.approx(exact.step(gradient, 0.1 / step), rel=1e-12)
+        np.testing.assert_allclose(flat.numpy(), np.concatenate(exact.weights), rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=60)
+@pytest.mark.oldest_torch
+@settings(max_examples=25)
 @given(
     parts=st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=8),
     zero_weights=st.integers(0, 7),
     gradient_scale=st.sampled_from([1e-4, 1.0, 1e4]),
-    beta_1=st.sampled_from([0.0, 0.60466, 0.9]),
-    beta_2=st.sampled_from([0.0, 0.85437, 0.999]),
+    betas=st.sampled_from([(0.0, 0.999), (0.60466, 0.85437), (0.9, 0.0), (0.9, 0.999)]),
     weight_decay=st.sampled_from([0.0, 0.01, 0.1]),
     seed=st.integers(0, 2**31),
 )
-def test_matches_numpy(parts, zero_weights, gradient_scale, beta_1, beta_2, weight_decay, seed):
+def test_matches_numpy(parts, zero_weights, gradient_scale, betas, weight_decay, seed):
     """Any shapes and exclusions; one segment starts at zero; clipping acts at the larger scales and not at the smallest."""
     segments = LambSegments(tuple(size for size, _ in parts), tuple(adapted for _, adapted in parts))
     generator = torch.Generator().manual_seed(seed)
     flat = torch.randn(sum(segments.sizes), generator=generator, dtype=torch.float64)
     segments.views(flat)[zero_weights % len(parts)].zero_()
-    gradients = [gradient_scale * torch.randn(flat.shape, generator=generator, dtype=torch.float64) for _ in range(4)]
-    hyper = replace(HYPERPARAMETERS, beta_1=beta_1, beta_2=beta_2, weight_decay=weight_decay)
-    compare(flat, gradients, segments, hyper)
+    gradients = [gradient_scale * torch.randn(flat.shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    compare(flat, gradients, segments, LambHyperparameters(*betas, 1e-6, weight_decay, 1.0))
 
 
-def test_zero_update_and_zero_weight_leave_a_ratio_of_one():
-    segments = LambSegments((3, 3), (True, True))
-    flat = torch.tensor([0.0, 0, 0, 1, 2, 3], dtype=torch.float64)
-    zero_gradient = torch.zeros(6, dtype=torch.float64)
-    compare(flat, [zero_gradient] * 2, segments, replace(HYPERPARAMETERS, weight_decay=0.0))
-    assert flat.tolist() == [0, 0, 0, 1, 2, 3]
-    compare(flat, [torch.ones(6, dtype=torch.float64)], segments, HYPERPARAMETERS)
+@EITHER
+def test_zero_update_and_zero_weight_leave_a_ratio_of_one(implementation: str):
+    segments, hyper = LambSegments((3, 3), (True, True)), replace(HYPERPARAMETERS, weight_decay=0.0)
+    flat = torch.tensor([0.0, 0, 0, 1, 2, 3])
+    with lamb_step.using(implementation):
+        lamb_step(flat, torch.zeros(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
+        assert flat.tolist() == [0, 0, 0, 1, 2, 3]
+        lamb_step(flat, torch.ones(6), LambState.zeros_like(flat), segments, hyper, **at(1, 0.1))
     assert flat[:3].tolist() == pytest.approx([-0.1] * 3, rel=1e-5)  # the ratio is 1, so the step is the rate
-
-
-@pytest.mark.parametrize(("scale", "clipped"), [(0.5, False), (2.0, True)])
-def test_clipping_by_the_global_norm(scale: float, clipped: bool):
-    gradient = torch.tensor([0.6, 0.8], dtype=torch.float64) * scale
-    state, flat = LambState.zeros_like(gradient), torch.ones(2, dtype=torch.float64)
-    segments = LambSegments((1, 1), (True, False))
-    norm = lamb_step(flat, gradient.clone(), state, segments, HYPERPARAMETERS, **at(1, 0.1))
-    assert norm.item() == pytest.approx(scale)
-    expected = torch.tensor([0.06, 0.08], dtype=torch.float64) * (1 if clipped else scale)
-    torch.testing.assert_close(state.momentum_P, expected)
 
 
 def test_float32_stays_close_to_float64():
     segments = LambSegments((500, 20), (True, False))
-    generator = torch.Generator().manual_seed(0)
-    exact = torch.randn(520, generator=generator, dtype=torch.float64)
-    single, exact_state = exact.float(), LambState.zeros_like(exact)
-    single_state = LambState.zeros_like(single)
-    for step in range(1, 11):
-        gradient = torch.randn(520, generator=generator, dtype=torch.float64)
-        for flat, state in ((exact, exact_state), (single, single_state)):
-            used_up = gradient.to(flat.dtype, copy=True)
-            lamb_step(flat, used_up, state, segments, HYPERPARAMETERS, **at(step, 0.01))
-    torch.testing.assert_close(single, exact.float(), rtol=1e-5, atol=1e-6)
+    exact, *gradients = torch.randn(11, 520, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    flats = [exact.clone(), exact.float()]
+    for flat in flats:
+        state = LambState.zeros_like(flat)
+        for step, gradient in enumerate(gradients, 1):
+            lamb_step(flat, gradient.to(flat.dtype, copy=True), state, segments, HYPERPARAMETERS, **at(step, 0.01))
+    torch.testing.assert_close(flats[1], flats[0].float(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 3e38])
-def test_a_step_that_is_not_finite_changes_nothing(bad: float):
-    """Bad elements, or finite ones whose norm overflows; then a good step, as if the bad had not been."""
-    segments = LambSegments((5, 3), (True, False))
-    generator = torch.Generator().manual_seed(0)
-    flat, first, second = torch.randn(3, 8, generator=generator).unbind()
+@pytest.mark.oldest_torch
+@EITHER
+@pytest.mark.parametrize(("bad", "where"), [(math.nan, 0), (math.inf, 71), (-math.inf, -1), (3e38, 4200)])
+def test_a_step_that_is_not_finite_changes_nothing(implementation: str, bad: float, where: int):
+    """Bad elements among many, or finite ones whose norm overflows; then a good step, as if the bad had not been."""
+    segments = LambSegments((70, 4126, 40), (True, True, False))
+    flat, first, second = torch.randn(3, 4236, generator=torch.Generator().manual_seed(0)).unbind()
     state = LambState.zeros_like(flat)
-    lamb_step(flat, first.clone(), state, segments, HYPERPARAMETERS, **at(1, 0.1))
-    before = [tensor.clone() for tensor in (flat, state.momentum_P, state.variance_P)]
+
+    def step(flat: torch.Tensor, gradient: torch.Tensor, state: LambState, number: int) -> torch.Tensor:
+        used_up = gradient.clone()
+        with lamb_step.using(implementation):
+            norm = lamb_step(flat, used_up, state, segments, HYPERPARAMETERS, **at(number, 0.1))
+        assert not used_up.any()
+        return norm
+
+    step(flat, first, state, 1)
+    buffers = flat, state.momentum_P, state.variance_P
+    undisturbed, *moments = before = [buffer.clone() for buffer in buffers]
     broken = second.clone()
-    broken[2:4] = bad
-    norm = lamb_step(flat, broken, state, segments, HYPERPARAMETERS, **at(2, 0.1))
-    assert not norm.isfinite()
-    assert all(map(torch.equal, (flat, state.momentum_P, state.variance_P), before))
+    broken[[where, 5]] = bad
+    assert not step(flat, broken, state, 2).isfinite()
+    assert all(map(torch.equal, buffers, before))
     assert state.skipped.item() == 1
-    assert not broken.any()
-    undisturbed, other = before[0], LambState(before[1], before[2], torch.zeros(8), torch.tensor(0))
-    lamb_step(flat, second.clone(), state, segments, HYPERPARAMETERS, **at(2, 0.1))
-    lamb_step(undisturbed, second.clone(), other, segments, HYPERPARAMETERS, **at(2, 0.1))
+    step(flat, second, state, 2)
+    step(undisturbed, second, LambState(*moments, torch.zeros_like(flat), torch.tensor(0)), 2)
     assert torch.equal(flat, undisturbed)
     assert state.skipped.item() == 1
 
 
 def test_a_gradient_whose_squares_overflow_is_clipped():
     """Its norm fits fp32, and so does all that follows."""
-    segments = LambSegments((2,), (True,))
-    flat = torch.ones(2)
-    state, gradient = LambState.zeros_like(flat), torch.tensor([3e30, 4e30])
-    norm = lamb_step(flat, gradient, state, segments, HYPERPARAMETERS, **at(1, 0.1))
+    flat, gradient = torch.ones(2), torch.tensor([3e30, 4e30])
+    state = LambState.zeros_like(flat)
+    norm = lamb_step(flat, gradient, state, LambSegments((2,), (True,)), HYPERPARAMETERS, **at(1, 0.1))
     assert norm.item() == pytest.approx(5e30, rel=1e-6)
     torch.testing.assert_close(state.momentum_P, torch.tensor([0.06, 0.08]))
     assert state.skipped.item() == 0
@@ -169,17 +121,28 @@ def test_a_gradient_whose_squares_overflow_is_clipped():
 @pytest.mark.parametrize("beta_2", [0.85437, 0.999])
 def test_the_variance_of_a_constant_gradient_is_its_square(beta_2: float):
     """Not 1.3e-5 more, as it becomes in the end where fp32 values of beta and 1 - beta are the factors."""
-    segments = LambSegments((3,), (True,))
-    flat = torch.tensor([1.0, 2.0, 3.0])
-    state, gradient = LambState.zeros_like(flat), torch.tensor([0.1, -0.2, 0.3])
+    flat, gradient = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.1, -0.2, 0.3])
+    state = LambState.zeros_like(flat)
     state.momentum_P.copy_(gradient)
     state.variance_P.copy_(gradient.square())
     hyper = replace(HYPERPARAMETERS, beta_2=beta_2)
     for step in range(1, 401):
-        lamb_step(flat, gradient.clone(), state, segments, hyper, **at(step, 0.0))
+        lamb_step(flat, gradient.clone(), state, LambSegments((3,), (True,)), hyper, **at(step, 0.0))
     exact = gradient.double().square()
     assert (state.variance_P / exact - 1).abs().max().item() < 1e-6
     assert (state.momentum_P / gradient - 1).abs().max().item() < 1e-6
+
+
+@pytest.mark.parametrize("cuts", [(4,), (1, 6, 7), (5, 9)])
+def test_shards_by_halves_are_the_whole(cuts: tuple[int, ...]):
+    """Adapted segments of 5 and 2 elements around one of 3 that is not; borders lie in them, or between two."""
+    segments = LambSegments((5, 3, 2), (True, False, True))
+    flat, *gradients = torch.randn(4, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64).unbind()
+    shards, state = Shards(lamb, flat, segments, cuts), LambState.zeros_like(flat)
+    for step, gradient in enumerate(gradients, start=1):
+        found = shards.step(gradient, **at(step, 0.1))
+        lamb_step(flat, gradient, state, segments, HYPERPARAMETERS, **at(step, 0.1))
+        torch.testing.assert_close(found, flat, rtol=1e-13, atol=1e-15)
 
 
 def test_the_step_count_waits_for_a_step_that_is_taken():
@@ -200,67 +163,15 @@ def test_the_step_count_waits_for_a_step_that_is_taken():
     assert disturbed.steps.item() == plain.steps.item() == 3
     assert disturbed.state.skipped.item() == 3
     disturbed.reset()
-    assert disturbed.state.skipped.item() == 0
-
-
-@pytest.mark.parametrize("cut", [1, 4, 5, 6, 7, 9])
-def test_two_shards_by_halves_are_the_whole(cut: int):
-    """Adapted segments of 5 and 2 elements around one of 3 that is not; the border lies in one of them, or between two."""
-    segments = LambSegments((5, 3, 2), (True, False, True))
-    generator = torch.Generator().manual_seed(0)
-    flat, *gradients = torch.randn(4, 10, generator=generator, dtype=torch.float64).unbind()
-    shards = [flat[:cut].clone(), flat[cut:].clone()]
-    pieces = [pieces_of(segments, 0, cut), pieces_of(segments, cut, 10)]
-    whole, state, states = flat.clone(), LambState.zeros_like(flat), [LambState.zeros_like(shard) for shard in shards]
-    for step, gradient in enumerate(gradients, start=1):
-        norm = torch.linalg.vector_norm(gradient)
-        when = at(step, 0.1)
-        squares_2A = torch.zeros(2, 2, dtype=torch.float64)
-        for shard, own, its_state, (layout, owners) in zip(
-            shards, gradient.split([cut, 10 - cut]), states, pieces, strict=True
-        ):
-            used_up = own.clone()
-            squares = lamb_directions(shard, used_up, its_state, layout, HYPERPARAMETERS, norm=norm, step=when["step"])
-            assert not used_up.any()
-            squares_2A.index_add_(1, torch.tensor(owners, dtype=torch.int64), squares)
-        for shard, its_state, (layout, owners) in zip(shards, states, pieces, strict=True):
-            lamb_apply(shard, its_state, layout, squares_2A[:, owners], norm=norm, learning_rate=when["learning_rate"])
-        lamb_step(whole, gradient.clone(), state, segments, HYPERPARAMETERS, **when)
-        torch.testing.assert_close(torch.cat(shards), whole, rtol=1e-13, atol=1e-15)
-
-
-def pieces_of(segments: LambSegments, start: int, stop: int) -> tuple[LambSegments, list[int]]:
-    """The pieces that segments have in a range; and of each adapted one its place among the adapted segments."""
-    pieces: list[tuple[int, bool]] = []
-    owners: list[int] = []
-    place, begin = 0, 0
-    for size, adapted in zip(segments.sizes, segments.adapted, strict=True):
-        if (length := min(begin + size, stop) - max(begin, start)) > 0:
-            pieces.append((length, adapted))
-            owners += [place] * adapted
-        place, begin = place + adapted, begin + size
-    return LambSegments(tuple(size for size, _ in pieces), tuple(adapted for _, adapted in pieces)), owners
+    assert disturbed.steps.item() == disturbed.state.skipped.item() == 0
+    assert not disturbed.state.momentum_P.any()
+    assert not disturbed.state.variance_P.any()
 
 
 def small_model() -> BertForPreTraining:
     model = BertForPreTraining(ModelConfig(2, 8, 2, 16, 30, 12))
     initialize_(model, torch.Generator().manual_seed(0))
     return model
-
-
-def test_query_key_and_value_have_their_own_trust_ratio():
-    """Gradients of very different size in the thirds: one ratio for all would give every third another step."""
-    model = small_model()
-    flat = FlatParameters.of(model)
-    fused = model.get_parameter("layers.0.query_key_value.weight")
-    with torch.no_grad():
-        fused[:8] *= 10
-    before = fused.detach().clone()
-    assert fused.grad is not None
-    fused.grad.copy_(torch.randn(fused.shape, generator=torch.Generator().manual_seed(1)) * 1e-2)
-    Lamb(flat, OptimizerConfig(0.1, 10, weight_decay_rate=0.0)).step()
-    for old, new in zip(before.chunk(3), fused.detach().chunk(3), strict=True):
-        assert (new - old).norm().item() == pytest.approx(0.1 * old.norm().item(), rel=1e-4)
 
 
 def test_segments_follow_roles():
@@ -282,8 +193,8 @@ def test_segments_follow_roles():
     assert start == len(flat.weights_P)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("ranks", [1, 24, 64, 4096])
+@pytest.mark.parametrize("recipe", ["tiny_cpu", "h100_1x8", "dgxa100_1x8"])
+@pytest.mark.parametrize("ranks", [1, 24, 4096])
 def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
     """Parameters and gradients in the whole vectors, and every rank's piece of a bucket, hence of a shard."""
     with torch.device("meta"):
@@ -297,28 +208,19 @@ def test_everything_that_a_kernel_reads_is_aligned(recipe: str, ranks: int):
     assert 0 <= len(flat.weights_P) - sum(parameter.numel() for parameter in model.parameters()) < 1000
 
 
-def test_pointers_are_aligned():
-    """Of a vocabulary and a hidden size that are not."""
-    model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
-    flat = FlatParameters.of(model, 3)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert parameter.data_ptr() % 16 == parameter.grad.data_ptr() % 16 == 0, name
-    assert flat.weights_P.data_ptr() % 64 == 0
-
-
 def test_padding_stays_zero_and_has_no_part_in_any_norm():
+    """Of a vocabulary and a hidden size that are not aligned; pointers are."""
     model = BertForPreTraining(ModelConfig(2, 6, 2, 10, 31, 7))
     initialize_(model, torch.Generator().manual_seed(0))
     flat = FlatParameters.of(model, 3)
-    padding = torch.ones_like(flat.weights_N, dtype=torch.bool)
+    assert flat.weights_P.data_ptr() % 64 == 0
+    padding, exact = torch.ones_like(flat.weights_N, dtype=torch.bool), 0.0
     for parameter, place in flat.places.items():
         padding[place] = False
         assert parameter.grad is not None
+        assert parameter.data_ptr() % 16 == parameter.grad.data_ptr() % 16 == 0
         parameter.grad.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
-    exact = sum(
-        float(parameter.grad.double().square().sum()) for parameter in flat.places if parameter.grad is not None
-    )
+        exact += parameter.grad.double().square().sum().item()
     assert Lamb(flat, OptimizerConfig(0.1, 10)).step().item() == pytest.approx(exact**0.5, rel=1e-6)
     assert not flat.weights_N[padding].any()
     assert padding.sum() > 20
@@ -336,24 +238,6 @@ def test_flat_parameters_keep_values_and_share_memory():
     assert all(parameter.grad is not None and bool((parameter.grad == 2).all()) for parameter in model.parameters())
 
 
-def test_step_counts_schedules_and_clears_gradients():
-    flat = FlatParameters.of(small_model())
-    optimizer = Lamb(flat, OptimizerConfig(0.1, 2))
-    weights = [flat.weights_P.clone()]
-    for _ in range(3):
-        flat.gradients_P.fill_(1.0)
-        optimizer.step()
-        assert not flat.gradients_P.any()
-        weights.append(flat.weights_P.clone())
-    assert optimizer.steps.item() == 3
-    assert not torch.equal(weights[0], weights[1])
-    assert torch.equal(weights[2], weights[3])  # the rate has reached 0
-    optimizer.reset()
-    assert optimizer.steps.item() == 0
-    assert not optimizer.state.momentum_P.any()
-    assert not optimizer.state.variance_P.any()
-
-
 @pytest.mark.parametrize(
     ("base", "train_steps", "warmup", "start", "expected"),
     [
@@ -362,38 +246,22 @@ def test_step_counts_schedules_and_clears_gradients():
         # one round's 64-GPU schedule: 100 steps from -25, then the absolute step decides, so the rate jumps
         (1.5e-3, 1271, 100, -25, {0: 3.75e-4, 74: 1.485e-3, 75: 1.5e-3 * (1 - 75 / 1271)}),
         # "flat" schedule: nearly the base rate for 330 steps, then a drop to 0.529 of it
-        (2.58e-3, 700, 200330, -200000, {0: 2.58e-3 * 200000 / 200330, 329: 2.58e-3 * 200329 / 200330}),
-        (2.58e-3, 700, 200330, -200000, {330: 2.58e-3 * (1 - 330 / 700)}),
+        (2.58e-3, 700, 200330, -200000, {0: 2.58e-3 * 200000 / 200330, 330: 2.58e-3 * (1 - 330 / 700)}),
         # 0.95 to 1.0 of the base over 500 steps, then 0.51 of it
         (2e-3, 1024, 10000, -9500, {0: 1.9e-3, 499: 2e-3 * 0.9999, 500: 2e-3 * (1 - 500 / 1024)}),
         (1e-3, 100, 10, 0, {0: 0.0, 5: 5e-4, 9: 9e-4, 10: 9e-4, 99: 1e-5}),
+        (1e-3, 100, 10, 3, {}),
     ],
 )
 def test_learning_rate(base: float, train_steps: int, warmup: int, start: int, expected: dict[int, float]):
     config = OptimizerConfig(base, train_steps, num_warmup_steps=warmup, start_warmup_step=start)
     for step, rate in expected.items():
         assert learning_rate(config, step) == pytest.approx(rate, rel=1e-12, abs=1e-18), step
-
-
-@pytest.mark.parametrize(
-    ("base", "train_steps", "warmup", "start"),
-    [
-        (4.25e-4, 6700, 0, 0),
-        (1.5e-3, 1271, 100, -25),
-        (2.58e-3, 700, 200330, -200000),
-        (2e-3, 1024, 10000, -9500),
-        (1e-3, 100, 10, 0),
-        (1e-3, 100, 10, 3),
-    ],
-)
-def test_the_schedule_on_the_device_is_the_schedule(base: float, train_steps: int, warmup: int, start: int):
-    """Every step to past the end: the same number, rounded to single precision."""
-    config = OptimizerConfig(base, train_steps, num_warmup_steps=warmup, start_warmup_step=start)
-    steps = train_steps + 20
-    expected = torch.tensor([learning_rate(config, step) for step in range(steps)], dtype=torch.float64).float()
-    found = learning_rate_tensor(config, torch.arange(steps))
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
-    one = learning_rate_tensor(config, torch.tensor(steps // 2))
+    steps = torch.arange(train_steps + 20)
+    exact = torch.tensor([learning_rate(config, step) for step in steps.tolist()], dtype=torch.float64).float()
+    on_device = learning_rate_tensor(config, steps)
+    assert on_device.dtype == torch.float32
+    assert torch.equal(on_device, exact), "every step to past the end: the same number, in single precision"
+    one = learning_rate_tensor(config, steps[train_steps // 2])
     assert one.shape == ()
-    assert one == expected[steps // 2]
+    assert one == exact[train_steps // 2]

@@ -62,14 +62,6 @@ def test_what_16_bits_would_make_equal_is_not(masked_lm_loss: Loss, dtype: torch
 
 
 @SIXTEEN_BITS
-def test_the_bias_is_not_rounded_to_16_bits(masked_lm_loss: Loss, dtype: torch.dtype):
-    hidden, decoder, bias = torch.ones(1, 1), torch.full((40, 1), 16.0), torch.zeros(40)
-    bias[9] = 0.001
-    with torch.autocast("cpu", dtype):
-        assert [correct(masked_lm_loss, hidden, decoder, bias, label) for label in (0, 9)] == [0, 1]
-
-
-@SIXTEEN_BITS
 def test_counts_and_loss_are_those_of_float64(masked_lm_loss: Loss, dtype: torch.dtype):
     """The largest lie between 20 and 37, where bf16 has steps of 0.125 and 0.25, and two rows another winner."""
     generator = torch.Generator().manual_seed(1)
@@ -111,7 +103,8 @@ def test_gradients_where_it_counts(masked_lm_loss: Loss, dtype: torch.dtype):
 
     def gradients(inputs: list[Tensor], count_correct: bool) -> list[Tensor]:
         inputs = [x.requires_grad_() for x in inputs]
-        loss, _ = masked_lm_loss(*inputs, labels, count_correct=count_correct)
+        loss, found = masked_lm_loss(*inputs, labels, count_correct=count_correct)
+        assert (found is not None) == count_correct
         return list(torch.autograd.grad(loss, inputs))
 
     exact = [x.double().requires_grad_() for x in leaves]

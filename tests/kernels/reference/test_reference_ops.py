@@ -1,3 +1,4 @@
+# pyright: reportArgumentType=false, reportCallIssue=false
 """The plain-PyTorch definitions against formulas written out in NumPy, float64."""
 
 import math
@@ -43,15 +44,15 @@ def test_dropout_add_layer_norm_without_dropout(tokens: int, size: int):
 
 
 def test_layer_norm_of_a_constant_row_is_its_bias():
-    row, bias = torch.full((1, 6), 3.0, dtype=torch.float64), tensor(random_array(6))
-    zeros = torch.zeros(6, dtype=torch.float64)
-    got = dropout_add_layer_norm(row, zeros, row, torch.ones(6, dtype=torch.float64), bias, 1e-12)
-    torch.testing.assert_close(got[0], bias)
+    row, bias, zeros = torch.full((1, 6), 3.0).double(), tensor(random_array(6)), torch.zeros(6).double()
+    torch.testing.assert_close(dropout_add_layer_norm(row, zeros, row, zeros + 1, bias, 1e-12)[0], bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dropout_p", [0.1, 0.5])
-@pytest.mark.parametrize("shape", [(1_000_003,), (10, 99, 101)])
+@pytest.mark.parametrize(
+    ("shape", "dropout_p", "dtype"),
+    [((1_000_003,), 0.1, torch.float32), ((10, 99, 101), 0.5, torch.float64), ((10, 99, 101), 0.1, torch.bfloat16)],
+    ids=str,
+)
 def test_dropout_rate_scale_and_gradient(shape: tuple[int, ...], dropout_p: float, dtype: torch.dtype):
     torch.manual_seed(0)
     x = torch.ones(shape, dtype=dtype, requires_grad=True)
@@ -115,21 +116,11 @@ def test_dense_gelu_is_the_tanh_form():
 
 def test_embedding_layer_norm():
     generator = np.random.default_rng(0)
-    input_ids, position_ids, segment_ids = (generator.integers(0, size, 11) for size in (20, 6, 2))
-    word, position, segment = random_array(20, 8), random_array(6, 8), random_array(2, 8)
+    ids = [generator.integers(0, size, 11) for size in (20, 6, 2)]
+    tables = [random_array(rows, 8) for rows in (20, 6, 2)]
     weight, bias = random_array(8), random_array(8, seed=1)
-    got = embedding_layer_norm(
-        torch.from_numpy(input_ids),
-        torch.from_numpy(position_ids),
-        torch.from_numpy(segment_ids),
-        tensor(word),
-        tensor(position),
-        tensor(segment),
-        tensor(weight),
-        tensor(bias),
-        1e-12,
-    )
-    summed = word[input_ids] + position[position_ids] + segment[segment_ids]
+    got = embedding_layer_norm(*(torch.from_numpy(x) for x in (*ids, *tables, weight, bias)), 1e-12)
+    summed = sum(table[rows] for table, rows in zip(tables, ids, strict=True))
     np.testing.assert_allclose(got.numpy(), layer_norm(summed, weight, bias, 1e-12), rtol=1e-11, atol=1e-11)
 
 
@@ -141,41 +132,26 @@ def test_embedding_dropout_rate():
     assert abs((dropped == 0).float().mean().item() - 0.1) < 5 * math.sqrt(0.09 / dropped.numel())
 
 
-def logits_and_loss(hidden: Array, decoder: Array, bias: Array, labels: Array) -> tuple[float, int]:
-    logits = hidden @ decoder.T + bias
-    total, correct = 0.0, 0
-    for row, label in zip(logits, labels, strict=True):
-        if label == -1:
-            continue
-        total += math.log(sum(math.exp(value) for value in row)) - row[label]
-        correct += int(np.argmax(row) == label)
-    return total, correct
-
-
 @pytest.mark.parametrize("ignored", [[], [0, 3], list(range(7))])
 def test_masked_lm_loss_sums_and_counts(ignored: list[int]):
     hidden, decoder, bias = random_array(7, 5), random_array(11, 5), random_array(11)
-    labels = np.argmax(hidden @ decoder.T + bias, axis=-1)
+    logits = hidden @ decoder.T + bias
+    labels = np.argmax(logits, axis=-1)
     labels[::2] = 4
+    counted = [row for row in range(7) if row not in ignored]
+    expected = sum(math.log(np.exp(logits[row]).sum()) - logits[row, labels[row]] for row in counted)
+    right = sum(int(np.argmax(logits[row]) == labels[row]) for row in counted)
     labels[ignored] = -1
     loss, correct = masked_lm_loss(tensor(hidden), tensor(decoder), tensor(bias), torch.from_numpy(labels))
-    expected_loss, expected_correct = logits_and_loss(hidden, decoder, bias, labels)
-    assert loss.item() == pytest.approx(expected_loss, rel=1e-12)
-    assert correct == expected_correct
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    assert correct == right
 
 
-def test_masked_lm_loss_of_no_masked_tokens_is_zero():
-    empty = torch.empty(0, dtype=torch.int64)
-    loss, correct = masked_lm_loss(torch.zeros(0, 5), torch.zeros(11, 5), torch.zeros(11), empty)
-    assert loss.item() == 0
-    assert correct == 0
-
-
-def test_masked_lm_loss_survives_large_logits():
-    hidden = torch.tensor([[1e4, 0.0]])
-    loss, correct = masked_lm_loss(hidden, torch.eye(2), torch.zeros(2), torch.tensor([0]))
-    assert loss.item() == 0
-    assert correct == 1
+@pytest.mark.parametrize(("masked", "height", "right"), [(0, 0.0, 0), (1, 1e4, 1)], ids=["no tokens", "large logits"])
+def test_a_masked_lm_loss_of_zero(masked: int, height: float, right: int):
+    labels = torch.zeros(masked, dtype=torch.int64)
+    loss, correct = masked_lm_loss(torch.tensor([[height, 0.0]])[:masked], torch.eye(2), torch.zeros(2), labels)
+    assert (loss.item(), correct) == (0, right)
 
 
 def test_varlen_attention_by_hand():

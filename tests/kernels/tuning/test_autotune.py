@@ -136,26 +136,22 @@ def scripted(times: dict[str, list[float]]) -> tuple[dict[str, Callable[[], obje
 
 def test_medians_of_calls_that_take_turns():
     works, timed, made = scripted({"a": [9.0, 2.0, 1.0, 8.0, 1.0, 1.0], "b": [9.0, 3.0]})
-    seconds, errors = contest(works, timed, 60)
-    assert seconds == {"a": 1.0, "b": 3.0}
-    assert errors == {}
+    assert contest(works, timed, 60) == ({"a": 1.0, "b": 3.0}, {})
     turns = made[4:]
     assert turns[:6] == ["a", "b", "b", "a", "a", "b"]  # each round is begun by another
-    assert abs(turns.count("a") - turns.count("b")) == 0
+    assert turns.count("a") == turns.count("b")
 
 
 def test_what_is_hopeless_is_not_called_again():
     works, timed, made = scripted({"slow": [99.0, 21.0], "quick": [9.0, 1.0], "close": [9.0, 19.0]})
-    seconds, _ = contest(works, timed, 60)
+    assert contest(works, timed, 60)[0]["slow"] == 21.0
     assert made.count("slow") == 2
     assert made.count("close") > 3
-    assert seconds["slow"] == 21.0
 
 
 def test_an_interruption_does_not_take_out_the_fastest():
     works, timed, _ = scripted({"a": [9.0, 2.0], "b": [9.0, 100.0, 1.0]})
-    seconds, _ = contest(works, timed, 2000)
-    assert fastest(seconds) == "b"
+    assert fastest(contest(works, timed, 2000)[0]) == "b"
 
 
 def test_the_time_is_bounded():
@@ -166,11 +162,9 @@ def test_the_time_is_bounded():
 
 def test_an_error_takes_out_one_and_no_other():
     works, timed, made = scripted({"late": [1.0, 1.0, 1.0, -1.0], "never": [-1.0], "fine": [2.0]})
-    seconds, errors = contest(works, timed, 60)
-    assert seconds == {"fine": 2.0}
-    assert errors == {"late": "RuntimeError: out of order", "never": "RuntimeError: out of order"}
-    assert made.count("never") == 1
-    assert made.count("late") == 4
+    why = "RuntimeError: out of order"
+    assert contest(works, timed, 60) == ({"fine": 2.0}, {"late": why, "never": why})
+    assert (made.count("never"), made.count("late")) == (1, 4)
 
 
 def test_the_fastest_is_measured_and_taken(calls: list[str]):
@@ -196,32 +190,32 @@ def test_the_fastest_is_measured_and_taken(calls: list[str]):
 
 def test_what_was_measured_is_measured_once(calls: list[str], tmp_path: Path):
     x = torch.rand(64, 64)
-    first = tune([request_for(x), request_for(x)], seconds=SHORT)
-    assert len(first.measured) == 1
+    first = tune([request_for(x), request_for(x), request_for(torch.rand(64, 3))], seconds=SHORT)
+    assert len(first.measured) == 2
     calls.clear()
-    assert tune([request_for(x)]) == first
-    assert calls == []
-    both = [request_for(x), request_for(torch.rand(64, 3))]
-    assert len(tune(both, seconds=SHORT).measured) == 2
-    calls.clear()
-    assert len(tune(both, seconds=SHORT).measured) == 2
+    assert tune([request_for(x)]).measured == first.measured[:1]
     assert calls == []
     (tmp_path / "fast_grown.py").write_text("# another source\n")
     tune([request_for(x)], seconds=SHORT)
     assert "fast" in calls
 
 
-@pytest.mark.parametrize("change", ["torch", "triton", "threads"])
-def test_another_version_or_device_is_measured_again(calls: list[str], monkeypatch: pytest.MonkeyPatch, change: str):
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (torch, "__version__", "2.99.0"),
+        (autotune, "package_version", lambda _: "9.9"),
+        (torch, "get_num_threads", lambda: 77),
+    ],
+    ids=["torch", "triton", "threads"],
+)
+def test_another_version_or_device_is_measured_again(
+    calls: list[str], monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, value: object
+):
     request = request_for(torch.rand(64, 64))
     tune([request], seconds=SHORT)
     calls.clear()
-    if change == "torch":
-        monkeypatch.setattr(torch, "__version__", "2.99.0")
-    elif change == "triton":
-        monkeypatch.setattr(autotune, "package_version", lambda _package: "9.9")
-    else:
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    monkeypatch.setattr(module, name, value)
     tune([request], seconds=SHORT)
     assert calls
 
@@ -246,13 +240,7 @@ def test_the_fingerprint_follows_source_and_library(tmp_path: Path, monkeypatch:
     assert autotune_cache.package_version("sys") == "unknown"
 
 
-def stored(x: Tensor) -> Path:
-    tune([request_for(x)], seconds=SHORT)
-    (path,) = (default_folder() / "kernels").glob("grown-*.json")
-    return path
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
 @given(content=st.binary(max_size=200))
 @example(content=b"[" * 100_000)
 @example(content=b'{"format": 1, "a": "' + b"x" * 2**20 + b'"}')
@@ -276,6 +264,7 @@ JSON = st.recursive(
 FIELDS = [field.name for field in dataclasses.fields(Choice)]
 
 
+@settings(max_examples=25)
 @given(found=JSON | st.fixed_dictionaries(dict.fromkeys(FIELDS, JSON)))
 def test_any_json_that_is_no_choice_is_refused(found: object):
     with pytest.raises(ValueError):  # noqa: PT011
@@ -287,30 +276,32 @@ def test_any_json_that_is_no_choice_is_refused(found: object):
 
 
 @pytest.mark.parametrize(
-    "changed",
+    ("part", "changes"),
     [
-        {"taken": "gone"},
-        {"taken": "broken"},
-        {"op": "gone"},
-        {"signature": "of another call"},
-        {"milliseconds": {"fast": float("nan")}},
-        {"milliseconds": {"fast": True}},
-        {"errors": {"broken": 1}},
+        ("value", {"taken": "gone"}),
+        ("value", {"taken": "broken"}),
+        ("value", {"op": "gone"}),
+        ("value", {"signature": "of another call"}),
+        ("value", {"milliseconds": {"fast": float("nan")}}),
+        ("value", {"milliseconds": {"fast": True}}),
+        ("value", {"errors": {"broken": 1}}),
+        ("key", {"device": "another"}),
     ],
 )
 def test_a_choice_that_cannot_be_is_measured_again(
-    calls: list[str], changed: dict[str, object], caplog: pytest.LogCaptureFixture
+    calls: list[str], part: str, changes: dict[str, object], caplog: pytest.LogCaptureFixture
 ):
-    x = torch.rand(64, 64)
-    path = stored(x)
+    request = request_for(torch.rand(64, 64))
+    tune([request], seconds=SHORT)
+    (path,) = (default_folder() / "kernels").glob("grown-*.json")
     content = json.loads(path.read_text())
-    content["value"] |= changed
+    content[part] |= changes
     path.write_text(json.dumps(content))
     calls.clear()
     caplog.clear()
-    assert tune([request_for(x)], seconds=SHORT).measured[0].taken == "fast"
+    assert tune([request], seconds=SHORT).measured[0].taken == "fast"
     assert "fast" in calls
-    assert sum("ignored" in message for message in caplog.messages) == 1
+    assert [message for message in caplog.messages if "ignored" in message]
 
 
 def test_a_pipe_in_the_cache_is_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -322,18 +313,6 @@ def test_a_pipe_in_the_cache_is_ignored(tmp_path: Path, caplog: pytest.LogCaptur
     os.mkfifo(path)
     assert cache.load("grown", {}) is None
     assert "is ignored: a pipe or the like" in caplog.text
-
-
-def test_a_file_of_another_key_is_ignored(calls: list[str], caplog: pytest.LogCaptureFixture):
-    x = torch.rand(64, 64)
-    path = stored(x)
-    content = json.loads(path.read_text())
-    content["key"]["device"] = "another"
-    path.write_text(json.dumps(content))
-    calls.clear()
-    tune([request_for(x)], seconds=SHORT)
-    assert "fast" in calls
-    assert any("of another origin" in message for message in caplog.messages)
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(
@@ -348,7 +327,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(
 
 def _write_often(folder: Path, number: int) -> None:
     cache = Cache(folder)
-    for turn in range(40):
+    for turn in range(20):
         cache.store("grown", {"a": 1}, [number, turn] * 500)
         cache.pin("grown", f"{number}")
 
@@ -490,21 +469,16 @@ def test_an_op_that_works_in_place_leaves_the_run_alone():
 def test_both_ways_are_measured_where_gradients_are(monkeypatch: pytest.MonkeyPatch):
     ways: list[str] = []
 
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ARG004
-            ways.append("forward")
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Tensor) -> Tensor:  # noqa: ARG004  # pyright: ignore[reportIncompatibleMethodOverride]
-            ways.append("backward")
-            return gradient * 2
+    def watched(x: Tensor) -> Tensor:
+        ways.append("forward")
+        output = x * 2
+        if output.requires_grad:
+            output.register_hook(lambda _: ways.append("backward"))
+        return output
 
     module = ModuleType("watched_grown")
-    vars(module)["grown"] = Watched.apply
+    vars(module)["grown"] = watched
     monkeypatch.setitem(sys.modules, "watched_grown", module)
-    monkeypatch.setattr(autotune, "fingerprint", lambda _each: "")
     order = (Implementation("watched", "watched_grown"),)
     monkeypatch.setitem(OPS, "grown", Op(grown, {"cpu": order, "cuda": order}))
     x = torch.rand(3, requires_grad=True)
@@ -517,51 +491,38 @@ def test_both_ways_are_measured_where_gradients_are(monkeypatch: pytest.MonkeyPa
     assert ways == ["forward"] * 2
 
 
-def test_low_precision_tensors_are_made_too():
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float64):
-        like = torch.zeros(16, 32, dtype=torch.float32).to(dtype)
-        (made, turned), _ = Request.of("grown", (like, like.t()), {}).arguments()
-        assert (made.dtype, made.stride(), turned.stride()) == (dtype, (32, 1), (1, 32))
-        assert made.float().std() > 0.1
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float64], ids=str)
+def test_low_precision_tensors_are_made_too(dtype: torch.dtype):
+    like = torch.zeros(16, 32).to(dtype)
+    (made, turned), _ = Request.of("grown", (like, like.t()), {}).arguments()
+    assert (made.dtype, made.stride(), turned.stride()) == (dtype, (32, 1), (1, 32))
+    assert made.float().std() > 0.1
 
 
 def test_a_call_on_a_gpu_is_timed_with_a_cold_cache_and_the_host_ahead(monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
 
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            assert enable_timing
-            self.time = 0.0
-
+    class Event(SimpleNamespace):
         def record(self) -> None:
             order.append("record")
             self.time = float(len(order))
 
-        def synchronize(self) -> None:
-            order.append("wait")
-
         def elapsed_time(self, end: "Event") -> float:
             return end.time - self.time
 
-    class L2:
-        def zero_(self) -> None:
-            order.append("flush")
+    def noted(name: str) -> Callable[..., None]:
+        return lambda *_: order.append(name)
 
-    asked: list[tuple[int, torch.dtype]] = []
+    def empty(count: int, dtype: torch.dtype, device: torch.device) -> SimpleNamespace:
+        assert (count, dtype, device.type) == (100, torch.int8, "cuda")
+        return SimpleNamespace(zero_=noted("flush"))
 
-    def empty(count: int, dtype: torch.dtype, device: torch.device) -> L2:
-        assert device.type == "cuda"
-        asked.append((count, dtype))
-        return L2()
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "_sleep", lambda _cycles: order.append("sleep"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(on=enable_timing, synchronize=noted("wait")))
+    monkeypatch.setattr(torch.cuda, "_sleep", noted("sleep"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(L2_cache_size=50))
     monkeypatch.setattr(torch, "empty", empty)
-    timer = Timer(torch.device("cuda"))
-    assert timer(lambda: order.append("work")) == 2e-3
+    assert Timer(torch.device("cuda"))(noted("work")) == 2e-3
     assert order == ["flush", "sleep", "record", "work", "record", "wait"]
-    assert asked == [(100, torch.int8)]
 
 
 def test_what_is_for_tests_is_not_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
