@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from cluster.model.computations import TERMS, Computation, Count, parts_of
-from cluster.model.strategy import BUCKET_BYTES
-from cluster.model.work import wikipedia_work
+from cluster.model.strategy import BUCKET_BYTES, Strategy
+from cluster.model.work import MicroBatches, Work, wikipedia_work
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import (
     FP8_SHARE,
@@ -278,23 +278,24 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     )
 
 
-def _computations() -> list[Computation]:
-    """Computations of a sequence of BERT-Large, of Wikipedia's mean."""
-    work = wikipedia_work()
-    embedding, layer, last = parts_of(work.model, work.typical(1))
-    return [*embedding, *last, *layer * (work.model.num_hidden_layers - 1)]
-
-
 def _traffic() -> float:
-    """Bytes of memory traffic of such a sequence in 16 bits."""
+    """Bytes of memory traffic of a sequence of BERT-Large, of Wikipedia's mean, in 16 bits."""
+    work = wikipedia_work()
     rates = Rates(1, 1, 0.0, costs_of({"bf16": math.inf}, 1.0, 0.0, 1.0))
-    return sum(float(np.sum(rates.seconds(each, "bf16"))) for each in _computations() if each.kind != "linear")
+    return _seconds_at(rates, work, work.micro_batches(Strategy(4096), 1, 0)) / 4096
 
 
 def _launches() -> float:
-    """Launches of its forward and backward pass."""
+    """Launches of a micro-batch of BERT-Large."""
+    work = wikipedia_work()
     rates = Rates(1, 1, 0.0, costs_of({"bf16": math.inf}, math.inf, 1.0, math.inf))
-    return sum(float(np.sum(rates.seconds(each, "bf16"))) for each in _computations())
+    return _seconds_at(rates, work, work.typical(1))
+
+
+def _seconds_at(rates: Rates, work: Work, sizes: MicroBatches) -> float:
+    embedding, layer, last = parts_of(work.model, sizes)
+    computations = [*embedding, *last, *layer * (work.model.num_hidden_layers - 1)]
+    return float(sum(np.sum(rates.seconds(each, "bf16")) for each in computations))
 
 
 def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
