@@ -141,6 +141,10 @@ class Rates:
         """
         if tensor == 1:
             return self
+        if self.ranks % tensor:
+            raise ValueError(
+                f"{self.ranks} ranks of a host do not divide into copies of {tensor}: expected a multiple of that"
+            )
         ranks = self.ranks // tensor
         inside = _share_of_ring(ranks, self.ranks)
         overall = _share_of_ring(self.nodes * ranks, self.world_size)

@@ -56,9 +56,7 @@ class Strategy:
             raise ValueError("in_network goes with reduce_dtype fp32: switches would round every sum of two in bf16")
 
     def sequences(self, ranks: int) -> int:
-        """Sequences of a micro-batch of one copy. Raises ``ValueError`` where ranks or the global batch do not divide."""
-        if ranks % self.tensor:
-            raise ValueError(f"{ranks} ranks do not divide into copies of {self.tensor}: expected a multiple of that")
+        """Sequences of a micro-batch of one copy. Raises ``ValueError`` where the global batch does not divide."""
         micro_batches = ranks // self.tensor * self.gradient_accumulation_steps
         if self.global_batch_size % micro_batches:
             copies = f"{ranks} ranks" if self.tensor == 1 else f"{ranks // self.tensor} copies of {self.tensor} ranks"

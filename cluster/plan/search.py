@@ -13,7 +13,7 @@ from itertools import islice, takewhile
 
 from bert.configuration.config import Config, Recompute
 from cluster.model.computations import layout_of
-from cluster.model.memory import memory_of_rank
+from cluster.model.memory import held_by_rank, memory_of_rank
 from cluster.model.step import PredictedRun, PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Precision, Reduction, Strategy
 from cluster.model.work import Work
@@ -166,7 +166,13 @@ class _Search:
 
     def _with_micro_batches(self, schedule: Schedule, way: Strategy) -> Iterator[Candidate]:
         """Candidates with the largest micro-batches that fit, and with those that recomputing makes room for."""
-        enough = way.sequences(self._target.world_size) + 1
+        target, rates = self._target, self._target.rates[way.precision]
+        held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node).values())
+        if held > USABLE_MEMORY * rates.memory_bytes:
+            gigabytes = f"{held / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
+            self.refusals.append(Refusal("tensor", way.tensor, f"weights do not fit in {way.precision}: {gigabytes}"))
+            return
+        enough = way.sequences(target.world_size) + 1
         for recompute in RECOMPUTES:
             found = list(islice(self._fitting(schedule, replace(way, recompute=recompute), enough), _MICRO_BATCHES))
             yield from found

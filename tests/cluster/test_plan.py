@@ -7,13 +7,14 @@ from pathlib import Path
 import pytest
 
 from bert.configuration.recipes import RECIPES, h100_1x8, h100_8x8
-from bert.configuration.run_plan import read_plan, settings_of
+from bert.configuration.run_plan import read_plan, settings_of, write_plan
 from bert.train import parse
 from cluster.__main__ import main
 from cluster.model.memory import memory_of_rank
 from cluster.model.step import predict_run, predict_step
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work, wikipedia_work
+from cluster.plan.command import run_plan
 from cluster.plan.lines import as_lines
 from cluster.plan.schedules import schedules
 from cluster.plan.search import BUCKETS, REDUCTIONS, USABLE_MEMORY, Found, search
@@ -106,9 +107,26 @@ def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
     for each in recomputing:
         rivals = [other for other in strategies if replace(other, recompute="none") == replace(each, recompute="none")]
         assert rivals == [each], "so large a micro-batch fits with less computed again"
-    none = {name: replace(rates, memory_bytes=1e9) for name, rates in target.rates.items()}
-    with pytest.raises(ValueError, match=r"nothing is feasible on 2,048 x H100-SXM-80GB: .*does not fit in bf16"):
+    none = {name: replace(rates, memory_bytes=1e8) for name, rates in target.rates.items()}
+    with pytest.raises(ValueError, match=r"nothing is feasible on 2,048 x H100-SXM-80GB: .*do not fit in bf16"):
         search(config, work, replace(target, rates=none))
+
+
+def test_ranks_share_copies_where_memory_or_batch_leave_no_other_way(
+    found: Found, target: Target, work: Work, tmp_path: Path
+) -> None:
+    assert found.best[0].strategy.tensor == 1, "which is predicted faster wherever it fits"
+    assert {each.strategy.tensor for each in found.ranked} == {1, 2, 4, 8}, "each is predicted once at least"
+    config, work = h100_1x8(), replace(work, samples=1e6)
+    config = replace(config, log=replace(config.log, division="open"))  # with its own batch alone
+    small = {name: replace(rates, memory_bytes=3e9) for name, rates in target.rates.items()}
+    [best, *_] = search(config, work, replace(target, rates=small)).best
+    assert best.strategy.tensor > 1
+    path = tmp_path / "plan.json"
+    write_plan(run_plan(config, target, best), path)
+    assert parse(["h100_1x8", "--plan", str(path)]).parallel.tensor == best.strategy.tensor
+    few = replace(config, training=replace(config.training, global_batch_size=4, max_samples=40))
+    assert search(few, work, target).best[0].strategy.tensor == 2, "of 4 sequences on 8 ranks"
 
 
 def test_lines_say_why_every_other_value_loses(found: Found) -> None:
