@@ -283,9 +283,10 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
 
 
 def _traffic() -> float:
-    """Bytes of memory traffic of a sequence of BERT-Large, of Wikipedia's mean, in 16 bits."""
+    """Bytes of memory traffic of a sequence of BERT-Large, of Wikipedia's mean, in 16 bits, but for products."""
     work = wikipedia_work()
-    rates = Rates(1, 1, 0.0, costs_of({"bf16": math.inf}, 1.0, 0.0, 1.0))
+    costs = costs_of({"bf16": math.inf}, 1.0, 0.0, 1.0) | {"linear bf16": (0.0,) * len(TERMS["linear"])}
+    rates = Rates(1, 1, 0.0, costs)
     return _seconds_at(rates, work, work.micro_batches(Strategy(4096), 1, 0)) / 4096
 
 
