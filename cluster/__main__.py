@@ -138,7 +138,7 @@ def probe(
     Args:
         out: The file to write, such as cluster.json.
         data: Also time the reading of this folder, on every rank.
-        seconds: About how long measuring may take; suspicions are looked at once more beyond that.
+        seconds: About how long it may take, and half as long again where something is suspicious.
         limit: Seconds within which all processes must have come.
         hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
     """

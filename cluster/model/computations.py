@@ -8,6 +8,7 @@ F intermediate, V vocabulary, H heads.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +19,7 @@ from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import lamb_segments, padded
 from bert.parallel.reduction import bucket_slices
+from bert.parallel.tensor.shards import split_of
 from cluster.model.work import MicroBatches
 
 Count = float | NDArray[np.float64]
@@ -56,46 +58,56 @@ def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> 
     return Computation("linear", counts, in_encoder=in_encoder)
 
 
-def parts_of(model: ModelConfig, sizes: MicroBatches) -> tuple[list[Computation], list[Computation], list[Computation]]:
-    """Return the computations of the embeddings, of a layer, and of the last layer with the heads, in their order."""
+def parts_of(
+    model: ModelConfig, sizes: MicroBatches, tensor: int = 1
+) -> tuple[list[Computation], list[Computation], list[Computation]]:
+    """Return the computations of the embeddings, of a layer, and of the last layer with the heads, in their order.
+
+    They are those of one rank of ``tensor`` that share a copy: of some heads, columns and words, and between products of
+    some rows.
+    """
     D, F, V = model.hidden_size, model.intermediate_size, model.vocab_size
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
     hidden, attention = model.hidden_dropout > 0, model.attention_dropout > 0
-    heads = model.num_attention_heads
+    heads = model.num_attention_heads / tensor
+    own_D, own_F, own_V = D // tensor, F // tensor, -(-V // tensor)
 
     def layer(rows: Count, query: list[Computation], calls: Count, pairs: Count, inner: bool) -> list[Computation]:
         return [
             *query,
-            Computation("attention", (calls, (T + rows) / 2 * D, pairs * heads, pairs * D), attention),
-            linear(rows, D, D, inner),
-            Computation("norm", (1.0, rows * D), hidden),
-            linear(rows, D, F, inner),
-            Computation("gelu", (1.0, rows * F)),
-            linear(rows, F, D, inner),
-            Computation("norm", (1.0, rows * D), hidden),
+            Computation("attention", (calls, (T + rows) / 2 * own_D, pairs * heads, pairs * own_D), attention),
+            linear(rows, own_D, D, inner),
+            Computation("norm", (1.0, rows * own_D), hidden),
+            linear(rows, D, own_F, inner),
+            Computation("gelu", (1.0, rows * own_F)),
+            linear(rows, own_F, D, inner),
+            Computation("norm", (1.0, rows * own_D), hidden),
         ]
 
     Q = S + M
-    embedding = [Computation("embedding", (1.0, T * D, float(V * D)), hidden)]
-    each = layer(T, [linear(T, D, 3 * D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
-    last = layer(Q, [linear(T, D, 2 * D), linear(Q, D, D)], S, sizes.last_pairs_AR, False)
-    last += [linear(S, D, D), linear(S, D, 2), linear(M, D, D), Computation("gelu", (1.0, M * D))]
-    last += [Computation("norm", (1.0, M * D)), linear(M, D, V), Computation("loss", (1.0, M * V))]
+    embedding = [Computation("embedding", (1.0, T * D, float(own_V * D)), hidden)]
+    each = layer(T, [linear(T, D, 3 * own_D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
+    last = layer(Q, [linear(T, D, 2 * own_D), linear(Q, D, own_D)], S, sizes.last_pairs_AR, False)
+    last += [linear(S / tensor, D, D), linear(S / tensor, D, 2), linear(M / tensor, D, D)]
+    last += [Computation("gelu", (1.0, M * own_D)), Computation("norm", (1.0, M * own_D))]
+    last += [linear(M, D, own_V), Computation("loss", (1.0, M * own_V))]
     return embedding, each, last
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat vector of a model's parameters.
+    """The flat vector of a model's parameters, or of a rank's shard of them.
 
     Attributes:
         elements: with the padding after each parameter.
+        shared: of parameters that all ranks of a tensor group have.
         segments: tensors that LAMB takes norms of.
         ends: element at which the embeddings end, and each layer; the heads follow, but for the decoder's bias, which is
             first.
     """
 
     elements: int
+    shared: int
     segments: int
     ends: tuple[int, ...]
 
@@ -109,17 +121,19 @@ class Layout:
 
 
 @functools.cache
-def layout_of(model: ModelConfig) -> Layout:
-    """Return the layout of a model's parameters, without memory for any of them."""
+def layout_of(model: ModelConfig, tensor: int = 1) -> Layout:
+    """Return the layout of a model's parameters, or of the largest shard of ``tensor``, without memory for any of them."""
     with torch.device("meta"):
         made = BertForPreTraining(model)
-    segments = lamb_segments(made)
     ends = [0] * (model.num_hidden_layers + 1)
-    stop = 0
+    stop = shared = 0
     for name, parameter in made.named_parameters():
-        stop += padded(parameter.numel())
+        split = split_of(name, tuple(parameter.shape), tensor)
+        own = padded(parameter.numel() if split is None else math.prod(split.shard_shape))
+        stop += own
+        shared += own if split is None else 0
         if name.startswith("embeddings."):
             ends[0] = stop
         elif name.startswith("layers."):
             ends[1 + int(name.split(".")[1])] = stop
-    return Layout(sum(segments.sizes), len(segments.sizes), tuple(ends))
+    return Layout(stop, shared, len(lamb_segments(made).sizes), tuple(ends))

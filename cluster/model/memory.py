@@ -33,37 +33,48 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     Raises:
         ValueError: the global batch does not divide over the ranks.
     """
-    world_size, layout = nodes * ranks, layout_of(work.model)
-    elements = layout.padded(world_size)
-    sharded = strategy.reduction in ("sharded", "sharded_world")
-    shard = elements / {"sharded": ranks, "sharded_world": world_size}.get(strategy.reduction, 1)
-    bucket = max(each.stop - each.start for each in layout.buckets(world_size, strategy.bucket_bytes))
     largest = (0.0, 0.0, 0.0)
     for step in range(_STEPS):
-        sizes = work.micro_batches(strategy, world_size, step)
+        sizes = work.micro_batches(strategy, nodes * ranks, step)
         kept_AR = kept_by_forward(work, strategy, sizes, on_gpu)
-        logits_AR = sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0)
+        logits_AR = sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
         whole_AR = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu)
         layer = float(whole_AR[worst] - kept_AR[worst]) / max(1, work.model.num_hidden_layers - 1)
         largest = max(largest, (float(kept_AR[worst]), float(logits_AR[worst]), layer), key=sum)
+    return held_by_rank(work, strategy, nodes, ranks) | {
+        "activations": largest[0],
+        "logits": largest[1],
+        # What one layer has computed again while its backward pass runs; logits have been freed by then.
+        "recomputed": largest[2],
+    }
+
+
+def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int) -> dict[str, float]:
+    """Return the bytes of the parts that a rank holds whatever its micro-batches are."""
+    layout = layout_of(work.model, strategy.tensor)
+    here = ranks // strategy.tensor
+    copies = nodes * here
+    elements = layout.padded(copies)
+    sharded = strategy.reduction in ("sharded", "sharded_world")
+    shard = elements / {"sharded": here, "sharded_world": copies}.get(strategy.reduction, 1)
+    bucket = max(each.stop - each.start for each in layout.buckets(copies, strategy.bucket_bytes))
     return {
         "weights": 4.0 * elements,
         "gradients": 4.0 * elements,
         "moments": 8.0 * shard,
         # The shard's own gradients and weights lie without gaps beside the update.
         "update": (12.0 if sharded else 4.0) * shard,
-        "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and world_size > 1 else 0.0,
-        "activations": largest[0],
-        "logits": largest[1],
-        # What one layer has computed again while its backward pass runs; logits have been freed by then.
-        "recomputed": largest[2],
-        "16-bit weights": 0.0 if strategy.precision == "fp32" else _cast_weights(work),
+        "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
+        "16-bit weights": 0.0 if strategy.precision == "fp32" else _cast_weights(work) / strategy.tensor,
     }
 
 
 def kept_by_forward(work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool = False) -> _Bytes:
-    """Bytes [A, R] that the forward pass of each micro-batch keeps for its backward pass, but for logits and weights."""
+    """Bytes [A, R] that the forward pass of each micro-batch keeps for its backward pass, but for logits and weights.
+
+    Ranks that share a copy have equal parts of all but the inputs of products by columns, which each of them gathers.
+    """
     model, size = work.model, 4 if strategy.precision == "fp32" else 2
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
@@ -95,7 +106,9 @@ def kept_by_forward(work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu:
     query = 0 if model.attention_dropout and not on_gpu else size * D
     last = T * 2 * size * D + Q * (16 + size * D + query) + attended(Q, sizes.last_pairs_AR) + rest(Q, 1)
     heads = Q * size * D + M * (3 * size * D + 8) + S * (size * D + 8)
-    return embedding + inner + last + heads
+    gathered = {"none": 2, "selective": 1, "full": 0}[strategy.recompute] * layers * T + T + 2 * Q + M
+    whole = gathered * size * D
+    return whole + (embedding + inner + last + heads - whole) / strategy.tensor
 
 
 def _cast_weights(work: Work) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import get_args
 
@@ -16,8 +16,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from cluster.model.computations import TERMS, Computation, Count, parts_of
-from cluster.model.strategy import BUCKET_BYTES
-from cluster.model.work import wikipedia_work
+from cluster.model.strategy import BUCKET_BYTES, Strategy
+from cluster.model.work import MicroBatches, Work, wikipedia_work
 from cluster.published.calibration import calibration
 from cluster.published.cost_model import (
     FP8_SHARE,
@@ -134,6 +134,32 @@ class Rates:
         """Seconds of a collective on a vector of so many bytes when nothing is computed beside it."""
         return self.collective(operation, scope, size)[0]
 
+    def of_data_groups(self, tensor: int) -> Rates:
+        """Return the rates of collectives in data groups, where ``tensor`` neighbours of a host share a copy each.
+
+        As many groups are at it at once, on links of their own in a host, and on those of all between hosts.
+        """
+        if tensor == 1:
+            return self
+        if self.ranks % tensor:
+            raise ValueError(
+                f"{self.ranks} ranks of a host do not divide into copies of {tensor}: expected a multiple of that"
+            )
+        ranks = self.ranks // tensor
+        inside = _share_of_ring(ranks, self.ranks)
+        overall = _share_of_ring(self.nodes * ranks, self.world_size)
+        scaled: dict[tuple[Operation, Scope], Curve] = {}
+        for (operation, scope), curve in self.collectives.items():
+            groups = tensor if scope == "world" and self.nodes > 1 else 1
+            longer = {"world": overall, "node": inside, "rail": 1.0}[scope]
+            points = tuple((size / groups, longer * seconds) for size, seconds in curve.points)
+            scaled[operation, scope] = replace(curve, points=points)
+        return replace(self, ranks=ranks, collectives=scaled)
+
+    def tensor_seconds(self, operation: Operation, tensor: int, size: float) -> float:
+        """Seconds of a collective on a vector of so many bytes in all tensor groups at once, as measured in a whole node."""
+        return _share_of_ring(tensor, self.ranks) * self.collective_seconds(operation, "node", size)
+
     def last_of(self, work_R: Sequence[float]) -> float:
         """Seconds until the last rank has done its work, each given as the seconds that it takes while all compute.
 
@@ -147,6 +173,11 @@ class Rates:
         mean = sum(ordered) / many
         order_statistic = NormalDist().inv_cdf((many - 0.375) / (many + 0.25)) if many > 1 else 0.0
         return max(now, mean * self.last, mean * (1 + self.noise * order_statistic))
+
+
+def _share_of_ring(members: int, of: int) -> float:
+    """What a rank of a ring of so many members sends, over what it sends in one ``of`` more."""
+    return (1 - 1 / members) / (1 - 1 / of) if of > 1 else 0.0
 
 
 def costs_of(
@@ -252,17 +283,24 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
 
 
 def _traffic() -> float:
-    """Bytes of memory traffic of a sequence of BERT-Large, of Wikipedia's mean, in 16 bits."""
-    from cluster.model.strategy import Strategy
-
+    """Bytes of memory traffic of a sequence of BERT-Large, of Wikipedia's mean, in 16 bits, but for products."""
     work = wikipedia_work()
-    costs = costs_of({"bf16": math.inf}, 1.0, 0.0, 1.0)
-    sizes = work.micro_batches(Strategy(4096), 1, 0)
-    embedding, layer, last = parts_of(work.model, sizes)
+    costs = costs_of({"bf16": math.inf}, 1.0, 0.0, 1.0) | {"linear bf16": (0.0,) * len(TERMS["linear"])}
     rates = Rates(1, 1, 0.0, costs)
+    return _seconds_at(rates, work, work.micro_batches(Strategy(4096), 1, 0)) / 4096
+
+
+def _launches() -> float:
+    """Launches of a micro-batch of BERT-Large."""
+    work = wikipedia_work()
+    rates = Rates(1, 1, 0.0, costs_of({"bf16": math.inf}, math.inf, 1.0, math.inf))
+    return _seconds_at(rates, work, work.typical(1))
+
+
+def _seconds_at(rates: Rates, work: Work, sizes: MicroBatches) -> float:
+    embedding, layer, last = parts_of(work.model, sizes)
     computations = [*embedding, *last, *layer * (work.model.num_hidden_layers - 1)]
-    moved = sum(np.sum(rates.seconds(each, "bf16")) for each in computations if each.kind != "linear")
-    return float(moved) / 4096
+    return float(sum(np.sum(rates.seconds(each, "bf16")) for each in computations))
 
 
 def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
@@ -273,7 +311,7 @@ def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
     latency = math.exp(p["network_latency"]) * math.log2(nodes) / (4 * PARAMETERS / BUCKET_BYTES) if nodes > 1 else 0.0
     curves: dict[tuple[Operation, Scope], Curve] = {}
     scopes: list[tuple[Scope, int, float, float]] = [
-        ("node", inside, 1 / link, 0.0),
+        ("node", inside, 1 / link, math.exp(p["launch"]) / _launches()),
         ("rail", nodes, inside / network, latency),
         ("world", world, max(1 / link if inside > 1 else 0.0, 1 / network), latency),
     ]

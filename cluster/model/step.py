@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bert.configuration.config import ModelConfig
 from cluster.model.computations import Computation, Count, Layout, layout_of, parts_of
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
@@ -54,6 +55,15 @@ class PredictedStep:
         return {name: getattr(self, name) for name in names}
 
 
+def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
+    """Predict what a step takes at least: one micro-batch of mean cost, without update, reduction, or waiting."""
+    sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
+    parts = _computing(work.model, strategy, rates, work.typical(sequences))
+    embedding, layer, last = (float(part.sum()) for part in parts)
+    layers = work.model.num_hidden_layers - 1
+    return PredictedStep(0.0, rates.micro_batch_s + embedding + layers * layer + last, 0.0, 0.0, 0.0)
+
+
 def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
     """Predict a step, the mean of the first few of the plan.
 
@@ -66,13 +76,10 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
 
 
 def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
-    model, layout = work.model, layout_of(work.model)
+    layout, data_rates = layout_of(work.model, strategy.tensor), rates.of_data_groups(strategy.tensor)
     sizes = work.micro_batches(strategy, rates.world_size, step)
-    parts = parts_of(model, sizes)
-    embedding, layer, last = (_seconds(part, rates, strategy.precision, sizes) for part in parts)
-    again = [each for each in parts[1] if each.kind in REPEATED[strategy.recompute]]
-    layer = layer + FORWARD * _seconds(again, rates, strategy.precision, sizes)
-    layers = model.num_hidden_layers - 1
+    embedding, layer, last = _computing(work.model, strategy, rates, sizes)
+    layers = work.model.num_hidden_layers - 1
     compute_AR = rates.micro_batch_s + embedding + layers * layer + last
     assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))
     # Where processors compute, they assemble batches as well; beside devices of their own they have time for it.
@@ -82,7 +89,7 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     scale = compute / float(compute_AR.sum(0).mean())
     means = [float(part.mean()) * scale for part in (embedding, layer, last)]
     constant = rates.micro_batch_s * scale
-    ends, reducing = _timeline(strategy, rates, layout, (*means, constant), layers)
+    ends, reducing = _timeline(strategy, data_rates, layout, (*means, constant), layers)
     straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)
     exposed = ends.arrived - ends.computed + ends.waited_first
     reduce = exposed + (straggling if rates.world_size > 1 else 0.0)
@@ -101,6 +108,39 @@ def _seconds(computations: list[Computation], rates: Rates, precision: str, size
         total = total + rates.seconds(computation, precision)
     assert isinstance(total, np.ndarray)
     return total
+
+
+def _computing(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches) -> list[np.ndarray]:
+    """Seconds [A, R] of the embeddings, a layer, and the last layer with the heads, and of what they exchange."""
+    parts = parts_of(model, sizes, strategy.tensor)
+    exchanged = _exchanged(model, strategy, rates, sizes)
+    found = [
+        _seconds(part, rates, strategy.precision, sizes) + seconds
+        for part, seconds in zip(parts, exchanged, strict=True)
+    ]
+    again = [each for each in parts[1] if each.kind in REPEATED[strategy.recompute]]
+    found[1] += FORWARD * _seconds(again, rates, strategy.precision, sizes)
+    found[1] += exchanged[1] / 2 if strategy.recompute == "full" else 0.0
+    return found
+
+
+def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches) -> tuple[float, float, float]:
+    """Seconds of what a tensor group gathers and scatters in the embeddings, a layer, and the last layer with the heads.
+
+    Each all-gather has a reduce-scatter of as many rows in the other direction; micro-batches count with their mean.
+    """
+    tensor = strategy.tensor
+    if tensor == 1:
+        return 0.0, 0.0, 0.0
+
+    def both(rows: float, element: int) -> float:
+        size = element * model.hidden_size * rows
+        return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", "reduce-scatter"))
+
+    element = 4 if strategy.precision == "fp32" else 2
+    T, M = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
+    Q = M + sizes.sequences
+    return both(T, 4), 4 * both(T, element), both(T, element) + 4 * both(Q, element) + both(M, element)
 
 
 def _timeline(
@@ -175,15 +215,19 @@ def _sum(
 
 
 def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
-    shards = {"sharded": rates.ranks, "sharded_world": rates.world_size}.get(strategy.reduction, 1)
-    elements = layout.padded(rates.world_size) / shards
+    data_rates = rates.of_data_groups(strategy.tensor)
+    copies = data_rates.world_size
+    shards = {"sharded": data_rates.ranks, "sharded_world": copies}.get(strategy.reduction, 1)
+    elements = layout.padded(copies) / shards
     seconds = rates.seconds(Computation("lamb", (1.0, layout.segments / shards, elements)))
     if shards > 1 and strategy.precision == "fp8":  # whose weights are cast when all are there
-        buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
-        seconds += sum(_gather(strategy, rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)
+        buckets = layout.buckets(copies, strategy.bucket_bytes)
+        seconds += sum(_gather(strategy, data_rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)
     if shards > 1:
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-        seconds += 2 * rates.collective_seconds("all-gather", scope, 16.0 * layout.segments * shards)
+        seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * layout.segments * shards)
+    if strategy.tensor > 1:  # whose ranks have the gradients of what all of them have together
+        seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * layout.shared / shards)
     return float(seconds)
 
 
@@ -226,7 +270,10 @@ def evaluation_seconds(work: Work, strategy: Strategy, rates: Rates) -> float:
     """Seconds of one evaluation: the forward pass of all sequences, by length over the ranks."""
     layers = work.model.num_hidden_layers - 1
     total = 0.0
-    for sizes in work.evaluation(rates.world_size):
-        embedding, layer, last = (_seconds(p, rates, strategy.precision, sizes) for p in parts_of(work.model, sizes))
-        total += rates.micro_batch_s + float((embedding + layers * layer + last).sum())
-    return FORWARD * total
+    for sizes in work.evaluation(rates.world_size // strategy.tensor):
+        parts = parts_of(work.model, sizes, strategy.tensor)
+        embedding, layer, last = (_seconds(part, rates, strategy.precision, sizes) for part in parts)
+        total += FORWARD * (rates.micro_batch_s + float((embedding + layers * layer + last).sum()))
+        at_ends, inner, in_last = _exchanged(work.model, strategy, rates, sizes)
+        total += (at_ends + layers * inner + in_last) / 2
+    return total

@@ -23,6 +23,7 @@ class Strategy:
         in_network: switches add up what goes between hosts.
         reduce_dtype: in which gradients travel.
         bucket_bytes: of a bucket of the flat fp32 gradient.
+        tensor: neighbours of a host that share a copy of the model.
 
     Raises:
         ValueError: a number is not positive, a name is none that there is, or two settings do not go together.
@@ -36,9 +37,10 @@ class Strategy:
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     bucket_bytes: int = BUCKET_BYTES
     recompute: Recompute = "none"
+    tensor: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
+        for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes", "tensor"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         for name, allowed in (("precision", Precision), ("reduction", Reduction), ("recompute", Recompute)):
@@ -54,11 +56,12 @@ class Strategy:
             raise ValueError("in_network goes with reduce_dtype fp32: switches would round every sum of two in bf16")
 
     def sequences(self, ranks: int) -> int:
-        """Sequences of a micro-batch of one rank. Raises ``ValueError`` where the global batch does not divide."""
-        micro_batches = ranks * self.gradient_accumulation_steps
+        """Sequences of a micro-batch of one copy. Raises ``ValueError`` where the global batch does not divide."""
+        micro_batches = ranks // self.tensor * self.gradient_accumulation_steps
         if self.global_batch_size % micro_batches:
+            copies = f"{ranks} ranks" if self.tensor == 1 else f"{ranks // self.tensor} copies of {self.tensor} ranks"
             raise ValueError(
-                f"global_batch_size {self.global_batch_size} does not divide over {ranks} ranks x "
+                f"global_batch_size {self.global_batch_size} does not divide over {copies} x "
                 f"{self.gradient_accumulation_steps} accumulation steps: make it a multiple of {micro_batches}"
             )
         return self.global_batch_size // micro_batches
@@ -76,4 +79,5 @@ def strategy_of(config: Config) -> Strategy:
         training.reduce_dtype,
         training.bucket_bytes,
         training.recompute,
+        config.parallel.tensor,
     )

@@ -1,6 +1,7 @@
 """Work of a run: the model, the lengths of its sequences, and when it evaluates; and what each rank gets of a step.
 
-Shape legend: N sequences of the data set, A micro-batches of a rank's step, R ranks, S sequences of a micro-batch.
+Shape legend: N sequences of the data set, A micro-batches of a rank's step, R ranks, or copies of the model that ranks
+share, S sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -82,10 +83,24 @@ class Work:
         """Training samples between evaluations."""
         return self.interval_samples or evaluation_interval(global_batch_size)
 
+    def typical(self, sequences: int) -> MicroBatches:
+        """Return a micro-batch of so many sequences of mean cost, [1, 1]."""
+        lengths = self.lengths.astype(np.float64)
+        masked = self.masked_counts.astype(np.float64)
+        tokens, marked, pairs, last_pairs = (
+            np.full((1, 1), sequences * each.mean()) for each in (lengths, masked, lengths**2, (1 + masked) * lengths)
+        )
+        return MicroBatches(sequences, tokens, marked, pairs, last_pairs, np.ones((1, 1)), np.zeros((1, 1)))
+
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
-        """Return what the plan gives each rank in a step. Raises ``ValueError`` where the global batch does not divide."""
+        """Return what the plan gives each copy of the model in a step, R of them.
+
+        Raises ``ValueError`` where the global batch does not divide.
+        """
         strategy.sequences(ranks)  # a run may share out an uneven batch after it lost hosts; nobody plans that
-        return self._micro_batches(strategy.global_batch_size, strategy.gradient_accumulation_steps, ranks, step)
+        return self._micro_batches(
+            strategy.global_batch_size, strategy.gradient_accumulation_steps, ranks // strategy.tensor, step
+        )
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019  a program makes few of them, and keeps them to its end
     def _micro_batches(self, global_batch_size: int, accumulation: int, ranks: int, step: int) -> MicroBatches:

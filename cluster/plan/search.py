@@ -13,15 +13,16 @@ from itertools import islice, takewhile
 
 from bert.configuration.config import Config, ParallelConfig, Recompute
 from cluster.model.computations import layout_of
-from cluster.model.memory import memory_of_rank
-from cluster.model.step import PredictedRun, PredictedStep, predict_run, predict_step
+from cluster.model.memory import held_by_rank, memory_of_rank
+from cluster.model.step import PredictedRun, PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Precision, Reduction, Strategy
 from cluster.model.work import Work
 from cluster.plan.schedules import Schedule, schedules
 from cluster.plan.target import Target
 
-PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
 REDUCTIONS: tuple[Reduction, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
+TENSORS = (1, 2, 4, 8)
+"""Ranks of a host that share a copy of the model."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the most memory to the least, and from the least time to the most."""
 BUCKETS = tuple(mebibytes * 2**20 for mebibytes in (5, 25, 100, 400))
@@ -82,7 +83,7 @@ class Found:
 def search(config: Config, work: Work, target: Target) -> Found:
     """Search for the fastest way to run a recipe on a target. Raises ``ValueError`` where nothing is feasible."""
     search = _Search(config, work, target)
-    first = [candidate for schedule in schedules(config) for candidate in search.computing(schedule)]
+    first = search.computing()
     if not first:
         reasons = dict.fromkeys(f"{each.setting} {each.value}: {each.reason}" for each in search.refusals)
         raise ValueError(f"nothing is feasible on {target.world_size:,} x {target.device}: {'; '.join(reasons)}")
@@ -114,33 +115,73 @@ class _Search:
         self._reductions = REDUCTIONS
         if target.nodes == 1 or target.ranks_per_node == 1:
             self._reductions = ("flat", "sharded_world")  # the others are the same here
+        self._schedules = schedules(config)
+        self._tensors = [each for each in TENSORS if target.ranks_per_node % each == 0 and self._is_divisible(each)]
+        self.refusals += [Refusal("precision", *missing) for missing in target.missing.items()]
         self._works: dict[int, Work] = {}
-        self._too_many: dict[tuple[Precision, Recompute], int] = {}
+        self._too_many: dict[tuple[Precision, Recompute, int], int] = {}
         """Sequences of the smallest micro-batch that does not fit; larger ones are not looked at."""
 
-    def computing(self, schedule: Schedule) -> Iterator[Candidate]:
-        """One candidate for each way to compute with a schedule, summing gradients as takes the least memory."""
-        batch, ranks = schedule.global_batch_size, self._target.world_size
-        if batch % ranks:
-            reason = "is no multiple of" if batch > ranks else "is less than"
-            self.refusals.append(Refusal("batch", batch, f"{reason} {ranks:,} ranks"))
+    def computing(self) -> list[Candidate]:
+        """Candidates for all ways to compute that may be among the best, summing gradients as takes the least memory.
+
+        Sharing copies of the model saves memory and reduction alone: of what takes longer even without any reduction, one
+        way for each number of ranks shows it.
+        """
+        found: list[Candidate] = []
+        for tensor in self._tensors:
+            ways = [(self._least_seconds(*way), way) for way in self._ways(tensor)]
+            for place, (least, way) in enumerate(sorted(ways, key=lambda each: each[0])):
+                best = _best(found)
+                if tensor == 1 or place == 0 or len(best) < BEST or least < best[-1].seconds:
+                    found += self._with_micro_batches(*way)
+        return found
+
+    def _is_divisible(self, tensor: int) -> bool:
+        """Whether so many ranks can share a copy of the model."""
+        try:
+            replace(self._config, parallel=replace(self._config.parallel, tensor=tensor))
+        except ValueError as error:
+            self.refusals.append(Refusal("tensor", tensor, str(error)))
+            return False
+        return True
+
+    def _ways(self, tensor: int) -> Iterator[tuple[Schedule, Strategy]]:
+        """Batches in each precision on copies of so many ranks, in one micro-batch."""
+        copies = self._target.world_size // tensor
+        for schedule in self._schedules:
+            batch = schedule.global_batch_size
+            if batch % copies == 0:
+                self._works[batch] = replace(self._work, samples=schedule.samples or self._work.samples)
+                for precision in self._target.rates:
+                    yield schedule, Strategy(batch, 1, precision, self._reductions[-1], tensor=tensor)
+            elif tensor == self._tensors[-1] and batch not in self._works:
+                reason = "is no multiple of" if batch > copies else "is less than"
+                self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
+
+    def _least_seconds(self, schedule: Schedule, strategy: Strategy) -> float:
+        """Time to train without any reduction or update."""
+        work, rates = self._works[schedule.global_batch_size], self._target.rates[strategy.precision]
+        return predict_run(work, strategy, rates, least_step(work, strategy, rates)).total
+
+    def _with_micro_batches(self, schedule: Schedule, way: Strategy) -> Iterator[Candidate]:
+        """Candidates with the largest micro-batches that fit, and with those that recomputing makes room for."""
+        target, rates = self._target, self._target.rates[way.precision]
+        held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node).values())
+        if held > USABLE_MEMORY * rates.memory_bytes:
+            gigabytes = f"{held / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
+            self.refusals.append(Refusal("tensor", way.tensor, f"weights do not fit in {way.precision}: {gigabytes}"))
             return
-        self._works[batch] = replace(self._work, samples=schedule.samples or self._work.samples)
-        for precision in PRECISIONS:
-            if precision in self._target.missing:
-                self.refusals.append(Refusal("precision", precision, self._target.missing[precision]))
-                continue
-            enough = batch // ranks + 1
-            for recompute in RECOMPUTES:
-                strategy = Strategy(batch, 1, precision, self._reductions[-1], recompute=recompute)
-                found = list(islice(self._fitting(schedule, strategy, enough), _MICRO_BATCHES))
-                yield from found
-                if found:
-                    enough = found[0].strategy.gradient_accumulation_steps
+        enough = way.sequences(target.world_size) + 1
+        for recompute in RECOMPUTES:
+            found = list(islice(self._fitting(schedule, replace(way, recompute=recompute), enough), _MICRO_BATCHES))
+            yield from found
+            if found:
+                enough = found[0].strategy.gradient_accumulation_steps
 
     def _fitting(self, schedule: Schedule, like: Strategy, enough: int) -> Iterator[Candidate]:
         """Candidates with less accumulation than ``enough``, with which what recomputes less fits, the least one first."""
-        sequences = schedule.global_batch_size // self._target.world_size
+        sequences = like.sequences(self._target.world_size)
         for accumulation in takewhile(lambda each: each < enough, _divisors(sequences)):
             if candidate := self.candidate(schedule, replace(like, gradient_accumulation_steps=accumulation)):
                 yield candidate
@@ -149,7 +190,7 @@ class _Search:
         """Candidates that compute the same, and sum gradients in any other way."""
         if self._target.world_size == 1:
             return
-        vector = 4 * layout_of(self._work.model).elements
+        vector = 4 * layout_of(self._work.model, like.strategy.tensor).elements
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
         for reduction in self._reductions:
             for reduce_dtype in ("fp32", "bf16"):
@@ -164,7 +205,7 @@ class _Search:
         """Predict a strategy; None where it is not feasible."""
         target, work, precision = self._target, self._works[strategy.global_batch_size], strategy.precision
         rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
-        memory_by = precision, strategy.recompute
+        memory_by = precision, strategy.recompute, strategy.tensor
         if sequences >= self._too_many.get(memory_by, sequences + 1):
             return None
         try:
@@ -176,7 +217,7 @@ class _Search:
             memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node, target.on_gpu).values())
             if memory > USABLE_MEMORY * rates.memory_bytes:
                 gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
-                way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}"
+                way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}, tensor {strategy.tensor}"
                 self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
                 if strategy.reduction == self._reductions[-1]:
                     self._too_many[memory_by] = sequences
@@ -214,8 +255,8 @@ def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config
         bucket_bytes=strategy.bucket_bytes,
         recompute=strategy.recompute,
     )
-    # As it is predicted: a rank has a copy of the model.
-    return replace(config, training=training, optimizer=schedule.optimizer, parallel=ParallelConfig())
+    parallel = ParallelConfig(tensor=strategy.tensor)  # as it is predicted: no stages
+    return replace(config, training=training, optimizer=schedule.optimizer, parallel=parallel)
 
 
 def _divisors(number: int) -> Iterator[int]:

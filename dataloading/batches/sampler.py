@@ -142,14 +142,15 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
 
 
 def _match(dealt_BS: NDArray[np.int64], cost_N: NDArray[np.int64], number: int) -> NDArray[np.int64]:
-    """Halve every micro-batch, in another place each round, and join the costliest left half with the cheapest right one,
-    the second with the second, and so on: of all ways to join them, none has a lower highest cost, nor a higher lowest.
+    """Halve every micro-batch, and join the costliest left half with the cheapest right one, the second with the second, and
+    so on: of all ways to join them, none has a lower highest cost, nor a higher lowest.
+
+    Of sequences a, b, c, d by cost, the left half has a and c in one round, a and d in the next.
     """
-    micro_batches, sequences = dealt_BS.shape
-    rows = np.arange(micro_batches)[:, None]
-    turned = (np.arange(sequences) + rows * (number + 1) + (rows >> (number + 1))) % sequences
-    dealt_BS = np.take_along_axis(dealt_BS, turned, axis=1)
-    cost_BS = cost_N[dealt_BS]
-    left, right = cost_BS[:, : sequences // 2].sum(axis=1), cost_BS[:, sequences // 2 :].sum(axis=1)
-    costliest_left, cheapest_right = np.argsort(-left, kind="stable"), np.argsort(right, kind="stable")
-    return np.hstack([dealt_BS[costliest_left, : sequences // 2], dealt_BS[cheapest_right, sequences // 2 :]])
+    dealt_BS = np.take_along_axis(dealt_BS, np.argsort(-cost_N[dealt_BS], axis=1, kind="stable"), axis=1)
+    place_S = np.arange(dealt_BS.shape[1])
+    is_left_S = np.isin(place_S % 4, (0, 3) if number % 2 else (0, 2))
+    left_BS, right_BS = dealt_BS[:, is_left_S], dealt_BS[:, ~is_left_S]
+    costliest_left = np.argsort(-cost_N[left_BS].sum(axis=1), kind="stable")
+    cheapest_right = np.argsort(cost_N[right_BS].sum(axis=1), kind="stable")
+    return np.hstack([left_BS[costliest_left], right_BS[cheapest_right]])

@@ -25,7 +25,7 @@ from cluster.published.results import TABLE, results
 pytestmark = pytest.mark.slow
 
 BOUNDS = {"submitter": 0.085, "scale": 0.085, "accelerator": 0.18}
-"""Median errors of results left out; docs/cluster.md has what was measured, these are a fifth above."""
+"""Median errors of results left out; docs/planning.md has what was measured, these are a fifth above."""
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from bert.parallel.launch import Launch
-from cluster.__main__ import main
 from cluster.probe.arrival import describe_absent, slurm_hosts
 from cluster.probe.machine import Facts, nearest_card, network_cards, nvlink_clique, slurm_switches, switches_of
 from cluster.view import Card
@@ -105,17 +104,10 @@ def test_a_list_of_nodes_that_is_none_is_not_given_to_slurm(monkeypatch: pytest.
     ],
 )
 def test_a_wrong_option_is_refused_in_one_line(
-    arguments: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["cluster", "probe", *arguments])
-    assert main() == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert said in line
+    assert said in refused("probe", *arguments)
     assert list(tmp_path.iterdir()) == []
 
 

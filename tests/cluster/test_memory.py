@@ -1,6 +1,7 @@
 """Memory of a rank by part, held to what a real model keeps and to what its optimizer holds."""
 
-from typing import get_args
+from types import SimpleNamespace
+from typing import Any, cast, get_args
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from benchmarks.training.recomputation import Storages
 from bert.configuration.config import ModelConfig, OptimizerConfig, Recompute
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
+from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recompute_layers
 from cluster.model.memory import kept_by_forward, memory_of_rank
 from cluster.model.strategy import Precision, Strategy
@@ -65,6 +67,31 @@ def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: f
     assert parts["weights"] + parts["gradients"] == flat.weights_N.nbytes + flat.gradients_N.nbytes
     assert parts["moments"] == sum(moment.nbytes for moment in optimizer.moments())
     assert parts["update"] == optimizer.state.update_P.nbytes
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank of two; what it would receive has the right shape and no meaning."""
+    from bert.parallel.tensor import placement, vocabulary
+
+    def gather(rows: Tensor, own: Tensor, **_: object) -> None:
+        rows.copy_(own.repeat(2, *[1] * (own.ndim - 1)))
+
+    monkeypatch.setattr(placement, "all_gather_single", gather)
+    monkeypatch.setattr(placement, "reduce_scatter_single", lambda own, rows, **_: own.copy_(rows[: len(own)]))
+    for module in (placement, vocabulary):
+        monkeypatch.setattr(module.dist, "all_reduce", lambda *_, **__: None)
+    config = ModelConfig(4, 128, 4, 512, 1024, 128, hidden_dropout=dropout, attention_dropout=dropout)
+    model = BertForPreTraining(config)
+    initialize_(model, torch.Generator().manual_seed(0))
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    TensorParallel(model, cast(Any, group))
+    flat = FlatParameters.of(model)
+    work, samples = work_and_samples(config)
+    parts = memory_of_rank(work, Strategy(SEQUENCES, tensor=2), 1, 2)
+    assert parts["weights"] == flat.weights_N.nbytes
+    predicted = parts["activations"] + parts["logits"]
+    assert predicted == pytest.approx(kept_bytes(model.train(), flat, samples, "fp32"), rel=0.05)
 
 
 def test_what_is_divided_and_what_is_not() -> None:

@@ -2,18 +2,18 @@
 
 import itertools
 import random
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster import __main__ as program
 from cluster import placement
 from cluster.fat_tree import FatTree
 from cluster.placement import Placing, climb, cost, place
 from cluster.view import Contention, Host, Rank, View, write_view
+from tests.cluster.conftest import Command
 
 PATHS = st.builds(lambda pod, leaf: (f"pod {pod}", f"leaf {pod}.{leaf}"), st.integers(0, 1), st.integers(0, 2))
 
@@ -125,47 +125,33 @@ def write_hosts(path: Path, *hosts: tuple[str, tuple[str, ...]], known: bool = T
     write_view(view, path)
 
 
-def run_place(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["cluster", "place", *map(str, arguments)])
-    return program.main()
-
-
-def test_the_command_writes_a_line_for_each_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_writes_a_line_for_each_task(tmp_path: Path, cluster: Command) -> None:
     view, out = tmp_path / "cluster.json", tmp_path / "hosts.txt"
     write_hosts(view, ("n1", ("top", "a")), ("n2", ("top", "b")), ("n3", ("top", "a")), ("n4", ("top", "b")))
-    assert run_place(monkeypatch, view, "--tasks-per-node", 2, "--out", out) == 0
+    done = cluster("place", view, "--tasks-per-node", 2, "--out", out)
+    assert done.status == 0
     assert out.read_text().split() == ["n1", "n1", "n3", "n3", "n2", "n2", "n4", "n4"]
-    assert "levels that traffic climbs: 2, in the order of" in capsys.readouterr().out
-    assert run_place(monkeypatch, view, "--group", 2, "--apart", "--out", out) == 0
+    assert "levels that traffic climbs: 2, in the order of" in done.out
+    assert cluster("place", view, "--group", 2, "--apart", "--out", out).status == 0
     assert [{"n1": "a", "n3": "a"}.get(name, "b") for name in out.read_text().split()] in (list("abba"), list("baab"))
 
 
-def test_without_switches_the_order_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_switches_the_order_stays(tmp_path: Path, cluster: Command) -> None:
     write_hosts(tmp_path / "c.json", ("b", ()), ("a", ()), known=False)
-    assert run_place(monkeypatch, tmp_path / "c.json", "--out", tmp_path / "hosts") == 0
+    assert "says nothing of switches" in cluster("place", tmp_path / "c.json", "--out", tmp_path / "hosts").out
     assert (tmp_path / "hosts").read_text() == "b\na\n"
-    assert "says nothing of switches" in capsys.readouterr().out
 
 
-def test_no_hosts_are_not_all_hosts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_hosts_are_not_all_hosts(tmp_path: Path, refused: Callable[..., str]) -> None:
     write_hosts(tmp_path / "c.json", ("a", ("top", "a")), ("b", ("top", "a")))
-    assert run_place(monkeypatch, tmp_path / "c.json", "--nodes", 0) == 2
-    assert "--nodes is 0" in capsys.readouterr().err
+    assert "--nodes is 0" in refused("place", tmp_path / "c.json", "--nodes", 0)
 
 
 @pytest.mark.parametrize("name", ["n1\nn2", "-n", "n 1", "n1,n2", ""])
-def test_a_name_that_would_steer_srun_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_a_name_that_would_steer_srun_is_refused(tmp_path: Path, cluster: Command, name: str) -> None:
     write_hosts(tmp_path / "c.json", (name, ("top", "a")), ("n9", ("top", "a")))
-    assert run_place(monkeypatch, tmp_path / "c.json", "--out", tmp_path / "hosts") == 2
+    done = cluster("place", tmp_path / "c.json", "--out", tmp_path / "hosts")
+    assert done.status == 2
     assert not (tmp_path / "hosts").exists()
-    error = capsys.readouterr().err
-    assert len(error.splitlines()) == 1
-    assert "is called" in error
+    [line] = done.err.splitlines()
+    assert "is called" in line

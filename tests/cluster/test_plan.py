@@ -1,5 +1,6 @@
 """Planner: what it finds is feasible and the fastest of what it predicts, and its file is one that a run takes."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -7,18 +8,19 @@ from pathlib import Path
 import pytest
 
 from bert.configuration.recipes import RECIPES, h100_1x8, h100_8x8
-from bert.configuration.run_plan import read_plan, settings_of
+from bert.configuration.run_plan import read_plan, settings_of, write_plan
 from bert.train import parse
-from cluster.__main__ import main
 from cluster.model.memory import memory_of_rank
 from cluster.model.step import predict_run, predict_step
 from cluster.model.strategy import Strategy
 from cluster.model.work import Work, wikipedia_work
+from cluster.plan.command import run_plan
 from cluster.plan.lines import as_lines
 from cluster.plan.schedules import schedules
 from cluster.plan.search import BUCKETS, REDUCTIONS, USABLE_MEMORY, Found, search
 from cluster.plan.target import Target, described, device_of, target_of, work_for
 from cluster.view import write_view
+from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
 
 
@@ -106,9 +108,26 @@ def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
     for each in recomputing:
         rivals = [other for other in strategies if replace(other, recompute="none") == replace(each, recompute="none")]
         assert rivals == [each], "so large a micro-batch fits with less computed again"
-    none = {name: replace(rates, memory_bytes=1e9) for name, rates in target.rates.items()}
-    with pytest.raises(ValueError, match=r"nothing is feasible on 2,048 x H100-SXM-80GB: .*does not fit in bf16"):
+    none = {name: replace(rates, memory_bytes=1e8) for name, rates in target.rates.items()}
+    with pytest.raises(ValueError, match=r"nothing is feasible on 2,048 x H100-SXM-80GB: .*do not fit in bf16"):
         search(config, work, replace(target, rates=none))
+
+
+def test_ranks_share_copies_where_memory_or_batch_leave_no_other_way(
+    found: Found, target: Target, work: Work, tmp_path: Path
+) -> None:
+    assert found.best[0].strategy.tensor == 1, "which is predicted faster wherever it fits"
+    assert {each.strategy.tensor for each in found.ranked} == {1, 2, 4, 8}, "each is predicted once at least"
+    config, work = h100_1x8(), replace(work, samples=1e6)
+    config = replace(config, log=replace(config.log, division="open"))  # with its own batch alone
+    small = {name: replace(rates, memory_bytes=3e9) for name, rates in target.rates.items()}
+    [best, *_] = search(config, work, replace(target, rates=small)).best
+    assert best.strategy.tensor > 1
+    path = tmp_path / "plan.json"
+    write_plan(run_plan(config, target, best), path)
+    assert parse(["h100_1x8", "--plan", str(path)]).parallel.tensor == best.strategy.tensor
+    few = replace(config, training=replace(config.training, global_batch_size=4, max_samples=40))
+    assert search(few, work, target).best[0].strategy.tensor > 1, "of 4 sequences on 8 ranks"
 
 
 def test_lines_say_why_every_other_value_loses(found: Found) -> None:
@@ -118,22 +137,21 @@ def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     for said in (
         "batch 768:",
         "  micro-batch ",
+        "tensor 2:",
         "precision bf16:",
         "reduction flat:",
         "sums in fp32:",
         "buckets of",
     ):
         assert said in text
-    assert "batch 92: is no multiple of 8 ranks" in text
     assert "precision fp32: the facts of H100-SXM-80GB have no rate of it" in text
     losses = [line.split("%")[0].split()[-1] for line in lines if line.startswith("  batch ") and "%" in line]
     assert losses == sorted(losses, key=float), "the nearest first"
 
 
-def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: Command) -> None:
     path = tmp_path / "plan.json"
-    monkeypatch.setattr("sys.argv", ["cluster", "plan", "dgxa100_8x8", "--gpus", "4096", "--out", str(path)])
-    assert not main()
+    assert cluster("plan", "dgxa100_8x8", "--gpus", 4096, "--out", path).status == 0
     plan = read_plan(path)
     assert (plan.nodes, plan.ranks_per_node, plan.recipe) == (512, 8, "dgxa100_8x8")
     assert plan.hyperparameters
@@ -154,31 +172,23 @@ def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, monkeypat
         (["h100_1x8", "--gpus", "12"], "--gpus is 12, expected whole nodes of 8"),
         (["h100_1x8", "--gpus", "0"], "--gpus is 0, expected at least 1"),
         (["h100_1x8", "--gpus", "16777216"], "nodes: 2097152, expected 1 to 1,048,576"),
-        (["h100_1x8", "--gpus", "32768"], "nothing is feasible on 32,768 x H100-SXM-80GB: batch 92: is less than"),
+        (["h100_1x8", "--gpus", "262144"], "global batch size 262,144 on 262,144 accelerators: expected at least one"),
         (["h100_1x8", "--cluster", "none.json"], "none.json: No such file or directory"),
         (["h100_1x8", "--cluster", "x.json", "--accelerator", "H100"], "leave --accelerator and --networking out"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
-    arguments: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], said: str, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
-    out = tmp_path / "plan.json"
-    monkeypatch.setattr("sys.argv", ["cluster", "plan", *arguments, "--out", str(out)])
-    assert main() == 2
-    shown = capsys.readouterr()
-    [line] = shown.err.splitlines()
-    assert said in line
-    assert (shown.out, out.exists()) == ("", False)
+    assert said in refused("plan", *arguments, "--out", tmp_path / "plan.json")
+    assert not (tmp_path / "plan.json").exists()
 
 
-def test_a_view_is_planned_for_as_many_ranks_as_it_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_view_is_planned_for_as_many_ranks_as_it_has(tmp_path: Path, refused: Callable[..., str]) -> None:
     path = tmp_path / "cluster.json"
     write_view(replace(made_up(hosts=1, ranks=2), collectives=(), outliers=()), path)
-    monkeypatch.setattr("sys.argv", ["cluster", "plan", "tiny_cpu", "--cluster", str(path), "--gpus", "4"])
-    assert main() == 2
-    assert "cluster.json is of 2 ranks, but --gpus is 4: probe as many" in capsys.readouterr().err
+    said = refused("plan", "tiny_cpu", "--cluster", path, "--gpus", 4)
+    assert "cluster.json is of 2 ranks, but --gpus is 4: probe as many" in said
 
 
 def test_facts_are_those_of_the_recipes_devices() -> None:

@@ -1,6 +1,7 @@
 """A step by hand, by its properties, and beside what published results say of the same machine."""
 
 from dataclasses import replace
+from itertools import chain
 from typing import get_args
 
 import numpy as np
@@ -56,6 +57,35 @@ def test_a_step_on_one_rank_is_the_sum_of_its_computations() -> None:
     layout = layout_of(model)
     assert found.update == pytest.approx(1e-6 * (1 + layout.segments + layout.elements))
     assert found.total == pytest.approx(sum(found.parts.values()))
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_exchange(tensor: int) -> None:
+    """By hand: of two layers the first gathers and scatters all tokens four times, the last the rows of its heads."""
+    strategy = Strategy(16, tensor=tensor)
+    sizes = TINY.micro_batches(strategy, 4, 0)
+    assert sizes.tokens_AR.shape == (1, 4 // tensor)
+    whole, shared = (parts_of(TINY.model, sizes, ranks) for ranks in (1, tensor))
+    for before, after in zip(chain(*whole), chain(*shared), strict=True):
+        if before.kind == "linear":
+            np.testing.assert_allclose(after.counts[1], np.asarray(before.counts[1]) / tensor)
+    free, dear = (predict_step(TINY, strategy, rates(1, 4, each), steps=1) for each in (0.0, 1e-6))
+    tokens, masked = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
+    rows = masked + sizes.sequences
+    exchanged = 2 * (tokens + 4 * tokens + tokens + 4 * rows + masked) * 4 * 128
+    ring = (1 - 1 / tensor) / (1 - 1 / 4)
+    assert dear.forward_backward - free.forward_backward == pytest.approx(1e-6 * ring * exchanged)
+    assert predict_run(TINY, strategy, rates(1, 4)).total < predict_run(TINY, strategy, rates(1, 4, 1e-6)).total
+
+
+def test_a_data_group_has_the_links_of_its_rails() -> None:
+    """Two groups of a node share its network: a byte of each takes twice as long; in the node each has links of its own."""
+    found = rates(2, 4).of_data_groups(2)
+    assert (found.ranks, found.world_size) == (2, 4)
+    ring = (1 - 1 / 4) / (1 - 1 / 8)
+    assert found.collective_seconds("all-reduce", "world", 1e8) == pytest.approx(ring * (1e-4 + 2e8 * 1e-9))
+    assert found.collective_seconds("all-reduce", "rail", 1e8) == pytest.approx(1e-4 + 1e8 * 1e-9)
+    assert found.collective_seconds("all-gather", "node", 1e8) == pytest.approx(2 / 3 * (1e-4 + 1e8 * 1e-9))
 
 
 def test_parameters_are_those_of_the_program() -> None:
@@ -154,5 +184,9 @@ def test_a_strategy_that_cannot_be_is_refused_in_one_line() -> None:
             Strategy(32, **settings)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="make it a multiple of 4"):
         predict_step(TINY, Strategy(30), rates())
+    with pytest.raises(ValueError, match=r"over 2 copies of 2 ranks x 1 .* multiple of 2"):
+        predict_step(TINY, Strategy(31, tensor=2), rates())
+    with pytest.raises(ValueError, match="2 ranks of a host do not divide into copies of 3"):
+        predict_step(TINY, Strategy(30, tensor=3), rates())
     with pytest.raises(ValueError, match="has no FP8"):
         rates_of_machine(describe_machine(device_named("A100-SXM"), 1, 8), "fp8")

@@ -4,8 +4,7 @@ import csv
 import dataclasses
 import json
 import math
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,22 +19,8 @@ from cluster.published.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_
 from cluster.published.probed import machine_of
 from cluster.published.results import TABLE, results
 from cluster.view import Link, Rank, View, write_view
+from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
-from tests.conftest import REPOSITORY
-
-
-def cluster(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cluster", *map(str, arguments)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300, check=False)
-
-
-def refused(*arguments: str | Path) -> str:
-    done = cluster(*arguments)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stdout == ""
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    return done.stderr
 
 
 @given(
@@ -78,21 +63,21 @@ def test_among_equal_neighbours_the_newest_is_first() -> None:
     assert {result.run.round for result in near} == {"v3.1"}
 
 
-def test_predict_shows_minutes_parts_and_neighbours() -> None:
+def test_predict_shows_minutes_parts_and_neighbours(cluster: Command) -> None:
     done = cluster("predict", "--accelerator", "H100-SXM", "--nodes", "8", "--gpus-per-node", "8", "--batch", "4608")
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     for text in (
         "64 x H100-SXM-80GB, 8 nodes, global batch size 4,608, FP8",
         "80% between",
         *PARTS.values(),
         "dgxh100_n8",
     ):
-        assert text in done.stdout
+        assert text in done.out
 
 
-def test_json_is_what_the_lines_say() -> None:
+def test_json_is_what_the_lines_say(cluster: Command) -> None:
     done = cluster("predict", "--accelerator", "A100-SXM", "--nodes", "8", "--batch", "3072", "--json")
-    document = json.loads(done.stdout)
+    document = json.loads(done.out)
     assert document["low"] < document["minutes"] < document["high"]
     assert set(document["parts"]) == set(PARTS)
     assert sum(document["parts"].values()) == pytest.approx(document["minutes"])
@@ -116,20 +101,22 @@ def test_json_is_what_the_lines_say() -> None:
         (("--table", "missing.csv", "--out", "out.csv"), "missing.csv: No such file"),
     ],
 )
-def test_wrong_options_are_refused_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+def test_wrong_options_are_refused_in_one_line(
+    arguments: tuple[str, ...], said: str, refused: Callable[..., str]
+) -> None:
     assert said in refused("predict", *arguments)
 
 
-def test_the_published_table_is_predicted_and_kept(tmp_path: Path) -> None:
+def test_the_published_table_is_predicted_and_kept(tmp_path: Path, cluster: Command) -> None:
     out = tmp_path / "out.csv"
     done = cluster("predict", "--table", TABLE, "--out", out)
-    assert done.returncode == 0, done.stderr
+    assert done.status == 0, done.err
     with TABLE.open(newline="") as before, out.open(newline="") as after:
         given, found = list(csv.DictReader(before)), list(csv.DictReader(after))
     assert [{name: row[name] for name in given[0]} for row in found] == given
     predicted = [row for row in found if row["predicted_minutes"]]
-    assert len(predicted) + done.stderr.count("is left empty") == len(found)
-    assert f"{len(predicted)} of {len(found)} rows predicted" in done.stdout
+    assert len(predicted) + done.err.count("is left empty") == len(found)
+    assert f"{len(predicted)} of {len(found)} rows predicted" in done.out
     for row in predicted:
         assert float(row["low_minutes"]) < float(row["predicted_minutes"]) < float(row["high_minutes"])
     assert all(
@@ -218,12 +205,12 @@ def test_what_is_no_table_is_refused_in_one_line(content: bytes, said: str, tmp_
     assert not out.exists()
 
 
-def test_a_hostile_name_is_shown_harmlessly(tmp_path: Path) -> None:
+def test_a_hostile_name_is_shown_harmlessly(tmp_path: Path, cluster: Command) -> None:
     source = write(tmp_path, HEADER, GOOD, "\x1b[2J::error::,8,8,,,4608")
     done = cluster("predict", "--table", source, "--out", tmp_path / "out.csv")
-    assert done.returncode == 0
-    assert "\x1b" not in done.stderr
-    assert "row 2 is left empty" in done.stderr
+    assert done.status == 0
+    assert "\x1b" not in done.err
+    assert "row 2 is left empty" in done.err
 
 
 def probed(
@@ -258,7 +245,9 @@ def test_a_probed_machine_has_its_devices_and_its_measured_network() -> None:
     assert machine_of(probed("NVIDIA A100 80GB PCIe", ranks=2, clique="0000:07:00.0")).is_bridged
 
 
-def test_probes_of_what_nothing_is_published_for_are_refused(tmp_path: Path) -> None:
+def test_probes_of_what_nothing_is_published_for_are_refused(
+    tmp_path: Path, cluster: Command, refused: Callable[..., str]
+) -> None:
     file = tmp_path / "cluster.json"
     for name in ("CPU", "AMD EPYC", "Intel(R) Xeon(R) CPU E5-2680 v4 @ 2.40GHz"):
         with pytest.raises(ValueError, match="of which the facts file knows nothing"):
@@ -270,7 +259,7 @@ def test_probes_of_what_nothing_is_published_for_are_refused(tmp_path: Path) -> 
     write_view(probed(), file)
     assert "without --accelerator" in refused("predict", "--cluster", file, "--accelerator", "H100")
     done = cluster("predict", "--cluster", file)
-    assert done.stdout.startswith("32 x H100-SXM-80GB, 4 nodes"), done.stderr
+    assert done.out.startswith("32 x H100-SXM-80GB, 4 nodes"), done.err
     uneven = probed()
     for ranks in (uneven.ranks[:-1], (*uneven.ranks[:-1], dataclasses.replace(uneven.ranks[-1], device="NVIDIA H200"))):
         with pytest.raises(ValueError, match="the hosts of the probe differ"):

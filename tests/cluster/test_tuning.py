@@ -14,7 +14,6 @@ import pytest
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.train import parse
-from cluster.__main__ import main as cluster
 from cluster.tuning import choice as module
 from cluster.tuning.choice import Choice, keep, kept, main
 from cluster.tuning.group import Group, Pace, TrialError
@@ -222,13 +221,5 @@ def test_a_choice_that_cannot_run_says_why_in_a_line(settings: tuple[str, ...]) 
         ([], "RECIPE"),
     ],
 )
-def test_wrong_input_is_one_line(
-    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["cluster", "tune", *arguments])
-    assert cluster() == 2
-    shown = capsys.readouterr()
-    [line] = shown.err.splitlines()
-    assert line.startswith("error: ")
-    assert complaint in line
-    assert shown.out == ""
+def test_wrong_input_is_one_line(arguments: list[str], complaint: str, refused: Callable[..., str]) -> None:
+    assert complaint in refused("tune", *arguments)

@@ -2,13 +2,13 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster import view as module
-from cluster.__main__ import main
 from cluster.display.page import render
 from cluster.display.summary import switch_tree
 from cluster.view import (
@@ -25,6 +25,7 @@ from cluster.view import (
     read_view,
     write_view,
 )
+from tests.cluster.conftest import Command
 
 COMPUTATIONS = (("gelu", (1.0, 4096.0), 1e-4), ("gelu", (1.0, 524288.0), 1e-3))
 
@@ -56,18 +57,6 @@ def made_up(hosts: int = 4, ranks: int = 2, name: str = "node") -> View:
 def file(tmp_path: Path) -> Path:
     write_view(made_up(), tmp_path / "cluster.json")
     return tmp_path / "cluster.json"
-
-
-def refusal(file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What ``show`` says of a bad file: one line, status 2, and no page."""
-    monkeypatch.setattr("sys.argv", ["cluster", "show", str(file)])
-    assert main() == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    [line] = shown.err.splitlines()
-    assert line.startswith("error: ")
-    assert not file.with_suffix(".html").exists()
-    return line
 
 
 def test_a_view_is_read_back_as_it_was(file: Path) -> None:
@@ -118,52 +107,41 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize(("damage", "said"), DAMAGE.values(), ids=DAMAGE)
-def test_a_file_that_no_probe_wrote_is_refused(
-    file: Path, damage: Any, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_no_probe_wrote_is_refused(file: Path, damage: Any, said: str, refused: Callable[..., str]) -> None:
     document = json.loads(file.read_text())
     damage(document)
     file.write_text(json.dumps(document))
-    assert said in refusal(file, capsys, monkeypatch)
+    assert said in refused("show", file)
+    assert not file.with_suffix(".html").exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"version": 1' + b"0" * 5000 + b"}"])
-def test_what_is_no_json_is_refused(
-    file: Path, content: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_json_is_refused(file: Path, content: bytes, refused: Callable[..., str]) -> None:
     file.write_bytes(content)
-    assert "run `python -m cluster probe` again" in refusal(file, capsys, monkeypatch)
+    assert "run `python -m cluster probe` again" in refused("show", file)
 
 
 def test_a_file_that_is_too_large_is_not_read(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_FILE", dataclasses.replace(module._FILE, largest_bytes=1000))
-    assert "expected at most 1,000" in refusal(file, capsys, monkeypatch)
+    assert "expected at most 1,000" in refused("show", file)
 
 
-def test_show_prints_and_writes_a_page(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.argv", ["cluster", "show", str(file)])
-    assert not main()
-    out = capsys.readouterr().out
-    assert "network link of host node1, sending" in out
-    assert "leaf1" in out
+def test_show_prints_and_writes_a_page(file: Path, cluster: Command) -> None:
+    done = cluster("show", file)
+    assert done.status == 0
+    assert "network link of host node1, sending" in done.out
+    assert "leaf1" in done.out
     page = file.with_suffix(".html").read_text()
     assert page.count("<rect") == 2 * 4 * 3 + 2 * 2, "a cell for each pair of hosts, and each pair of places"
     assert "network link of host node1, sending" in page
     assert "takes 200 % longer than the others" in page
 
 
-def test_names_from_a_file_steer_neither_page_nor_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "cluster.json"
+def test_names_from_a_file_steer_neither_page_nor_terminal(file: Path, cluster: Command) -> None:
     write_view(made_up(name="<script>[red]\x1b[2J"), file)
-    monkeypatch.setattr("sys.argv", ["cluster", "show", str(file)])
-    assert not main()
-    out, page = capsys.readouterr().out, file.with_suffix(".html").read_text()
+    out, page = cluster("show", file).out, file.with_suffix(".html").read_text()
     assert "\x1b[2J" not in out + page
     assert "[red]" in out
     assert "<script" not in page

@@ -18,7 +18,7 @@ from tests.distributed.ranks import Ranks, free_port, wait_for
 from tests.distributed.workers.elastic_worker import HOSTS
 from tests.programs import PATIENCE_S, Program
 
-STEPS, EVERY = 60, 5
+STEPS, EVERY = 40, 5
 PARTS = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate")
 
 

@@ -1,0 +1,46 @@
+"""Commands of ``python -m cluster``, run in the tests' own process."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+
+from cluster.__main__ import main
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a command has printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command with arguments."""
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr("sys.argv", ["cluster", *map(str, arguments)])
+        status, shown = main(), capsys.readouterr()
+        return Done(status, shown.out, shown.err)
+
+    return run
+
+
+@pytest.fixture
+def refused(cluster: Command) -> Callable[..., str]:
+    """Run a command that must say in one line what is wrong, and return that."""
+
+    def run(*arguments: object) -> str:
+        done = cluster(*arguments)
+        assert (done.status, done.out) == (2, ""), done
+        [line] = done.err.splitlines()
+        assert line.startswith("error: ")
+        return line
+
+    return run
