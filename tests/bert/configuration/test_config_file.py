@@ -11,6 +11,7 @@ from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
 from bert.mllog import MLLog
 from bert.train import parse
+from tests.conftest import REPOSITORY
 
 
 def test_settings_from_toml(tmp_path: Path) -> None:
@@ -42,6 +43,12 @@ def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path)
     assert dict(flattened("config", found)) == dict(flattened("config", expected))
 
 
+def test_a_result_file_of_an_earlier_version_does_so_too() -> None:
+    """Settings have been renamed and removed since."""
+    config = parse(["--config", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt")])
+    assert (config.log.system, config.training.reduce_dtype) == ("cpu_2cores", "fp32")
+
+
 def write_log(path: Path, config: Config) -> Path:
     with MLLog(path) as log:
         log.header(dict(flattened("config", config)))
@@ -64,7 +71,7 @@ def write_log(path: Path, config: Config) -> Path:
         ),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_samples = "many"', r"training\.max-samples"),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nseed = -1', r"training\.seed"),
-        ("result_0.txt", "# config.recipe: tiny_cpu\n# config.training.wire: fp32\n", r"no setting training\.wire"),
+        ("result_0.txt", "# config.recipe: tiny_cpu\n# config.training.moon: full\n", r"no setting training\.moon"),
         ("result_0.txt", ":::MLLOG {}", "neither a .toml file nor a result file"),
     ],
 )
