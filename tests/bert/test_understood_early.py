@@ -23,7 +23,18 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
 train.parse(["tiny_cpu", "--dry-run"])
 print(json.dumps(sorted(sys.modules)))
 """
-LARGE = {"torch", "numpy", "h5py", "numba", "safetensors", "tokenizers", "triton", "rich", "mlperf_logging"}
+LARGE = {
+    "torch",
+    "numpy",
+    "h5py",
+    "numba",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "rich",
+    "mlperf_logging",
+    "tensorboard",
+}
 OWN = {
     "bert",
     "bert.configuration",
