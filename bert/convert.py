@@ -12,21 +12,20 @@ from typing import Literal
 
 import tyro
 
+from bert.train import refused
 from console.interruption import end_in_order
-from console.program import accept_any_text, answer_version, bound, complain, parsed, say
+from console.program import accept_any_text, answer_version, bound, parsed, say
 
 
 def main() -> int:
-    """Run the command; a user's error is one line on stderr and exit code 2."""
+    """Run the command; returns the exit status."""
     accept_any_text()
     answer_version(sys.argv[1:])
     try:
         parsed(partial(tyro.cli, bound(convert), prog="python -m bert.convert"))()
     except (ValueError, OSError) as error:
-        complain(error)
-    else:
-        return 0
-    return 2
+        return refused(error)
+    return 0
 
 
 def convert(

@@ -55,10 +55,10 @@ def main(arguments: Sequence[str]) -> int:
     """Parse, check, evaluate; returns the exit status."""
     accept_any_text()
     answer_version(arguments)
-    if arguments and arguments[0] in ("-h", "--help"):
-        say_document(str(__doc__))
-        return 0
     try:
+        if arguments and arguments[0] in ("-h", "--help"):
+            say_document(str(__doc__))
+            return 0
         read = partial(tyro.cli, Expectation, args=arguments, return_unknown_args=True, add_help=False)
         expectation, settings = parsed(read)
         expectation.check()

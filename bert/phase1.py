@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 import tyro
 
 from bert.configuration.recipes import tiny_model
-from console.program import accept_any_text, answer_version, complain, parsed, say
+from bert.train import refused
+from console.program import accept_any_text, answer_version, parsed, say
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -157,5 +158,4 @@ if __name__ == "__main__":
     try:
         main(parsed(partial(tyro.cli, Phase1, prog="python -m bert.phase1")))
     except (ValueError, OSError) as error:
-        complain(error)
-        sys.exit(2)
+        sys.exit(refused(error))

@@ -28,6 +28,7 @@ from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
 from bert.parallel.launch import Launch
+from console.interruption import reader_has_gone
 from console.program import accept_any_text, answer_version, complain, parsed, say_document
 
 if TYPE_CHECKING:
@@ -46,10 +47,7 @@ def main(arguments: Sequence[str], look: Look | None = None) -> int:
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
-    from bert.run import (
-        leave_mesh,
-        run,
-    )  # PyTorch and kernels: seconds that a wrong command line need not wait for
+    from bert.run import leave_mesh, run  # PyTorch and kernels: seconds that a wrong command line need not wait for
 
     try:
         return run(config, arguments, look)
@@ -137,7 +135,9 @@ def require_torch() -> None:
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Say what is wrong with the input; returns the exit status."""
+    """Say what is wrong with the input; returns the exit status. Where nobody reads on, as behind ``head``, say nothing."""
+    if isinstance(error, BrokenPipeError):
+        return reader_has_gone()
     _complain(error)
     return 2
 

@@ -98,6 +98,7 @@ def parsed(parse: Callable[[], Result]) -> Result:
             return parse()
     except SystemExit as stop:
         if not stop.code:
+            sys.stdout.flush()  # a reader that has gone is an error here, in time to be caught
             raise
         raise ValueError(_unframed(complaint.getvalue())) from None
 

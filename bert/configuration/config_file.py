@@ -15,6 +15,8 @@ _HEAD_BYTES = 1 << 16
 """Of a result file, which may be long: its configuration stands at the top."""
 _OF_ONE_RUN = ("dry_run", "log.run", "log.cache_cleared")
 """Settings of a result file that are that run's own."""
+_FORMER_NAMES = {"training.wire": "training.reduce_dtype", "training.fp32_sums": None}
+"""Settings of earlier versions by the names of today; sums in fp32 are no longer something to set."""
 
 
 def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
@@ -22,7 +24,8 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
 
     Raises ``ValueError`` when it cannot be read, names another recipe than ``recipe``, or a setting that there is not.
     """
-    values = dict(_read(path))
+    named = ((_FORMER_NAMES.get(name, name), value) for name, value in _read(path))
+    values = {name: value for name, value in named if name is not None}
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
         raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name that one, or leave the recipe out")

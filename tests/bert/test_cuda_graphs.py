@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig
-from bert.configuration.recipes import tiny_cpu
 from bert.cuda_graphs import BatchGraphs, Capturer, CudaCapturer
 from bert.evaluator import Evaluator
 from bert.parallel.mesh import Mesh
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch
@@ -24,7 +20,8 @@ from dataloading.dataset.folder import open_dataset
 from kernels import OPS, cast_fp8
 from kernels.tuning import autotune
 from tests.bert.repeating import Repeating
-from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
+from tests.bert.small_models import CPU, OF_SMALL_RUN, step_config, training_step
+from tests.conftest import MAX_SEQ_LENGTH, SmallRun
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -33,19 +30,11 @@ LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
 """Which nothing is captured for."""
 
 
-def config(precision: Literal["fp32", "fp8"]) -> Config:
-    dropout = (
-        0.1 if precision == "fp32" else 0.0
-    )  # capturing draws numbers too, and FP8 scales follow from what is drawn
-    model = ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH, hidden_dropout=dropout, attention_dropout=dropout)
-    recipe = tiny_cpu()
-    training = replace(recipe.training, precision=precision)
-    return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
-
-
-def training_step(device: str = "cpu", precision: Literal["fp32", "fp8"] = "fp32") -> TrainingStep:
-    mesh, chosen = Mesh(0, 1, 0, torch.device(device)), config(precision)
-    return TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+def step_of(precision: Literal["fp32", "fp8"] = "fp32", mesh: Mesh = CPU) -> TrainingStep:
+    """With dropout in fp32 alone: capturing draws numbers too, and FP8 scales follow from what is drawn."""
+    dropout = 0.1 if precision == "fp32" else 0.0
+    model = replace(OF_SMALL_RUN, hidden_dropout=dropout, attention_dropout=dropout)
+    return training_step(step_config(model, precision=precision), mesh)
 
 
 def global_batches(run: SmallRun, count: int) -> list[list[Batch]]:
@@ -67,7 +56,7 @@ def test_replayed_steps_are_the_steps(small_run: SmallRun, precision: Literal["f
     """Losses, moments and weights, over steps with changing shape buckets and one that is not captured."""
     results = []
     for capturer in (None, Repeating()):
-        step = training_step(precision=precision)
+        step = step_of(precision)
         batches = global_batches(small_run, 5)
         torch.manual_seed(9)
         step.warm_up(batches[0], 1, capturer, SHAPE_BUCKETS)
@@ -94,7 +83,7 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     small_run: SmallRun, capturer: Capturer | None
 ) -> None:
     """Not those of inert batches, nor of weights that were trained while warming up; and it follows every update."""
-    step = training_step(precision="fp8")
+    step = step_of("fp8")
     model = step.model
     step.warm_up(global_batches(small_run, 1)[0], 3, capturer, SHAPE_BUCKETS)
     state = step.fp8
@@ -111,35 +100,28 @@ def test_fp8_starts_with_the_scales_of_the_weights_that_it_starts_from(
     assert not any(torch.equal(old, new) for old, new in zip(before, after, strict=True))
 
 
-def test_what_is_called_is_chosen_before_anything_is_captured(small_run: SmallRun) -> None:
-    step, events = training_step(), []
+def test_all_is_chosen_and_run_before_anything_is_captured(small_run: SmallRun) -> None:
+    """What running takes and what is captured are never in memory at the same time."""
+    events: list[str] = []
 
     def choose(run: Callable[[], None]) -> None:
         with autotune.observed() as requests:
             run()
-        events.extend(sorted({request.op for request in requests}))
+        events.append(" ".join(sorted({request.op for request in requests})))
 
-    class Noting(Repeating):
-        def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
-            events.append("prepare")
-            return super().prepare(function)
-
-    step.warm_up(global_batches(small_run, 1)[0], 0, Noting(), SHAPE_BUCKETS, choose)
-    assert events[: events.index("prepare")] == [
-        "dense_gelu",
-        "dropout_add_layer_norm",
-        "embedding_layer_norm",
-        "lamb_step",
-        "masked_lm_loss",
-        "varlen_attention",
-        "varlen_self_attention",
-    ]
+    step_of().warm_up(global_batches(small_run, 1)[0], 0, Repeating(events.append), [*SHAPE_BUCKETS, LARGER], choose)
+    called = (
+        "dense_gelu dropout_add_layer_norm embedding_layer_norm lamb_step masked_lm_loss varlen_attention "
+        "varlen_self_attention"
+    )
+    assert events == [called, *["run"] * 4, "capture"]  # three shape buckets and the update
 
 
-def test_capturing_leaves_no_trace(small_run: SmallRun) -> None:
-    step = training_step()
+@pytest.mark.parametrize("capturer", [None, Repeating()], ids=["run", "captured"])
+def test_warming_up_leaves_no_trace(small_run: SmallRun, capturer: Capturer | None) -> None:
+    step = step_of()
     weights_P, random_state = step.flat.weights_P.clone(), torch.get_rng_state()
-    step.warm_up(global_batches(small_run, 1)[0], 2, Repeating(), SHAPE_BUCKETS)
+    step.warm_up(global_batches(small_run, 1)[0], 2, capturer, SHAPE_BUCKETS)
     assert torch.equal(step.flat.weights_P, weights_P)
     assert torch.equal(torch.get_rng_state(), random_state)
     assert step.optimizer.steps.item() == 0
@@ -171,51 +153,22 @@ def test_captured_graphs_share_buffers_largest_first() -> None:
     assert seen[-1] is other  # another longest sequence is another shape of launches
 
 
-def test_a_replay_without_the_copy_is_noticed(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bert.cuda_graphs._copy_", lambda *_: None)
-    with pytest.raises((AssertionError, RuntimeError, IndexError)):
-        test_replayed_steps_are_the_steps(small_run, "fp32")
-
-
 @pytest.mark.parametrize("captured", [True, False])
 def test_what_is_chosen_for_a_captured_step_can_be_captured(small_run: SmallRun, captured: bool) -> None:
     """While implementations are measured and while steps and evaluations run first; afterwards anything again."""
-    plain, step = OPS["varlen_attention"].implementations["pytorch"], training_step()
+    plain, step, seen = OPS["varlen_attention"].implementations["pytorch"], step_of(), []
 
-    def permitted() -> bool:
-        return OPS["varlen_attention"].permits(plain, "cuda")
+    def look(_: object) -> None:
+        seen.append(OPS["varlen_attention"].permits(plain, "cuda"))
 
-    class Noting(Repeating):
-        def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
-            seen.append(permitted())
-            return super().prepare(function)
-
-    seen: list[bool] = []
-    capturer = Noting() if captured else None
-    batches = global_batches(small_run, 1)[0]
-    step.warm_up(batches, 1, capturer, SHAPE_BUCKETS, lambda _: seen.append(permitted()))
-    evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), Mesh(0, 1, 0, torch.device("cpu")), 64)
+    capturer = Repeating(look) if captured else None
+    step.warm_up(global_batches(small_run, 1)[0], 1, capturer, SHAPE_BUCKETS, look)
+    evaluator = Evaluator(open_dataset(small_run.folder / "evaluation"), CPU, 64)
     evaluator.warm_up(step.model, step.autocast(), capturer)
     assert seen == ([False] * len(seen) if captured else [True])
     assert len(seen) > 3 or not captured
-    assert permitted()
-
-
-def test_everything_runs_before_anything_is_captured(small_run: SmallRun) -> None:
-    """Of a step: what running takes and what is captured are never in memory at the same time."""
-    step, events = training_step(), []
-
-    class Noting(Repeating):
-        def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
-            events.append("run")
-            return super().prepare(function)
-
-        def capture(self) -> None:
-            events.append("capture")
-            super().capture()
-
-    step.warm_up(global_batches(small_run, 1)[0], 1, Noting(), [*SHAPE_BUCKETS, LARGER])
-    assert events == ["run"] * 4 + ["capture"]  # three shape buckets and the update
+    look(None)
+    assert seen[-1]
 
 
 def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,11 +210,10 @@ def test_graphs_are_captured_after_all_runs_in_one_pool_on_their_stream(monkeypa
     }.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     capturer = CudaCapturer(torch.device("cuda"))
-    replays = [capturer.prepare(lambda name=name: events.append(name)) for name in ("large", "small")]
+    names = ("large", "small")
+    replays = [capturer.prepare(lambda name=name: events.append(name)) for name in names]
     assert graphs == []
-    ran = [
-        ["side waits for main", "begin side", name, "end side", "main waits for side"] for name in ("large", "small")
-    ]
+    ran = [["side waits for main", "begin side", name, "end side", "main waits for side"] for name in names]
     assert events == ran[0] + ran[1]
     events.clear()
     capturer.capture()
@@ -281,7 +233,7 @@ def test_captured_steps_on_a_gpu_are_the_steps_and_do_not_wait(small_run: SmallR
     device = torch.device("cuda")
     results = []
     for capturer in (None, CudaCapturer(device)):
-        step = training_step("cuda")
+        step = step_of(mesh=Mesh(0, 1, 0, device))
         batches = [[batch.to(device) for batch in micro] for micro in global_batches(small_run, 5)]
         step.model.seed_dropout(5)
         step.warm_up(batches[0], 2, capturer, SHAPE_BUCKETS)

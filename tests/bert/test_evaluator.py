@@ -1,47 +1,23 @@
 """Evaluations that are captured, read ahead, and whose result is asked for later."""
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-from bert.configuration.config import ModelConfig
 from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
-from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
+from tests.bert.repeating import Repeating
+from tests.bert.small_models import OF_SMALL_RUN, PLAIN, drawn_model
+from tests.conftest import SmallRun
 
 pytestmark = pytest.mark.oldest_torch
-
-CPU = torch.device("cpu")
-PLAIN = torch.autocast("cpu", enabled=False)
-
-
-class Repeating:
-    """Replays by running again on what the first run saw, as a device would; counts."""
-
-    def __init__(self) -> None:
-        self.prepared = self.captured = self.replayed = 0
-
-    def prepare(self, function: Callable[[], None]) -> Callable[[], None]:
-        function()
-        self.prepared += 1
-
-        def replay() -> None:
-            assert self.captured == self.prepared
-            self.replayed += 1
-            function()
-
-        return replay
-
-    def capture(self) -> None:
-        self.captured = self.prepared
 
 
 @pytest.fixture
@@ -52,13 +28,11 @@ def dataset(small_run: SmallRun) -> Dataset:
 @pytest.fixture
 def model() -> BertForPreTraining:
     """Its logits are wide apart, so that some predictions are right."""
-    made = BertForPreTraining(ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH))
-    initialize_(made, torch.Generator().manual_seed(3))
-    return made.train()
+    return drawn_model(OF_SMALL_RUN, 3)
 
 
 def evaluator(dataset: Dataset, batch_size: int, rank: int = 0, world_size: int = 1) -> Evaluator:
-    return Evaluator(dataset, Mesh(rank, world_size, 0, CPU), batch_size)
+    return Evaluator(dataset, Mesh(rank, world_size, 0, torch.device("cpu")), batch_size)
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 16), (3, 16), (64, 2)])
@@ -68,11 +42,11 @@ def test_a_captured_evaluation_counts_the_same(
     expected = evaluator(dataset, batch_size)(model, PLAIN)
     captured, capturer = evaluator(dataset, batch_size), Repeating()
     captured.warm_up(model, PLAIN, capturer)
-    assert 1 <= capturer.prepared <= most
+    assert 1 <= len(capturer.prepared) <= most
     for _ in range(2):
-        capturer.replayed = 0
+        capturer.replays.clear()
         assert captured(model, PLAIN) == expected
-        assert capturer.replayed == -(-len(dataset) // batch_size), "every batch has been captured"
+        assert len(capturer.replays) == -(-len(dataset) // batch_size), "every batch has been captured"
 
 
 def test_capturing_reads_no_data_and_leaves_the_model_as_it_was(

@@ -13,19 +13,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig, Recompute
-from bert.configuration.recipes import tiny_cpu
-from bert.parallel.mesh import Mesh
+from bert.configuration.config import Recompute
 from bert.recompute import RECOMPUTED_OPS
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import OPS, captured, varlen_attention
 from kernels.tuning.examples import example_inputs
 from tests.bert.repeating import Repeating
-from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
+from tests.bert.small_models import OF_SMALL_RUN, step_config, training_step
+from tests.conftest import MAX_SEQ_LENGTH, SmallRun
 from tests.kernels.test_registry import attention_call
 
 pytestmark = pytest.mark.oldest_torch
@@ -35,17 +32,9 @@ MODES: tuple[Recompute, ...] = ("selective", "full")
 SHAPE_BUCKETS = [ShapeBucket(size, 2, 16, MAX_SEQ_LENGTH) for size in (64, 96)]
 
 
-def config(recompute: Recompute, precision: Precision = "fp32") -> Config:
-    hidden = 256 if precision == "bf16" else 32
-    model = ModelConfig(3, hidden, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH)
-    recipe = tiny_cpu()
-    training = replace(recipe.training, precision=precision, recompute=recompute, gradient_accumulation_steps=2)
-    return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
-
-
-def training_step(recompute: Recompute, precision: Precision = "fp32") -> TrainingStep:
-    mesh, chosen = Mesh(0, 1, 0, torch.device("cpu")), config(recompute, precision)
-    return TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
+def step_of(recompute: Recompute, precision: Precision = "fp32") -> TrainingStep:
+    model = replace(OF_SMALL_RUN, num_hidden_layers=3, hidden_size=256 if precision == "bf16" else 32)
+    return training_step(step_config(model, precision=precision, recompute=recompute, gradient_accumulation_steps=2))
 
 
 def global_batches(run: SmallRun) -> list[list[Batch]]:
@@ -98,25 +87,25 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precision) -> None:
     """With dropout, accumulation, and in FP8 the scales of the next step."""
-    plain = trained(training_step("none", precision), small_run)
+    plain = trained(step_of("none", precision), small_run)
     assert 8 < plain["means"][0]["masked_lm_loss"] < 14, "of two micro-batches"
     for mode in MODES:
-        assert_same(trained(training_step(mode, precision), small_run), plain)
+        assert_same(trained(step_of(mode, precision), small_run), plain)
 
 
-@pytest.mark.parametrize(("implementation", "capturing"), [("pytorch", False), ("pytorch", True), ("reference", True)])
+@pytest.mark.parametrize("implementation", ["pytorch", "reference"])
 def test_captured_steps_are_recomputed_by_the_counter(
-    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch, implementation: str, capturing: bool
+    small_run: SmallRun, monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> None:
     """While a graph is captured, the state of PyTorch's generator cannot be had: dropout by it would not be the same."""
-    monkeypatch.setattr("bert.recompute.is_capturing", lambda: capturing)
+    monkeypatch.setattr("bert.recompute.is_capturing", lambda: True)
     with ExitStack() as stack:
         for name in ("varlen_attention", "embedding_layer_norm", *RECOMPUTED_OPS):
             stack.enter_context(OPS[name].using(implementation))
-        plain = trained(training_step("none"), small_run, Repeating())
+        plain = trained(step_of("none"), small_run, Repeating())
         for mode in MODES:
-            found = trained(training_step(mode), small_run, Repeating())
-            if implementation == "reference" or not capturing:
+            found = trained(step_of(mode), small_run, Repeating())
+            if implementation == "reference":
                 assert_same(found, plain)
             else:
                 assert found["means"][0] != plain["means"][0]
@@ -127,7 +116,7 @@ def test_what_is_computed_again(small_run: SmallRun) -> None:
     (batch, *_), *_ = global_batches(small_run)
     calls, hooked = {}, Counter[str]()
     for mode in ("none", *MODES):
-        step = training_step(mode)
+        step = step_of(mode)
         step([batch] * 2)
         step.model.layers[1].register_forward_pre_hook(lambda *_, mode=mode: hooked.update([mode]))
         with Counted() as counted:
@@ -146,9 +135,9 @@ def test_what_is_computed_again(small_run: SmallRun) -> None:
 
 def test_a_step_that_does_not_ask_for_it_does_not_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bert.recompute", None)
-    training_step("none")
+    step_of("none")
     with pytest.raises(ImportError):
-        training_step("full")
+        step_of("full")
 
 
 def test_a_captured_step_gets_no_dropout_that_cannot_be_repeated() -> None:

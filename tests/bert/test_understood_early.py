@@ -1,8 +1,11 @@
 """A command line is understood, refused or explained before PyTorch and all that needs it is imported: in half a second."""
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
 
 from tests.conftest import REPOSITORY
 
@@ -20,6 +23,18 @@ with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.St
 train.parse(["tiny_cpu", "--dry-run"])
 print(json.dumps(sorted(sys.modules)))
 """
+LARGE = {
+    "torch",
+    "numpy",
+    "h5py",
+    "numba",
+    "safetensors",
+    "tokenizers",
+    "triton",
+    "rich",
+    "mlperf_logging",
+    "tensorboard",
+}
 OWN = {
     "bert",
     "bert.configuration",
@@ -48,14 +63,20 @@ def test_a_command_line_is_understood_without_pytorch() -> None:
     assert done.returncode == 0, done.stderr
     held = set(json.loads(done.stdout))
     assert {name for name in held if name.partition(".")[0] in ("bert", "dataloading", "compliance", "kernels")} <= OWN
-    assert not held & {
-        "torch",
-        "numpy",
-        "h5py",
-        "numba",
-        "safetensors",
-        "tokenizers",
-        "triton",
-        "rich",
-        "mlperf_logging",
-    }
+    assert not held & LARGE
+
+
+@pytest.mark.parametrize(
+    ("command", "unbuffered"),
+    [("train tiny_cpu", ""), ("train tiny_cpu", "1"), ("evaluate", ""), ("convert", ""), ("phase1", "1")],
+)
+def test_a_reader_of_the_help_may_go(command: str, unbuffered: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    module, *recipe = command.split()
+    program, environment = [sys.executable, "-m", f"bert.{module}"], os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(
+        [*program, *recipe, "--help"], cwd=REPOSITORY, env=environment, stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")

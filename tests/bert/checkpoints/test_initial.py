@@ -1,9 +1,9 @@
 """A Hugging Face folder as the start of a run: the weights of ``bert.convert``, and a clear line where it does not fit."""
 
-import json
 import re
+import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from bert import evaluate
 from bert.checkpoints.initial import check_initial_weights, load_initial_weights
@@ -19,18 +20,15 @@ from bert.configuration.config import Config, ModelConfig
 from bert.configuration.recipes import tiny_cpu
 from bert.convert import convert
 from bert.guards import preflight
-from bert.model import BertForPreTraining, initialize_
 from bert.train import parse
 from dataloading.text.tokenization import Vocabulary
+from tests.bert.small_models import OF_SMALL_RUN, drawn_model
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 from tests.programs import PATIENCE_S, Program
 
 pytestmark = pytest.mark.slow
 
-MODEL = ModelConfig(
-    2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH, hidden_dropout=0.0, attention_dropout=0.0, layer_norm_eps=1e-7
-)
-"""Of ``SmallRun``."""
+MODEL = replace(OF_SMALL_RUN, hidden_dropout=0.0, attention_dropout=0.0, layer_norm_eps=1e-7)
 
 
 def save_pretrained(folder: Path, vocab: Path | None, kind: str = "BertForPreTraining", rows: int = VOCAB_SIZE) -> Path:
@@ -53,9 +51,14 @@ def save_pretrained(folder: Path, vocab: Path | None, kind: str = "BertForPreTra
     return folder
 
 
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory: pytest.TempPathFactory, small_run: SmallRun) -> Path:
+    return save_pretrained(tmp_path_factory.mktemp("pretrained") / "theirs", small_run.folder / "vocab.txt")
+
+
 @pytest.fixture
-def folder(tmp_path: Path, small_run: SmallRun) -> Path:
-    return save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt")
+def folder(pretrained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(pretrained, tmp_path / "theirs")
 
 
 def config_of(small_run: SmallRun, model: ModelConfig = MODEL) -> Config:
@@ -67,25 +70,21 @@ def check(folder: Path, config: Config) -> None:
     check_initial_weights(folder, config, Vocabulary.from_file(config.data.vocab))
 
 
-def random_model(model: ModelConfig = MODEL) -> BertForPreTraining:
-    made = BertForPreTraining(model)
-    initialize_(made, torch.Generator().manual_seed(1))
-    return made
-
-
-def loaded(path: Path, model: ModelConfig = MODEL) -> BertForPreTraining:
-    made = random_model(model)
+def loaded(path: Path) -> dict[str, Tensor]:
+    made = drawn_model(MODEL, 1)
     assert load_initial_weights(made, path) == []
-    return made
+    return made.state_dict()
 
 
 def test_a_folder_is_what_its_conversion_is(folder: Path, small_run: SmallRun, tmp_path: Path) -> None:
-    config = config_of(small_run)
-    check(folder, config)
-    convert(folder, "safetensors", tmp_path / "converted.safetensors")
-    check(tmp_path / "converted.safetensors", config)
-    direct, converted = loaded(folder).state_dict(), loaded(tmp_path / "converted.safetensors").state_dict()
-    assert all(torch.equal(direct[name], converted[name]) for name in converted)
+    """Its dropout and epsilon are known to ``bert.convert`` too, whose files state the whole model."""
+    converted = tmp_path / "converted.safetensors"
+    convert(folder, "safetensors", converted)
+    for path in (folder, converted):
+        check(path, config_of(small_run))
+        assert open_source(path).model == replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+    direct = loaded(folder)
+    assert all(torch.equal(direct[name], tensor) for name, tensor in loaded(converted).items())
     theirs = load_file(folder / "model.safetensors")
     assert torch.equal(direct["embeddings.word"], theirs["bert.embeddings.word_embeddings.weight"])
 
@@ -118,7 +117,7 @@ def test_heads_that_are_missing_stay_random_in_the_open_division(
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", kind)
     config = config_of(small_run)
     check(folder, config)
-    model, before = random_model(config.model), random_model(config.model).state_dict()
+    model, before = drawn_model(MODEL, 1), drawn_model(MODEL, 1).state_dict()
     missing = load_initial_weights(model, folder)
     state = model.state_dict()
     assert "next_sentence.weight" in missing
@@ -138,62 +137,35 @@ def test_rows_past_the_vocabulary_are_left_out(tmp_path: Path, small_run: SmallR
     folder = save_pretrained(tmp_path / "theirs", small_run.folder / "vocab.txt", rows=208)
     check(folder, config_of(small_run))
     theirs = load_file(folder / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
-    assert torch.equal(loaded(folder).state_dict()["embeddings.word"], theirs[:VOCAB_SIZE])
+    assert torch.equal(loaded(folder)["embeddings.word"], theirs[:VOCAB_SIZE])
     folder = save_pretrained(tmp_path / "fewer", None, rows=192)
     with pytest.raises(ValueError, match=r"a model of 192 tokens, but model\.vocab_size is 200: make the samples with"):
         check(folder, config_of(small_run))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "value"),
     [
-        (
-            {"num_hidden_layers": 3},
-            r"num_hidden_layers 2, but model\.num_hidden_layers is 3: set --model\.num-hidden-layers 2",
-        ),
-        ({"hidden_size": 64}, r"hidden_size 32, but model\.hidden_size is 64"),
-        ({"num_attention_heads": 4}, r"num_attention_heads 2, but model\.num_attention_heads is 4"),
-        ({"intermediate_size": 128}, r"intermediate_size 64, but model\.intermediate_size is 128"),
-        ({"max_position_embeddings": 64}, r"max_position_embeddings 48, but model\.max_position_embeddings is 64"),
-        ({"type_vocab_size": 3}, r"type_vocab_size 2, but model\.type_vocab_size is 3"),
-        ({"layer_norm_eps": 1e-12}, r"layer_norm_eps 1e-07, but model\.layer_norm_eps is 1e-12"),
+        ("num_hidden_layers", 3),
+        ("hidden_size", 64),
+        ("num_attention_heads", 4),
+        ("intermediate_size", 128),
+        ("max_position_embeddings", 64),
+        ("type_vocab_size", 3),
+        ("layer_norm_eps", 1e-12),
     ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_another_shape_is_named_with_its_setting(
-    folder: Path, small_run: SmallRun, change: dict[str, int], message: str
+    pretrained: Path, small_run: SmallRun, name: str, value: float
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(folder, config_of(small_run, replace(MODEL, **change)))
+    found = getattr(MODEL, name)
+    message = f"{name} {found}, but model.{name} is {value}: set --model.{name.replace('_', '-')} {found}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(pretrained, config_of(small_run, replace(MODEL, **{name: value})))
 
 
-def swap_tokens(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text().replace('"word3"', '"other"'))
-
-
-def remove_an_id(folder: Path) -> None:
-    content = json.loads((folder / "tokenizer.json").read_bytes())
-    content["model"]["vocab"]["word3"] = 7
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-
-
-def write_a_blank(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    path.write_text(path.read_text().replace('"word3"', r'"wor\nd3"'))
-
-
-def write_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
-def spoil_config(folder: Path) -> None:
-    (folder / "config.json").write_text("no JSON")
-
-
-def cut_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
+def rewritten(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
 def drop_a_layer_weight(folder: Path) -> None:
@@ -205,16 +177,25 @@ def drop_a_layer_weight(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (swap_tokens, r"theirs has another vocabulary \(200 tokens\) than .*vocab\.txt \(200\): make the samples with"),
-        (remove_an_id, r"tokenizer\.json: no WordPiece vocabulary with an id for each token"),
-        (write_a_blank, r"tokenizer\.json: tokens that repeat, or with blanks"),
         (
-            write_pickle,
+            rewritten("tokenizer.json", lambda text: text.replace(b'"word3"', b'"other"')),
+            r"theirs has another vocabulary \(200 tokens\) than .*vocab\.txt \(200\): make the samples with",
+        ),
+        (
+            rewritten("tokenizer.json", lambda text: re.sub(rb'"word3": \d+', b'"word3": 7', text)),
+            r"tokenizer\.json: no WordPiece vocabulary with an id for each token",
+        ),
+        (
+            rewritten("tokenizer.json", lambda text: text.replace(b'"word3"', rb'"wor\nd3"')),
+            r"tokenizer\.json: tokens that repeat, or with blanks",
+        ),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
             r"pytorch_model\.bin, a pickle file, .* have transformers \(from_pretrained, then save_pretrained\)",
         ),
-        (spoil_config, r"config\.json: damaged or of another kind"),
+        (rewritten("config.json", lambda _: b"no JSON"), r"config\.json: damaged or of another kind"),
         (lambda folder: (folder / "config.json").unlink(), r"there is no config\.json beside it: fetch that"),
-        (cut_weights, r"model\.safetensors is not a whole safetensors file"),
+        (rewritten("model.safetensors", lambda content: content[:-1]), r"model\.safetensors is not a whole"),
         (drop_a_layer_weight, r"lacks bert\.encoder\.layer\.1\.output\.dense\.bias: expected BERT's encoder"),
     ],
 )
@@ -230,9 +211,3 @@ def test_a_folder_that_cannot_be_used_gets_one_line(
     with pytest.raises(ValueError, match=message) as refused:
         preflight.check(parse(small_run.arguments(tmp_path / "results", **changes)), 1)
     assert "\n" not in str(refused.value)
-
-
-def test_dropout_and_epsilon_of_a_folder_are_known(folder: Path) -> None:
-    """To ``bert.convert`` too, whose files state the whole model."""
-    expected = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
-    assert asdict(open_source(folder).model) == asdict(expected)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -25,8 +26,9 @@ from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.configuration.config import Config
 from bert.parallel.mesh import Mesh
+from bert.reporting.displays import PlainLines
 from bert.reporting.progress import Progress
-from bert.reporting.records import Position, Record, WarningRecord
+from bert.reporting.records import Position
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import Stage, Stopwatch
 from bert.step import TrainingStep
@@ -164,25 +166,11 @@ def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str) ->
     assert_equal(again.state(), ended)
 
 
-def test_fp8_scales_that_are_left_out_would_be_noticed(make: Make) -> None:
-    changes = {"training__precision": "fp8", "model__num_hidden_layers": 3}
-    run = make(**changes)
-    run.take(0, 1, 2)
-    assert run.save(3) is None
-    losses = run.take(3)
-    again = make(seed=1, **changes)
-    state = find(run.folder, again.config, again.train, MESH)
-    restore(again.step, replace(state, fp8_scales=None), MESH)
-    assert again.take(3) != losses
-
-
 def test_skipped_steps_are_no_steps_of_the_optimizer(make: Make) -> None:
     run = make()
     run.take(0)
     run.step.flat.gradients_P[0] = torch.inf
-    [statistics] = run.take(1)
-    assert run.step.statistics.NAMES[-1] == "skipped_steps"
-    assert statistics[-1] == 1
+    run.take(1)
     assert run.save(2) is None
     state = find(run.folder, run.config, run.train, MESH)
     assert (state.step, state.optimizer_steps) == (2, 1)
@@ -272,10 +260,20 @@ def test_random_numbers_after_a_checkpoint_are_of_its_step_and_rank() -> None:
 
 
 def test_the_newest_stay_in_the_order_of_their_steps(make: Make) -> None:
-    run = make(checkpoint__keep=2)
+    """One of the same step is replaced when the new one is there."""
+    run = make(checkpoint__keep=2, checkpoint__every_steps=3)
+    assert [steps for steps in range(1, 10) if run.checkpoints.due(steps)] == [3, 6, 9]
     for steps in (99_999_999, 5, 100_000_000):
         assert run.save(steps) is None
-    assert [path.name for path in checkpoint_folders(run.folder)] == ["step_100000000", "step_99999999"]
+    newest, older = checkpoint_folders(run.folder)
+    assert (newest.name, older.name) == ("step_100000000", "step_99999999")
+    (newest / "other").write_text("")
+    run.take(0)
+    assert run.save(100_000_000) is None
+    weights, flat = load_file(newest / "model.safetensors"), run.step.flat
+    for name, parameter in run.step.model.named_parameters():
+        assert torch.equal(weights[name].flatten(), flat.weights_P[flat.places[parameter]]), name
+    assert not (newest / "other").exists()
     assert find(run.folder, run.config, run.train, MESH).step == 100_000_000
 
 
@@ -291,147 +289,120 @@ def test_those_that_were_passed_over_do_not_push_out_what_the_run_writes(make: M
     assert find(run.folder, run.config, run.train, MESH).step == 10
 
 
-def test_one_of_the_same_step_is_replaced_when_the_new_one_is_there(make: Make) -> None:
-    run = make()
-    assert run.save(1) is None
-    (run.folder / "step_00000001" / "other").write_text("")
-    run.take(0)
-    assert run.save(1) is None
-    weights = load_file(run.folder / "step_00000001" / "model.safetensors")
-    flat = run.step.flat
-    for name, parameter in run.step.model.named_parameters():
-        assert torch.equal(weights[name].flatten(), flat.weights_P[flat.places[parameter]]), name
-    assert not (run.folder / "step_00000001" / "other").exists()
-
-
-class Told:
-    """A sink of warnings: the steps and the texts."""
-
-    def __init__(self) -> None:
-        self.told: list[tuple[int, str]] = []
-
-    def write(self, record: Record) -> None:
-        assert isinstance(record, WarningRecord)
-        self.told.append((record.step, record.text))
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
 def test_waiting_for_one_may_take_as_long_as_writing_others_did(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a first wait that happened to be short would make a fault of the next."""
-    run, stage, sink = make(), Stage(), Told()
-    seen, at = (
-        RunCheckpoints(run.checkpoints, stage, Reporter(Progress(0.4, 100, Schedule(10, 10)), [sink])),
-        Position(3),
-    )
-    seen.look(at)
+    run, stage, told = make(), Stage(), list[str]()
+    progress = Progress(0.4, 100, Schedule(10, 10))
+    seen = RunCheckpoints(run.checkpoints, stage, Reporter(progress, [PlainLines(progress, told.append)]))
+    seen.look(Position(3))
     assert "checkpoint_write" not in stage.longest
     run.checkpoints.save(1, 8)
-    run.checkpoints.wait()
-    seen.look(at)
+    seen.wait(Position(3))
     assert stage.longest["checkpoint_write"] == run.checkpoints.longest_s
-    assert sink.told == []
+    assert told == []
     monkeypatch.setattr(resume, "_digest", lambda path: (path / "not a folder").stat())
     run.checkpoints.save(2, 16)
-    run.checkpoints.wait()
-    seen.look(at)
-    assert sink.told == [(3, f"no checkpoint was written: {run.folder}/step_00000002: Not a directory")]
+    seen.wait(Position(3))
+    assert told == [f"warning at step 3: no checkpoint was written: {run.folder}/step_00000002: Not a directory"]
 
 
-def test_they_are_due_by_steps(make: Make) -> None:
-    run = make(checkpoint__every_steps=3)
-    assert [steps for steps in range(1, 10) if run.checkpoints.due(steps)] == [3, 6, 9]
+def changed(**values: object) -> Callable[[Path], None]:
+    """Give entries of state.json other values, or take those out whose new value is ``...``."""
 
-
-def damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     def act(path: Path) -> None:
-        content = json.loads((path / "state.json").read_text())
-        change(content)
-        (path / "state.json").write_text(json.dumps(content))
+        content = json.loads((path / "state.json").read_text()) | values
+        kept = {name: value for name, value in content.items() if value is not ...}
+        (path / "state.json").write_text(json.dumps(kept))
 
     return act
 
 
-@pytest.mark.parametrize(
-    ("spoil", "message"),
-    [
-        (damage(lambda state: state.update(format=2)), "of another format than 1"),
-        (damage(lambda state: state.pop("format")), "not the state of a run (KeyError)"),
-        (damage(lambda state: state.pop("samples")), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(step=-1)), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(dropout_draws="1")), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(seed=1.5)), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(optimizer_steps=None)), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(step=True)), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(samples=10**30)), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(settings=[])), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(settings={"model.vocab_size": 3})), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(fp8_scales=3)), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(world=[])), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(world={"hosts": {"h0": 1}})), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(world=WORLD | {"hosts": [1]})), "not the state of a run (AttributeError)"),
-        (damage(lambda state: state.update(world=WORLD | {"fitting": "x"})), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(fp8_scales=["1"])), "not the state of a run (TypeError)"),
-        (damage(lambda state: state.update(fp8_scales=[float("nan")])), "not the state of a run (TypeError)"),
-        (
-            damage(lambda state: state["files"]["variance.safetensors"].pop("bytes")),
-            "not the state of a run (KeyError)",
-        ),
-        (
-            damage(lambda state: state["files"]["variance.safetensors"].pop("sha256")),
-            "not the state of a run (KeyError)",
-        ),
-        (
-            damage(lambda state: state["files"].update({"variance.safetensors": [[1]]})),
-            "not the state of a run (TypeError)",
-        ),
-        (
-            damage(lambda state: state["files"]["variance.safetensors"].update(bytes={})),
-            "not the state of a run (TypeError)",
-        ),
-        (lambda path: (path / "state.json").write_text("[" * 100_000), "state.json: damaged or of another kind ("),
-        (lambda path: (path / "state.json").write_text("1" * 100_000), "state.json: damaged or of another kind ("),
-        (lambda path: (path / "state.json").unlink() or os.mkfifo(path / "state.json"), "a pipe or a device"),
-        (damage(lambda state: state["files"].pop("variance.safetensors")), "not the state of a run (KeyError)"),
-        (damage(lambda state: state.update(files=3)), "not the state of a run (TypeError)"),
-        (lambda path: (path / "state.json").write_text("[]"), "not the state of a run ("),
-        (
-            lambda path: (path / "state.json").write_bytes(b"\xff"),
-            "state.json: damaged or of another kind ('utf-8' codec",
-        ),
-        (lambda path: (path / "state.json").write_bytes(b" " * 2_000_000), "2,000,000 bytes, expected at most"),
-        (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
-        (lambda path: (path / "momentum.safetensors").unlink(), "momentum.safetensors is missing"),
-        (lambda path: os.truncate(path / "variance.safetensors", 9), "variance.safetensors: 9 bytes, expected "),
-    ],
-)
+def files_changed(**values: object) -> Callable[[Path], None]:
+    """The same of what state.json says of one file."""
+
+    def act(path: Path) -> None:
+        files_of = json.loads((path / "state.json").read_text())["files"]
+        entry = files_of["variance.safetensors"] | values
+        entry = {name: value for name, value in entry.items() if value is not ...}
+        changed(files=files_of | {"variance.safetensors": entry})(path)
+
+    return act
+
+
+def replaced(content: bytes) -> Callable[[Path], object]:
+    return lambda path: (path / "state.json").write_bytes(content)
+
+
+OF_ANOTHER_TYPE: list[dict[str, object]] = [
+    {"samples": ...},
+    *({"step": value} for value in (-1, True)),
+    {"dropout_draws": "1"},
+    {"seed": 1.5},
+    {"optimizer_steps": None},
+    {"samples": 10**30},
+    *({"settings": value} for value in ([], {"model.vocab_size": 3})),
+    *({"fp8_scales": value} for value in (3, ["1"], [float("nan")])),
+    *({"world": value} for value in ([], {"hosts": {"h0": 1}}, WORLD | {"fitting": "x"})),
+    {"files": 3},
+]
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (changed(format=2), "of another format than 1"),
+    *((changed(**values), "not the state of a run (TypeError)") for values in OF_ANOTHER_TYPE),
+    (changed(format=...), "not the state of a run (KeyError)"),
+    (changed(world=WORLD | {"hosts": [1]}), "not the state of a run (AttributeError)"),
+    (changed(files={}), "not the state of a run (KeyError)"),
+    (files_changed(bytes=...), "not the state of a run (KeyError)"),
+    (files_changed(sha256=...), "not the state of a run (KeyError)"),
+    (files_changed(bytes={}), "not the state of a run (TypeError)"),
+    (replaced(b"[" * 100_000), "state.json: damaged or of another kind ("),
+    (replaced(b"[]"), "not the state of a run ("),
+    (replaced(b"\xff"), "state.json: damaged or of another kind ('utf-8' codec"),
+    (replaced(b" " * 2_000_000), "2,000,000 bytes, expected at most"),
+    (lambda path: (path / "state.json").unlink() or os.mkfifo(path / "state.json"), "a pipe or a device"),
+    (lambda path: (path / "state.json").unlink(), "state.json: No such file or directory"),
+    (lambda path: (path / "momentum.safetensors").unlink(), "momentum.safetensors is missing"),
+    (lambda path: os.truncate(path / "variance.safetensors", 9), "variance.safetensors: 9 bytes, expected "),
+    (lambda path: flip(path / "model.safetensors"), "model.safetensors: its content has changed since"),
+]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
 def test_one_that_is_not_whole_is_refused_with_the_reason(
-    make: Make, spoil: Callable[[Path], None], message: str, capsys: pytest.CaptureFixture[str]
+    make: Make, subtests: pytest.Subtests, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = make()
     assert run.save(4) is None
-    spoil(run.folder / "step_00000004")
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        find(run.folder, run.config, run.train, MESH)
-    assert "remove it, or resume from another" in str(raised.value)
+    path, good = run.folder / "step_00000004", run.folder.parent / "good"
+    path.rename(good)
+    for number, (spoil, message) in enumerate(DAMAGE):
+        shutil.copytree(good, path)
+        spoil(path)
+        with subtests.test(number=number, message=message):
+            with pytest.raises(ValueError, match=re.escape(message)) as raised:
+                find(run.folder, run.config, run.train, MESH)
+            assert "remove it, or resume from another" in str(raised.value)
+        shutil.rmtree(path)
+    (path / "state.json").mkdir(parents=True)
     assert run.save(3) is None
     assert find(run.folder, run.config, run.train, MESH).step == 3
-    assert message in capsys.readouterr().out
+    assert "state.json: Is a directory; remove it, or resume from another; going on from" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"optimizer__epsilon": 1e-5}, "was made with optimizer.epsilon 1e-06, but this run has 1e-05"),
-        ({"model__hidden_dropout": 0.2}, "was made with model.hidden_dropout"),
         ({"training__seed": 8}, "was made with training.seed 7: leave the seed out"),
     ],
 )
 def test_settings_that_decide_the_losses_must_be_the_same(make: Make, change: dict[str, object], message: str) -> None:
-    run = make()
+    run, other = make(), make(**change)
     assert run.save(4) is None
-    other = make(**change)
     with pytest.raises(ValueError, match=re.escape(message)):
         find(run.folder, other.config, other.train, MESH)
 
@@ -450,22 +421,18 @@ def test_data_must_be_the_same_and_other_settings_need_not(make: Make, small_run
 
 
 def test_weights_of_another_model_behind_the_right_digest_are_refused(make: Make) -> None:
+    """Also those of another shape, which could be spread over the model's."""
     run = make()
     assert run.save(4) is None
-    state = find(run.folder, run.config, run.train, MESH)
-    save_file({"x": torch.zeros(2)}, run.folder / "step_00000004" / "momentum.safetensors")
-    with pytest.raises(ValueError, match="not a whole safetensors file of this model"):
-        restore(run.step, state, MESH)
-
-
-def test_weights_of_another_shape_are_not_spread_over_the_model(make: Make) -> None:
-    run = make()
-    assert run.save(4) is None
-    state = find(run.folder, run.config, run.train, MESH)
-    path = run.folder / "step_00000004" / "momentum.safetensors"
-    save_file({name: tensor.flatten()[:1] for name, tensor in load_file(path).items()}, path)
-    with pytest.raises(ValueError, match=r"of shape \(1,\), expected"):
-        restore(run.step, state, MESH)
+    state, path = find(run.folder, run.config, run.train, MESH), run.folder / "step_00000004" / "momentum.safetensors"
+    smaller = {name: tensor.flatten()[:1] for name, tensor in load_file(path).items()}
+    for tensors, message in (
+        (smaller, r"of shape \(1,\), expected"),
+        ({"x": torch.zeros(2)}, "not a whole safetensors"),
+    ):
+        save_file(tensors, path)
+        with pytest.raises(ValueError, match=message):
+            restore(run.step, state, MESH)
 
 
 def test_what_another_run_has_written_is_neither_replaced_nor_removed(make: Make) -> None:

@@ -1,8 +1,10 @@
 """Saved weights come back, and a file that does not fit is refused with one clear line."""
 
 import json
+import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,29 +14,33 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save, save_file
+from torch import Tensor
 
 from bert import convert as convert_module
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.sources import open_source
-from bert.checkpoints.weights import Weight, check_weights, copy_weights, load_weights, save_weights, write_safetensors
+from bert.checkpoints.weights import (
+    Weight,
+    check_weights,
+    copy_weights,
+    load_weights,
+    read_header,
+    save_weights,
+    write_safetensors,
+)
 from bert.configuration.config import ModelConfig
 from bert.convert import convert
-from bert.model import BertForPreTraining, initialize_
+from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from dataloading.batches.loader import batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 from tests.bert.checkpoints.tf_bundles import make
+from tests.bert.small_models import drawn_model
 
 CONFIG = ModelConfig(2, 8, 2, 16, 30, 12)
 BUNDLES = Path(make.__file__).parent
-
-
-def random_model(seed: int, config: ModelConfig = CONFIG) -> BertForPreTraining:
-    model = BertForPreTraining(config)
-    initialize_(model, torch.Generator().manual_seed(seed))
-    return model
 
 
 def equal(one: BertForPreTraining, other: BertForPreTraining) -> bool:
@@ -44,7 +50,7 @@ def equal(one: BertForPreTraining, other: BertForPreTraining) -> bool:
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     path = tmp_path / "weights.safetensors"
-    save_weights(random_model(0), path)
+    save_weights(drawn_model(CONFIG, 0), path)
     return path
 
 
@@ -54,106 +60,47 @@ def write_vocabulary(path: Path, words: int = 25) -> str:
     return Vocabulary.from_file(path).sha256
 
 
-def test_round_trip(saved: Path):
-    model = random_model(1)
-    assert not equal(model, random_model(0))
-    load_weights(model, saved)
-    assert equal(model, random_model(0))
-
-
-def test_round_trip_through_flat_buffers(tmp_path: Path):
-    """Parameters that are views of one buffer are saved as themselves and loaded into the buffer."""
+def test_round_trip(tmp_path: Path):
+    """Also of parameters that are views of one buffer; what is there is replaced."""
     path = tmp_path / "new folder" / "weights.safetensors"
-    source, target = random_model(0), random_model(1)
+    source, target = drawn_model(CONFIG, 0), drawn_model(CONFIG, 1)
+    save_weights(target, path)
     FlatParameters.of(source)
-    save_weights(source, path)
+    save_weights(source, path, {"recipe": "small"})
+    assert b'"recipe":"small"' in path.read_bytes()
     flat = FlatParameters.of(target)
+    assert not equal(target, source)
     load_weights(target, path)
-    assert equal(target, random_model(0))
-    assert torch.equal(flat.weights_P, FlatParameters.of(random_model(0)).weights_P)
+    assert equal(target, drawn_model(CONFIG, 0))
+    assert torch.equal(flat.weights_P, FlatParameters.of(drawn_model(CONFIG, 0)).weights_P)
     parameters = sum(parameter.numel() for parameter in source.parameters())
     assert 4 * parameters < path.stat().st_size < 4 * parameters + 10_000
-
-
-def test_metadata_and_overwriting(saved: Path):
-    save_weights(random_model(2), saved, {"recipe": "small"})
-    model = random_model(3)
-    load_weights(model, saved)
-    assert equal(model, random_model(2))
-    assert b'"recipe":"small"' in saved.read_bytes()
 
 
 def test_a_reader_keeps_the_file_that_it_opened(saved: Path):
     before = saved.read_bytes()
     with saved.open("rb") as reader:
-        save_weights(random_model(2), saved)
+        save_weights(drawn_model(CONFIG, 2), saved)
         assert reader.read() == before
 
 
-def test_missing_file(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"no checkpoint at .*set data\.initial_checkpoint"):
-        load_weights(random_model(0), tmp_path / "absent.safetensors")
-
-
-@pytest.mark.parametrize(
-    "kept", [0, 4, 100, -1], ids=["empty", "part of the length", "part of the header", "last byte"]
-)
-def test_truncated_file(saved: Path, kept: int):
-    saved.write_bytes(saved.read_bytes()[:kept])
-    model = random_model(1)
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
-        load_weights(model, saved)
-    assert equal(model, random_model(1))
-
-
-def test_file_of_another_kind(tmp_path: Path):
-    path = tmp_path / "pickle.safetensors"
-    torch.save(random_model(0).state_dict(), path)
-    with pytest.raises(ValueError, match="not a whole safetensors file"):
-        load_weights(random_model(1), path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_hidden_layers": 3}, r"lacks layers\.2\..*another architecture"),
-        ({"num_hidden_layers": 1}, r"unknown tensor layers\.1\..*another architecture"),
-        ({"vocab_size": 31}, r"holds .* of shape \(30.*asks for \(31"),
-        ({"hidden_size": 16}, r"of shape .* but the model section asks for"),
-        ({"max_position_embeddings": 6}, r"embeddings\.position of shape \(12, 8\).*asks for \(6, 8\)"),
-    ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
-)
-def test_another_architecture_changes_nothing(saved: Path, change: dict[str, int], message: str):
-    config = replace(CONFIG, **change)
-    model = random_model(1, config)
-    with pytest.raises(ValueError, match=message):
-        load_weights(model, saved)
-    assert equal(model, random_model(1, config))
-
-
-def test_missing_tensor(saved: Path):
+def test_weights_that_are_no_numbers(saved: Path, theirs: Path, tmp_path: Path):
     tensors = load_file(saved)
-    del tensors["pooler.bias"]
-    save_file(tensors, saved)
-    with pytest.raises(ValueError, match=r"weights\.safetensors lacks pooler\.bias"):
-        load_weights(random_model(1), saved)
-
-
-def test_tensor_of_another_type(saved: Path):
-    tensors = load_file(saved)
-    tensors["pooler.bias"] = tensors["pooler.bias"].to(torch.int32)
+    tensors["pooler.bias"] = tensors["pooler.bias"].int()
     with pytest.raises(ValueError, match=r"pooler\.bias .*int32.*expected floating point"):
-        copy_weights(random_model(1), tensors, "the checkpoint")
+        copy_weights(drawn_model(CONFIG, 1), tensors, "the checkpoint")
+    path = theirs / "model.safetensors"
+    rewritten(lambda tensors: tensors.update({"bert.pooler.dense.bias": torch.ones(8, dtype=torch.int32)}))(path)
+    with pytest.raises(ValueError, match=r"pooler\.dense\.bias as torch\.int32: expected floating point"):
+        convert(path, "safetensors", tmp_path / "out.safetensors")
 
 
 def test_half_precision_weights_are_read(saved: Path):
-    tensors = {name: tensor.half() for name, tensor in load_file(saved).items()}
-    save_file(tensors, saved)
-    model = random_model(1)
+    rewritten(lambda tensors: tensors.update({name: tensor.half() for name, tensor in tensors.items()}))(saved)
+    model = drawn_model(CONFIG, 1)
     load_weights(model, saved)
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
-    torch.testing.assert_close(model.pooler.weight, random_model(0).pooler.weight, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(model.pooler.weight, drawn_model(CONFIG, 0).pooler.weight, rtol=1e-3, atol=1e-6)
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(saved: Path, monkeypatch: pytest.MonkeyPatch):
@@ -164,13 +111,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(saved: Path, monkey
 
     monkeypatch.setattr("os.fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        save_weights(random_model(2), saved)
+        save_weights(drawn_model(CONFIG, 2), saved)
     assert saved.read_bytes() == before
     assert list(saved.parent.iterdir()) == [saved]
 
 
 def test_the_bytes_are_those_of_the_safetensors_library(tmp_path: Path):
-    model, path = random_model(0), tmp_path / "weights.safetensors"
+    model, path = drawn_model(CONFIG, 0), tmp_path / "weights.safetensors"
     weights = {name: Weight(tuple(tensor.shape), tensor.clone) for name, tensor in model.state_dict().items()}
     write_safetensors(path, weights, {"recipe": "kl\u00e9in"})
     assert path.read_bytes() == save(model.state_dict(), {"recipe": "kl\u00e9in"})
@@ -200,21 +147,18 @@ FOUR_HEADS = ModelConfig(2, 24, 4, 16, 30, 12, hidden_dropout=0.2, layer_norm_ep
 def test_a_file_says_which_model_it_holds(tmp_path: Path):
     """Also what shapes do not tell, such as heads that are not 64 wide."""
     write_vocabulary(tmp_path / "vocab.txt")
-    save_weights(random_model(0, FOUR_HEADS), tmp_path / "ours.safetensors")
-    assert open_source(tmp_path / "ours.safetensors").model == FOUR_HEADS
-    convert(tmp_path / "ours.safetensors", "safetensors", tmp_path / "again.safetensors")
-    assert open_source(tmp_path / "again.safetensors").model == FOUR_HEADS
-    convert(tmp_path / "again.safetensors", "hugging-face", tmp_path / "theirs")
+    ours, again = tmp_path / "ours.safetensors", tmp_path / "again.safetensors"
+    save_weights(drawn_model(FOUR_HEADS, 0), ours)
+    convert(ours, "safetensors", again)
+    assert open_source(ours).model == open_source(again).model == FOUR_HEADS
+    convert(again, "hugging-face", tmp_path / "theirs")
     assert json.loads((tmp_path / "theirs" / "config.json").read_bytes())["num_attention_heads"] == 4
     with pytest.raises(ValueError, match="holds a model with 4 attention heads: leave --num-attention-heads 2 out"):
-        open_source(tmp_path / "ours.safetensors", 2)
-    other = BertForPreTraining(replace(FOUR_HEADS, num_attention_heads=2))
-    with pytest.raises(ValueError, match=r"a model with num_attention_heads 4, but model\.num_attention_heads is 2"):
-        load_weights(other, tmp_path / "ours.safetensors")
+        open_source(ours, 2)
 
 
 def test_a_file_that_does_not_say_is_not_guessed_at(tmp_path: Path):
-    model = random_model(0, ModelConfig(2, 64, 4, 16, 30, 12))
+    model = drawn_model(ModelConfig(2, 64, 4, 16, 30, 12), 0)
     save_file(model.state_dict(), tmp_path / "bare.safetensors")
     with pytest.raises(ValueError, match="does not say how many attention heads there are: set --num-attention-heads"):
         open_source(tmp_path / "bare.safetensors")
@@ -237,29 +181,59 @@ def test_a_file_that_does_not_say_is_not_guessed_at(tmp_path: Path):
     ],
 )
 def test_a_statement_that_makes_no_sense(tmp_path: Path, stated: str):
-    save_file(random_model(0).state_dict(), tmp_path / "odd.safetensors", {"model": stated})
+    save_file(drawn_model(CONFIG, 0).state_dict(), tmp_path / "odd.safetensors", {"model": stated})
     with pytest.raises(ValueError, match=r"odd\.safetensors does not state its model as this program does"):
-        load_weights(random_model(1), tmp_path / "odd.safetensors")
+        load_weights(drawn_model(CONFIG, 1), tmp_path / "odd.safetensors")
 
 
 def test_a_file_is_checked_by_its_header(tmp_path: Path):
     digest = write_vocabulary(tmp_path / "vocab.txt")
     path = tmp_path / "ours.safetensors"
-    save_weights(random_model(0), path, {"vocabulary_sha256": digest})
+    save_weights(drawn_model(CONFIG, 0), path, {"vocabulary_sha256": digest})
     check_weights(path, CONFIG, digest)
     with pytest.raises(ValueError, match=r"was trained with another vocabulary .* set data\.vocab to that one"):
         check_weights(path, CONFIG, "0" * 64)
-    for change, message in (
-        ({"num_hidden_layers": 3}, "lacks layers.2"),
-        ({"num_hidden_layers": 1}, "holds the unknown tensor layers.1"),
-        ({"vocab_size": 31}, "but the model section asks for"),
-        ({"num_attention_heads": 4}, "holds a model with num_attention_heads 2"),
-    ):
+
+
+def rewritten(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
+    """Change the tensors of a file."""
+
+    def act(path: Path) -> None:
+        tensors = load_file(path)
+        change(tensors)
+        save_file(tensors, path)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    ("spoil", "change", "message"),
+    [
+        *(
+            (lambda path, kept=kept: os.truncate(path, kept), {}, "not a whole safetensors file")
+            for kept in (0, 4, 100)
+        ),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), {}, "not a whole safetensors file"),
+        (lambda path: torch.save({}, path), {}, "not a whole safetensors file"),
+        (Path.unlink, {}, r"no checkpoint at .*set data\.initial_checkpoint"),
+        (rewritten(lambda tensors: tensors.pop("pooler.bias")), {}, r"weights\.safetensors lacks pooler\.bias"),
+        (Path.stat, {"num_hidden_layers": 3}, r"lacks layers\.2\..*another architecture"),
+        (Path.stat, {"num_hidden_layers": 1}, r"unknown tensor layers\.1\..*another architecture"),
+        (Path.stat, {"vocab_size": 31}, r"holds .* of shape \(30.*asks for \(31"),
+        (Path.stat, {"max_position_embeddings": 6}, r"embeddings\.position of shape \(12, 8\).*asks for \(6, 8\)"),
+        (Path.stat, {"num_attention_heads": 4}, r"num_attention_heads 2, but model\.num_attention_heads is 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    saved: Path, spoil: Callable[[Path], object], change: dict[str, int], message: str
+):
+    spoil(saved)
+    config = replace(CONFIG, **change)
+    model = drawn_model(config, 1)
+    for refused in (lambda: check_weights(saved, config, "0" * 64), lambda: load_weights(model, saved)):
         with pytest.raises(ValueError, match=message):
-            check_weights(path, replace(CONFIG, **change), digest)
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is not a whole safetensors file"):
-        check_weights(path, CONFIG, digest)
+            refused()
+    assert equal(model, drawn_model(config, 1))
 
 
 def one_sample(ids: list[int], masked: int) -> Samples:
@@ -277,7 +251,7 @@ def one_sample(ids: list[int], masked: int) -> Samples:
 
 def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
     """With heads of an odd width, and the tokenizer that comes along."""
-    model = random_model(3, FOUR_HEADS).eval()
+    model = drawn_model(FOUR_HEADS, 3).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(20)  # so that words differ
@@ -300,7 +274,7 @@ def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
 
 def test_a_vocabulary_is_asked_for_and_must_be_the_models(tmp_path: Path):
     digest = write_vocabulary(tmp_path / "words")
-    save_weights(random_model(0), tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
+    save_weights(drawn_model(CONFIG, 0), tmp_path / "ours.safetensors", {"vocabulary_sha256": digest})
     out = tmp_path / "theirs"
     with pytest.raises(ValueError, match=r"there is no .*vocab\.txt: set --vocab to the vocabulary"):
         convert(tmp_path / "ours.safetensors", "hugging-face", out)
@@ -343,9 +317,9 @@ def test_round_trip_through_hugging_face(saved: Path, theirs: Path, tmp_path: Pa
         assert torch.equal(state[name], tensor), name
     for source, out in ((theirs, "a.safetensors"), (theirs / "model.safetensors", "b.safetensors")):
         convert(source, "safetensors", tmp_path / out)
-        model = random_model(1)
+        model = drawn_model(CONFIG, 1)
         load_weights(model, tmp_path / out)
-        assert equal(model, random_model(0))
+        assert equal(model, drawn_model(CONFIG, 0))
     assert open_source(tmp_path / "a.safetensors").model == CONFIG
 
 
@@ -353,26 +327,23 @@ def test_a_folder_that_transformers_saved(theirs: Path, tmp_path: Path):
     """Also with the decoder spelled out, in half precision, and with the names of older files."""
     from_pretrained(theirs).save_pretrained(tmp_path / "again")
     path = tmp_path / "again" / "model.safetensors"
-    tensors = to_hugging_face(load_file(theirs.parent / "weights.safetensors"))
     renamed = {
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor.half()
-        for name, tensor in tensors.items()
+        for name, tensor in to_hugging_face(load_file(theirs.parent / "weights.safetensors")).items()
     }
     renamed |= {name: tensor.clone() for name, tensor in renamed.items() if ".decoder." in name}
     for index, content in enumerate((load_file(path), renamed)):
         save_file(content, path)
-        out = tmp_path / f"{index}.safetensors"
-        convert(tmp_path / "again", "safetensors", out)
-        model = random_model(1)
-        load_weights(model, out)
-        for ours, expected in zip(model.state_dict().values(), random_model(0).state_dict().values(), strict=True):
+        convert(tmp_path / "again", "safetensors", tmp_path / f"{index}.safetensors")
+        model = drawn_model(CONFIG, 1)
+        load_weights(model, tmp_path / f"{index}.safetensors")
+        for ours, expected in zip(model.parameters(), drawn_model(CONFIG, 0).parameters(), strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-3 * index, atol=1e-6 * index)
 
 
 def test_an_untied_decoder_is_refused(theirs: Path):
-    path = theirs / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {"cls.predictions.decoder.weight": torch.ones(30, 8)}, path)
+    untied = {"cls.predictions.decoder.weight": torch.ones(30, 8)}
+    rewritten(lambda tensors: tensors.update(untied))(theirs / "model.safetensors")
     with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings"):
         open_source(theirs)
 
@@ -405,20 +376,9 @@ def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: s
 
 @pytest.mark.parametrize("name", ["bert.pooler.dense.bias", "cls.seq_relationship.weight"])
 def test_a_hugging_face_file_without_a_head(theirs: Path, name: str):
-    path = theirs / "model.safetensors"
-    tensors = load_file(path)
-    del tensors[name]
-    save_file(tensors, path)
+    rewritten(lambda tensors: tensors.pop(name))(theirs / "model.safetensors")
     with pytest.raises(ValueError, match=rf"model\.safetensors lacks {name}: expected BERT's encoder"):
-        open_source(path)
-
-
-def test_weights_that_are_no_numbers(theirs: Path, tmp_path: Path):
-    path = theirs / "model.safetensors"
-    tensors = load_file(path)
-    save_file(tensors | {"bert.pooler.dense.bias": torch.ones(8, dtype=torch.int32)}, path)
-    with pytest.raises(ValueError, match=r"pooler\.dense\.bias as torch\.int32: expected floating point"):
-        convert(path, "safetensors", tmp_path / "out.safetensors")
+        open_source(theirs / "model.safetensors")
 
 
 @pytest.mark.parametrize("content", [b"PK\x03\x04" + bytes(99), b"\x80\x02" + bytes(99)], ids=["zip", "pickle"])
@@ -453,20 +413,15 @@ def test_the_command(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     out = tmp_path / "new" / "weights.safetensors"
     assert run(BUNDLES / "tf1", "--to", "safetensors", "--out", out, "--num-attention-heads", 2) == 0
     printed = capsys.readouterr().out
-    for expected in (
-        "(TF1): 46 tensors, 1,776 parameters, 93 other",
-        "2 layers",
-        "30 vocabulary rows",
-    ):
+    for expected in ("(TF1): 46 tensors, 1,776 parameters, 93 other", "2 layers", "30 vocabulary rows"):
         assert expected in printed
     assert run(BUNDLES / "tf2_encoder", "--to", "safetensors", "--out", tmp_path / "x") == 2
     assert run(saved, "--to", "safetensors", "--out", saved / "below a file") == 2
     errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2
-    assert all(line.startswith("error: ") for line in errors)
-    header = json.loads(out.read_bytes()[8:].split(b"}}")[0] + b"}}")
-    assert header["__metadata__"]["source"] == "TensorFlow checkpoint (TF1)"
-    assert "sha256 of the index" in header["__metadata__"]["source_digest"]
+    assert [line.partition(" ")[0] for line in errors] == ["error:"] * 2
+    metadata = read_header(out)[1]
+    assert metadata["source"] == "TensorFlow checkpoint (TF1)"
+    assert "sha256 of the index" in metadata["source_digest"]
 
 
 @pytest.mark.parametrize("ending", ["", ".index", ".data-00000-of-00001", ".meta"])
@@ -476,9 +431,9 @@ def test_a_tensorflow_checkpoint_is_answered_with_the_command(tmp_path: Path, en
     with pytest.raises(
         ValueError, match=rf"is a TensorFlow checkpoint: .*bert\.convert {tmp_path}/tf1 --to safetensors"
     ):
-        load_weights(random_model(0), tmp_path / f"tf1{ending}")
+        load_weights(drawn_model(CONFIG, 0), tmp_path / f"tf1{ending}")
 
 
 def test_a_file_of_hugging_faces_is_answered_with_its_folder(theirs: Path):
     with pytest.raises(ValueError, match=r"a file of Hugging Face's: set data\.initial_checkpoint to the folder"):
-        load_weights(random_model(0), theirs / "model.safetensors")
+        load_weights(drawn_model(CONFIG, 0), theirs / "model.safetensors")

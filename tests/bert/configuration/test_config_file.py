@@ -11,6 +11,7 @@ from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
 from bert.mllog import MLLog
 from bert.train import parse
+from tests.conftest import REPOSITORY
 
 
 def test_settings_from_toml(tmp_path: Path) -> None:
@@ -30,7 +31,7 @@ def test_settings_from_toml(tmp_path: Path) -> None:
     assert parse(["tiny_cpu", f"--config={file}"]).training.max_samples == 6400
 
 
-@pytest.mark.parametrize("recipe", sorted(RECIPES))
+@pytest.mark.parametrize("recipe", ["tiny_cpu", "own_text_cpu", "h100_8x8"])
 def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path) -> None:
     config = RECIPES[recipe]()
     training = replace(config.training, implementations={"dense_gelu": "reference"}, seed=5, cuda_graphs=False)
@@ -40,6 +41,12 @@ def test_a_result_file_configures_its_run_once_more(recipe: str, tmp_path: Path)
     expected = replace(config, log=replace(config.log, run=None, cache_cleared=False))
     # Paths in the repository start at its root there.
     assert dict(flattened("config", found)) == dict(flattened("config", expected))
+
+
+def test_a_result_file_of_an_earlier_version_does_so_too() -> None:
+    """Settings have been renamed and removed since."""
+    config = parse(["--config", str(REPOSITORY / "results/cpu_2cores/bert/result_0.txt")])
+    assert (config.log.system, config.training.reduce_dtype) == ("cpu_2cores", "fp32")
 
 
 def write_log(path: Path, config: Config) -> Path:
@@ -64,7 +71,7 @@ def write_log(path: Path, config: Config) -> Path:
         ),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nmax_samples = "many"', r"training\.max-samples"),
         ("a.toml", 'recipe = "tiny_cpu"\n[training]\nseed = -1', r"training\.seed"),
-        ("result_0.txt", "# config.recipe: tiny_cpu\n# config.training.wire: fp32\n", r"no setting training\.wire"),
+        ("result_0.txt", "# config.recipe: tiny_cpu\n# config.training.moon: full\n", r"no setting training\.moon"),
         ("result_0.txt", ":::MLLOG {}", "neither a .toml file nor a result file"),
     ],
 )

@@ -10,10 +10,9 @@ import torch
 from bert.checkpoints.weights import model_metadata, safetensors_header
 from bert.configuration.config import Config, ModelConfig
 from bert.configuration.recipes import RECIPES
-from bert.guards.preflight import check
+from bert.guards.preflight import check, plan_of
 from bert.model import BertForPreTraining
 from bert.train import parse
-from dataloading.batches.sampler import Plan
 from dataloading.batches.synthetic import synthetic_samples
 from tests.conftest import MAX_SEQ_LENGTH, REPOSITORY, write_small_dataset
 from tests.programs import PATIENCE_S, Program
@@ -63,35 +62,21 @@ def arguments(recipe: str, wikipedia: Path, results: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_a_recipe_fits_its_gpus(recipe: str, wikipedia: Path, tmp_path: Path) -> None:
-    config = parse(arguments(recipe, wikipedia, tmp_path))
-    inputs = check(config, gpus(recipe))
-    training = config.training
-    shares = gpus(recipe) * training.gradient_accumulation_steps
-    plan = Plan(
-        inputs.train.lengths,
-        inputs.train.masked_counts,
-        global_batch_size=training.global_batch_size,
-        world_size=gpus(recipe),
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        seed=1,
-    )
-    micro_batches = plan.rank_batches(0, gpus(recipe) - 1)
-    assert [len(micro.indices) for micro in micro_batches] == (
-        [training.global_batch_size // shares] * training.gradient_accumulation_steps
-    )
-    assert config.optimizer.learning_rate_training_steps * training.global_batch_size < training.max_samples
-    assert not any(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("recipe", GPU_RECIPES)
-def test_a_recipe_on_a_number_of_gpus_that_does_not_fit_is_told_what_does(
+def test_a_recipe_fits_its_gpus_and_is_told_what_does_where_it_does_not(
     recipe: str, wikipedia: Path, tmp_path: Path
 ) -> None:
     config = parse(arguments(recipe, wikipedia, tmp_path))
-    shares = 5 * config.training.gradient_accumulation_steps  # 5 divides no recipe's batch
-    with pytest.raises(ValueError, match=rf"does not divide over 5 ranks .* make it a multiple of {shares}"):
-        check(config, 5)
+    assert config.recipe == recipe
+    inputs, training = check(config, gpus(recipe)), config.training
+    steps = training.gradient_accumulation_steps
+    micro_batches = plan_of(config, inputs.train, gpus(recipe), seed=1).rank_batches(0, gpus(recipe) - 1)
+    assert [len(micro.indices) for micro in micro_batches] == (
+        [training.global_batch_size // (gpus(recipe) * steps)] * steps
+    )
+    assert config.optimizer.learning_rate_training_steps * training.global_batch_size < training.max_samples
+    with pytest.raises(ValueError, match=rf"does not divide over 5 ranks .* make it a multiple of {5 * steps}"):
+        check(config, 5)  # 5 divides no recipe's batch
+    assert not any(tmp_path.iterdir())
 
 
 def dry_run(recipe: str, wikipedia: Path, results: Path, world_size: int, rank: int) -> Program:

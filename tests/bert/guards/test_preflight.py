@@ -1,5 +1,6 @@
 """What would stop a run later is found before it has a log, by the dry run and by the run itself."""
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,17 +48,47 @@ def test_places_that_cannot_be_written(small_run: SmallRun, tmp_path: Path) -> N
     assert "is a folder: set save_checkpoint to a file" in refusal(small_run, tmp_path / "r", save_checkpoint=tmp_path)
 
 
-def test_a_run_without_an_evaluation_is_refused(small_run: SmallRun, tmp_path: Path) -> None:
-    said = refusal(small_run, tmp_path, training__max_samples=160, evaluation__interval_samples=161)
-    assert said.startswith(
-        "training.max_samples 160 ends the run before its first evaluation, after 161 samples: raise it"
-    )
-    said = refusal(small_run, tmp_path, training__max_steps=4)
-    assert said.startswith("training.max_steps 4 ends the run before its first evaluation, after 80 samples: raise it")
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"resume": "nowhere"}, "no whole checkpoint"),
+        ({"data__train": "nowhere"}, "nowhere"),
+        ({"model__vocab_size": 300}, "model.vocab_size is 300"),
+        ({"model__max_position_embeddings": 16}, "model.max_position_embeddings is 16"),
+        ({"data__initial_checkpoint": "broken.safetensors"}, "no checkpoint at broken.safetensors"),
+        (
+            {"training__max_samples": 160, "evaluation__interval_samples": 161},
+            "training.max_samples 160 ends the run before its first evaluation, after 161 samples: raise it",
+        ),
+        (
+            {"training__max_steps": 4},
+            "training.max_steps 4 ends the run before its first evaluation, after 80 samples:",
+        ),
+    ],
+)
+def test_what_would_stop_a_run_is_named(
+    small_run: SmallRun, tmp_path: Path, change: dict[str, object], said: str
+) -> None:
+    assert said in refusal(small_run, tmp_path / "r", **change)
 
 
-def test_a_run_to_go_on_from_is_looked_at(small_run: SmallRun, tmp_path: Path) -> None:
-    assert "no whole checkpoint" in refusal(small_run, tmp_path / "r", resume=tmp_path / "nowhere")
+def test_files_of_the_data_that_do_not_belong_together(small_run: SmallRun, tmp_path: Path) -> None:
+    other = tmp_path / "vocab.txt"
+    other.write_text((small_run.folder / "vocab.txt").read_text().replace("word7\n", "other\n"))
+    assert "vocabulary" in refusal(small_run, tmp_path / "r", data__vocab=other)
+    data = shutil.copytree(small_run.folder / "train", tmp_path / "train")
+    shard = sorted(data.glob("part_*"))[1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert shard.name in refusal(small_run, tmp_path / "r", data__train=data)
+    shard.unlink()
+    assert "missing" in refusal(small_run, tmp_path / "r", data__train=data)
+
+
+def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_path: Path) -> None:
+    result = tmp_path / "tiny_cpu" / "bert" / "result_3.txt"
+    result.parent.mkdir(parents=True)
+    result.touch()
+    assert "result_3.txt exists already" in refusal(small_run, tmp_path, log__run=3)
 
 
 def test_an_initial_checkpoint_of_another_model(small_run: SmallRun, tmp_path: Path) -> None:

@@ -48,49 +48,29 @@ def progress(*records: StepRecord | EvaluationRecord) -> Progress:
     return made
 
 
-def test_json_lines_hold_every_record(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Reporter(progress(), [JsonLines(path, {"recipe": "r"})]) as reporter:
-        for record in (STEP, EVALUATION, END):
-            reporter.write(record)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [line["event"] for line in lines] == ["run", "step", "eval", "end"]
-    assert lines[0]["recipe"] == "r"
-    assert lines[1]["data_wait_ms"] == 5.0
-    assert (lines[2]["correct"], lines[2]["count"]) == (25, 100)
-    assert lines[3]["status"] == "success"
-
-
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
-    """NaN and Infinity, as Python would write them, are no JSON."""
+def test_json_lines_hold_every_record_and_what_is_no_number_is_null(tmp_path: Path) -> None:
+    """NaN and Infinity, as Python would write them, are no JSON. Small numbers keep their digits; nothing is overwritten."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(constant)
 
     path = tmp_path / "metrics.jsonl"
-    bad = replace(STEP, loss=math.nan, masked_lm_loss=math.inf, next_sentence_loss=-math.inf, skipped_steps=1)
+    bad = replace(
+        STEP, loss=math.nan, masked_lm_loss=math.inf, next_sentence_loss=-math.inf, learning_rate=1.23456789e-7
+    )
     with Reporter(progress(), [JsonLines(path, {"recipe": "r", "x": math.nan})]) as reporter:
-        reporter.write(bad)
-    run, step = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
-    assert run["x"] is None
+        for record in (bad, EVALUATION, END):
+            reporter.write(record)
+    run, step, evaluation, end = (json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines())
+    assert run == {"event": "run", "recipe": "r", "x": None}
     assert (step["loss"], step["masked_lm_loss"], step["next_sentence_loss"]) == (None, None, None)
-    assert step["gradient_norm"] == 2.0
-    assert numbers([step], "loss") == []
-
-
-def test_small_numbers_keep_their_digits(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    with Reporter(progress(), [JsonLines(path, {})]) as reporter:
-        reporter.write(replace(STEP, learning_rate=1.23456789e-7, time_s=12345.6789))
-    step = json.loads(path.read_text().splitlines()[1])
+    assert (step["event"], step["data_wait_ms"], step["gradient_norm"]) == ("step", 5.0, 2.0)
     assert step["learning_rate"] == pytest.approx(1.23456789e-7, rel=1e-8)
-    assert step["time_s"] == 12345.6789
-
-
-def test_a_metrics_file_is_not_overwritten(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("precious")
+    assert numbers([step], "loss") == []
+    assert (evaluation["event"], evaluation["correct"], evaluation["count"]) == ("eval", 25, 100)
+    assert (end["event"], end["status"]) == ("end", "success")
     with pytest.raises(FileExistsError):
-        JsonLines(tmp_path / "metrics.jsonl", {})
+        JsonLines(path, {})
 
 
 def test_plain_lines_are_one_line_a_record() -> None:
@@ -98,12 +78,12 @@ def test_plain_lines_are_one_line_a_record() -> None:
     sink = PlainLines(progress(STEP, EVALUATION), lines.append)
     for record in (STEP, EVALUATION, END):
         sink.write(record)
-    assert len(lines) == 3
-    assert not any("\n" in line for line in lines)
-    for part in ("320.0 seq/s", "28000 tok/s", "100.0 ms", "wait  5.0 %", "loss 5.5000"):
-        assert part in lines[0]
-    assert "accuracy 0.2500 (25/100)  target 0.4000" in lines[1]
-    assert "success" in lines[2]
+    assert lines == [
+        "step     20  samples       640    100.0 ms     320.0 seq/s      28000 tok/s  wait  5.0 %  loss 5.5000  "
+        "lr 1.00e-03  eta at most 0:18",
+        "eval     20  samples       640  accuracy 0.2500 (25/100)  target 0.4000  0.50 s",
+        "end: success after 640 samples and 65.0 s",
+    ]
 
 
 def test_the_panel_shows_accuracy_against_the_target() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from bert.reporting.records import StepRecord
 from bert.reporting.tensorboard import TensorBoard
 from bert.train import parse
 from tests.bert.reporting.test_records import END, EVALUATION, STEP
-from tests.conftest import REPOSITORY, SmallRun
+from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
 
 OF_A_STEP = {
@@ -91,8 +89,3 @@ def test_a_place_that_cannot_be_written_is_refused_beforehand(small_run: SmallRu
     config = parse(small_run.arguments(tmp_path / "r", log__tensorboard="/proc/here"))
     with pytest.raises(ValueError, match=r"cannot be written .*: set log.tensorboard to another place"):
         check(config, 1)
-
-
-def test_nothing_of_it_is_imported_unless_a_run_asks_for_it() -> None:
-    code = "import sys, bert.train; assert not {'tensorboard', 'google.protobuf', 'tensorflow'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, timeout=300)

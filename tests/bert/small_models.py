@@ -1,0 +1,73 @@
+"""Small models and steps, and how results of two are compared."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bert.checkpoints.initial_model import build_model
+from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.recipes import tiny_cpu
+from bert.model import BertForPreTraining, initialize_
+from bert.parallel.mesh import Mesh
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
+from dataloading.batches.loader import Batch
+from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE
+
+CPU = Mesh(0, 1, 0, torch.device("cpu"))
+PLAIN = torch.autocast("cpu", enabled=False)
+SMALL = ModelConfig(3, 24, 3, 40, 97, 32, hidden_dropout=0.0, attention_dropout=0.0)
+OF_SMALL_RUN = ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH)
+"""That fits the data of ``SmallRun``."""
+
+
+def random_model(config: ModelConfig = SMALL) -> BertForPreTraining:
+    """In fp64, with weights large enough, biases and gains included, for every path to leave a trace in the result."""
+    model = BertForPreTraining(config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            centre = 1.0 if parameter.ndim == 1 and bool((parameter == 1).all()) else 0.0
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2 + centre)
+    return model.double()
+
+
+def drawn_model(config: ModelConfig, seed: int) -> BertForPreTraining:
+    """As training draws it."""
+    model = BertForPreTraining(config)
+    initialize_(model, torch.Generator().manual_seed(seed))
+    return model.train()
+
+
+def step_config(model: ModelConfig = OF_SMALL_RUN, **training: Any) -> Config:
+    recipe = tiny_cpu()
+    return replace(
+        recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=replace(recipe.training, **training)
+    )
+
+
+def training_step(config: Config, mesh: Mesh = CPU) -> TrainingStep:
+    return TrainingStep(build_model(config, mesh, seed=3), config, mesh, Stopwatch())
+
+
+def mean_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
+    masked_lm_loss, next_sentence_loss = model(batch).mean_losses(batch)
+    return masked_lm_loss + next_sentence_loss
+
+
+def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def assert_near(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-12) -> None:
+    """Compare the largest error with the largest entry of each.
+
+    A tensor that is 0 in exact arithmetic, as a key bias's gradient is, has rounding and nothing else, hence the floor.
+    """
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        error = (tensor - expected[name]).abs().max().item()
+        assert error <= tolerance * max(expected[name].abs().max().item(), 1e-2), f"{name}: {error}"
