@@ -92,6 +92,8 @@ def _server() -> socket.socket:
 def _serve(requests: socket.socket) -> str:
     """Fork for every request; returns in each fork, with the module to run."""
     atexit.register(_end)  # the first, so that it is called after all others
+    import torch.distributed.pipelining  # noqa: F401  and what pipelines import besides, 1.4 s for each of many ranks
+
     import bert.run  # noqa: F401  what programs import is there
     from bert.train import parse
 

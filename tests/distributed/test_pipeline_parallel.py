@@ -34,7 +34,7 @@ ALONE = {
     shape: f"1,1,1,flat,block,1,{accumulation},{shape.split(',')[7]},{precision}"
     for shape in EIGHT + FOUR + TWO
     for precision in [shape.rpartition(",")[2]]
-    for accumulation in [4 if precision == "dropout" else 1]  # each micro-batch draws anew
+    for accumulation in [{"dropout": 4, "fp32": 8}.get(precision, 1)]  # each micro-batch draws anew, and rounds
 }
 
 
@@ -46,7 +46,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
         out = folder / f"{ranks}.pt"
         with Ranks([str(out), *shapes], ranks, "tests.distributed.workers.pipeline_worker") as started:
             assert started.ends() == [0] * ranks, started.output
-        print(started.output)
         results |= torch.load(out)
     return results
 
@@ -65,7 +64,8 @@ def test_every_shape_trains_as_one_rank(found: dict[str, dict[str, Any]], shape:
         by_name = differences(one[when], other[when])
         worst = {name: each for name, each in by_name.items() if precise or name.startswith("weight ")}
         assert max(worst.values()) < (1e-10 if precise else 1e-5), (when, max(worst, key=worst.__getitem__))
-    assert other["correct"] == one["correct"] > 0
+    assert other["correct"] == one["correct"]
+    assert one["correct"] > 0 or shape.endswith("deep")  # which has hardly begun
     assert other["agreed"], "all ranks bring the same together, to the last bit"
     assert other["returns"], "what a rank has of a whole vector is what it was"
     for name, tensor in other["saved"].items():

@@ -2,8 +2,8 @@
 
 python -m tests.distributed.workers.pipeline_worker OUT.pt SHAPE...
 
-A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION; that is fp32, or fp64
-as fp64, with dropout, recomputed, or deep. OUT.pt maps each shape to what it came to.
+A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION: fp32, or in fp64 one
+of fp64, dropout, recomputed, deep. OUT.pt maps each shape to what it came to.
 """
 
 import sys
@@ -97,9 +97,6 @@ def main(out: str, *shapes: str) -> None:
     found = {shape: train(mesh, shape) for shape in shapes}
     if mesh.is_main:
         torch.save(found, out)
-    import time
-
-    print("CPU", mesh.rank, time.process_time(), flush=True)
     leave_mesh()
 
 
