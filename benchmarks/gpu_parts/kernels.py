@@ -19,7 +19,7 @@ from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
 from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
 from benchmarks.gpu_parts.measuring.scale import Context, samples_of
 from benchmarks.gpu_parts.measuring.timing import measured, timed_row
-from bert.configuration.recipes import h100_1x1
+from bert.configuration.recipes import RECIPES
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from kernels import OPS, Dropout, lamb_step
@@ -112,7 +112,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Row:
     """The optimizer's step on the model's own flat buffers."""
     with context.device:
         flat = FlatParameters.of(BertForPreTraining(context.scale.model))
-    optimizer = Lamb(flat, h100_1x1().optimizer)
+    optimizer = Lamb(flat, RECIPES["h100_1x1"]().optimizer)
     drawn_P = torch.randn_like(flat.gradients_P)
 
     def step() -> None:

@@ -8,7 +8,7 @@ import torch
 from benchmarks.gpu_parts.measuring.report import Row
 from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths, samples_of
 from benchmarks.gpu_parts.step import Precision, training_step
-from bert.configuration.recipes import h100_1x1
+from bert.configuration.recipes import RECIPES
 from dataloading.batches.loader import batch_of, shape_bucket_of
 from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
 
@@ -75,7 +75,7 @@ def _train(context: Context, precision: Precision, sequences: int) -> None:
 def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
     """Choose the shape buckets that the recipe of one GPU would pad micro-batches of this size to."""
     longest = context.scale.model.max_position_embeddings
-    count = h100_1x1().training.gradient_accumulation_steps
+    count = RECIPES["h100_1x1"]().training.gradient_accumulation_steps
     lengths = clipped_lengths(20_000, longest, seed=0)
     masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
     tokens, masked_tokens = draw_sizes(lengths, masked, count * sequences, count)

@@ -18,7 +18,7 @@ from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, samples
 from benchmarks.gpu_parts.measuring.timing import measured, release, timed_row
 from benchmarks.gpu_parts.step import rate
 from benchmarks.training.hugging_face import new_model, padded
-from bert.configuration.recipes import h100_1x1
+from bert.configuration.recipes import RECIPES
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from dataloading.batches.loader import Batch
 from kernels.reference.ops import summed_embeddings
@@ -34,7 +34,7 @@ def peers(context: Context) -> None:
         "Hugging Face, padded, SDPA, torch.compile": partial(_hugging_face, compiled=True),
     }
     ceilings = Ceilings.of(context)
-    context.report.attempt(OURS, partial(rate, context, OURS, h100_1x1(), context.scale.sequences, 1, ceilings))
+    context.report.attempt(OURS, partial(rate, context, OURS, RECIPES["h100_1x1"](), context.scale.sequences, 1, ceilings))
     for name, side in sides.items():
         context.report.attempt(name, partial(_peer_row, context, name, side))
     context.report.attempt("ours against the fastest peer", partial(_against_fastest, context, list(sides)))

@@ -11,7 +11,7 @@ from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
 from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, training_flop
 from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
-from bert.configuration.recipes import dgxa100_1x8, h100_1x1, h100_1x8
+from bert.configuration.recipes import RECIPES
 from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch
@@ -30,20 +30,20 @@ def step(context: Context) -> None:
         name = f"host synchronisations in a step, {precision}"
         report.attempt(name, partial(_look_into, context, name, precision))
     name = f"{sequences} sequences, operator by operator"
-    report.attempt(name, partial(rate, context, name, h100_1x1(), sequences, 1, ceilings, captured=False))
+    report.attempt(name, partial(rate, context, name, RECIPES["h100_1x1"](), sequences, 1, ceilings, captured=False))
 
 
 def _sizes(context: Context) -> list[tuple[Config, int, int]]:
     """Recipe, size and number of micro-batches; what is eight GPUs' there is taken one after another here."""
-    one, sequences = h100_1x1(), context.scale.sequences
+    one, sequences = RECIPES["h100_1x1"](), context.scale.sequences
     count = one.training.gradient_accumulation_steps
     micro, gpus = (2, 2) if context.tiny else (one.training.global_batch_size // count, 8)
     return [
         (one, micro, count),
         (with_precision(one, "fp8"), micro, count),
         (one, sequences, 1),
-        (h100_1x8(), sequences, gpus),
-        (dgxa100_1x8(), max(2, sequences * 56 // 96), gpus),
+        (RECIPES["h100_1x8"](), sequences, gpus),
+        (RECIPES["dgxa100_1x8"](), max(2, sequences * 56 // 96), gpus),
     ]
 
 
@@ -59,7 +59,7 @@ def _look_into(context: Context, name: str, precision: Precision) -> Row:
 def fp8(context: Context) -> None:
     """The step in FP8, and the losses of many steps in low precision: same weights, same samples, no dropout."""
     ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
-    config = with_precision(h100_1x1(), "fp8")
+    config = with_precision(RECIPES["h100_1x1"](), "fp8")
     for name, captured in (("step in FP8", True), ("step in FP8, operator by operator", False)):
         report.attempt(name, partial(rate, context, name, config, sequences, 1, ceilings, captured=captured))
     for precision in ("bf16", "fp8", "fp32"):
@@ -106,7 +106,7 @@ def training_step(
     stopwatch: Stopwatch | None = None,
 ) -> TrainingStep:
     """The step of a recipe, by default that of one H100, on the model of the context; where that is tiny, fp32 for bf16."""
-    config = config or h100_1x1()
+    config = config or RECIPES["h100_1x1"]()
     model = context.scale.model if dropout else replace(context.scale.model, hidden_dropout=0.0, attention_dropout=0.0)
     precision = precision or config.training.precision
     if precision == "fp8" and (reasons := capability_reasons(context.device)):

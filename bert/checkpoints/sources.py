@@ -16,9 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from bert.checkpoints.hugging_face import hugging_face_names, stated_configuration
-from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle
+from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle, tf1_name, tf2_names
 from bert.checkpoints.tensorflow_index import MAGIC
-from bert.checkpoints.tensorflow_names import tf1_name, tf2_names
 from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining

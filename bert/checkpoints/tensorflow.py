@@ -1,4 +1,4 @@
-"""TensorFlow's checkpoints ("tensor bundles"), read without TensorFlow.
+"""TensorFlow's checkpoints ("tensor bundles"), read without TensorFlow, and the names of BERT's variables in them.
 
 A bundle is ``PREFIX.index`` and the data files ``PREFIX.data-0000i-of-0000n``. The index is a sorted table in LevelDB's
 format (its doc/table_format.md): a header under the empty key, and under each tensor's name where its bytes are and their
@@ -9,6 +9,7 @@ that names the file.
 
 import hashlib
 import math
+import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,6 +45,31 @@ _PUBLISHED = {
     "fc34dd7a54afc07f2d8e9d64471dc672": ("TF2", 6_420, 1_344_982_997),
 }
 """MD5 of the index of the benchmark's phase-1 checkpoints: name, bytes of the index, bytes of the data file."""
+_TF1_ENDINGS = {
+    "embeddings.weight": "embeddings",
+    "LayerNorm.weight": "LayerNorm/gamma",
+    "LayerNorm.bias": "LayerNorm/beta",
+    "seq_relationship.weight": "seq_relationship/output_weights",
+    "seq_relationship.bias": "seq_relationship/output_bias",
+    "predictions.bias": "predictions/output_bias",
+    ".weight": ".kernel",
+}
+_TF2_PARTS = (
+    (r"^bert/embeddings/word_embeddings$", "word_embeddings/embeddings"),
+    (r"^bert/embeddings/position_embeddings$", "position_embedding/embeddings"),
+    (r"^bert/embeddings/token_type_embeddings$", "type_embeddings/embeddings"),
+    (r"^bert/embeddings/LayerNorm/", "embeddings/layer_norm/"),
+    (r"^bert/encoder/", "transformer/"),
+    (r"/attention/output/dense/", "/self_attention_output/"),
+    (r"/attention/output/LayerNorm/", "/self_attention_layer_norm/"),
+    (r"/attention/self/", "/self_attention/"),
+    (r"/(intermediate|output)/dense/", r"/\1/"),
+    (r"/output/LayerNorm/", "/output_layer_norm/"),
+    (r"^bert/pooler/dense/", "pooler_transform/"),
+    (r"^cls/predictions/output_bias$", "cls/predictions/output_bias/bias"),
+    (r"^cls/seq_relationship/output_weights$", "predictions/transform/logits/kernel"),
+    (r"^cls/seq_relationship/output_bias$", "predictions/transform/logits/bias"),
+)
 
 
 @dataclass(frozen=True)
@@ -256,3 +282,25 @@ def _shape(content: bytes) -> tuple[int, ...]:
     if len(dimensions) > 8 or any(dimension >= 1 << 40 for dimension in dimensions):
         raise ValueError(f"a shape of {len(dimensions)} dimensions up to {max(dimensions):,} (negative, or too large)")
     return tuple(dimensions)
+
+
+def tf1_name(name: str) -> str:
+    """The name of a weight in the reference's graph, from that in Hugging Face's ``BertForPreTraining``."""
+    for theirs, ours in _TF1_ENDINGS.items():
+        if name.endswith(theirs):
+            name = name.removesuffix(theirs) + ours
+            break
+    return re.sub(r"\.layer\.(\d+)", r".layer_\1", name).replace(".", "/")
+
+
+def tf2_names(name: str) -> list[str]:
+    """The names that the variable can have in the Keras model of TensorFlow's model garden.
+
+    They are those of its converter of checkpoints, which finds variables by them
+    (official/nlp/bert/tf1_checkpoint_converter_lib); the second of two is that of its later versions.
+    """
+    name = tf1_name(name)
+    for theirs, ours in _TF2_PARTS:
+        name = re.sub(theirs, ours, name)
+    later = name.replace("/self_attention_output/", "/self_attention/attention_output/")
+    return [name, f"bert/{name}"] if name.startswith("cls/") else [name, later]

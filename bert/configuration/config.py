@@ -11,6 +11,7 @@ from typing import Literal
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 Recompute = Literal["none", "selective", "full"]
+Precision = Literal["fp32", "bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class TrainingConfig:
     seed: int | None = None
     """Seed of sample order and dropout; by default drawn from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
-    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    precision: Precision = "fp32"
     """Of matrix products; parameters are fp32. fp8: bf16, with the encoder's products in FP8 (bert/fp8.py)."""
     bad_intervals: int = 10
     """After so many log intervals in a row without one step whose gradients were finite, the run ends as aborted."""

@@ -16,6 +16,7 @@ from bert.configuration.config import (
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
+    Precision,
     TrainingConfig,
 )
 
@@ -76,183 +77,15 @@ def tiny_model() -> ModelConfig:
     )
 
 
-def h100_1x1() -> Config:
-    """BERT-Large on one H100, with the schedule of the v2.0 results on four A100 of ASUS, Dell and Lenovo."""
-    return _bert_large(
-        "h100_1x1",
-        OptimizerConfig(3.5e-4, 13700),
-        TrainingConfig(256, 4_500_000, gradient_accumulation_steps=4, device="cuda", precision="bf16"),
-    )
-
-
-def h100_1x8() -> Config:
-    """BERT-Large on one node of eight H100, in FP8, as NVIDIA's v3.0 result."""
-    return _bert_large(
-        "h100_1x8",
-        OptimizerConfig(9.6e-4, 3680, beta_1=0.60466, beta_2=0.85437, weight_decay_rate=0.1),
-        TrainingConfig(768, 4_500_000, device="cuda", precision="fp8"),
-    )
-
-
-def h100_8x8() -> Config:
-    """BERT-Large on eight nodes of eight H100, in FP8, as NVIDIA's v3.0 result: even for 330 steps, then falling."""
-    return _bert_large(
-        "h100_8x8",
-        OptimizerConfig(
-            2.58e-3,
-            700,
-            beta_1=0.6,
-            beta_2=0.7,
-            weight_decay_rate=0.1,
-            num_warmup_steps=200_330,
-            start_warmup_step=-200_000,
-        ),
-        TrainingConfig(4608, 4_500_000, device="cuda", precision="fp8"),
-    )
-
-
-def h100_64x8() -> Config:
-    """BERT-Large on 64 nodes of eight H100, as NVIDIA's v3.0 result: nearly even for 500 steps, then falling."""
-    return _bert_large(
-        "h100_64x8",
-        OptimizerConfig(
-            2e-3,
-            1024,
-            beta_1=0.62,
-            beta_2=0.9,
-            weight_decay_rate=0.01,
-            num_warmup_steps=10_000,
-            start_warmup_step=-9500,
-        ),
-        TrainingConfig(3072, 4_500_000, device="cuda", precision="bf16"),
-    )
-
-
-def h100_384x8() -> Config:
-    """BERT-Large on 384 nodes of eight H100, with the schedule of CoreWeave's and NVIDIA's v3.0 result."""
-    return _bert_large(
-        "h100_384x8",
-        OptimizerConfig(
-            3.1e-3,
-            500,
-            beta_1=0.8,
-            beta_2=0.925,
-            weight_decay_rate=0.0166629,
-            num_warmup_steps=300,
-            start_warmup_step=-100,
-        ),
-        TrainingConfig(12288, 12_000_000, device="cuda", precision="bf16"),
-    )
-
-
-def dgxa100_1x1() -> Config:
-    """BERT-Large on one A100, with the schedule of H3C's v2.0 result."""
-    return _bert_large(
-        "dgxa100_1x1",
-        OptimizerConfig(3.5e-4, 47540),
-        TrainingConfig(92, 4_500_000, gradient_accumulation_steps=2, device="cuda", precision="bf16"),
-    )
-
-
-def dgxa100_1x4() -> Config:
-    """BERT-Large on four A100, with the schedule of the v2.0 results of ASUS, Dell and Lenovo."""
-    return _bert_large(
-        "dgxa100_1x4",
-        OptimizerConfig(3.5e-4, 13700),
-        TrainingConfig(256, 4_500_000, device="cuda", precision="bf16"),
-    )
-
-
-def dgxa100_1x8() -> Config:
-    """BERT-Large on one node of eight A100, with the schedule of NVIDIA's v2.1 result."""
-    return _bert_large(
-        "dgxa100_1x8",
-        OptimizerConfig(4.25e-4, 6700),
-        TrainingConfig(448, 4_500_000, device="cuda", precision="bf16"),
-    )
-
-
-def dgxa100_8x8() -> Config:
-    """BERT-Large on eight nodes of eight A100, with the schedule of the v2.1 results of Baidu, NVIDIA and HazyResearch."""
-    return _bert_large(
-        "dgxa100_8x8",
-        OptimizerConfig(2.0992e-3, 1059, beta_1=0.60466, beta_2=0.85437, weight_decay_rate=0.1),
-        TrainingConfig(3072, 4_500_000, device="cuda", precision="bf16"),
-    )
-
-
-def dgxa100_16x8() -> Config:
-    """BERT-Large on 16 nodes of eight A100, with the schedule of HazyResearch's v2.1 result."""
-    return _bert_large(
-        "dgxa100_16x8",
-        OptimizerConfig(2.0992e-3, 1059, beta_1=0.60466, beta_2=0.85437, weight_decay_rate=0.1),
-        TrainingConfig(3072, 4_500_000, device="cuda", precision="bf16"),
-    )
-
-
-def dgxa100_128x8() -> Config:
-    """BERT-Large on 128 nodes of eight A100, with the schedule of NVIDIA's v2.1 result."""
-    return _bert_large(
-        "dgxa100_128x8",
-        OptimizerConfig(
-            2.55e-3,
-            820,
-            beta_1=0.71,
-            beta_2=0.88,
-            weight_decay_rate=0.0166629,
-            num_warmup_steps=256,
-            start_warmup_step=-76,
-        ),
-        TrainingConfig(4096, 7_000_000, device="cuda", precision="bf16"),
-    )
-
-
-def dgxa100_512x8() -> Config:
-    """BERT-Large on 512 nodes of eight A100, with the schedule of NVIDIA's v2.1 result."""
-    return _bert_large(
-        "dgxa100_512x8",
-        OptimizerConfig(
-            3.3e-3,
-            470,
-            beta_1=0.75,
-            beta_2=0.9,
-            weight_decay_rate=0.0166629,
-            num_warmup_steps=290,
-            start_warmup_step=-100,
-        ),
-        TrainingConfig(16384, 12_000_000, device="cuda", precision="bf16"),
-    )
-
-
-def bert_3_9b_8x8() -> Config:
-    """A BERT of 3.9 billion parameters (Megatron-LM's largest, arXiv 1909.08053), on eight nodes of eight A100 of 40 GB.
-
-    Nobody's result is behind its schedule. Each node has a copy of the model: two stages of 24 layers, on four GPUs each.
-    """
-    large = _bert_large(
-        "bert_3_9b_8x8",
-        OptimizerConfig(4e-4, 4300, num_warmup_steps=430),
-        TrainingConfig(
-            1024,
-            4_500_000,
-            gradient_accumulation_steps=16,
-            device="cuda",
-            precision="bf16",
-            cuda_graphs=False,
-            reduction="sharded_world",
-            recompute="selective",
-        ),
-    )
-    return replace(
-        large,
-        model=ModelConfig(num_hidden_layers=48, hidden_size=2560, num_attention_heads=40, intermediate_size=10240),
-        data=replace(large.data, initial_checkpoint=None),
-        log=replace(large.log, division="open"),
-        parallel=ParallelConfig(tensor=4, pipeline=2),
-    )
-
-
-def _bert_large(name: str, optimizer: OptimizerConfig, training: TrainingConfig) -> Config:
+def _on_gpus(
+    name: str,
+    global_batch_size: int,
+    optimizer: OptimizerConfig,
+    max_samples: int = 4_500_000,
+    gradient_accumulation_steps: int = 1,
+    precision: Precision = "bf16",
+) -> Config:
+    """BERT-Large on Wikipedia; the name ends in nodes x GPUs a node."""
     return Config(
         recipe=name,
         model=ModelConfig(),
@@ -263,29 +96,99 @@ def _bert_large(name: str, optimizer: OptimizerConfig, training: TrainingConfig)
             initial_checkpoint=Path("data/wikipedia/phase1.safetensors"),
         ),
         optimizer=optimizer,
-        training=training,
+        training=TrainingConfig(
+            global_batch_size,
+            max_samples,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            device="cuda",
+            precision=precision,
+        ),
         evaluation=EvaluationConfig(),
         log=LogConfig(system=name),
     )
 
 
-RECIPES: dict[str, Callable[[], Config]] = {
-    recipe.__name__: recipe
-    for recipe in (
-        tiny_cpu,
-        own_text_cpu,
-        h100_1x1,
-        h100_1x8,
-        h100_8x8,
-        h100_64x8,
-        h100_384x8,
-        dgxa100_1x1,
-        dgxa100_1x4,
-        dgxa100_1x8,
-        dgxa100_8x8,
-        dgxa100_16x8,
-        dgxa100_128x8,
-        dgxa100_512x8,
-        bert_3_9b_8x8,
+_ON_GPUS = (
+    # As the v2.0 results on four A100 of ASUS, Dell and Lenovo.
+    _on_gpus("h100_1x1", 256, OptimizerConfig(3.5e-4, 13700), gradient_accumulation_steps=4),
+    # As NVIDIA's v3.0 result.
+    _on_gpus("h100_1x8", 768, OptimizerConfig(9.6e-4, 3680, 0.60466, 0.85437, weight_decay_rate=0.1), precision="fp8"),
+    # As NVIDIA's v3.0 result: even for 330 steps, then falling.
+    _on_gpus(
+        "h100_8x8",
+        4608,
+        OptimizerConfig(
+            2.58e-3, 700, 0.6, 0.7, weight_decay_rate=0.1, num_warmup_steps=200_330, start_warmup_step=-200_000
+        ),
+        precision="fp8",
+    ),
+    # As NVIDIA's v3.0 result: nearly even for 500 steps, then falling.
+    _on_gpus(
+        "h100_64x8",
+        3072,
+        OptimizerConfig(2e-3, 1024, 0.62, 0.9, num_warmup_steps=10_000, start_warmup_step=-9500),
+    ),
+    # As CoreWeave's and NVIDIA's v3.0 result.
+    _on_gpus(
+        "h100_384x8",
+        12288,
+        OptimizerConfig(
+            3.1e-3, 500, 0.8, 0.925, weight_decay_rate=0.0166629, num_warmup_steps=300, start_warmup_step=-100
+        ),
+        12_000_000,
+    ),
+    # As H3C's v2.0 result.
+    _on_gpus("dgxa100_1x1", 92, OptimizerConfig(3.5e-4, 47540), gradient_accumulation_steps=2),
+    # As the v2.0 results of ASUS, Dell and Lenovo.
+    _on_gpus("dgxa100_1x4", 256, OptimizerConfig(3.5e-4, 13700)),
+    # As NVIDIA's v2.1 result.
+    _on_gpus("dgxa100_1x8", 448, OptimizerConfig(4.25e-4, 6700)),
+    # As the v2.1 results of Baidu, NVIDIA and HazyResearch.
+    _on_gpus("dgxa100_8x8", 3072, OptimizerConfig(2.0992e-3, 1059, 0.60466, 0.85437, weight_decay_rate=0.1)),
+    # As HazyResearch's v2.1 result.
+    _on_gpus("dgxa100_16x8", 3072, OptimizerConfig(2.0992e-3, 1059, 0.60466, 0.85437, weight_decay_rate=0.1)),
+    # As NVIDIA's v2.1 result.
+    _on_gpus(
+        "dgxa100_128x8",
+        4096,
+        OptimizerConfig(
+            2.55e-3, 820, 0.71, 0.88, weight_decay_rate=0.0166629, num_warmup_steps=256, start_warmup_step=-76
+        ),
+        7_000_000,
+    ),
+    # As NVIDIA's v2.1 result.
+    _on_gpus(
+        "dgxa100_512x8",
+        16384,
+        OptimizerConfig(
+            3.3e-3, 470, 0.75, 0.9, weight_decay_rate=0.0166629, num_warmup_steps=290, start_warmup_step=-100
+        ),
+        12_000_000,
+    ),
+)
+
+
+def bert_3_9b_8x8() -> Config:
+    """A BERT of 3.9 billion parameters (Megatron-LM's largest, arXiv 1909.08053), on eight nodes of eight A100 of 40 GB.
+
+    Nobody's result is behind its schedule. Each node has a copy of the model: two stages of 24 layers, on four GPUs each.
+    """
+    large = _on_gpus(
+        "bert_3_9b_8x8", 1024, OptimizerConfig(4e-4, 4300, num_warmup_steps=430), gradient_accumulation_steps=16
     )
+    return replace(
+        large,
+        model=ModelConfig(num_hidden_layers=48, hidden_size=2560, num_attention_heads=40, intermediate_size=10240),
+        data=replace(large.data, initial_checkpoint=None),
+        training=replace(large.training, cuda_graphs=False, reduction="sharded_world", recompute="selective"),
+        log=replace(large.log, division="open"),
+        parallel=ParallelConfig(tensor=4, pipeline=2),
+    )
+
+
+RECIPES: dict[str, Callable[[], Config]] = {
+    "tiny_cpu": tiny_cpu,
+    "own_text_cpu": own_text_cpu,
+    **{config.recipe: lambda config=config: config for config in _ON_GPUS},
+    "bert_3_9b_8x8": bert_3_9b_8x8,
 }

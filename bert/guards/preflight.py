@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from bert.checkpoints.initial import check_initial_weights
+from bert.checkpoints.initial_model import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
 from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import Config

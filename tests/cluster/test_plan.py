@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bert.configuration.recipes import RECIPES, h100_1x8, h100_8x8
+from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import read_plan, settings_of, write_plan
 from bert.train import parse
 from cluster.model.memory import memory_of_rank
@@ -36,7 +36,7 @@ def work() -> Work:
 
 @pytest.fixture(scope="module")
 def found(target: Target, work: Work) -> Found:
-    return search(h100_1x8(), work, target)
+    return search(RECIPES["h100_1x8"](), work, target)
 
 
 def test_every_batch_has_hyperparameters_that_reached_the_target() -> None:
@@ -96,7 +96,7 @@ def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work
 
 
 def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
-    config, target = h100_1x8(), target_of("h100_1x8", None, 2048)
+    config, target = RECIPES["h100_1x8"](), target_of("h100_1x8", None, 2048)
     small = {name: replace(rates, memory_bytes=5e9) for name, rates in target.rates.items()}
     found = search(config, work, replace(target, rates=small))
     best = found.best[0]
@@ -118,7 +118,7 @@ def test_ranks_share_copies_where_memory_or_batch_leave_no_other_way(
 ) -> None:
     assert found.best[0].strategy.tensor == 1, "which is predicted faster wherever it fits"
     assert {each.strategy.tensor for each in found.ranked} == {1, 2, 4, 8}, "each is predicted once at least"
-    config, work = h100_1x8(), replace(work, samples=1e6)
+    config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
     config = replace(config, log=replace(config.log, division="open"))  # with its own batch alone
     small = {name: replace(rates, memory_bytes=3e9) for name, rates in target.rates.items()}
     [best, *_] = search(config, work, replace(target, rates=small)).best
@@ -158,7 +158,7 @@ def test_a_plan_for_4096_ranks_is_one_that_a_run_takes(tmp_path: Path, cluster: 
     config = parse(["dgxa100_8x8", "--plan", str(path)])
     assert settings_of(config) == plan.settings
     assert config.training.global_batch_size % 4096 == 0
-    assert config.optimizer != h100_8x8().optimizer, "those of another batch"
+    assert config.optimizer != RECIPES["h100_8x8"]().optimizer, "those of another batch"
     assert sum(plan.step_seconds.values()) < 0.1
 
 
@@ -195,4 +195,4 @@ def test_facts_are_those_of_the_recipes_devices() -> None:
     assert device_of("dgxa100_8x8", None)[0].name == "A100-SXM-80GB"
     device, per_node = device_of("h100_64x8", None)
     assert (described(device, 4, per_node).nodes, described(device, 512, per_node).nodes) == (1, 64)
-    assert work_for(h100_1x8()).model == h100_1x8().model
+    assert work_for(RECIPES["h100_1x8"]()).model == RECIPES["h100_1x8"]().model

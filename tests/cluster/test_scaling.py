@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bert.configuration.recipes import dgxa100_8x8, tiny_cpu
+from bert.configuration.recipes import RECIPES, tiny_cpu
 from cluster.devices import device_named
 from cluster.display.scaling_page import render
 from cluster.plan.scaling import CAUSES, LARGEST, Point, published_on, scale, write_table
@@ -17,7 +17,7 @@ DEVICE = device_named("A100-SXM-80GB")
 @pytest.fixture(scope="module")
 def points() -> list[Point]:
     """Of 4,096 accelerators a node, so that there are few points from few nodes to the largest number."""
-    return scale(dgxa100_8x8(), DEVICE, 4096)
+    return scale(RECIPES["dgxa100_8x8"](), DEVICE, 4096)
 
 
 def test_the_curve_falls_and_its_time_goes_to_causes_that_add_up(points: list[Point]) -> None:
@@ -48,7 +48,7 @@ def test_the_table_has_what_the_curve_has(points: list[Point], tmp_path: Path) -
 
 def test_what_has_no_curve_is_refused() -> None:
     with pytest.raises(ValueError, match="GPUs per node: 16,385, expected 1 to 16,384"):
-        scale(dgxa100_8x8(), DEVICE, LARGEST + 1)
+        scale(RECIPES["dgxa100_8x8"](), DEVICE, LARGEST + 1)
     with pytest.raises(ValueError, match="tiny_cpu is not the benchmark"):
         scale(tiny_cpu(), DEVICE, 8)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.gpu_parts.measuring.report import Report
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import ModelConfig
-from bert.configuration.recipes import h100_1x1
+from bert.configuration.recipes import RECIPES
 from bert.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
@@ -72,7 +72,7 @@ class Context:
     @cached_property
     def _weights(self) -> dict[str, Tensor]:
         """Random ones, drawn once a process and kept by the host, where they take no memory of the device."""
-        recipe = h100_1x1()
+        recipe = RECIPES["h100_1x1"]()
         config = replace(recipe, model=self.scale.model, log=replace(recipe.log, division="open"))
         model = build_model(config, self.mesh, seed=0)
         return {name: tensor.cpu() for name, tensor in model.state_dict().items()}

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from bert import evaluate
-from bert.checkpoints.initial import check_initial_weights, load_initial_weights
+from bert.checkpoints.initial_model import check_initial_weights, load_initial_weights
 from bert.checkpoints.sources import open_source
 from bert.configuration.config import Config, ModelConfig
 from bert.configuration.recipes import tiny_cpu

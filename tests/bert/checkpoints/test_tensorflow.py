@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert.checkpoints.sources import open_source
-from bert.checkpoints.tensorflow import TensorBundle
+from bert.checkpoints.tensorflow import TensorBundle, tf1_name
 from bert.checkpoints.tensorflow_index import MAGIC
-from bert.checkpoints.tensorflow_names import tf1_name
 from bert.configuration.config import ModelConfig
 from bert.convert import convert
 from tests.bert.checkpoints.tf_bundles import make

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bert.configuration.config import ModelConfig
-from bert.configuration.recipes import bert_3_9b_8x8, dgxa100_1x8
+from bert.configuration.recipes import RECIPES, bert_3_9b_8x8
 from bert.model import BertForPreTraining
 from bert.parallel.model_state import model_state
 from bert.parallel.pipeline.division import divided, layer_costs, stages_of
@@ -49,7 +49,7 @@ def test_what_a_rank_holds_is_counted() -> None:
     state = model_state(bert_3_9b_8x8(), 64, 8)
     assert str(state).startswith("data 8 x pipeline 2 x tensor 4: 3,869,081,404 parameters, at most 505,")
     assert 5.2e9 < state.state_bytes < 5.3e9
-    large = dgxa100_1x8()
+    large = RECIPES["dgxa100_1x8"]()
     tensor = replace(large, parallel=replace(large.parallel, tensor=2))
     assert model_state(tensor, 8, 8).state_bytes == pytest.approx(28 * model_state(tensor, 8, 8).most, rel=1e-4)
     sharded = replace(tensor, training=replace(large.training, reduction="sharded"))
