@@ -404,6 +404,8 @@ def test_nothing_is_left_behind_by_a_failure(ten: Path, tmp_path: Path, monkeypa
     with pytest.raises(ValueError, match="some file cannot be written: No space left on device"):
         make_package(request(ten, out=tmp_path))
     assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(ValueError, match=r"out cannot be written: .*; choose another --out"):
+        make_package(request(ten, out=ten / "systems/node.json"))
 
 
 def test_what_is_worth_knowing(tmp_path: Path) -> None:
