@@ -105,7 +105,8 @@ class Worker:
     def end(self) -> None:
         """End the process; the next question starts another."""
         if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)  # with the program that it may have forked
+            with suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)  # with the program that it may have forked
             for pipe in _pipes(self.process):
                 with suppress(OSError):
                     pipe.close()

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ def description(folder: Path, **changes: object) -> Path:
     return path
 
 
-def request(folder: Path, runs: Path | None = None, *, out: Path | None = None, **changes: object) -> Request:
+def request(folder: Path, runs: Path | None = None, *, out: Path | None = None, **changes: Any) -> Request:
     return Request("Example", description(folder, **changes), runs or folder / "runs", (out or folder) / "out")
 
 
@@ -375,7 +376,7 @@ def test_runs_that_make_no_submission(
         ({"number_of_nodes": "two"}, "number_of_nodes: .*'two', expected a whole number"),
     ],
 )
-def test_a_description_that_will_not_do(ten: Path, changes: dict[str, object], match: str) -> None:
+def test_a_description_that_will_not_do(ten: Path, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         make_package(request(ten, **changes))
     assert not (ten / "out").exists()
@@ -404,6 +405,8 @@ def test_nothing_is_left_behind_by_a_failure(ten: Path, tmp_path: Path, monkeypa
     with pytest.raises(ValueError, match="some file cannot be written: No space left on device"):
         make_package(request(ten, out=tmp_path))
     assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(ValueError, match=r"out cannot be written: .*; choose another --out"):
+        make_package(request(ten, out=ten / "systems/node.json"))
 
 
 def test_what_is_worth_knowing(tmp_path: Path) -> None:
