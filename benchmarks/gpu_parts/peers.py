@@ -34,7 +34,9 @@ def peers(context: Context) -> None:
         "Hugging Face, padded, SDPA, torch.compile": partial(_hugging_face, compiled=True),
     }
     ceilings = Ceilings.of(context)
-    context.report.attempt(OURS, partial(rate, context, OURS, RECIPES["h100_1x1"](), context.scale.sequences, 1, ceilings))
+    context.report.attempt(
+        OURS, partial(rate, context, OURS, RECIPES["h100_1x1"](), context.scale.sequences, 1, ceilings)
+    )
     for name, side in sides.items():
         context.report.attempt(name, partial(_peer_row, context, name, side))
     context.report.attempt("ours against the fastest peer", partial(_against_fastest, context, list(sides)))
