@@ -44,7 +44,7 @@ class Request:
 
     Attributes:
         data: folder of which reading is timed.
-        seconds: about how long it may take, and half as long again with a second look.
+        seconds: about how long measuring may take; a second look takes as long again as devices and links took.
         limit: seconds within which all ranks must have come.
         hosts: names of the hosts in the order of nodes, to name those that do not come.
     """
@@ -130,14 +130,14 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
     in_hosts, between = _schedules(nodes, every)
 
     def once() -> Measured:
-        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), turns, 0.25 * seconds)
+        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), turns, 0.3 * seconds)
         return Measured(
             every,
             host_of,
             cells,
             gather_numbers(rates_TC, mesh),
             measure_paths(mesh, in_hosts, turns, 0.1 * seconds) if in_hosts else None,
-            measure_paths(mesh, between, turns, 0.15 * seconds) if between else None,
+            measure_paths(mesh, between, turns, 0.2 * seconds) if between else None,
         )
 
     measured = once()
@@ -148,12 +148,12 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
         measured = _together(measured, once())
     computations, contention = [], UNKNOWN
     if limit == math.inf:  # many kinds, each of which takes its time; they are for predictions, and name nothing slow
-        contention = measure_contention(mesh, _processors(every), 0.05 * seconds)
+        contention = measure_contention(mesh, _processors(every), 0.1 * seconds)
         computations = measure_computations(mesh, _processors(every), 0.2 * seconds)
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []
     if mesh.world_size > 1:
-        collectives, wrong = measure_collectives(mesh, 0.25 * seconds)
+        collectives, wrong = measure_collectives(mesh, 0.3 * seconds)
     if not mesh.is_main:
         return None
     together = _Together(tuple(computations), contention, tuple(collectives), tuple(wrong))

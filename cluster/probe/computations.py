@@ -20,7 +20,7 @@ from torch import Tensor
 from bert.parallel.collectives import agreed_integer, barrier
 from bert.parallel.mesh import Mesh
 from cluster.model.computations import linear
-from cluster.probe.computing import gather_numbers, max_of_all, time_in_window
+from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import Plan
@@ -109,23 +109,17 @@ def trials_of(device: torch.device) -> list[Trial]:
 def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[ComputationTime]:
     """Time every computation, over about so many seconds in all. Every rank must call it at the same time.
 
-    ``processors``: of all machines together. Where ranks share them, a window is long beside the turns that they take, and
-    where that leaves no time for all turns, there are fewer of them.
+    ``processors``: of all machines together. Where ranks share them, a window is long beside the turns that they take.
     """
-    start = time.perf_counter()
     trials = trials_of(mesh.device)
     window = max(seconds / (_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
     for trial in trials:
         trial.action()
     barrier()
-    own_TK: list[list[float]] = []
-    while len(own_TK) < _TURNS:
-        begun = time.perf_counter()
-        own_TK.append([time_in_window(trial.action, window, mesh.device) / trial.times for trial in trials])
-        now = time.perf_counter()
-        if max_of_all(now - start + now - begun, mesh) > seconds:
-            break
-    turns_TK = gather_numbers(np.array(own_TK), mesh).mean(axis=0)
+    own_TK = np.array(
+        [[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(_TURNS)]
+    )
+    turns_TK = gather_numbers(own_TK, mesh).mean(axis=0)
     found_K = np.median(turns_TK, axis=0)
     spread_K = 1.4826 * np.median(np.abs(turns_TK / found_K - 1), axis=0)
     rows = zip(trials, found_K.tolist(), spread_K.tolist(), strict=True)

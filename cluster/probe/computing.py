@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bert.parallel.collectives import barrier
 from bert.parallel.mesh import Mesh
@@ -53,12 +54,9 @@ def cells_of(device: torch.device, data: Path | None) -> list[Cell]:
 
 
 def _cpu_cells() -> list[Cell]:
-    cpu, sizes = torch.device("cpu"), [128, 256, 512]
-    if torch.get_num_threads() > 2:
-        sizes.append(1024)  # of fewer threads the largest takes longer than all else, and shows the same rate
-    cells = [_product(torch.float32, size, cpu, judged=size == 512) for size in sizes]
+    cells = [_product(torch.float32, size, torch.device("cpu"), judged=size == 512) for size in (128, 256, 512, 1024)]
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        cells += [_product(torch.bfloat16, size, cpu) for size in sizes[1:]]
+        cells += [_product(torch.bfloat16, size, torch.device("cpu")) for size in (256, 512, 1024)]
     source, target = torch.ones(2, 8 * 2**20)
     one = torch.zeros(1)
     cells.append(Cell("copy", "fp32", source.nbytes, lambda: target.copy_(source), judged=True))
@@ -145,7 +143,7 @@ def measure_rates(
         seconds: about how long all of it may take.
     """
     groups = math.ceil(len(sharers) / slots)
-    every = int(max_of_all(groups, mesh))
+    every = _agreed_max(groups, mesh)
     mine = list(sharers).index(mesh.rank) // slots
     weights = [_JUDGED_WINDOW if cell.judged else 1.0 for cell in cells]
     window = min(0.1, seconds / (turns * every * sum(weights)))
@@ -173,6 +171,10 @@ def gather_numbers(own: NDArray[np.float64], mesh: Mesh) -> NDArray[np.float64]:
     return received.cpu().numpy().reshape(mesh.world_size, *own.shape)
 
 
-def max_of_all(value: float, mesh: Mesh) -> float:
-    """The highest of all ranks' values."""
-    return float(gather_numbers(np.array([value]), mesh).max())
+def _agreed_max(value: int, mesh: Mesh) -> int:
+    import torch.distributed as dist
+
+    highest: Tensor = torch.tensor([value], device=mesh.device)
+    if dist.is_initialized():
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return int(highest.item())

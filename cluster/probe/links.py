@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bert.parallel.mesh import Mesh
-from cluster.probe.computing import gather_numbers, max_of_all
+from bert.parallel.single import all_gather_single
 from cluster.probe.schedule import Pairs
 
 _ROUND_TRIPS = 12
 _SMALLEST_BYTES = 256 * 2**10
 _LARGEST_BYTES = {"cpu": 64 * 2**20, "cuda": 256 * 2**20}
-_SHORTEST_S, _LONGEST_S = 0.02, 0.05
-"""A message is to take at least so long, as time allows: long beside what disturbs it, short enough for many."""
+_TARGET_SECONDS = 0.05
+"""A message is to take about so long: long beside what disturbs it, short enough for many."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,7 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
     No turn begins after ``seconds``, but for the third, without which nothing could be judged.
     """
     partners = [next((pair for pair in pairs if mesh.rank in pair), None) for pairs in rounds]
-    # Both ways; and messages grow by four until they are long enough, to twice that on the average.
-    target = seconds / (4 * turns * len(rounds))
-    messages = _Messages(mesh, min(max(target, _SHORTEST_S), _LONGEST_S))
+    messages = _Messages(mesh)
     sizes = [messages.suited(pair) if pair else (0, 0) for pair in partners]
     start, rows = time.perf_counter(), []
     for turn in range(turns):
@@ -58,9 +56,14 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
             if pair := partners[number]:
                 row[number] = messages.both_ways(pair, sizes[number])
         rows.append(row)
-        if max_of_all(time.perf_counter() - start, mesh) > seconds and turn >= 2:
+        spent = _max_of_all(mesh, time.perf_counter() - start)
+        if spent > seconds and turn >= 2:
             break
-    return _as_paths(gather_numbers(np.array(rows), mesh), rounds)
+    own = torch.tensor(rows, dtype=torch.float64, device=mesh.device).reshape(-1)
+    every = own.new_empty(mesh.world_size * own.numel())
+    all_gather_single(every, own)
+    found_RTPK = every.cpu().numpy().reshape(mesh.world_size, len(rows), len(rounds), 3)
+    return _as_paths(found_RTPK, rounds)
 
 
 def _as_paths(found_RTPK: NDArray[np.float64], rounds: Sequence[Pairs]) -> Paths:
@@ -81,6 +84,13 @@ def _as_paths(found_RTPK: NDArray[np.float64], rounds: Sequence[Pairs]) -> Paths
     )
 
 
+def _max_of_all(mesh: Mesh, value: float) -> float:
+    """The highest of all ranks' values."""
+    highest = torch.tensor([value], dtype=torch.float64, device=mesh.device)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    return float(highest.item())
+
+
 def _exchange(mesh: Mesh, own: Tensor, theirs: Tensor, pair: tuple[int, int]) -> None:
     peer = pair[0] + pair[1] - mesh.rank
     _run([dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer)])
@@ -97,14 +107,14 @@ def _run(operations: list[dist.P2POp]) -> None:
 class _Messages:
     """Buffers for messages, and the ways to send them."""
 
-    def __init__(self, mesh: Mesh, target_seconds: float) -> None:
-        self._mesh, self._target_seconds = mesh, target_seconds
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
         self._largest = _LARGEST_BYTES[mesh.device.type]
         self._small = torch.zeros(8, dtype=torch.uint8, device=mesh.device)
         self._large = torch.ones(self._largest, dtype=torch.uint8, device=mesh.device)
 
     def suited(self, pair: tuple[int, int]) -> tuple[int, int]:
-        """Bytes that take the time of a message to the higher rank, and to the lower; the same on both."""
+        """Bytes that take about ``_TARGET_SECONDS`` to the higher rank, and to the lower; the same on both."""
         sizes = [_SMALLEST_BYTES, _SMALLEST_BYTES]
         while True:
             _, *rates = self.both_ways(pair, (sizes[0], sizes[1]), round_trips=1)
@@ -113,8 +123,7 @@ class _Messages:
             _exchange(self._mesh, own, theirs, pair)
             seconds = [rate * size for rate, size in zip((own + theirs).tolist(), sizes, strict=True)]
             larger = [
-                size < self._largest and spent < self._target_seconds
-                for size, spent in zip(sizes, seconds, strict=True)
+                size < self._largest and spent < _TARGET_SECONDS for size, spent in zip(sizes, seconds, strict=True)
             ]
             if not any(larger):
                 return sizes[0], sizes[1]

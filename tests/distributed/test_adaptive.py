@@ -27,7 +27,7 @@ def agent(number: int, port: int, folder: Path, arguments: list[str]) -> Program
     place = ["--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d", "--rdzv-id=adaptive"]
     place += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--local-addr=127.0.0.{number + 1}"]
     place += [
-        "--rdzv-conf=last_call_timeout=5,keep_alive_interval=1,is_host=0",
+        "--rdzv-conf=last_call_timeout=5,keep_alive_interval=4,is_host=0",
         "-m",
         "tests.distributed.workers.elastic_worker",
     ]

@@ -97,7 +97,7 @@ def test_a_slow_link_and_a_rank_with_half_a_core_are_named_and_nothing_else(tmp_
     with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names, competitor(CORES[0]):
         shape(names[2], THIRD)
         for _ in range(ATTEMPTS):
-            statuses, output = ended(start(names, ["--out", str(out), "--seconds", "4"], pinned=1))
+            statuses, output = ended(start(names, ["--out", str(out), "--seconds", "6"], pinned=1))
             assert statuses == [1] * HOSTS, output
             view = read_view(out)
             check_whole(view)
@@ -117,14 +117,14 @@ def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
     even = 0
     with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names:
         for _ in range(ATTEMPTS):
-            statuses, output = ended(start(names, ["--out", str(out), "--seconds", "2"]))
+            statuses, output = ended(start(names, ["--out", str(out), "--seconds", "3"]))
             view = read_view(out)
             check_whole(view)
             assert statuses == [1 if view.outliers else 0] * HOSTS, output
             even += not view.outliers
-            if even == 2:
+            if even == 3:
                 break
-    assert even == 2, output
+    assert even == 3, output
     rate = 300e6 / 8
     assert all(0.7 * rate < 1 / link.seconds_per_byte < 1.1 * rate for link in view.links)
 

@@ -15,7 +15,7 @@ STEPS = 20
 def test_a_machine_is_probed_and_planned_for_and_a_run_follows_the_plan(checkout: Path, tmp_path: Path) -> None:
     python, view, plan = checkout / ".venv/bin/python", tmp_path / "cluster.json", tmp_path / "plan.json"
     launch = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}")
-    probe = ("-m", "cluster", "probe", "--out", str(view), "--seconds", "1")
+    probe = ("-m", "cluster", "probe", "--out", str(view), "--seconds", "2")
     probed = start(python, *launch, *probe, cwd=checkout, OMP_NUM_THREADS="1")
     assert view.exists(), probed.stdout + probed.stderr
     planned = start(
