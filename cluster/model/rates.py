@@ -110,11 +110,6 @@ class Rates:
             total = total + cost * count
         return total
 
-    def product_seconds(self, rows: float, outputs: float, inputs: float, dtype: str) -> float:
-        """Seconds of one product [rows, inputs] x [inputs, outputs]: a third of a linear layer."""
-        counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), inputs * outputs)
-        return float(self.seconds(Computation("linear", counts, in_encoder=True), dtype)) / 3
-
     def members(self, scope: Scope) -> int:
         """Ranks that take part in a collective of a scope."""
         return {"world": self.world_size, "node": self.ranks, "rail": self.nodes}[scope]

@@ -20,6 +20,7 @@ from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
 from cluster.published.calibration import calibration
 from cluster.published.convergence import log_samples
+from cluster.published.cost_model import RunTime
 from cluster.view import Operation, Scope
 
 FORWARD = 1 / 3
@@ -231,26 +232,7 @@ def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
     return float(seconds)
 
 
-@dataclass(frozen=True)
-class PredictedRun:
-    """A run from the start of its clock to its end.
-
-    Attributes:
-        parts: seconds by name: start, those of a step, evaluation.
-    """
-
-    samples: float
-    steps: float
-    evaluations: float
-    parts: dict[str, float]
-
-    @property
-    def total(self) -> float:
-        """Seconds of the run."""
-        return sum(self.parts.values())
-
-
-def predict_run(work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None) -> PredictedRun:
+def predict_run(work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None) -> RunTime:
     """Predict the time to train: start, steps to the target, such as ``step`` if given, evaluations on their schedule."""
     step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
@@ -261,7 +243,7 @@ def predict_run(work: Work, strategy: Strategy, rates: Rates, step: PredictedSte
     steps = math.ceil(samples / batch)
     evaluations = max(1, math.ceil(samples / work.interval(batch)))
     parts = {"start": rates.start_s} | {name: steps * seconds for name, seconds in step.parts.items()}
-    return PredictedRun(
+    return RunTime(
         samples, steps, evaluations, parts | {"evaluation": evaluations * evaluation_seconds(work, strategy, rates)}
     )
 

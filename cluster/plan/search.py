@@ -14,11 +14,12 @@ from itertools import islice, takewhile
 from bert.configuration.config import Config, ParallelConfig, Recompute
 from cluster.model.computations import layout_of
 from cluster.model.memory import held_by_rank, memory_of_rank
-from cluster.model.step import PredictedRun, PredictedStep, least_step, predict_run, predict_step
+from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Precision, Reduction, Strategy
 from cluster.model.work import Work
 from cluster.plan.schedules import Schedule, schedules
 from cluster.plan.target import Target
+from cluster.published.cost_model import RunTime
 
 REDUCTIONS: tuple[Reduction, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 TENSORS = (1, 2, 4, 8)
@@ -42,7 +43,7 @@ class Candidate:
     schedule: Schedule
     strategy: Strategy
     step: PredictedStep
-    run: PredictedRun
+    run: RunTime
     memory: float
 
     @property

@@ -213,7 +213,7 @@ class RunTime:
 
     Attributes:
         samples, steps, evaluations: how many, in the mean over seeds.
-        parts: seconds by name.
+        parts: seconds by name: start, those of a step, evaluation.
     """
 
     samples: float

@@ -113,29 +113,19 @@ def test_a_run_that_shares_copies_is_the_run_of_one_rank(small_run: SmallRun, tm
         ended[name] = folder
         if ranks > 1:
             assert started.output.count("data 2 x tensor 2, reduction: sharded (as set)") == 1
-    same_steps(ended["one"], ended["shared"])
-    counts = [[(one["correct"], one["count"]) for one in records(folder, "eval")] for folder in ended.values()]
-    assert counts[0] == counts[1]
+    correct, count = same_results(ended["one"], ended["shared"])
     log = result_of(ended["shared"]).read_text()
     assert "# data 2 x tensor 2, reduction: sharded (as set)" in log
     assert "# config.parallel.tensor: 2" in log
     logged = {record["key"]: record["value"] for line in log.splitlines() if (record := _record(line))}
     assert (logged["global_batch_size"], logged["d_batch_size"], logged["gradient_accumulation_steps"]) == (16, 8, 1)
-    one, other = (load_file(folder / "saved") for folder in ended.values())
-    for name, tensor in one.items():
-        torch.testing.assert_close(other[name], tensor, rtol=2e-5, atol=1e-5)
     evaluated = {"parallel__tensor": 2, "data__initial_checkpoint": ended["shared"] / "saved"}
     with Ranks(small_run.arguments(tmp_path, **evaluated), 2, "bert.evaluate") as started:
         assert started.ends() == [0, 0], started.output
-    assert f"{counts[0][-1][0]:,} of {counts[0][-1][1]:,} masked tokens" in started.output
+    assert f"{correct:,} of {count:,} masked tokens" in started.output
     for source, ranks, tensor in (("one", 2, 2), ("shared", 1, 1)):
-        folder = tmp_path / f"from {source}"
-        settings = checkpoints(folder) | without_dropout() | {"parallel__tensor": tensor, "training__seed": None}
-        start = ended[source] / "checkpoints" / "step_00000004"
-        settings |= {"resume": start, "training__max_steps": 5, "checkpoint__every_steps": 1}
-        with Ranks(small_run.arguments(folder, **settings), ranks) as started:
-            assert started.ends() == [1] * ranks, started.output
-        same_steps(ended[source], folder, since=5)
+        settings = without_dropout() | {"parallel__tensor": tensor}
+        goes_on(small_run, ended[source], tmp_path / f"from {source}", ranks, settings)
 
 
 def checkpoints(folder: Path) -> dict[str, object]:
@@ -148,6 +138,28 @@ def without_dropout() -> dict[str, object]:
 
 def _record(line: str) -> dict[str, Any] | None:
     return json.loads(line.removeprefix(":::MLLOG ")) if line.startswith(":::MLLOG ") else None
+
+
+def same_results(one: Path, other: Path) -> tuple[int, int]:
+    """The steps, evaluations and saved weights of two runs; returns what the last evaluation counted."""
+    same_steps(one, other)
+    expected, found = (
+        [(each["correct"], each["count"]) for each in records(folder, "eval")] for folder in (one, other)
+    )
+    assert found == expected
+    saved = load_file(other / "saved")
+    for name, tensor in load_file(one / "saved").items():
+        torch.testing.assert_close(saved[name], tensor, rtol=2e-5, atol=1e-5)
+    return expected[-1]
+
+
+def goes_on(small_run: SmallRun, source: Path, folder: Path, ranks: int, settings: dict[str, object]) -> None:
+    """A run from the fourth step of another, in another shape: its next step is that one's."""
+    settings = settings | checkpoints(folder) | {"checkpoint__every_steps": 1, "training__max_steps": 5}
+    settings |= {"training__seed": None, "resume": source / "checkpoints" / "step_00000004"}
+    with Ranks(small_run.arguments(folder, **settings), ranks) as started:
+        assert started.ends() == [1] * ranks, started.output
+    same_steps(source, folder, since=5)
 
 
 def same_steps(one: Path, other: Path, since: int = 1) -> None:

@@ -101,7 +101,9 @@ def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
     plan = make_plan(IntendedRun("dgxa100_8x8"), Host(), 0)
     assert (plan.setting("training", "global_batch_size"), plan.setting("log", "division")) == (3072, "closed")
     assert make_plan(IntendedRun("tiny_cpu"), Host(), 0).ranks in (1, 2)
-    with pytest.raises(ValueError, match=r"unknown recipe 'nope': expected one of .*dgxa100_128x8, .*tiny_cpu"):
+    with pytest.raises(
+        ValueError, match=r"unknown recipe 'nope': expected one of bert_3_9b_8x8, dgxa100_128x8, .*tiny_cpu"
+    ):
         make_plan(IntendedRun("nope"), Host(), 0)
 
 

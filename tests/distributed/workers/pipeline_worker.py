@@ -15,7 +15,7 @@ import torch
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
 from bert.configuration.recipes import tiny_cpu
-from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.mesh import Mesh
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from kernels import choose
@@ -28,6 +28,7 @@ from tests.distributed.workers.tensor_worker import (
     returns,
     skips,
     state,
+    train_all,
 )
 
 PIPELINE_MODEL = replace(MODEL, num_hidden_layers=5)
@@ -92,13 +93,5 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     }
 
 
-def main(out: str, *shapes: str) -> None:
-    mesh = join_mesh("cpu")
-    found = {shape: train(mesh, shape) for shape in shapes}
-    if mesh.is_main:
-        torch.save(found, out)
-    leave_mesh()
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    train_all(train, *sys.argv[1:])

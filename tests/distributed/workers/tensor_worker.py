@@ -6,7 +6,7 @@ A shape is TENSOR,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,PRECISION. OUT.pt 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -194,7 +194,8 @@ def agreed(tensors: Sequence[torch.Tensor]) -> bool:
     return bool(same)
 
 
-def main(out: str, *shapes: str) -> None:
+def train_all(train: Callable[[Mesh, str], dict[str, Any]], out: str, *shapes: str) -> None:
+    """Train each shape on the same ranks, and save what ``train`` gives on the main one."""
     mesh = join_mesh("cpu")
     found = {shape: train(mesh, shape) for shape in shapes}
     if mesh.is_main:
@@ -203,4 +204,4 @@ def main(out: str, *shapes: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    train_all(train, *sys.argv[1:])
