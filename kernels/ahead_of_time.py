@@ -51,6 +51,8 @@ class Configuration:
     num_stages: int
     capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS)
     """Compute capabilities on which it can be chosen."""
+    max_registers: int | None = None
+    """Of a thread, where the launch limits them."""
 
     @classmethod
     def of(
@@ -62,6 +64,7 @@ class Configuration:
         num_warps: int,
         num_stages: int,
         capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS),
+        max_registers: int | None = None,
     ) -> "Configuration":
         """Take of types, and of values that are ``fixed``, those of the kernel's parameters; others may be among them.
 
@@ -70,7 +73,7 @@ class Configuration:
         """
         constexprs = {name: fixed[name] for name in kernel.arg_names if name in fixed}
         signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
-        return cls(name, kernel, signature, constexprs, num_warps, num_stages, capabilities)
+        return cls(name, kernel, signature, constexprs, num_warps, num_stages, capabilities, max_registers)
 
 
 @dataclass(frozen=True)
@@ -134,14 +137,15 @@ def cost(module: str, configuration: Configuration, capability: int) -> Cost:
     Triton compiles integers that are multiples of 16 anew, with other vector widths and pipelines. Each figure is the worse
     of a compilation with all and one with none of the integers so; pointers are aligned in both, as PyTorch's are.
     """
-    figures = [_figures(_compiled(configuration, capability, aligned)) for aligned in (("*",), ("*", "i", "u"))]
+    figures = [_figures(compiled(configuration, capability, aligned)) for aligned in (("*",), ("*", "i", "u"))]
     registers, spilled, shared, in_flight = zip(*figures, strict=True)
     names = module, configuration.kernel.__name__, configuration.name
     worst = max(registers), max(spilled), max(shared), min(in_flight)
     return Cost(*names, capability, configuration.num_warps, *worst)
 
 
-def _compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":
+def compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":
+    """Compile a configuration where parameters of ``aligned_types`` (``*`` for pointers, ``i``, ``u``) divide by 16."""
     import triton  # only where there is something to compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -154,6 +158,7 @@ def _compiled(configuration: Configuration, capability: int, aligned_types: tupl
     }
     source = ASTSource(configuration.kernel, configuration.signature, configuration.constexprs, aligned)
     options = {"num_warps": configuration.num_warps, "num_stages": configuration.num_stages}
+    options |= {} if configuration.max_registers is None else {"maxnreg": configuration.max_registers}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

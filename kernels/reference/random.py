@@ -12,13 +12,17 @@ import torch
 from torch import Tensor
 
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+"""Of the generator, for its two halves."""
 ROUNDS = 7
 """Of the generator."""
 
-PLACES_A_DRAW = 8
-"""A draw is 128 bits, of which each of eight neighbouring columns takes 16."""
+PLACES_A_DRAW = 16
+"""A draw is 128 bits, of which each of 16 neighbouring columns takes 8."""
+
+TIE_MULTIPLIER = 0x9E3779B9
+"""2^32 over the golden ratio: spreads what it multiplies over the highest bits."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,8 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """An element is kept when its 16 bits are no less than this."""
-        return round(self.p * 65536)
+        """An element is kept when its 8 bits, with the draw's tie for a fraction, are no less than this / 256."""
+        return min(round(self.p * 65536), 65535)
 
     @property
     def scale(self) -> float:
@@ -49,16 +53,23 @@ class Dropout:
     def mask(self, rows: Tensor, columns: int) -> Tensor:
         """bool [len(rows), columns]: what is kept in the rows with these numbers (int64).
 
-        Element (r, c) takes 16 bits of the draw with counter (c // 8, stream, r, step mod 2^32) and the seed as key: word
-        (c % 8) // 2 of four, its low half for even c and its high half for odd c.
+        Element (r, c) takes 8 bits of the draw with counter (c // 16, stream, r, step mod 2^32) and the seed as key: bit
+        16 + c % 16 of each of its four words, then bit c % 16 of each, from low to high. The number that they are is kept
+        above threshold // 256 and dropped below. Where it is that very number, all of the draw are kept together, if its
+        tie is no less than threshold % 256. The tie is of all 128 bits, so that it depends on those of one element no more
+        than on another's: it makes the probability exact, and two elements alike in one pair of 65,536.
         """
         draws = torch.arange(-(-columns // PLACES_A_DRAW), device=rows.device)
         seed, step = self.state.to(rows.device).unbind()
         words = philox(
             seed, [draws[None, :], torch.full_like(draws, self.stream)[None, :], rows[:, None], step & _WORD]
         )
-        halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
-        return halves.flatten(1)[:, :columns] >= self.threshold
+        tie = (((words[0] ^ words[1] ^ words[2] ^ words[3]) * TIE_MULTIPLIER & _WORD) >> 24)[..., None]
+        lanes = torch.arange(PLACES_A_DRAW, device=rows.device)
+        numbers = torch.zeros((*tie.shape[:-1], PLACES_A_DRAW), dtype=torch.int64, device=rows.device)
+        for place, (word, first) in enumerate((word, first) for first in (16, 0) for word in words):
+            numbers |= ((word[..., None] >> (first + lanes)) & 1) << place
+        return (numbers * 256 + tie >= self.threshold).flatten(1)[:, :columns]
 
 
 def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
@@ -67,10 +78,10 @@ def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(ROUNDS):
         (high_0, low_0), (high_1, low_1) = (
-            _product(multiplier, word) for multiplier, word in zip(_MULTIPLIERS, (c0, c2), strict=True)
+            _product(multiplier, word) for multiplier, word in zip(MULTIPLIERS, (c0, c2), strict=True)
         )
         c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
-        k0, k1 = ((key + step) & _WORD for key, step in zip((k0, k1), _KEY_STEPS, strict=True))
+        k0, k1 = ((key + step) & _WORD for key, step in zip((k0, k1), KEY_STEPS, strict=True))
     return [c0, c1, c2, c3]
 
 

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.reference.random import Dropout
+from kernels.reference.random import PLACES_A_DRAW, Dropout
 from kernels.triton.attention_passes import (
     KEYS_A_GROUP,
     attention_backward_keys,
@@ -39,6 +39,13 @@ class _Launch:
     block_k: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+    """Of a thread, where the compiler would take more than let another block be on a multiprocessor."""
+
+    def options(self) -> dict[str, int]:
+        """Keyword arguments of the launch."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
 # By the compute capability that they are chosen from. None was measured: they spill no registers, and of what does not
@@ -46,7 +53,7 @@ class _Launch:
 # With two stages the next tile is asked for at the end of an iteration and waited for at the start of the next one; with
 # three a tile is on its way while one is computed with.
 _LAUNCHES = {
-    80: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 8, 3), "dkv": _Launch(64, 32, 4, 3)},
+    80: {"forward": _Launch(64, 64, 4, 3, 168), "dq": _Launch(64, 32, 4, 3), "dkv": _Launch(64, 32, 4, 3)},
     90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
 }
 _FP32_LAUNCHES = {
@@ -138,14 +145,14 @@ def configurations() -> "list[Configuration]":
             constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch)
             constants |= {} if dropout else {"state": None}
             types = dict.fromkeys(kernel.arg_names, "*bf16") | _TYPES
-            pipeline = launch.num_warps, launch.num_stages
-            chosen.append(Configuration.of(f"{name}, {case}", kernel, types, constants, *pipeline, devices[capability]))
+            pipeline = launch.num_warps, launch.num_stages, devices[capability], launch.max_registers
+            chosen.append(Configuration.of(f"{name}, {case}", kernel, types, constants, *pipeline))
     return chosen
 
 
 _TYPES = dict.fromkeys(("lse", "delta"), "*fp32") | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "*i32")
 _TYPES |= dict.fromkeys(("queries", "keys", "groups", "stream", "threshold"), "i32")
-_TYPES |= {"state": "*i64", "kept": "*u8", "kept_scale": "fp32"}
+_TYPES |= {"state": "*i64", "kept": "*i16", "kept_scale": "fp32"}
 
 
 def _constants(
@@ -191,8 +198,8 @@ def _rows_of_heads(x: Tensor) -> Tensor:
 
 
 def _kept_shape(heads: int, queries: int, max_seqlen: int, drawn: bool) -> tuple[int, ...]:
-    """Return the shape of the bytes whose bits say what dropout kept, if any are drawn: [H, groups, Q, 8]."""
-    return (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // 8) if drawn else (0,)
+    """Return the shape of the draws whose bits say what dropout kept, if any are drawn: [H, groups, Q, 4]."""
+    return (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // PLACES_A_DRAW) if drawn else (0,)
 
 
 def _groups(max_seqlen: int) -> int:
@@ -213,14 +220,14 @@ def _launch_forward(
     output = torch.empty((queries, heads, head_size), dtype=qkv[0].dtype, device=qkv[0].device)
     lse = torch.empty((heads, queries), dtype=torch.float32, device=output.device)
     drawn = state is not None
-    kept = torch.empty(_kept_shape(heads, queries, max_seqlen, drawn), dtype=torch.uint8, device=output.device)
+    kept = torch.empty(_kept_shape(heads, queries, max_seqlen, drawn), dtype=torch.int16, device=output.device)
     launch, strides = _launch("forward", output), [x.stride(0) for x in qkv]
-    numbers = queries, _groups(max_seqlen), stream, round(p * 65536), 1 / (1 - p)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+    threshold = 0 if state is None else Dropout(p, state, stream).threshold
+    numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
     constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     attention_forward[grid](
-        *qkv, output, lse, kept, cu_seqlens_q, cu_seqlens_k, state, *numbers, **constants, **options
+        *qkv, output, lse, kept, cu_seqlens_q, cu_seqlens_k, state, *numbers, **constants, **launch.options()
     )
     return output, lse, kept
 
@@ -245,15 +252,13 @@ def _launch_backward(
     strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
     bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), 1 / (1 - p))
     launch = _launch("dq", output)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    options |= _constants(attention_backward_queries, *strides, *sizes, drawn, launch)
+    options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     attention_backward_queries[grid](
         upstream, *qkv, output, lse, delta, kept, d_query, *bounds, queries, *numbers, **options
     )
     launch = _launch("dkv", output)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
-    options |= _constants(attention_backward_keys, *strides, *sizes, drawn, launch)
+    options = launch.options() | _constants(attention_backward_keys, *strides, *sizes, drawn, launch)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_k)), heads, len(cu_seqlens_q))
     rows = queries, len(qkv[1])
     attention_backward_keys[grid](upstream, *qkv, lse, delta, kept, d_key, d_value, *bounds, *rows, *numbers, **options)
@@ -322,7 +327,7 @@ def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *
 def _fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
     queries, heads, _size = query.shape
     shape = _kept_shape(heads, queries, max_seqlen, state is not None)
-    return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.uint8)
+    return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.int16)
 
 
 @torch.library.custom_op("mlperf_bert::varlen_self_attention_backward", mutates_args=())

@@ -1,12 +1,13 @@
 """The kernels of ``kernels.triton.attention``: what one program does.
 
-Shape legend in ``kernels/__init__.py``. Keys stand in an order of their own inside a block. A draw of the generator serves 8
-neighbouring keys; with key 8 g + j in column j * (BLOCK_K / 8) + g, the thread that draws also holds, in a matrix product's
-result, the scores that it draws for.
+Shape legend in ``kernels/__init__.py``. Where keys are the columns of a product they stand in an order of their own inside a
+block (``_places``): the thread that makes a draw for 16 neighbouring keys also holds, in the product's result, their scores.
 
-Drawing is by far the most of what dropout costs, so the forward pass writes what it kept, a bit an element, and the
-backward passes read that: 1 / 8 byte in place of some ten integer operations. ``kept`` is uint8 [H, ``groups``, Q, 8]:
-eight keys to a byte, 64 to a group.
+Drawing is most of what dropout costs, so the forward pass writes what it kept, a bit an element, and the backward passes
+read that: 1 / 8 byte in place of some six integer operations. ``kept`` is int16 [H, ``groups``, Q, 4]: a draw for 16 keys,
+four to a group.
+
+Scores are scaled where exp2 takes them, in the one instruction that also subtracts the maximum.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
@@ -15,50 +16,113 @@ eight keys to a byte, 64 to a group.
 import triton
 import triton.language as tl
 
-from kernels.reference.random import PLACES_A_DRAW, ROUNDS
+from kernels.triton.dropout import PLACES, draw_kept
 
 KEYS_A_GROUP = 64
-_PLACES = tl.constexpr(PLACES_A_DRAW)
-_ROUNDS = tl.constexpr(ROUNDS)
+_DRAWS_A_GROUP = tl.constexpr(KEYS_A_GROUP // PLACES.value)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # A captured graph or a new length must not compile anew because a number happens to be 1 or a multiple of 16.
 _VARYING = ["queries", "keys", "groups", "stream", "threshold"]
 
 
 @triton.jit
-def _draw(state, stream, threshold, rows, draws):
-    """Draw what dropout keeps, a byte a draw: uint8 [rows, draws], bit j for its place j."""
-    seed, step = tl.load(state), tl.load(state + 1).to(tl.uint32)
-    words = tl.philox(seed, draws[None, :], stream, rows[:, None], step, n_rounds=_ROUNDS)
-    kept = _pair(words[0], threshold) | (_pair(words[1], threshold) << 2)
-    kept |= (_pair(words[2], threshold) << 4) | (_pair(words[3], threshold) << 6)
-    return kept.to(tl.uint8)
+def _places(BLOCK_K: tl.constexpr):
+    """Order of a block's keys, as the columns of a product: the 16 of a draw in pairs, a pair of each draw in turn."""
+    DRAWS: tl.constexpr = BLOCK_K // PLACES
+    columns = tl.arange(0, BLOCK_K)
+    return columns // 2 % DRAWS * PLACES + columns // (2 * DRAWS) * 2 + columns % 2
 
 
 @triton.jit
-def _pair(word, threshold):
-    """Two bits for the two places that a word is for, the low half's first."""
-    low, high = (word & 0xFFFF).to(tl.int32) >= threshold, (word >> 16).to(tl.int32) >= threshold
-    return low.to(tl.int32) | (high.to(tl.int32) << 1)
+def _keep_columns(x, kept):
+    """Zero what is dropped of fp32 ``x`` [rows, 16 * draws], by int32 [rows, draws]; keys in the order of ``_places``."""
+    ROWS: tl.constexpr = kept.shape[0]
+    DRAWS: tl.constexpr = kept.shape[1]
+    pairs, ones = tl.arange(0, PLACES // 2)[None, :, None, None], tl.arange(0, 2)[None, None, None, :]
+    kept, bits = tl.broadcast(kept[:, None, :, None], 1 << (pairs * 2 + ones))
+    return _keep(x, tl.reshape(kept, (ROWS, PLACES * DRAWS)), tl.reshape(bits, (ROWS, PLACES * DRAWS)))
 
 
 @triton.jit
-def _unpack(kept):
-    """Unpack bytes to bool [rows, 8 * draws]: column j * draws + g is bit j of draw g."""
-    bits = kept.to(tl.int32)
-    halves = tl.join(bits, bits >> 4)
-    quarters = tl.join(halves, halves >> 2)
-    singles = tl.permute(tl.join(quarters, quarters >> 1), (0, 2, 3, 4, 1))  # [rows, bit's number, high to low, draws]
-    return tl.reshape((singles & 1) != 0, (kept.shape[0], 8 * kept.shape[1]))
+def _keep_rows(x, kept):
+    """Zero what is dropped of fp32 ``x`` [16 * draws, columns], by int32 [draws, columns]; keys in their own order."""
+    DRAWS: tl.constexpr = kept.shape[0]
+    COLUMNS: tl.constexpr = kept.shape[1]
+    kept, bits = tl.broadcast(kept[:, None, :], 1 << tl.arange(0, PLACES)[None, :, None])
+    return _keep(x, tl.reshape(kept, (PLACES * DRAWS, COLUMNS)), tl.reshape(bits, (PLACES * DRAWS, COLUMNS)))
 
 
 @triton.jit
-def _byte_pointers(kept, queries, rows, draws):
-    """Return pointers to a head's bytes, [rows, draws]: those of 64 keys stand together, for each row in turn.
+def _keep(x, kept, bit):
+    """Return fp32 ``x`` where ``kept`` has the bit, else 0.
 
-    So a block of rows by 64 keys is one piece of memory.
+    In the GPU's language: of ``tl.where`` the compiler makes vectors of bits, or chooses after rounding, in halves of words.
     """
-    return kept + (rows[:, None] * 8 + (draws // 8 * (queries * 8) + draws % 8)[None, :])
+    if _INTERPRETED:
+        return tl.where((kept & bit) != 0, x, 0.0)
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 both;
+        .reg .pred kept;
+        and.b32 both, $2, $3;
+        setp.ne.b32 kept, both, 0;
+        selp.f32 $0, $1, 0f00000000, kept;
+        }""",
+        "=f,f,r,r",
+        [x, kept, bit],
+        tl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _of_sequence(kept, queries, groups, head, start_q):
+    """Return where a sequence's draws for a head start."""
+    return kept + ((head * groups).to(tl.int64) * queries + start_q) * _DRAWS_A_GROUP
+
+
+@triton.jit
+def _of_keys(kept, queries, first_k, BLOCK_K: tl.constexpr):
+    """Return where the draws for a block of keys from ``first_k`` on start: those of 64 keys stand together."""
+    tl.static_assert(BLOCK_K <= 64)
+    kept += first_k // 64 * queries * _DRAWS_A_GROUP
+    if BLOCK_K < 64:
+        kept += first_k % 64 // PLACES
+    return kept
+
+
+@triton.jit
+def _upper_rows(ROWS: tl.constexpr):
+    """Return every other eight of rows: half of them, and each thread has one of either half in a product's result.
+
+    What is stored or loaded for a half is in the registers where it is drawn or needed; of all rows at once it would not be.
+    """
+    rows = tl.arange(0, ROWS // 2)
+    return rows // 8 * 16 + rows % 8
+
+
+@triton.jit
+def _store_kept(kept, drawn, rows, stop):
+    """Store 16 bits a draw, int32 [rows, draws]; ``rows`` are those of ``_upper_rows``, and ``stop`` ends them."""
+    ROWS: tl.constexpr = drawn.shape[0]
+    DRAWS: tl.constexpr = drawn.shape[1]
+    upper, lower = tl.split(tl.permute(tl.reshape(drawn, (ROWS // 16, 2, 8, DRAWS)), (0, 2, 3, 1)))
+    pointers = kept + (rows * _DRAWS_A_GROUP)[:, None] + tl.arange(0, DRAWS)[None, :]
+    tl.store(pointers, tl.reshape(upper, (ROWS // 2, DRAWS)).to(tl.int16), mask=(rows < stop)[:, None])
+    pointers += 8 * _DRAWS_A_GROUP
+    tl.store(pointers, tl.reshape(lower, (ROWS // 2, DRAWS)).to(tl.int16), mask=(rows + 8 < stop)[:, None])
+
+
+@triton.jit
+def _load_kept(kept, rows, stop, DRAWS: tl.constexpr):
+    """Load what ``_store_kept`` stored, int32 [rows, draws]."""
+    ROWS: tl.constexpr = 2 * rows.shape[0]
+    pointers = kept + (rows * _DRAWS_A_GROUP)[:, None] + tl.arange(0, DRAWS)[None, :]
+    upper = tl.load(pointers, mask=(rows < stop)[:, None], other=0)
+    lower = tl.load(pointers + 8 * _DRAWS_A_GROUP, mask=(rows + 8 < stop)[:, None], other=0)
+    halves = tl.reshape(tl.join(upper, lower), (ROWS // 16, 8, DRAWS, 2))
+    return tl.reshape(tl.permute(halves, (0, 3, 1, 2)), (ROWS, DRAWS)).to(tl.int32)
 
 
 @triton.jit
@@ -67,6 +131,15 @@ def _product(left, right):
     if _INTERPRETED:  # the interpreter takes bf16 operands for integers
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
     return tl.dot(left, right, input_precision="ieee")
+
+
+@triton.jit
+def _scores(query_QE, key_KE, positions, first_k, length_k):
+    """Scores of a block of keys from ``first_k`` on, unscaled; in a sequence's last block -inf past its end."""
+    scores = _product(query_QE, tl.trans(key_KE))
+    if first_k + key_KE.shape[0] > length_k:
+        scores = tl.where((positions < length_k)[None, :], scores, float("-inf"))
+    return scores
 
 
 @triton.jit
@@ -122,12 +195,10 @@ def attention_forward(
 
     The last program on axis 2 owns the rows past all sequences and zeroes them.
     """
-    DRAWS: tl.constexpr = BLOCK_K // _PLACES
+    DRAWS: tl.constexpr = BLOCK_K // PLACES
     SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5  # base 2: exp2 is what the hardware has
     head, sequence = tl.program_id(1), tl.program_id(2)
     output += head * HEAD_SIZE
-    if DROPOUT:
-        kept += (head * groups).to(tl.int64) * queries * 8
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
     if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
@@ -146,27 +217,27 @@ def attention_forward(
     key += start_k.to(tl.int64) * KEY_STRIDE + head * HEAD_SIZE
     value += start_k.to(tl.int64) * VALUE_STRIDE + head * HEAD_SIZE
     query_QE = _load_rows(query, rows, length_q, QUERY_STRIDE, HEAD_SIZE)
-    # Keys in the order in which `_unpack` has their bits: sums over keys are the same in any order.
-    places = tl.arange(0, BLOCK_K) % DRAWS * _PLACES + tl.arange(0, BLOCK_K) // DRAWS
+    places = _places(BLOCK_K)  # sums over keys are the same in any order
+    if DROPOUT:
+        seed, step = tl.load(state), tl.load(state + 1)
+        upper_rows = first + _upper_rows(BLOCK_Q)
+        kept = _of_sequence(kept, queries, groups, head, start_q)
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     context = tl.zeros((BLOCK_Q, HEAD_SIZE), tl.float32)
     for first_k in range(0, length_k, BLOCK_K):
         positions = first_k + places
-        valid_k = positions < length_k
         key_KE = _load_rows(key, positions, length_k, KEY_STRIDE, HEAD_SIZE)
-        scores = _product(query_QE, tl.trans(key_KE)) * SCORE_SCALE
-        scores = tl.where(valid_k[None, :], scores, float("-inf"))
+        scores = _scores(query_QE, key_KE, positions, first_k, length_k)
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_maximum[:, None])
-        rescale = tl.exp2(maximum - new_maximum)
+        weights = tl.exp2(scores * SCORE_SCALE - (new_maximum * SCORE_SCALE)[:, None])
+        rescale = tl.exp2((maximum - new_maximum) * SCORE_SCALE)
         total = total * rescale + tl.sum(weights, 1)  # before dropout, which takes what softmax has normalised
         if DROPOUT:
-            draws = tl.arange(0, DRAWS) + first_k // _PLACES
-            drawn = _draw(state, stream, threshold, (start_q + rows) * HEADS + head, draws)
-            inside = valid_q[:, None] & (draws * _PLACES < length_k)[None, :]
-            tl.store(_byte_pointers(kept, queries, start_q + rows, draws), drawn, mask=inside)
-            weights = tl.where(_unpack(drawn), weights, 0.0)
+            draws = tl.arange(0, DRAWS) + first_k // PLACES
+            drawn = draw_kept(seed, step, stream, threshold, ((start_q + rows) * HEADS + head)[:, None], draws[None, :])
+            _store_kept(_of_keys(kept, queries, first_k, BLOCK_K), drawn, upper_rows, length_q)
+            weights = _keep_columns(weights, drawn)
         value_KE = _load_rows(value, positions, length_k, VALUE_STRIDE, HEAD_SIZE)
         if not _INTERPRETED:  # whose bf16 products are wrong, and whose casts truncate
             weights = weights.to(value_KE.dtype)
@@ -176,35 +247,9 @@ def attention_forward(
     if DROPOUT:
         context *= kept_scale
     context /= total[:, None]
-    tl.store(lse + head.to(tl.int64) * queries + start_q + rows, maximum + tl.log2(total), mask=valid_q)
+    tl.store(lse + head.to(tl.int64) * queries + start_q + rows, maximum * SCORE_SCALE + tl.log2(total), mask=valid_q)
     output += start_q.to(tl.int64) * (HEADS * HEAD_SIZE)
     _store_rows(output, context, rows, length_q, HEADS * HEAD_SIZE, HEAD_SIZE)
-
-
-@triton.jit
-def _weights_and_gradients(
-    query_QE, key_KE, value_KE, upstream, lse_Q, delta_Q, kept, queries, rows_Q, draws, inside, DROPOUT: tl.constexpr
-):
-    """Softmax of a tile after dropout, and the gradient of its scores, both without the constants that all of them share.
-
-    ``rows_Q`` and ``draws`` are the places in dropout's mask, ``inside`` [Q, draws] those that there are. Keys past the
-    sequence's end are zero rows here: what they get is finite, meets the zeros again and is not stored.
-    """
-    SCORE_SCALE: tl.constexpr = 1.4426950408889634 / query_QE.shape[1] ** 0.5
-    scores = _product(query_QE, tl.trans(key_KE)) * SCORE_SCALE
-    # A weight is at most 1; the scores of keys past the end are 0 and may lie far above the logarithm of the sum.
-    weights = tl.exp2(tl.minimum(scores - lse_Q[:, None], 0.0))
-    weight_gradient = _product(upstream, tl.trans(value_KE))
-    dropped = weights
-    if DROPOUT:
-        drawn = tl.load(_byte_pointers(kept, queries, rows_Q, draws), mask=inside, other=0)
-        keep = _unpack(drawn)
-        dropped = tl.where(keep, weights, 0.0)
-        weight_gradient = tl.where(keep, weight_gradient, 0.0)
-    score_gradient = weights * (weight_gradient - delta_Q[:, None])
-    if not _INTERPRETED:
-        dropped, score_gradient = dropped.to(query_QE.dtype), score_gradient.to(query_QE.dtype)
-    return dropped, score_gradient
 
 
 @triton.jit(do_not_specialize=_VARYING)
@@ -237,12 +282,10 @@ def attention_backward_queries(
 
     That is each row's sum of output times its gradient, without dropout's scale.
     """
-    DRAWS: tl.constexpr = BLOCK_K // _PLACES
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
+    SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5
     head, sequence = tl.program_id(1), tl.program_id(2)
     query_gradient += head * HEAD_SIZE
-    if DROPOUT:
-        kept += (head * groups).to(tl.int64) * queries * 8
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
     if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
@@ -270,18 +313,24 @@ def attention_backward_queries(
     head_row = head.to(tl.int64) * queries + start_q
     tl.store(delta + head_row + rows, delta_Q, mask=valid_q)
     lse_Q = tl.load(lse + head_row + rows, mask=valid_q, other=float("inf"))  # weights of rows that are not: 0
-    # Keys in the order in which `_unpack` has their bits: sums over keys are the same in any order.
-    places = tl.arange(0, BLOCK_K) % DRAWS * _PLACES + tl.arange(0, BLOCK_K) // DRAWS
+    places = _places(BLOCK_K)
+    if DROPOUT:
+        kept = _of_sequence(kept, queries, groups, head, start_q)
+        upper_rows = first + _upper_rows(BLOCK_Q)
     total = tl.zeros((BLOCK_Q, HEAD_SIZE), tl.float32)
     for first_k in range(0, length_k, BLOCK_K):
         positions = first_k + places
         key_KE = _load_rows(key, positions, length_k, KEY_STRIDE, HEAD_SIZE)
         value_KE = _load_rows(value, positions, length_k, VALUE_STRIDE, HEAD_SIZE)
-        draws = tl.arange(0, DRAWS) + first_k // _PLACES
-        inside = valid_q[:, None] & (draws * _PLACES < length_k)[None, :]
-        _, score_gradient = _weights_and_gradients(
-            query_QE, key_KE, value_KE, upstream, lse_Q, delta_Q, kept, queries, start_q + rows, draws, inside, DROPOUT
-        )
+        scores = _scores(query_QE, key_KE, positions, first_k, length_k)
+        weights = tl.exp2(scores * SCORE_SCALE - lse_Q[:, None])
+        weight_gradient = _product(upstream, tl.trans(value_KE))
+        if DROPOUT:
+            drawn = _load_kept(_of_keys(kept, queries, first_k, BLOCK_K), upper_rows, length_q, BLOCK_K // PLACES)
+            weight_gradient = _keep_columns(weight_gradient, drawn)
+        score_gradient = weights * (weight_gradient - delta_Q[:, None])
+        if not _INTERPRETED:
+            score_gradient = score_gradient.to(key_KE.dtype)
         total += _product(score_gradient, key_KE)
     query_gradient += start_q.to(tl.int64) * QUERY_GRADIENT_STRIDE
     total *= 1.0 / HEAD_SIZE**0.5
@@ -322,12 +371,11 @@ def attention_backward_keys(
 
     Launched after ``attention_backward_queries``, whose ``delta`` it reads.
     """
-    DRAWS: tl.constexpr = BLOCK_K // _PLACES
+    DRAWS: tl.constexpr = BLOCK_K // PLACES
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
+    SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5
     head, sequence = tl.program_id(1), tl.program_id(2)
     key_gradient += head * HEAD_SIZE
-    if DROPOUT:
-        kept += (head * groups).to(tl.int64) * queries * 8
     value_gradient += head * HEAD_SIZE
     start_k = tl.load(cu_seqlens_k + sequence)
     first = tl.program_id(0) * BLOCK_K
@@ -342,7 +390,7 @@ def attention_backward_keys(
     start_q = tl.load(cu_seqlens_q + sequence)
     length_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
 
-    positions = first + tl.arange(0, BLOCK_K) % DRAWS * _PLACES + tl.arange(0, BLOCK_K) // DRAWS
+    positions = first + tl.arange(0, BLOCK_K)
     query += start_q.to(tl.int64) * QUERY_STRIDE + head * HEAD_SIZE
     output_gradient += start_q.to(tl.int64) * OUTPUT_STRIDE + head * HEAD_SIZE
     key += start_k.to(tl.int64) * KEY_STRIDE + head * HEAD_SIZE
@@ -351,7 +399,9 @@ def attention_backward_keys(
     delta += head.to(tl.int64) * queries + start_q
     key_KE = _load_rows(key, positions, length_k, KEY_STRIDE, HEAD_SIZE)
     value_KE = _load_rows(value, positions, length_k, VALUE_STRIDE, HEAD_SIZE)
-    draws = tl.arange(0, DRAWS) + first // _PLACES
+    if DROPOUT:
+        kept = _of_sequence(kept, queries, groups, head, start_q)
+        kept = _of_keys(kept, queries, first, BLOCK_K) + tl.arange(0, DRAWS)[:, None]
     key_total = tl.zeros((BLOCK_K, HEAD_SIZE), tl.float32)
     value_total = tl.zeros((BLOCK_K, HEAD_SIZE), tl.float32)
     for first_q in range(0, length_q, BLOCK_Q):
@@ -359,14 +409,22 @@ def attention_backward_keys(
         valid_q = rows < length_q
         query_QE = _load_rows(query, rows, length_q, QUERY_STRIDE, HEAD_SIZE)
         upstream = _load_rows(output_gradient, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
-        lse_Q = tl.load(lse + rows, mask=valid_q, other=float("inf"))
+        lse_Q = tl.load(lse + rows, mask=valid_q, other=0.0)
         delta_Q = tl.load(delta + rows, mask=valid_q, other=0.0)
-        inside = valid_q[:, None] & (draws * _PLACES < length_k)[None, :]
-        dropped, score_gradient = _weights_and_gradients(
-            query_QE, key_KE, value_KE, upstream, lse_Q, delta_Q, kept, queries, start_q + rows, draws, inside, DROPOUT
-        )
-        value_total += _product(tl.trans(dropped), upstream)
-        key_total += _product(tl.trans(score_gradient), query_QE)
+        # Keys are rows here, as in the sums: the next products take weights and gradients from registers. Keys past the
+        # end are zero rows, whose weights may overflow; no other row meets them, and their sums are not stored.
+        scores = _product(key_KE, tl.trans(query_QE))
+        weights = tl.exp2(scores * SCORE_SCALE - lse_Q[None, :])
+        dropped = weights
+        if DROPOUT:
+            drawn = tl.load(kept + (rows * _DRAWS_A_GROUP)[None, :], mask=valid_q[None, :], other=0)
+            dropped = _keep_rows(weights, drawn.to(tl.int32))
+        weight_gradient = _product(value_KE, tl.trans(upstream))
+        score_gradient = dropped * weight_gradient - weights * delta_Q[None, :]
+        if not _INTERPRETED:
+            dropped, score_gradient = dropped.to(query_QE.dtype), score_gradient.to(query_QE.dtype)
+        value_total += _product(dropped, upstream)
+        key_total += _product(score_gradient, query_QE)
     key_total *= 1.0 / HEAD_SIZE**0.5
     if DROPOUT:
         key_total *= kept_scale

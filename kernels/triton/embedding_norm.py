@@ -73,7 +73,7 @@ def _embedding_norm_forward(
     normalised, mean, rstd = normalised_rows(summed, inside, eps, D)
     output = normalised * gain + shift
     if DROPOUT:
-        kept = kept_places(rows, state, threshold, stream, ROWS, BLOCK)
+        kept = kept_places(rows, state, threshold, stream, BLOCK)
         output = tl.where(kept, output * scale, 0.0)
     tl.store(y + rows.to(tl.int64)[:, None, None] * D + columns, output, mask=live & inside)
     store_statistics(statistics, mean, rstd, rows, tokens)
@@ -102,7 +102,7 @@ def _embedding_norm_backward(
         summed = _summed_embeddings(word, position, segment, words, positions, segments, columns, live & inside, D)
         mean, rstd = load_statistics(statistics, rows, tokens)
         if DROPOUT:
-            kept = kept_places(rows, state, threshold, stream, ROWS, BLOCK)
+            kept = kept_places(rows, state, threshold, stream, BLOCK)
             upstream = tl.where(kept, upstream * scale, 0.0)
         normalised = (summed - mean) * rstd
         dweight += upstream * normalised

@@ -63,7 +63,7 @@ def _add_norm_forward(
     shortcut = load_fp32(residual + places, live & inside)
     gain, shift = load_fp32(weight + columns, inside), load_fp32(norm_bias + columns, inside)
     if DROPOUT:
-        kept = kept_places(rows, state, threshold, stream, ROWS, BLOCK)
+        kept = kept_places(rows, state, threshold, stream, BLOCK)
         summed = tl.where(kept, summed * scale, 0.0)
     normalised, mean, rstd = normalised_rows(summed + shortcut, inside, eps, D)
     tl.store(y + places, normalised * gain + shift, mask=live & inside)
@@ -92,7 +92,7 @@ def _add_norm_backward(
         shortcut = load_fp32(residual + places, live & inside)
         mean, rstd = load_statistics(statistics, rows, tokens)
         if DROPOUT:
-            kept = kept_places(rows, state, threshold, stream, ROWS, BLOCK)
+            kept = kept_places(rows, state, threshold, stream, BLOCK)
             summed = tl.where(kept, summed * scale, 0.0)
         normalised = (summed + shortcut - mean) * rstd
         dweight += upstream * normalised

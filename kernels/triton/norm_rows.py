@@ -1,8 +1,8 @@
 """Parts that layer norms in Triton share: tiles of rows, statistics and gradients, sums over programs, and the launch.
 
-A program's tile is [ROWS, BLOCK / 8, 8]: eight neighbouring columns are a thread's 16 bytes of bf16, and one draw of the
-generator. Statistics and gradients are summed in fp32: those of vectors (biases, gains, the two segment rows) in registers
-by a fixed number of programs that walk over the rows, then over the programs by a second small kernel.
+A program's tile is [ROWS, BLOCK / 8, 8]: eight neighbouring columns are a thread's 16 bytes of bf16. Statistics and
+gradients are summed in fp32: those of vectors (biases, gains, the two segment rows) in registers by a fixed number of
+programs that walk over the rows, then over the programs by a second small kernel.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
@@ -16,15 +16,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference.random import PLACES_A_DRAW, ROUNDS, Dropout
+from kernels.reference.random import Dropout
+from kernels.triton.dropout import PLACES as DRAW
+from kernels.triton.dropout import draw_kept
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
 MAX_COLUMNS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PLACES = tl.constexpr(PLACES_A_DRAW)
-_ROUNDS = tl.constexpr(ROUNDS)
+PLACES = tl.constexpr(8)
 # A captured graph or a new length must not compile anew because a number happens to be 1 or a multiple of 16.
 VARYING = ["tokens", "threshold", "stream"]
 
@@ -49,17 +50,12 @@ def row_means(tile, D: tl.constexpr):
 
 
 @triton.jit
-def kept_places(rows, state, threshold, stream, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Draw what ``Dropout.mask`` keeps, bool [ROWS, BLOCK / 8, 8], one draw for each eight columns."""
-    zeros = tl.zeros([ROWS, BLOCK // PLACES], tl.int32)
-    draws, calls = zeros + tl.arange(0, BLOCK // PLACES)[None, :], zeros + stream
-    steps = zeros + tl.load(state + 1).to(tl.int32)
-    places = draws, calls, zeros + rows[:, None], steps
-    word_0, word_1, word_2, word_3 = tl.philox(tl.load(state), *places, n_rounds=_ROUNDS)
-    # The last dimension that join adds is the fastest: bits of the word's number, high to low, then the half.
-    words = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))
-    halves = tl.join(words & 0xFFFF, words >> 16).to(tl.int32)
-    return tl.reshape(halves, [ROWS, BLOCK // PLACES, PLACES]) >= threshold
+def kept_places(rows, state, threshold, stream, BLOCK: tl.constexpr):
+    """Draw what ``Dropout.mask`` keeps, bool [ROWS, BLOCK / 8, 8]; two neighbouring threads make the same draw."""
+    eights = tl.arange(0, BLOCK // PLACES)[None, :]
+    drawn = draw_kept(tl.load(state), tl.load(state + 1), stream, threshold, rows[:, None], eights // (DRAW // PLACES))
+    drawn >>= eights % (DRAW // PLACES) * PLACES
+    return ((drawn[:, :, None] >> tl.arange(0, PLACES)[None, None, :]) & 1) != 0
 
 
 @triton.jit
@@ -172,8 +168,8 @@ def unsupported_rows(rows: Tensor, dropout: Dropout | None) -> list[str]:
     reasons = []
     if not rows.is_cuda and not triton.knobs.runtime.interpret:
         reasons.append(f"the inputs are on {rows.device.type}, and Triton needs a CUDA device")
-    if rows.shape[1] % PLACES_A_DRAW or not 0 < rows.shape[1] <= MAX_COLUMNS:
-        reasons.append(f"a hidden size of {rows.shape[1]}; expected a multiple of {PLACES_A_DRAW} up to {MAX_COLUMNS}")
+    if rows.shape[1] % PLACES.value or not 0 < rows.shape[1] <= MAX_COLUMNS:
+        reasons.append(f"a hidden size of {rows.shape[1]}; expected a multiple of {PLACES.value} up to {MAX_COLUMNS}")
     if dropout is not None and dropout.state.device != rows.device:
         reasons.append(f"the dropout's state is on {dropout.state.device}, the inputs on {rows.device}")
     return reasons

@@ -44,7 +44,7 @@ class Item:
             if isinstance(function, triton.JITFunction):
                 function.starting_line_number = 0  # where a function stands in its file is no difference
         chosen = self.configuration
-        settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages
+        settings = chosen.signature, chosen.constexprs, chosen.num_warps, chosen.num_stages, chosen.max_registers
         parts = self.name, kernel.cache_key, settings, inspect.getsource(ahead_of_time)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -33,7 +33,7 @@ def mask(p: float = 0.1, rows: int = 4096, columns: int = 256, seed: int = 1, st
     return Dropout(p, torch.tensor([seed, step]), stream).mask(torch.arange(rows), columns)
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1, 0.9])
+@pytest.mark.parametrize("p", [0.0, 0.1, 25.5 / 256, 0.9])
 def test_rate(p: float):
     kept = mask(p).double()
     deviation = math.sqrt(max(p * (1 - p), 1e-12))
@@ -52,7 +52,19 @@ def test_every_argument_counts_and_gives_an_independent_mask(other: dict[str, in
     assert torch.equal(first, mask(0.5))
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (0, 2), (0, 7), (0, 8), (1, 1), (1, 8)])
+@pytest.mark.parametrize("p", [25.5 / 256, 0.5])
+def test_what_is_dropped_of_a_draw_is_binomial(p: float):
+    """A draw's 16 elements share what decides ties: half of the numbers that equal the threshold, of p = 25.5 / 256."""
+    dropped = (~mask(p)).unflatten(1, (-1, 16)).sum(dim=2).double()
+    expected = 16 * p * (1 - p)
+    assert abs(dropped.var().item() / expected - 1) < 5 * math.sqrt(2 / dropped.numel())
+
+
+def test_a_probability_of_almost_one_drops_almost_all():
+    assert mask(1 - 1e-9).double().mean().item() < 1e-3
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 0), (0, 1), (0, 2), (0, 7), (0, 8), (0, 16), (1, 1), (1, 16)])
 def test_neighbours_are_independent(rows: int, columns: int):
     """Those that share a draw, too: the product of two indicators has the mean of independent ones."""
     dropped = (~mask(0.5)).double()

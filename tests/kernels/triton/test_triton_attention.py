@@ -121,14 +121,16 @@ def test_upstream_gradient_need_not_be_contiguous():
         assert torch.equal(got, same)
 
 
-def test_the_mask_is_bit_for_bit_that_of_the_definition():
-    """Equal scores and one-hot values show each probability: zero where the mask drops, equal where it keeps."""
-    keys, size, dropout = 64, 64, dropout_of(0.25)
-    query, key = torch.zeros(9, HEADS, size), torch.randn(keys, HEADS, size)
-    value = torch.eye(keys)[:, None, :].expand(keys, HEADS, size)
+@pytest.mark.parametrize(("dtype", "shown"), [(torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 64)])
+def test_the_mask_is_bit_for_bit_that_of_the_definition(dtype: torch.dtype, shown: int):
+    """Equal scores and one-hot values of the ``shown`` keys tell what the mask keeps; in bf16 blocks are of other sizes."""
+    keys, size, dropout = 100, 64, dropout_of(0.25)
+    query, key = torch.zeros(9, HEADS, size, dtype=dtype), torch.randn(keys, HEADS, size).to(dtype)
+    value = torch.eye(keys, 128)[:, None, shown : shown + size].expand(keys, HEADS, size).to(dtype)
     output = varlen_attention(query, key, value, cu_seqlens([9]), cu_seqlens([keys]), keys, dropout)
-    mask = dropout.mask(torch.arange(9 * HEADS), keys).view(9, HEADS, keys)
-    torch.testing.assert_close(output, mask * dropout.scale / keys)
+    mask = dropout.mask(torch.arange(9 * HEADS), 128).view(9, HEADS, 128)[:, :, shown : shown + size]
+    mask = mask & (torch.arange(shown, shown + size) < keys)
+    torch.testing.assert_close(output.float(), mask * dropout.scale / keys, atol=0.0, rtol=0.01)
 
 
 @pytest.mark.parametrize("scale", [1e-20, 10.0, 1e4])
