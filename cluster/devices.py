@@ -38,6 +38,7 @@ class Device:
         network_gb_s: to other nodes, of a device with ports of its own.
         link_domain: devices that the link joins, where these are more than a node's.
         first_round: MLPerf Training round of its first BERT results, if it has any in the table of published ones.
+        multiprocessors, clock_ghz: of a GPU, and the clock that its rates are given at; None where nothing asks for it.
         source: where the figures stand.
     """
 
@@ -61,6 +62,8 @@ class Device:
     network_gb_s: float | None = None
     link_domain: int | None = None
     first_round: str | None = None
+    multiprocessors: int | None = None
+    clock_ghz: float | None = None
 
 
 @lru_cache
