@@ -19,7 +19,7 @@ from bert.guards.preflight import Inputs, plan_of
 from bert.loop import Run
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_text, broadcast_
-from bert.parallel.left_out import leave_out
+from bert.parallel.joining.left_out import leave_out
 from bert.parallel.mesh import Mesh
 from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import LivePanel, PlainLines
