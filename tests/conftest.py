@@ -66,18 +66,21 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Repeat a test that is marked ``measured`` until it passes, ``TRIES`` times at most, each with fresh fixtures.
 
     It measures on the clock, the links or the disk of a machine on which others are at work: they can spoil a try, and a
-    fault fails each. That a try was spoilt is among the warnings.
+    fault fails each. From the second on it has no other such test beside it. That a try was spoilt is among the warnings.
     """
     if item.get_closest_marker("measured") is None:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     reports: list[pytest.TestReport] = []
-    for number in range(TRIES):
-        if failed := [report.longreprtext for report in reports if report.failed]:
-            item.warn(pytest.PytestWarning(f"try {number} failed: {failed[0].splitlines()[-1]}"))
-        reports = runtestprotocol(item, log=False, nextitem=nextitem)
-        if not any(report.failed for report in reports):
-            break
+    with Path(tempfile.gettempdir(), f"mlperf-bert-tests-{os.getuid()}.lock").open("w") as lock:
+        for number in range(TRIES):
+            if failed := [report.longreprtext for report in reports if report.failed]:
+                item.warn(pytest.PytestWarning(f"try {number} failed: {failed[0].splitlines()[-1]}"))
+            fcntl.flock(lock, fcntl.LOCK_EX if number else fcntl.LOCK_SH)
+            reports = runtestprotocol(item, log=False, nextitem=nextitem)
+            fcntl.flock(lock, fcntl.LOCK_UN)  # or a process that the test has forked might keep it
+            if not any(report.failed for report in reports):
+                break
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
