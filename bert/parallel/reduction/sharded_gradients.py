@@ -20,7 +20,7 @@ from bert.optimizer import FlatParameters
 from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
 from bert.parallel.reduction.sums import ReduceDtype, shard_of
 
-_BUFFERS = 2
+BUFFERS = 2
 """One on its way while the next is filled; messages follow one another, so that more would wait."""
 
 
@@ -50,8 +50,8 @@ class ShardedReduction(Reduction):
         self._shard_W = flat.weights_N.new_zeros(stops[-1])
         self._own = [slice(stop - size // shards, stop) for stop, size in zip(stops, sizes, strict=True)]
         """Where this rank's part of each bucket lies in its shard."""
-        self._buffers = [flat.weights_N.new_empty(max(sizes)) for _ in range(_BUFFERS)]
-        self._until_free: list[Callable[[], None]] = [lambda: None] * _BUFFERS
+        self._buffers = [flat.weights_N.new_empty(max(sizes)) for _ in range(BUFFERS)]
+        self._until_free: list[Callable[[], None]] = [lambda: None] * BUFFERS
         self._packed = 0
         """Buckets so far, which take the buffers in turn."""
         self._parts: list[list[tuple[nn.Parameter, int]]] = [[] for _ in self.buckets]
@@ -101,7 +101,7 @@ class ShardedReduction(Reduction):
     def _start(self, stop: int) -> None:
         for bucket in range(self._started, stop):
             if bucket in self._expected:
-                buffer, self._packed = self._packed % _BUFFERS, self._packed + 1
+                buffer, self._packed = self._packed % BUFFERS, self._packed + 1
                 with self._wait():
                     self._until_free[buffer]()
                 packed_B = self._pack(bucket, self._buffers[buffer])
