@@ -192,7 +192,7 @@ def _gather(strategy: Strategy, rates: Rates, size: int) -> Message:
 
 
 def _reduce(strategy: Strategy, rates: Rates, size: float, last: bool) -> tuple[float, float]:
-    """Seconds of a bucket's reduction, along rails with the ``last`` of a step, and the share of processors it keeps busy."""
+    """Seconds of a bucket's reduction, along rails with a step's ``last``, and the share of processors it keeps busy."""
     whole, shard = size, size / rates.ranks
     if strategy.reduction == "flat":
         calls = _sum(strategy, rates, "all-reduce", "world", whole)
