@@ -51,7 +51,8 @@ class ShardedReduction(Reduction):
         self._own = [slice(stop - size // shards, stop) for stop, size in zip(stops, sizes, strict=True)]
         """Where this rank's part of each bucket lies in its shard."""
         self._buffers = [flat.weights_N.new_empty(max(sizes)) for _ in range(BUFFERS)]
-        self._until_free: list[Callable[[], None]] = [lambda: None] * BUFFERS
+        self._until_free: list[Callable[[], None]] = []
+        """What waits for each buffer."""
         self._packed = 0
         """Buckets so far, which take the buffers in turn."""
         self._parts: list[list[tuple[nn.Parameter, int]]] = [[] for _ in self.buckets]
@@ -80,6 +81,7 @@ class ShardedReduction(Reduction):
         parameters = list(self._touched if parameters is None else parameters)
         self._expected = {bucket for parameter in parameters for bucket in self._touched[parameter]}
         self._is_last = last
+        self._until_free = [lambda: None] * BUFFERS  # all are: a captured pass must not wait for one before its capture
         with super().overlapped(parameters=parameters):
             yield
         self._start(len(self.buckets))
