@@ -2,14 +2,15 @@
 
 python -m tests.distributed.workers.choice_worker OUT.json
 
-Two nodes of two ranks, and a second rail in the place of one in the switches.
+Two nodes of two ranks, and a second rail in the place of one in the switches. A slow group takes its time on one rank, by a
+clock that only slow groups move: how busy the machine is decides nothing.
 """
 
 import json
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,23 +19,27 @@ import torch.distributed as dist
 from bert.configuration.recipes import tiny_cpu
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import join_mesh, leave_mesh, process_group
-from bert.parallel.reduction import Communicators, Reduction
-from bert.parallel.reduction_choice import choose
+from bert.parallel.reduction import choice as reduction_choice
+from bert.parallel.reduction.choice import choose
+from bert.parallel.reduction.gradients import Communicators, Reduction
 from tests.distributed.workers.reduction_worker import fresh_model, regrouped
+
+SLOW_RANK = 3
 
 
 def main(out: str) -> None:
     mesh = regrouped(join_mesh("cpu"), "cyclic", 2)
     training = replace(tiny_cpu().training, device="cuda")
     found = replace(Communicators.create(mesh), in_network_rail=process_group(mesh.rail_ranks))
-    all_reduce, slow = dist.all_reduce, set()
+    all_reduce, slow, clock = dist.all_reduce, set(), [0.0]
 
     def delayed(tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> None:
-        if keywords.get("group") in slow and tensor.dtype == torch.float32:
-            time.sleep(0.15)
+        if mesh.rank == SLOW_RANK and keywords.get("group") in slow and tensor.dtype == torch.float32:
+            clock[0] += 0.15
         all_reduce(tensor, *arguments, **keywords)
 
     dist.all_reduce = delayed
+    reduction_choice.time = SimpleNamespace(perf_counter=lambda: clock[0])  # type: ignore[assignment]
     model = fresh_model()
     flat = FlatParameters.of(model, found.world_size)
     result: dict[str, Any] = {}
