@@ -170,7 +170,7 @@ claims=$(mktemp -d)
 trap 'rm -rf "$claims"' EXIT
 results=() status=0
 for ((run = 1; run <= runs && !stopped; run++)); do
-  ((nodes == 1 || node)) || MASTER_PORT=$MASTER_PORT "$python" -m bert.parallel.master_port || { status=$? && break; }
+  ((nodes == 1 || node)) || MASTER_PORT=$MASTER_PORT "$python" -m bert.parallel.joining.master_port || { status=$? && break; }
   ready=$(WORLD_SIZE=$world_size "$python" "${train[@]}" "${settings[@]}" --dry-run) || { status=$? && break; }
   [[ $ready == *"results would go to "* && " ${settings[*]} " != *" --dry-run "* ]] || { echo "$ready" && exit; } # --help
   say "$recipe, run $run of $runs: $NPROC process(es) with $OMP_NUM_THREADS thread(s) each"

@@ -22,9 +22,9 @@ from bert.fp8 import Fp8State, enable_fp8, require_fp8
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Communicators, Reduction
-from bert.parallel.reduction_choice import choose
-from bert.parallel.sharded_lamb import ShardedLamb, WeightGather
+from bert.parallel.reduction.choice import choose
+from bert.parallel.reduction.gradients import Communicators, Reduction
+from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
 from bert.parallel.whole_vectors import WholeVectors
 from bert.reporting.statistics import Statistics

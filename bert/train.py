@@ -27,7 +27,7 @@ from bert.configuration.own_text import FOLLOWING
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
-from bert.parallel.launch import Launch
+from bert.parallel.joining.launch import Launch
 from console.interruption import reader_has_gone
 from console.program import accept_any_text, answer_version, complain, parsed, say_document
 

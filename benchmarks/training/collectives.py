@@ -35,9 +35,9 @@ from benchmarks.conditions import write_figures
 from benchmarks.hosts import enter
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.reduction import Communicators, Reduction, Strategy
-from bert.parallel.reduction_choice import measured_choice
-from bert.parallel.sums import ReduceDtype
+from bert.parallel.reduction.choice import measured_choice
+from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
+from bert.parallel.reduction.sums import ReduceDtype
 from kernels import LambSegments
 
 FORK = multiprocessing.get_context("fork")

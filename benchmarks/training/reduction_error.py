@@ -33,7 +33,7 @@ from bert.checkpoints.weights import load_weights
 from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import tiny_cpu, tiny_model
 from bert.model import BertForPreTraining, initialize_
-from bert.parallel.sums import add_contributions
+from bert.parallel.reduction.sums import add_contributions
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import MicroBatch
 from dataloading.options import PretrainingOptions

@@ -29,10 +29,10 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from bert.configuration.config import ParallelConfig
-from bert.parallel.attempt import agree_on_attempt
-from bert.parallel.launch import Launch
-from bert.parallel.left_out import Absent, take_part
-from bert.parallel.master_port import require_free_port
+from bert.parallel.joining.attempt import agree_on_attempt
+from bert.parallel.joining.launch import Launch
+from bert.parallel.joining.left_out import Absent, take_part
+from bert.parallel.joining.master_port import require_free_port
 from bert.parallel.single import all_gather_single
 from console.text import counted
 from kernels.precision import set_product_precision
@@ -180,7 +180,7 @@ def join_mesh(
     """Join the run that the launcher describes in the environment; without one, a run of a single process.
 
     NCCL between GPUs, gloo between CPUs; ranks share copies of the model as ``parallel`` says. With ``left_out``, hosts of
-    these names sit out (``bert.parallel.left_out``). From here on products are as precise as training asks
+    these names sit out (``bert.parallel.joining.left_out``). From here on products are as precise as training asks
     (``set_product_precision``).
     Raises ``ValueError`` when the environment, the device, the hosts or the shape do not fit, and ``LeftOut`` on a host that
     sits out.

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import lamb_segments, padded
-from bert.parallel.reduction import bucket_slices
+from bert.parallel.reduction.gradients import bucket_slices
 from bert.parallel.tensor.shards import split_of
 from cluster.model.work import MicroBatches
 

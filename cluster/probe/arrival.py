@@ -16,8 +16,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from bert.parallel.launch import Launch
-from bert.parallel.master_port import require_free_port
+from bert.parallel.joining.launch import Launch
+from bert.parallel.joining.master_port import require_free_port
 
 _PAUSE_S = 0.05
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"

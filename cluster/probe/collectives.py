@@ -19,7 +19,7 @@ from scipy.optimize import nnls
 from torch import Tensor
 
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Communicators
+from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.single import all_gather_single, reduce_scatter_single
 from cluster.view import Collective, Operation, Scope
 

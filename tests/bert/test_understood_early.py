@@ -47,7 +47,7 @@ OWN = {
     "bert.guards",
     "bert.guards.interruption",
     "bert.parallel",
-    "bert.parallel.launch",
+    "bert.parallel.joining.launch",
     "bert.reporting",
     "bert.reporting.records",
     "bert.train",

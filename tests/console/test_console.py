@@ -26,7 +26,7 @@ ROOMS = ("bert", "cluster", "compliance", "dataloading")
 OTHER_WAYS = {"print", "Console", "input", "basicConfig", "print_exception"}
 ALLOWED = {  # rich's consoles show what has passed `visible`; a fault's traceback is for developers
     "bert/reporting/displays.py": set(),
-    "bert/parallel/watchdog.py": {"print_exception"},
+    "bert/parallel/watchdog/watchdog.py": {"print_exception"},
     "bert/setup.py": {"Console"},
     "cluster/display/terminal.py": {"Console", "print"},
     "compliance/doctor/examination.py": {"Console", "print"},

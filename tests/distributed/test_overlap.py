@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from bert.parallel.reduction import Strategy
+from bert.parallel.reduction.gradients import Strategy
 from tests.distributed.ranks import run_worker
 
 

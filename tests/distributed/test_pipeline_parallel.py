@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from bert.parallel.watchdog import FAULT_STATUS
+from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks
 from tests.distributed.test_tensor_parallel import (

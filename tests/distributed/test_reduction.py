@@ -13,9 +13,9 @@ import torch.distributed as dist
 from bert.configuration.recipes import tiny_cpu
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import CommunicationStream, Communicators, Reduction, bucket_slices
-from bert.parallel.reduction_choice import choose
-from bert.parallel.sharded_lamb import segment_spans
+from bert.parallel.reduction.choice import choose
+from bert.parallel.reduction.gradients import CommunicationStream, Communicators, Reduction, bucket_slices
+from bert.parallel.reduction.sharded_lamb import segment_spans
 from kernels import LambSegments
 from tests.distributed.ranks import run_worker
 

@@ -10,8 +10,8 @@ from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import join_mesh
-from bert.parallel.reduction import Communicators, Reduction
-from bert.parallel.sharded_lamb import ShardedLamb
+from bert.parallel.reduction.gradients import Communicators, Reduction
+from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from kernels import LambSegments, LambState
 from kernels.reference import lamb
 from kernels.triton import lamb as triton_lamb

@@ -9,9 +9,10 @@ Every rank has some heads, some columns of fc1 with the rows of fc2 that read th
 these alone (Korthikanti et al., arXiv 2205.05198). So an all-gather goes before a product by columns and a reduce-scatter
 behind one by rows, and the other way round in the backward pass.
 
-What follows for the optimizer (``bert.parallel.sharded_lamb``): a parameter that is divided has all of its gradient on the
-rank that has the shard, while one that all ranks have was used for a rank's own rows, so that its gradient is summed over
-the group. Norms of whole tensors are sums over shards, to which what all ranks have contributes once.
+What follows for the optimizer (``bert.parallel.reduction.sharded_lamb``): a parameter that is divided has all of its
+gradient on the rank that has the shard, while one that all ranks have was used for a rank's own rows, so that its
+gradient is summed over the group. Norms of whole tensors are sums over shards, to which what all ranks have contributes
+once.
 
 PyTorch's DTensor would divide parameters as well; but the flat vectors that ``Lamb``, reductions and checkpoints work on are
 made of plain tensors, and so are the arguments of the kernels.

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from bert.parallel import attempt
-from bert.parallel.attempt import agree_on_attempt
+from bert.parallel.joining import attempt
+from bert.parallel.joining.attempt import agree_on_attempt
 from tests.programs import PATIENCE_S
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
-from bert.parallel import left_out
-from bert.parallel.launch import Launch
-from bert.parallel.left_out import FILE, Absent, LeftOut, leave_out, left_out_hosts, take_part
-from bert.parallel.watchdog_hub import FAULT_STATUS
+from bert.parallel.joining import left_out
+from bert.parallel.joining.launch import Launch
+from bert.parallel.joining.left_out import FILE, Absent, LeftOut, leave_out, left_out_hosts, take_part
+from bert.parallel.watchdog.hub import FAULT_STATUS
 
 HOSTS = ["a", "a", "b", "b", "c", "c"]
 PATIENCE_S = 30

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bert.configuration.config import ParallelConfig
-from bert.parallel.launch import Launch
-from bert.parallel.master_port import require_free_port
+from bert.parallel.joining.launch import Launch
+from bert.parallel.joining.master_port import require_free_port
 from bert.parallel.mesh import (
     Identity,
     Mesh,

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from bert.configuration.recipes import tiny_cpu
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction import Communicators, Way, _in_network_options
-from bert.parallel.reduction_choice import Choice, candidates, choose
+from bert.parallel.reduction.choice import Choice, candidates, choose
+from bert.parallel.reduction.gradients import Communicators, Way, _in_network_options
 
 pytestmark = pytest.mark.oldest_torch
 
@@ -126,7 +126,7 @@ def test_groups_are_made_of_the_asked_for_kind(monkeypatch: pytest.MonkeyPatch) 
         made.append((ranks, options))
         return None if len(ranks) == 1 else object()
 
-    monkeypatch.setattr("bert.parallel.reduction.process_group", group)
+    monkeypatch.setattr("bert.parallel.reduction.gradients.process_group", group)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
     asked: tuple[Asked, ...] = ("auto", "on")
     for in_network in asked:

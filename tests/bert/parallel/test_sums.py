@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.reduction_error import ORDERS, Settings, contributions, main, measure
-from bert.parallel.sums import add_contributions
+from bert.parallel.reduction.sums import add_contributions
 
 RANKS = (8, 64, 512, 4096)
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from bert.parallel import watchdog as module
 from bert.parallel.mesh import Mesh
-from bert.parallel.watchdog import FAULT_STATUS, Watchdog
-from bert.parallel.watchdog_hub import LINE, encoded
+from bert.parallel.watchdog import watchdog as module
+from bert.parallel.watchdog.hub import LINE, encoded
+from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
 from bert.reporting.stopwatch import Stage
 from tests.programs import PATIENCE_S
 

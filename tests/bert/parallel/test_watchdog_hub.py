@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert.parallel import watchdog_hub
-from bert.parallel.watchdog import listen
-from bert.parallel.watchdog_hub import FAULT_STATUS, LINE, Hub, Verdict, _Member, encoded
+from bert.parallel.watchdog import hub as watchdog_hub
+from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Hub, Verdict, _Member, encoded
+from bert.parallel.watchdog.watchdog import listen
 from tests.programs import PATIENCE_S
 
 SECONDS = 60.0

@@ -267,6 +267,15 @@ def test_init_limit_is_exclusive_to_the_millisecond(
     assert found == ([f"initialisation took {limit}.0 min; expected less than {limit} min"] if limit else [])
 
 
+def test_one_batch_is_enough_for_train_samples_and_fewer_than_evaluated_is_an_error(brief_log: str, checked) -> None:
+    """What is logged at the end against the last evaluation's 450,240 samples, in a log with a batch of 448."""
+    for samples, level, expected in ((447, "error", True), (448, "error", False), (450_241, "warning", False)):
+        verdict = checked(value("train_samples", samples)(brief_log))
+        found = [each for each in verdict.findings if each.key == "train_samples"]
+        assert any("at least one batch of 448" in each.found for each in found) == expected, samples
+        assert {each.severity for each in found} == {level}
+
+
 def test_keys_that_steer_a_terminal_are_escaped(brief_log: str, checked) -> None:
     odd = edit("seed", lambda f: f.update(key="\x1b[2J" + "x" * 500, time_ms=1))(lines_of(brief_log, "seed")[0])
     stop = lines_of(brief_log, "run_stop")[0]

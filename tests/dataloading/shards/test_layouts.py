@@ -13,7 +13,7 @@ import pytest
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.formats import open_shard
 from dataloading.shards.hdf5_file import HDF5File
-from dataloading.shards.layouts import write_fixed, write_packed, write_varlength
+from dataloading.shards.layouts import narrow, write_fixed, write_packed, write_varlength
 from dataloading.shards.samples import SampleBuilder, Samples
 from dataloading.shards.shard import DatasetInfo, map_file
 from dataloading.shards.variable_length import VariableLengthColumn
@@ -268,6 +268,36 @@ def test_contradictions_are_named(
         shard.read(0, len(shard))
     assert str(path) in str(caught.value)
     assert str(caught.value).count(str(path)) == 1
+
+
+def test_integers_are_narrowed_up_to_the_limits_of_their_type() -> None:
+    path = Path("shard")
+    for dtype, largest in ((np.int8, 127), (np.uint8, 255), (np.int16, 32_767)):
+        assert narrow(np.array([0, largest]), dtype, "ids", path).tolist() == [0, largest]
+        for wrong in (-1, largest + 1):
+            with pytest.raises(ValueError, match=f"ids: .*expected 0 to {largest}"):
+                narrow(np.array([0, wrong]), dtype, "ids", path)
+    assert narrow(np.array([], np.int64), np.int8, "ids", path).dtype == np.int8
+
+
+def test_rows_that_share_an_object_cannot_multiply_it(tmp_path: Path) -> None:
+    path, count = tmp_path / "shared.hdf5", 400
+    with h5py.File(path, "w") as file:
+        column = file.create_dataset("ids", (count,), h5py.vlen_dtype(np.int64))
+        for row in range(count):
+            column[row] = np.arange(2 if row else 500)
+        offset = column.id.get_offset()
+    content = bytearray(path.read_bytes())
+    first = content[offset : offset + 16]
+    for shared, refused in ((1, False), (count, True)):
+        content[offset : offset + 16 * shared] = first * shared
+        path.write_bytes(content)
+        with HDF5File(path, map_file(path)) as mapped:
+            if refused:
+                with pytest.raises(ValueError, match=r"ids claims 1,600,000 bytes in a file of"):
+                    VariableLengthColumn(mapped, "ids")
+            else:
+                assert VariableLengthColumn(mapped, "ids").counts.sum() == 500 + 2 * (count - 1)
 
 
 @pytest.mark.parametrize("write", [write_fixed, write_varlength])

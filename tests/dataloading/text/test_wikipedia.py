@@ -12,7 +12,7 @@ import pytest
 
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, segment, sentence_splitter
-from dataloading.text.wikipedia import Progress, extract, find_inputs
+from dataloading.text.wikipedia import Progress, _plan, extract, find_inputs
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -200,6 +200,16 @@ def test_other_settings_and_other_folders_are_refused(tmp_path: Path) -> None:
     for wrong in ({"sentences": "other"}, {"evaluation_articles": -1}, {"part_bytes": 0}):
         with pytest.raises(ValueError, match=f"{next(iter(wrong))} is "):
             replace(PLAIN, **wrong)
+
+
+def test_files_fill_a_part_to_its_last_byte_and_a_larger_one_is_its_own(tmp_path: Path) -> None:
+    files = [tmp_path / f"wiki_{place:02d}" for place in range(6)]
+    for file, size in zip(files, (10, 10, 1, 30, 5, 15), strict=True):
+        file.write_bytes(bytes(size))
+    tasks = _plan(files, tmp_path, replace(PLAIN, part_bytes=20, evaluation_articles=4))
+    assert [task.inputs for task in tasks] == [tuple(files[:2]), (files[2],), (files[3],), tuple(files[4:])]
+    # Of 4 articles from 6 files, file by file: as many as 4 / 6 of the files so far, rounded down, are more than before.
+    assert [count for task in tasks for count, _ in task.held_out] == [0, 1, 1, 0, 1, 1]
 
 
 def test_without_nltk_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.training.collectives import Case, Network, why_not
-from bert.parallel.watchdog import FAULT_STATUS
+from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
 from tests.distributed.ranks import free_port, last_record, result_of, wait_for
 from tests.programs import PATIENCE_S, Program

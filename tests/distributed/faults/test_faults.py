@@ -20,7 +20,7 @@ from typing import Protocol
 import pytest
 
 from bert.optimizer import learning_rate
-from bert.parallel.watchdog import FAULT_STATUS
+from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from bert.train import parse
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, last_record, records, result_of, torchrun, wait_for

@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from bert.configuration.recipes import tiny_cpu
 from bert.optimizer import FlatParameters
-from bert.parallel import reduction_choice
 from bert.parallel.mesh import join_mesh, leave_mesh, process_group
-from bert.parallel.reduction import Communicators, Reduction
-from bert.parallel.reduction_choice import choose
+from bert.parallel.reduction import choice as reduction_choice
+from bert.parallel.reduction.choice import choose
+from bert.parallel.reduction.gradients import Communicators, Reduction
 from tests.distributed.workers.reduction_worker import fresh_model, regrouped
 
 SLOW_RANK = 3

@@ -14,8 +14,8 @@ from typing import Any
 
 import bert.train
 from bert.mllog import MLLog
-from bert.parallel import watchdog
 from bert.parallel.pipeline.stages import PipelineParallel
+from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
 from dataloading.batches.loader import NumpyLoader
 

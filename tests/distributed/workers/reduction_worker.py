@@ -16,10 +16,10 @@ from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.reduction import Communicators, Reduction, Strategy
-from bert.parallel.reduction_choice import measured_choice
-from bert.parallel.sharded_lamb import ShardedLamb, WeightGather
-from bert.parallel.sums import ReduceDtype
+from bert.parallel.reduction.choice import measured_choice
+from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
+from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
+from bert.parallel.reduction.sums import ReduceDtype
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import Plan
 from tests.convergence.golden import predictable_samples

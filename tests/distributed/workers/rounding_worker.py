@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import join_mesh, leave_mesh
-from bert.parallel.reduction import Communicators, Reduction, Strategy
-from bert.parallel.sums import ReduceDtype
+from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
+from bert.parallel.reduction.sums import ReduceDtype
 from tests.distributed.workers.reduction_worker import fresh_model, regrouped
 
 

@@ -18,7 +18,7 @@ from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config, ModelConfig, OptimizerConfig, Recompute
 from bert.configuration.recipes import tiny_cpu
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.reduction import Strategy
+from bert.parallel.reduction.gradients import Strategy
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of

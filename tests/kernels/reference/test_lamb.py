@@ -15,7 +15,7 @@ from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import RECIPES
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
-from bert.parallel.reduction import bucket_slices
+from bert.parallel.reduction.gradients import bucket_slices
 from kernels import LambHyperparameters, LambSegments, LambState, lamb_step
 from kernels.reference import lamb
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from bert.configuration.config import TrainingConfig
 from bert.optimizer import FlatParameters
-from bert.parallel.reduction import Communicators, Reduction, Strategy, Way
-from bert.parallel.sums import ReduceDtype
+from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy, Way
+from bert.parallel.reduction.sums import ReduceDtype
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Collectives cannot tell: they wait, or fail on the survivors with the address of a connection. PyTorch's own means do not say
 it either: an agent of torchrun knows the processes of its host and whether they have ended, not whether they get on; its
 store has no password, does not notice that a client is gone, and lives with rank 0's; NCCL's watchdog names a collective and
-no culprit. So every rank keeps a thread with a connection of its own to a hub on rank 0 (``bert.parallel.watchdog_hub``),
+no culprit. So every rank keeps a thread with a connection of its own to a hub on rank 0 (``bert.parallel.watchdog.hub``),
 beside everything that training uses. A few times in ``seconds`` it says where the rank is; the end of the connection says
 that the process is gone. The hub finds who is to blame, everybody ends.
 """
@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 
 from bert.parallel.collectives import agreed_integer, agreed_text
 from bert.parallel.mesh import Mesh
-from bert.parallel.watchdog_hub import FAULT_STATUS, LINE, Hub, Verdict, encoded, parsed
+from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Hub, Verdict, encoded, parsed
 from bert.reporting.stopwatch import Stage
 from console.program import complain
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from bert.configuration.config import OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, hyperparameters, learning_rate_tensor
-from bert.parallel.reduction import Reduction
+from bert.parallel.reduction.gradients import Reduction
 from bert.parallel.single import all_gather_single
 from bert.parallel.tensor.shards import TensorParallel
 from kernels import LambSegments, LambState, lamb_apply, lamb_directions, sum_of_squares

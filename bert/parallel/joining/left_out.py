@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
-from bert.parallel.launch import Launch
-from bert.parallel.watchdog_hub import FAULT_STATUS
+from bert.parallel.joining.launch import Launch
+from bert.parallel.watchdog.hub import FAULT_STATUS
 from console.files import read_json, write_atomically
 
 FILE = "left_out.json"

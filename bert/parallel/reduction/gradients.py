@@ -16,8 +16,8 @@ from torch import Tensor
 from bert.configuration.config import TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh, process_group, require_order
+from bert.parallel.reduction.sums import Bf16Sums, Fp32Sums, ReduceDtype, Sums, shard_of
 from bert.parallel.single import all_gather_single
-from bert.parallel.sums import Bf16Sums, Fp32Sums, ReduceDtype, Sums, shard_of
 
 Strategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
