@@ -67,9 +67,7 @@ class Network:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        name = (
-            f"reduce{os.getpid()}{os.urandom(3).hex()}"  # those of a process that was killed stay, and numbers return
-        )
+        name = f"reduce{os.getpid()}{os.urandom(3).hex()}"  # those of a process that was killed stay, and numbers return
         self._names = [f"{name}h{host}" for host in range(case.hosts)]
         self.switch = f"{name}sw"
 
@@ -241,7 +239,7 @@ def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
 
 
 def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
-    seconds, bytes_of_rounds = [], []
+    seconds, counts = [], []
 
     def communicate() -> None:
         reduction.finish()
@@ -257,9 +255,9 @@ def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction)
         communicate()
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
-        bytes_of_rounds.append(sent_bytes() - before)
+        counts.append(sent_bytes() - before)
     sent = torch.zeros(mesh.world_size, dtype=torch.float64)
-    sent[mesh.rank] = min(bytes_of_rounds)  # more is what a busy host had to send twice
+    sent[mesh.rank] = min(counts)  # more is what a busy host had to send twice
     dist.all_reduce(sent)
     reduction.close()
     return {"seconds": min(seconds), "megabytes_per_host": sent.max().item() / 1e6}
