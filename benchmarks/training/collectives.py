@@ -67,7 +67,8 @@ class Network:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        name = f"reduce{os.getpid()}{os.urandom(3).hex()}"  # those of a process that was killed stay, and numbers return
+        # Those of a process that was killed stay, and process numbers return.
+        name = f"reduce{os.getpid()}{os.urandom(3).hex()}"
         self._names = [f"{name}h{host}" for host in range(case.hosts)]
         self.switch = f"{name}sw"
 
