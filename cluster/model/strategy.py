@@ -24,6 +24,7 @@ class Strategy:
         reduce_dtype: in which gradients travel.
         bucket_bytes: of a bucket of the flat fp32 gradient.
         tensor: neighbours of a host that share a copy of the model.
+        shard_gradients: ranks keep gradients of their shard alone, and send those of every micro-batch.
 
     Raises:
         ValueError: a number is not positive, a name is none that there is, or two settings do not go together.
@@ -38,6 +39,7 @@ class Strategy:
     bucket_bytes: int = BUCKET_BYTES
     recompute: Recompute = "none"
     tensor: int = 1
+    shard_gradients: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes", "tensor"):
@@ -50,6 +52,8 @@ class Strategy:
                 )  # fmt: skip
         if self.reduce_dtype not in ("fp32", "bf16"):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")
+        if self.shard_gradients and self.reduction not in ("sharded", "sharded_world"):
+            raise ValueError(f"shard_gradients goes with sharded or sharded_world reduction, not with {self.reduction}")
         if self.in_network and self.reduction in ("flat", "sharded_world"):
             raise ValueError(f"in_network goes with hierarchical or sharded reduction, not with {self.reduction}")
         if self.in_network and self.reduce_dtype == "bf16":
@@ -80,4 +84,5 @@ def strategy_of(config: Config) -> Strategy:
         training.bucket_bytes,
         training.recompute,
         config.parallel.tensor,
+        training.shard_gradients,
     )
