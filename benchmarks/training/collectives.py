@@ -67,8 +67,10 @@ class Network:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._names = [f"reduce{os.getpid()}h{host}" for host in range(case.hosts)]
-        self.switch = f"reduce{os.getpid()}sw"
+        # Those of a process that was killed stay, and process numbers return.
+        name = f"reduce{os.getpid()}{os.urandom(3).hex()}"
+        self._names = [f"{name}h{host}" for host in range(case.hosts)]
+        self.switch = f"{name}sw"
 
     def __enter__(self) -> list[str]:
         switch = self.switch
@@ -143,7 +145,7 @@ def why_not() -> str | None:
     absent = [program for program in ("ip", "tc", "unshare", "hostname") if shutil.which(program) is None]
     if absent:
         return f"{absent[0]} is not installed: install iproute2, util-linux and hostname"
-    name = f"reduce{os.getpid()}probe"
+    name = f"reduce{os.getpid()}{os.urandom(3).hex()}probe"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
     ip("netns", "del", name)
@@ -238,7 +240,7 @@ def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
 
 
 def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
-    seconds, sent_bytes = [], []
+    seconds, counts = [], []
 
     def communicate() -> None:
         reduction.finish()
@@ -254,9 +256,9 @@ def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction)
         communicate()
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
-        sent_bytes.append(sent_bytes() - before)
+        counts.append(sent_bytes() - before)
     sent = torch.zeros(mesh.world_size, dtype=torch.float64)
-    sent[mesh.rank] = min(sent_bytes)  # more is what a busy host had to send twice
+    sent[mesh.rank] = min(counts)  # more is what a busy host had to send twice
     dist.all_reduce(sent)
     reduction.close()
     return {"seconds": min(seconds), "megabytes_per_host": sent.max().item() / 1e6}
