@@ -65,11 +65,13 @@ class Dropout:
             seed, [draws[None, :], torch.full_like(draws, self.stream)[None, :], rows[:, None], step & _WORD]
         )
         tie = (((words[0] ^ words[1] ^ words[2] ^ words[3]) * TIE_MULTIPLIER & _WORD) >> 24)[..., None]
-        lanes = torch.arange(PLACES_A_DRAW, device=rows.device)
-        numbers = torch.zeros((*tie.shape[:-1], PLACES_A_DRAW), dtype=torch.int64, device=rows.device)
-        for place, (word, first) in enumerate((word, first) for first in (16, 0) for word in words):
-            numbers |= ((word[..., None] >> (first + lanes)) & 1) << place
-        return (numbers * 256 + tie >= self.threshold).flatten(1)[:, :columns]
+        least = (self.threshold // 256 + (tie < self.threshold % 256)).to(torch.int16)
+        lanes = torch.arange(PLACES_A_DRAW, dtype=torch.int16, device=rows.device)
+        numbers = torch.zeros((), dtype=torch.int16, device=rows.device)
+        halves = [word >> first for first in (16, 0) for word in words]
+        for place, half in enumerate(halves):  # 16 bits of them, in 16 bits, as this moves more memory than all else
+            numbers = numbers | ((half.to(torch.int16)[..., None] >> lanes) & 1) << place
+        return (numbers >= least).flatten(1)[:, :columns]
 
 
 def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
