@@ -10,6 +10,7 @@ H heads.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import numpy as np
@@ -33,21 +34,30 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     Raises:
         ValueError: the global batch does not divide over the ranks.
     """
+    computing = replace(strategy, reduction="flat", in_network=False, reduce_dtype="fp32", bucket_bytes=1)
+    activations, logits, recomputed = _largest_micro_batch(work, computing, nodes * ranks, on_gpu)
+    return held_by_rank(work, strategy, nodes, ranks) | {
+        "activations": activations,
+        "logits": logits,
+        # What one layer has computed again while its backward pass runs; logits have been freed by then.
+        "recomputed": recomputed,
+    }
+
+
+@functools.lru_cache(maxsize=1024)  # the same for all ways to sum gradients
+def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: bool) -> tuple[float, float, float]:
+    """Bytes of activations, of logits, and of what one layer recomputes, where they are the most together."""
     largest = (0.0, 0.0, 0.0)
+    keeping_all = replace(strategy, recompute="none")
     for step in range(_STEPS):
-        sizes = work.micro_batches(strategy, nodes * ranks, step)
+        sizes = work.micro_batches(strategy, ranks, step)
         kept_AR = kept_by_forward(work, strategy, sizes, on_gpu)
         logits_AR = sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
-        whole_AR = kept_by_forward(work, replace(strategy, recompute="none"), sizes, on_gpu)
+        whole_AR = kept_by_forward(work, keeping_all, sizes, on_gpu)
         layer = float(whole_AR[worst] - kept_AR[worst]) / max(1, work.model.num_hidden_layers - 1)
         largest = max(largest, (float(kept_AR[worst]), float(logits_AR[worst]), layer), key=sum)
-    return held_by_rank(work, strategy, nodes, ranks) | {
-        "activations": largest[0],
-        "logits": largest[1],
-        # What one layer has computed again while its backward pass runs; logits have been freed by then.
-        "recomputed": largest[2],
-    }
+    return largest
 
 
 def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ They come from a probe's view alone, or from facts of devices with the parameter
 from __future__ import annotations
 
 import bisect
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,7 +58,7 @@ class Curve:
         return before + slope * (size - low)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rates:
     """What ranks can do, all of them at once.
 
@@ -129,6 +130,7 @@ class Rates:
         """Seconds of a collective on a vector of so many bytes when nothing is computed beside it."""
         return self.collective(operation, scope, size)[0]
 
+    @functools.lru_cache(maxsize=64)  # noqa: B019  a program makes few of them
     def of_data_groups(self, tensor: int) -> Rates:
         """Return the rates of collectives in data groups, where ``tensor`` neighbours of a host share a copy each.
 

@@ -6,6 +6,7 @@ backward has filled them, and weights of a sharded optimizer come beside the for
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from bert.configuration.config import ModelConfig
 from cluster.model.computations import Computation, Count, Layout, layout_of, parts_of
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
-from cluster.model.strategy import Strategy
+from cluster.model.strategy import Precision, Strategy
 from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
 from cluster.published.calibration import calibration
@@ -114,7 +115,7 @@ def _seconds(computations: list[Computation], rates: Rates, precision: str, size
 def _computing(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches) -> list[np.ndarray]:
     """Seconds [A, R] of the embeddings, a layer, and the last layer with the heads, and of what they exchange."""
     parts = parts_of(model, sizes, strategy.tensor)
-    exchanged = _exchanged(model, strategy, rates, sizes)
+    exchanged = _exchanged(model, strategy.precision, strategy.tensor, rates, sizes)
     found = [
         _seconds(part, rates, strategy.precision, sizes) + seconds
         for part, seconds in zip(parts, exchanged, strict=True)
@@ -125,12 +126,13 @@ def _computing(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: Micr
     return found
 
 
-def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: MicroBatches) -> tuple[float, float, float]:
+def _exchanged(
+    model: ModelConfig, precision: Precision, tensor: int, rates: Rates, sizes: MicroBatches
+) -> tuple[float, float, float]:
     """Seconds of what a tensor group gathers and scatters in the embeddings, a layer, and the last layer with the heads.
 
     Each all-gather has a reduce-scatter of as many rows in the other direction; micro-batches count with their mean.
     """
-    tensor = strategy.tensor
     if tensor == 1:
         return 0.0, 0.0, 0.0
 
@@ -138,7 +140,7 @@ def _exchanged(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: Micr
         size = element * model.hidden_size * rows
         return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", "reduce-scatter"))
 
-    element = 4 if strategy.precision == "fp32" else 2
+    element = 4 if precision == "fp32" else 2
     T, M = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
     Q = M + sizes.sequences
     return both(T, 4), 4 * both(T, element), both(T, element) + 4 * both(Q, element) + both(M, element)
@@ -232,30 +234,35 @@ def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
     return float(seconds)
 
 
-def predict_run(work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None) -> RunTime:
-    """Predict the time to train: start, steps to the target, such as ``step`` if given, evaluations on their schedule."""
+def predict_run(
+    work: Work, strategy: Strategy, rates: Rates, step: PredictedStep | None = None, samples: float | None = None
+) -> RunTime:
+    """Predict the time to train: start, steps to the target, such as ``step`` if given, evaluations on their schedule.
+
+    ``samples`` to the target, where they are known of this batch, take the place of the work's own.
+    """
     step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
-    samples = work.samples
+    samples = samples or work.samples
     if samples is None:
         p, gigabytes = calibration().parameters, rates.memory_bytes / 1e9
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
     steps = math.ceil(samples / batch)
     evaluations = max(1, math.ceil(samples / work.interval(batch)))
+    evaluation = evaluations * evaluation_seconds(work, strategy.precision, strategy.tensor, rates)
     parts = {"start": rates.start_s} | {name: steps * seconds for name, seconds in step.parts.items()}
-    return RunTime(
-        samples, steps, evaluations, parts | {"evaluation": evaluations * evaluation_seconds(work, strategy, rates)}
-    )
+    return RunTime(samples, steps, evaluations, parts | {"evaluation": evaluation})
 
 
-def evaluation_seconds(work: Work, strategy: Strategy, rates: Rates) -> float:
+@functools.lru_cache(maxsize=256)  # a search asks for a few of them, many times each
+def evaluation_seconds(work: Work, precision: Precision, tensor: int, rates: Rates) -> float:
     """Seconds of one evaluation: the forward pass of all sequences, by length over the ranks."""
     layers = work.model.num_hidden_layers - 1
     total = 0.0
-    for sizes in work.evaluation(rates.world_size // strategy.tensor):
-        parts = parts_of(work.model, sizes, strategy.tensor)
-        embedding, layer, last = (_seconds(part, rates, strategy.precision, sizes) for part in parts)
+    for sizes in work.evaluation(rates.world_size // tensor):
+        parts = parts_of(work.model, sizes, tensor)
+        embedding, layer, last = (_seconds(part, rates, precision, sizes) for part in parts)
         total += FORWARD * (rates.micro_batch_s + float((embedding + layers * layer + last).sum()))
-        at_ends, inner, in_last = _exchanged(work.model, strategy, rates, sizes)
+        at_ends, inner, in_last = _exchanged(work.model, precision, tensor, rates, sizes)
         total += (at_ends + layers * inner + in_last) / 2
     return total

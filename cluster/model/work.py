@@ -7,7 +7,7 @@ share, S sequences of a micro-batch.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,11 @@ class MicroBatches:
     """Number of different lengths."""
     equal_AR: NDArray[np.float64]
     """Tokens of sequences that have their length in common with another."""
+
+    def of_ranks(self, ranks: int) -> MicroBatches:
+        """Return the same micro-batches, in their order, with so many ranks at work on them."""
+        each = {name: value.reshape(-1, ranks) for name, value in vars(self).items() if name != "sequences"}
+        return replace(self, **each)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,12 +90,14 @@ class Work:
 
     def typical(self, sequences: int) -> MicroBatches:
         """Return a micro-batch of so many sequences of mean cost, [1, 1]."""
-        lengths = self.lengths.astype(np.float64)
-        masked = self.masked_counts.astype(np.float64)
-        tokens, marked, pairs, last_pairs = (
-            np.full((1, 1), sequences * each.mean()) for each in (lengths, masked, lengths**2, (1 + masked) * lengths)
-        )
+        tokens, marked, pairs, last_pairs = (np.full((1, 1), sequences * each) for each in self._means)
         return MicroBatches(sequences, tokens, marked, pairs, last_pairs, np.ones((1, 1)), np.zeros((1, 1)))
+
+    @functools.cached_property
+    def _means(self) -> list[float]:
+        """Of a sequence: tokens, masked ones, pairs, and those of the last layer."""
+        lengths, masked = self.lengths.astype(np.float64), self.masked_counts.astype(np.float64)
+        return [float(each.mean()) for each in (lengths, masked, lengths**2, (1 + masked) * lengths)]
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
         """Return what the plan gives each copy of the model in a step, R of them.
@@ -98,16 +105,20 @@ class Work:
         Raises ``ValueError`` where the global batch does not divide.
         """
         strategy.sequences(ranks)  # a run may share out an uneven batch after it lost hosts; nobody plans that
-        return self._micro_batches(
-            strategy.global_batch_size, strategy.gradient_accumulation_steps, ranks // strategy.tensor, step
-        )
+        copies = ranks // strategy.tensor
+        dealt = self._dealt(strategy.global_batch_size, copies * strategy.gradient_accumulation_steps, step)
+        return dealt.of_ranks(copies)
 
-    @functools.lru_cache(maxsize=1024)  # noqa: B019  a program makes few of them, and keeps them to its end
-    def _micro_batches(self, global_batch_size: int, accumulation: int, ranks: int, step: int) -> MicroBatches:
-        plan = Plan(self.lengths, self.masked_counts, global_batch_size, ranks, accumulation, self.seed)
-        batch = plan.global_batch(step)
-        dealt = batch[deal(self.lengths[batch], plan.micro_batches)].reshape(accumulation, ranks, -1)
+    @functools.lru_cache(maxsize=4096)  # noqa: B019  a program makes few of them, and keeps them to its end
+    def _dealt(self, global_batch_size: int, micro_batches: int, step: int) -> MicroBatches:
+        """Micro-batches of a step, [A, 1]: the same ones whichever ranks compute them, and whichever comes first."""
+        batch = self._global_batch(global_batch_size, step)
+        dealt = batch[deal(self.lengths[batch], micro_batches)][:, None]
         return _sizes(self.lengths[dealt].astype(np.float64), self.masked_counts[dealt].astype(np.float64))
+
+    @functools.lru_cache(maxsize=1024)  # noqa: B019
+    def _global_batch(self, size: int, step: int) -> NDArray[np.int64]:
+        return Plan(self.lengths, self.masked_counts, size, 1, 1, self.seed).global_batch(step)
 
     def evaluation(self, ranks: int) -> list[MicroBatches]:
         """Return the batches of an evaluation, one after another, of ranks with the longest: every R-th by length."""
@@ -157,6 +168,7 @@ def work_of(config: Config) -> Work:
     )
 
 
+@functools.cache
 def wikipedia_work(model: ModelConfig | None = None) -> Work:
     """Return the benchmark's work, its lengths drawn from the shipped histogram of Wikipedia."""
     lengths = drawn_lengths(np.random.default_rng(0), _DRAWN + EVALUATION_SEQUENCES).astype(np.uint16)

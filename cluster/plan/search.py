@@ -104,7 +104,9 @@ def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
     distinct: dict[Strategy, Candidate] = {}
     for each in sorted(candidates, key=lambda candidate: candidate.seconds):
         distinct.setdefault(replace(each.strategy, bucket_bytes=1), each)
-    return list(distinct.values())[:BEST]
+        if len(distinct) == BEST:
+            break
+    return list(distinct.values())
 
 
 class _Search:
@@ -119,7 +121,8 @@ class _Search:
         self._schedules = schedules(config)
         self._tensors = [each for each in TENSORS if target.ranks_per_node % each == 0 and self._is_divisible(each)]
         self.refusals += [Refusal("precision", *missing) for missing in target.missing.items()]
-        self._works: dict[int, Work] = {}
+        self._samples: dict[int, float | None] = {}
+        """To the target, by global batch size; None as `Work.samples` has it."""
         self._too_many: dict[tuple[Precision, Recompute, int], int] = {}
         """Sequences of the smallest micro-batch that does not fit; larger ones are not looked at."""
 
@@ -131,7 +134,7 @@ class _Search:
         """
         found: list[Candidate] = []
         for tensor in self._tensors:
-            ways = [(self._least_seconds(*way), way) for way in self._ways(tensor)]
+            ways = [(self._least_seconds(way[1]), way) for way in self._ways(tensor)]
             for place, (least, way) in enumerate(sorted(ways, key=lambda each: each[0])):
                 best = _best(found)
                 if tensor == 1 or place == 0 or len(best) < BEST or least < best[-1].seconds:
@@ -153,17 +156,17 @@ class _Search:
         for schedule in self._schedules:
             batch = schedule.global_batch_size
             if batch % copies == 0:
-                self._works[batch] = replace(self._work, samples=schedule.samples or self._work.samples)
+                self._samples[batch] = schedule.samples or self._work.samples
                 for precision in self._target.rates:
                     yield schedule, Strategy(batch, 1, precision, self._reductions[-1], tensor=tensor)
-            elif tensor == self._tensors[-1] and batch not in self._works:
+            elif tensor == self._tensors[-1] and batch not in self._samples:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
 
-    def _least_seconds(self, schedule: Schedule, strategy: Strategy) -> float:
+    def _least_seconds(self, strategy: Strategy) -> float:
         """Time to train without any reduction or update."""
-        work, rates = self._works[schedule.global_batch_size], self._target.rates[strategy.precision]
-        return predict_run(work, strategy, rates, least_step(work, strategy, rates)).total
+        least = least_step(self._work, strategy, self._target.rates[strategy.precision])
+        return self._run(strategy, least).total
 
     def _with_micro_batches(self, schedule: Schedule, way: Strategy) -> Iterator[Candidate]:
         """Candidates with the largest micro-batches that fit, and with those that recomputing makes room for."""
@@ -204,7 +207,7 @@ class _Search:
 
     def candidate(self, schedule: Schedule, strategy: Strategy) -> Candidate | None:
         """Predict a strategy; None where it is not feasible."""
-        target, work, precision = self._target, self._works[strategy.global_batch_size], strategy.precision
+        target, work, precision = self._target, self._work, strategy.precision
         rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
         memory_by = precision, strategy.recompute, strategy.tensor
         if sequences >= self._too_many.get(memory_by, sequences + 1):
@@ -224,7 +227,7 @@ class _Search:
                     self._too_many[memory_by] = sequences
                 return None
             step = predict_step(work, strategy, rates, steps=1)
-            run = predict_run(work, strategy, rates, step)
+            run = self._run(strategy, step)
         except ValueError as error:
             way = f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}"
             self.refusals.append(Refusal("way", way, str(error)))
@@ -233,9 +236,12 @@ class _Search:
 
     def looked_at(self, each: Candidate) -> Candidate:
         """Predict a candidate again, by several steps of its plan."""
-        work, rates = self._works[each.schedule.global_batch_size], self._target.rates[each.strategy.precision]
-        step = predict_step(work, each.strategy, rates)
-        return replace(each, step=step, run=predict_run(work, each.strategy, rates, step))
+        step = predict_step(self._work, each.strategy, self._target.rates[each.strategy.precision])
+        return replace(each, step=step, run=self._run(each.strategy, step))
+
+    def _run(self, strategy: Strategy, step: PredictedStep) -> RunTime:
+        rates, samples = self._target.rates[strategy.precision], self._samples[strategy.global_batch_size]
+        return predict_run(self._work, strategy, rates, step, samples)
 
 
 def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config:

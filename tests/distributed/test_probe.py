@@ -14,7 +14,7 @@ from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
 from cluster.model.strategy import Strategy
 from cluster.view import View, read_view
-from tests.cluster.test_predicted_step import TINY
+from tests.cluster.model.test_predicted_step import TINY
 from tests.distributed.ranks import Ranks, free_port
 from tests.programs import PATIENCE_S, Program
 
