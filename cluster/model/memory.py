@@ -76,7 +76,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
         kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
         largest = max(largest, (kept, float(logits_AR[worst]), layer), key=sum)
         rows = max(rows, float(sizes.tokens_AR.max()) / strategy.tensor)
-    found = dict(zip(("activations", "logits", "recomputed"), largest, strict=True))
+    found: dict[str, float] = dict(zip(("activations", "logits", "recomputed"), largest, strict=True))
     # `recomputed` is what one layer has again while its backward pass runs; logits have been freed by then.
     if strategy.pipeline > 1:  # PyTorch's schedules have a buffer for each micro-batch of a step and neighbour
         buffers = strategy.gradient_accumulation_steps * layers.neighbours
