@@ -28,6 +28,7 @@ class FlatParameters:
 
     weights_P: Tensor
     gradients_P: Tensor
+    """Empty, like ``gradients_N``, where ranks keep a shard of the gradients alone."""
     segments: LambSegments
     """The padding after a parameter belongs to its last segment."""
     weights_N: Tensor
@@ -38,21 +39,23 @@ class FlatParameters:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: BertForPreTraining, shards: int = 1) -> "FlatParameters":
+    def of(cls, model: BertForPreTraining, shards: int = 1, gradients: bool = True) -> "FlatParameters":
         """Move the model's parameters into flat buffers on their device; their values stay.
 
-        The buffers go on with zeros up to a multiple of ``shards``, so that ranks can divide them equally.
+        The buffers go on with zeros up to a multiple of ``shards``, so that ranks can divide them equally. Without
+        ``gradients`` autograd allocates those, each by itself.
         """
         segments = lamb_segments(model)
         size = sum(segments.sizes)
         weights_N = next(model.parameters()).new_zeros(padded(size, shards))
-        gradients_N = torch.zeros_like(weights_N)
+        gradients_N = torch.zeros_like(weights_N) if gradients else weights_N.new_zeros(0)
         places, start = {}, 0
         for parameter in model.parameters():
             places[parameter] = place = slice(start, start + parameter.numel())
             weights_N[place] = parameter.flatten()
             parameter.data = weights_N[place].view_as(parameter)
-            parameter.grad = gradients_N[place].view_as(parameter)
+            if gradients:
+                parameter.grad = gradients_N[place].view_as(parameter)
             start += padded(parameter.numel())
         return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places)
 

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from rich.console import Console
 
+from bert.batches import build_loader, choose_shapes, made_up_batches
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
@@ -15,7 +16,7 @@ from bert.configuration.config import Config
 from bert.cuda_graphs import CudaCapturer
 from bert.evaluator import Evaluator
 from bert.guards.interruption import Interruption
-from bert.guards.preflight import Inputs, plan_of
+from bert.guards.preflight import Inputs
 from bert.loop import Run
 from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_text, broadcast_
@@ -34,10 +35,7 @@ from bert.step import TrainingStep
 from compliance.log.forecast import Schedule
 from console.program import say
 from console.version import commit
-from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader, shape_bucket_of
-from dataloading.batches.sampler import MicroBatch
-from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
-from dataloading.batches.synthetic import synthetic_samples
+from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.dataset.folder import Dataset
 from kernels.tuning import autotune
 
@@ -57,7 +55,7 @@ def build_run(
     Every rank must call it at the same time. Who gets it closes its reporter and its loader.
     """
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
-    shape_buckets = _shape_buckets(config, inputs.train, mesh)
+    shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
     step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator)
     start, skipped = Position(), 0
@@ -65,7 +63,7 @@ def build_run(
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
     log.weights_initialization(config.model.num_hidden_layers)
-    loader = _loader(config, inputs.train, mesh, seed, shape_buckets, start.steps)
+    loader = build_loader(config, inputs.train, mesh, seed, shape_buckets, start.steps, log)
     checkpoints = None
     if config.checkpoint.folder is not None:
         checkpoints = Checkpoints(config, inputs.train, mesh, seed, step, world)
@@ -155,7 +153,7 @@ def _warmed_up_step(
             say(f"{shape}{step.choice}")
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
-    batches = _synthetic_batches(config, train, mesh, shape_buckets)
+    batches = made_up_batches(config, train, mesh, shape_buckets)
     capturer = CudaCapturer(mesh.device) if shape_buckets else None
     measured = config.training.autotune and mesh.device.type == "cuda"
     step.warm_up(
@@ -179,42 +177,6 @@ def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: ML
     autotune.apply(choices)
     for line in choices.text().splitlines():
         log.line(f"# kernels: {line}")
-
-
-def _shape_buckets(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
-    """Choose shape buckets that micro-batches are padded to for capture of the step; none where it is not, as on a CPU."""
-    training = config.training
-    if mesh.device.type != "cuda" or not training.cuda_graphs:
-        return []
-    micro_batches = mesh.data_size * training.gradient_accumulation_steps
-    tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
-    sequences = -(-training.global_batch_size // micro_batches)
-    return choose_shape_buckets(tokens, masked, sequences, train.info.max_seq_length)
-
-
-def _loader(
-    config: Config, train: Dataset, mesh: Mesh, seed: int, shape_buckets: Sequence[ShapeBucket], first_step: int
-) -> Loader:
-    if choose_loader(config.data.loader, mesh.device) == "dali":
-        from dataloading.batches.dali import DaliLoader as Chosen  # an optional dependency
-    else:
-        Chosen = NumpyLoader
-    plan = plan_of(config, train, mesh.data_size, seed)
-
-    def rank_batches(step: int) -> list[MicroBatch]:
-        return plan.rank_batches(first_step + step, mesh.data_rank)
-
-    return Chosen(train, rank_batches, mesh.device, config.data.prefetch, shape_buckets)
-
-
-def _synthetic_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
-    """Random tokens in the lengths of a drawn global batch: sizes are metadata."""
-    micro_batches = plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank)
-    batches = []
-    for micro in micro_batches:
-        samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
-        batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets)).to(mesh.device))
-    return batches
 
 
 def _reporter(

@@ -7,8 +7,8 @@ own, because the reduction runs beside its backward pass; so has the first one w
 forward pass.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -24,6 +24,7 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.choice import choose
 from bert.parallel.reduction.gradients import Communicators, Reduction
+from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
 from bert.parallel.whole_vectors import WholeVectors
@@ -44,7 +45,8 @@ class Role:
     gathers_weights: bool
     """The first of a step: weights of a sharded optimizer come while its forward pass runs."""
     reduces_gradients: bool
-    """The last of a step: buckets of gradients are summed over the ranks as its backward pass fills them."""
+    """The last of a step: buckets of gradients are summed over the ranks as its backward pass fills them. Sharded gradients
+    are so with every micro-batch, and the sums are complete after this one."""
 
 
 ROLES = [Role(gathers, reduces) for gathers in (False, True) for reduces in (False, True)]
@@ -70,14 +72,17 @@ class TrainingStep:
             recompute_layers(model, training.recompute)
             self._recomputed = RECOMPUTED_OPS
         communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
-        self.flat = FlatParameters.of(model, communicators.world_size)
+        # One copy of the model has no other to share gradients with.
+        shards_gradients = training.shard_gradients and communicators.world is not None
+        self.flat = FlatParameters.of(model, communicators.world_size, gradients=not shards_gradients)
         self.whole = WholeVectors(model, self.flat, tensor, self._pipeline)
         """How flat vectors of this rank go together to those of the whole model."""
         self.choice = choose(training, self.flat, communicators)
         """How gradients are summed over ranks, and why so."""
         strategy = self.choice.way.strategy
         communicators = communicators.settle(self.choice.way)
-        self._reduction = Reduction(self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes)
+        settings = self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes
+        self._reduction = ShardedReduction(*settings, self._waiting) if shards_gradients else Reduction(*settings)
         self.optimizer: Lamb | ShardedLamb
         self._gather: WeightGather | None = None
         if strategy in ("sharded", "sharded_world"):
@@ -98,7 +103,7 @@ class TrainingStep:
             from bert.parallel.pipeline.schedule import PipelineSchedule
 
             through_stages = PipelineSchedule(
-                self._pipeline, self._micro_batches, self.autocast, self._mean_loss, stopwatch
+                self._pipeline, self._micro_batches, self._reduction, self.autocast, self._mean_loss, stopwatch
             )
             self._schedule = partial(self._through_stages, through_stages)
         self._update: Callable[[], None] = self._update_weights
@@ -127,7 +132,7 @@ class TrainingStep:
         """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
         if role.gathers_weights:
             self._begin_gathering()
-        with self._reduction.overlapped() if role.reduces_gradients else nullcontext():
+        with self._reduction.overlapped(role.reduces_gradients):
             with self.autocast():
                 output = self.model(batch)
             self._mean_loss(output, batch).backward()
@@ -146,9 +151,18 @@ class TrainingStep:
         assert self._gather is not None
         self._gather.start()
         if not is_capturing():
-            with self._stopwatch.time("reduce"):
+            with self._waiting():
                 self._gather.wait(1)
-            self._stopwatch.stage.enter("forward_backward")
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the body as waiting for other ranks, in the midst of a forward or backward pass that is not captured."""
+        if is_capturing():
+            yield
+            return
+        with self._stopwatch.time("reduce"):
+            yield
+        self._stopwatch.stage.enter("forward_backward")
 
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):

@@ -1,4 +1,4 @@
-"""Text to samples to shards to batches. Only ``loader`` and ``dali`` import torch."""
+"""Text to samples to shards to batches. Only ``loader``, ``loader_choice`` and ``dali`` import torch."""
 
 from console.extras import require_extra
 from console.interruption import show_in_one_line

@@ -18,7 +18,7 @@ ALLOWED = {
 """Packages, or rooms of them, that modules of a package may import."""
 PROGRAMS_OF_KERNELS = {"kernels.__main__", "kernels.ahead_of_time"}
 """They answer --version and Ctrl-C as all programs do; what imports the ops gets nothing of console."""
-TORCH_ALLOWED_IN_DATALOADING = {"dataloading.batches.loader", "dataloading.batches.dali"}
+TORCH_ALLOWED_IN_DATALOADING = {f"dataloading.batches.{name}" for name in ("loader", "loader_choice", "dali")}
 
 
 def modules() -> dict[str, Path]:

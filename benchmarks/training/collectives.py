@@ -250,11 +250,11 @@ def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction)
     dist.barrier()
     for _ in range(case.rounds):
         dist.barrier()
-        begin, before = time.perf_counter(), _sent_bytes()
+        begin, before = time.perf_counter(), sent_bytes()
         communicate()
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
-        sent_bytes.append(_sent_bytes() - before)
+        sent_bytes.append(sent_bytes() - before)
     sent = torch.zeros(mesh.world_size, dtype=torch.float64)
     sent[mesh.rank] = min(sent_bytes)  # more is what a busy host had to send twice
     dist.all_reduce(sent)
@@ -262,7 +262,7 @@ def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction)
     return {"seconds": min(seconds), "megabytes_per_host": sent.max().item() / 1e6}
 
 
-def _sent_bytes() -> int:
+def sent_bytes() -> int:
     """What this host's interface has sent so far; /sys would be that of the machine."""
     [line] = (line for line in Path("/proc/self/net/dev").read_text().splitlines() if line.lstrip().startswith("v0:"))
     return int(line.partition(":")[2].split()[8])

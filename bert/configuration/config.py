@@ -132,6 +132,9 @@ class TrainingConfig:
     """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
     auto: the faster of the first two."""
+    shard_gradients: bool = False
+    """With sharded and sharded_world: a rank keeps gradients of its shard alone, as it does the optimizer's state (ZeRO-2).
+    That saves 4 bytes a parameter; with gradient accumulation every micro-batch sends its gradients."""
     in_network: Literal["auto", "on", "off"] = "auto"
     """Whether switches add up what hosts exchange in hierarchical and sharded (NCCL's CollNet, SHARP). auto: where GPUs are
     on several hosts, the faster of both, measured at start-up."""
@@ -167,6 +170,11 @@ class TrainingConfig:
         _at_least(1, "training.bad_intervals", self.bad_intervals)
         if not 1 <= self.fault_seconds <= 3600:
             raise ValueError(f"training.fault_seconds is {self.fault_seconds}: expected 1 to 3600")
+        if self.shard_gradients and self.reduction not in ("sharded", "sharded_world"):
+            raise ValueError(
+                f"training.shard_gradients is on, but training.reduction is {self.reduction}, after which every rank needs "
+                "all gradients: set training.reduction to sharded or sharded_world, or leave shard_gradients out"
+            )
         if self.in_network == "on" and (self.device == "cpu" or self.reduction in ("flat", "sharded_world")):
             where = "training.device is cpu" if self.device == "cpu" else f"training.reduction is {self.reduction}"
             raise ValueError(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from bert.batches import plan_of
 from bert.checkpoints.initial_model import check_initial_weights
 from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_folders, find
 from bert.checkpoints.weights import weight_shapes
@@ -22,8 +23,7 @@ from bert.parallel.joining.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies, require_whole_groups
 from bert.reporting.result_files import choose_files
 from bert.reporting.tensorboard import require_installed
-from dataloading.batches.loader import choose_loader
-from dataloading.batches.sampler import Plan
+from dataloading.batches.loader_choice import check_loader
 from dataloading.dataset.folder import Dataset, open_dataset
 from dataloading.text.tokenization import Vocabulary
 from kernels import choose
@@ -66,7 +66,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     if not (may_start_again() or restarts()):  # then the checkpoint may say how shares are planned anew
         check_shares(config, train, world_size // config.parallel.copy_ranks)
     _choose_implementations(config)
-    choose_loader(config.data.loader, torch.device(config.training.device))
+    check_loader(config.data.loader)
     if not (may_start_again() or restarts() or job()):
         refuse_others(config)
     if config.dry_run and config.resume is not None:  # a run reads it through when its ranks have joined
@@ -105,22 +105,6 @@ def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = 
             f"training.global_batch_size {batch} does not divide over {data_size} ranks x {steps} accumulation steps: "
             f"make it a multiple of {micro_batches}"
         )
-
-
-def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> Plan:
-    """Plan which samples come when, and on which of ``data_size`` copies of the model.
-
-    Raises ``ValueError`` where a copy would get no share.
-    """
-    training = config.training
-    return Plan(
-        train.lengths,
-        train.masked_counts,
-        global_batch_size=training.global_batch_size,
-        world_size=data_size,
-        gradient_accumulation_steps=training.gradient_accumulation_steps,
-        seed=seed,
-    )
 
 
 def refuse_others(config: Config) -> None:

@@ -9,6 +9,8 @@ from bert.configuration.config import Config
 from bert.model import BertForPreTraining
 from bert.optimizer import padded
 from bert.parallel.pipeline.division import stages_of
+from bert.parallel.reduction.gradients import bucket_slices
+from bert.parallel.reduction.sharded_gradients import BUFFERS
 from bert.parallel.tensor.shards import split_of
 
 _WORD = "embeddings.word"
@@ -24,7 +26,8 @@ class ModelState:
     most: int
     """Of the rank that has the most."""
     state_bytes: int
-    """Of that rank: weights, gradients, and LAMB's moments, update, gradients and weights of its shard."""
+    """Of that rank: weights, gradients or, where they are sharded, buffers of buckets, and LAMB's moments, update, gradients
+    and weights of its shard."""
 
     def __str__(self) -> str:
         """Say it in one line."""
@@ -52,7 +55,13 @@ def model_state(config: Config, world_size: int, local_size: int = 0) -> ModelSt
         own = stages[rank :: parallel.pipeline]
         count = sum(size for name, size in elements.items() if any(stage.owns(name) for stage in own))
         copied = elements[_WORD] if parallel.pipeline > 1 and own[-1].is_last else 0
-        held.append((8 * (padded(count, data) + copied) + 20 * padded(count, data) // shards, count + copied))
+        whole = padded(count, data)
+        gradients = whole
+        if config.training.shard_gradients and data > 1:
+            gradients = BUFFERS * max(
+                each.stop - each.start for each in bucket_slices(whole, data, config.training.bucket_bytes)
+            )
+        held.append((4 * (whole + gradients) + 8 * copied + 20 * whole // shards, count + copied))
     state_bytes, most = max(held)
     pipeline = f" x pipeline {parallel.pipeline}" if parallel.pipeline > 1 else ""
     shape = f"data {data}{pipeline} x tensor {parallel.tensor}"

@@ -103,11 +103,11 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     constant = rates.micro_batch_s * scale
     ends, reducing = _timeline(strategy, data_rates, layout, (*means, constant), layers)
     straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)
-    exposed = ends.arrived - ends.computed + ends.waited_first
+    exposed = ends.arrived - ends.computed + ends.waited
     reduce = exposed + (straggling if rates.world_size > 1 else 0.0)
     return PredictedStep(
         data_wait,
-        ends.computed - ends.waited_first - (1 - rates.mean) * compute,
+        ends.computed - ends.waited - (1 - rates.mean) * compute,
         reduce,
         _update(strategy, rates, layout),
         max(0.0, reducing - exposed),
@@ -140,7 +140,9 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     computing = min(rates.mean * float(compute_PAR[0].sum(0).mean()), through)
     word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * layouts[-1].copied)
     buckets = layout.buckets(data_rates.world_size, strategy.bucket_bytes)
-    reducing = sum(_reduce(strategy, data_rates, 4 * (bucket.stop - bucket.start))[0] for bucket in buckets)
+    lasts = [False] * (strategy.gradient_accumulation_steps - 1 if strategy.shard_gradients else 0) + [True]
+    sizes_B = [4 * (bucket.stop - bucket.start) for bucket in buckets]
+    reducing = sum(_reduce(strategy, data_rates, size, last)[0] for last in lasts for size in sizes_B)
     return PredictedStep(
         max(0.0, assembly - computing) if rates.demand < 1 else 0.0,
         computing,
@@ -208,13 +210,14 @@ def _timeline(
 ) -> tuple[Ends, float]:
     """Run a mean rank's step: pieces are the parts of the first forward pass, what is between, and of the last backward.
 
+    Where gradients are sharded, they are those of all passes.
+
     Returns its ends, and the seconds of all messages with nothing beside them.
     """
     embedding, layer, last, constant = means
     parts = [embedding, *[layer] * layers, last]
     forward = [FORWARD * (each + constant / len(parts)) for each in parts]
     backward = [(1 - FORWARD) * (each + constant / len(parts)) for each in reversed(parts)]
-    between = (strategy.gradient_accumulation_steps - 1) * (sum(forward) + sum(backward))
     buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Message] = []
     needs = [0] * len(parts)
@@ -226,14 +229,19 @@ def _timeline(
     pieces = [Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True)]
     if messages:
         pieces.insert(0, Piece(0.0, 1))  # the step waits for the first weights before all else
-    pieces += [Piece(between), *(Piece(seconds) for seconds in backward)]
-    if rates.world_size > 1:
-        before = len(pieces) - len(backward)
-        for bucket in buckets:
+    reduced = strategy.gradient_accumulation_steps if strategy.shard_gradients and rates.world_size > 1 else 1
+    """Backward passes whose gradients travel."""
+    pieces.append(Piece((strategy.gradient_accumulation_steps - reduced) * (sum(forward) + sum(backward))))
+    for number in range(reduced):
+        if number:  # which waits for the sums of the one before
+            pieces += [Piece(0.0, len(messages)), *map(Piece, forward)]
+        before = len(pieces)
+        pieces += map(Piece, backward)
+        for bucket in buckets if rates.world_size > 1 else ():
             # Of the part in which a bucket begins, all gradients are there when its backward pass is done; the first
             # elements are those of the decoder's bias and the embeddings, which are last.
             part = sum(end <= bucket.start for end in layout.ends)
-            seconds, share = _reduce(strategy, rates, 4 * (bucket.stop - bucket.start))
+            seconds, share = _reduce(strategy, rates, 4 * (bucket.stop - bucket.start), number == reduced - 1)
             messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), share))
     return run(pieces, messages, rates.demand), sum(message.seconds for message in messages)
 
@@ -244,8 +252,8 @@ def _gather(strategy: Strategy, rates: Rates, size: int) -> Message:
     return Message(seconds, 0, share)
 
 
-def _reduce(strategy: Strategy, rates: Rates, size: float) -> tuple[float, float]:
-    """Seconds of a bucket's reduction, and the share of processors it keeps busy."""
+def _reduce(strategy: Strategy, rates: Rates, size: float, last: bool) -> tuple[float, float]:
+    """Seconds of a bucket's reduction, along rails with a step's ``last``, and the share of processors it keeps busy."""
     whole, shard = size, size / rates.ranks
     if strategy.reduction == "flat":
         calls = _sum(strategy, rates, "all-reduce", "world", whole)
@@ -253,7 +261,7 @@ def _reduce(strategy: Strategy, rates: Rates, size: float) -> tuple[float, float
         calls = _sum(strategy, rates, "reduce-scatter", "world", whole)
     else:
         calls = _sum(strategy, rates, "reduce-scatter", "node", whole)
-        calls += _sum(strategy, rates, "all-reduce", "rail", shard)
+        calls += _sum(strategy, rates, "all-reduce", "rail", shard) if last else []
         if strategy.reduction == "hierarchical":
             calls += _sum(strategy, rates, "all-gather", "node", whole)
     seconds = sum(each for each, _ in calls)

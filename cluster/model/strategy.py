@@ -26,6 +26,7 @@ class Strategy:
         tensor: neighbours of a host that share a copy of the model, or a stage of one.
         pipeline: such groups that share a copy, layer by layer.
         virtual_stages: of each of them.
+        shard_gradients: ranks keep gradients of their shard alone, and send those of every micro-batch.
 
     Raises:
         ValueError: a number is not positive, a name is none that there is, or two settings do not go together.
@@ -42,6 +43,7 @@ class Strategy:
     tensor: int = 1
     pipeline: int = 1
     virtual_stages: int = 1
+    shard_gradients: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
@@ -55,6 +57,8 @@ class Strategy:
         ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)  # refuses what there is not
         if self.reduce_dtype not in ("fp32", "bf16"):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")
+        if self.shard_gradients and self.reduction not in ("sharded", "sharded_world"):
+            raise ValueError(f"shard_gradients goes with sharded or sharded_world reduction, not with {self.reduction}")
         if self.in_network and self.reduction in ("flat", "sharded_world"):
             raise ValueError(f"in_network goes with hierarchical or sharded reduction, not with {self.reduction}")
         if self.in_network and self.reduce_dtype == "bf16":
@@ -103,4 +107,5 @@ def strategy_of(config: Config) -> Strategy:
         config.parallel.tensor,
         config.parallel.pipeline,
         config.parallel.virtual_stages,
+        training.shard_gradients,
     )

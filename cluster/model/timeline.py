@@ -12,7 +12,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of computing: seconds when nothing goes on beside it. It begins when so many messages have arrived."""
+    """A piece of computing: seconds when nothing goes on beside it. It begins when so many messages have arrived.
+
+    One of no seconds is a wait for messages.
+    """
 
     seconds: float
     needs: int = 0
@@ -33,16 +36,16 @@ class Message:
 
 @dataclass(frozen=True)
 class Ends:
-    """Seconds at which all pieces are computed, and all messages are there; and what the first piece waited for messages."""
+    """Seconds at which all pieces are computed, and all messages are there; and seconds of waits."""
 
     computed: float
     arrived: float
-    waited_first: float
+    waited: float
 
 
 def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> Ends:
     """Let pieces and messages go on side by side. ``demand``: share of the processors that computing keeps busy alone."""
-    now = computed = waited_first = 0.0
+    now = computed = waited = 0.0
     piece = message = 0
     left_piece = pieces[0].seconds if pieces else 0.0
     left_message = messages[0].seconds if messages else 0.0
@@ -57,8 +60,8 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
         until_message = left_message / speed_message if sending else float("inf")
         step = min(until_piece, until_message)
         now += step
-        if not computing and piece == 0:
-            waited_first += step
+        if not computing and piece < len(pieces) and pieces[piece].seconds == 0:
+            waited += step
         if computing:
             left_piece -= step * speed_piece
         if sending:
@@ -69,7 +72,7 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
         if sending and until_message <= until_piece:
             message += 1
             left_message = messages[message].seconds if message < len(messages) else 0.0
-    return Ends(computed, now, waited_first)
+    return Ends(computed, now, waited)
 
 
 def _speeds(demand: float, share: float) -> tuple[float, float]:

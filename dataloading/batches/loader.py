@@ -3,7 +3,6 @@
 Shape legend: slots for T tokens, S sequences, M masked tokens of the micro-batch; unless padded, as many as there are.
 """
 
-import importlib.util
 import itertools
 import queue
 import threading
@@ -283,18 +282,3 @@ class NumpyLoader:
             samples = self._source.take(micro.indices)
             batches.append(batch_of(samples, micro, shape_bucket_of(samples, self.shape_buckets)))
         return (batches, None) if self._uploads is None else self._uploads.start(batches)
-
-
-def choose_loader(kind: str, device: torch.device) -> str:
-    """ "numpy" or "dali": what ``data.loader`` stands for on this machine.
-
-    Raises ``ValueError`` when DALI is asked for and not installed.
-    """
-    installed = importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
-    if kind == "dali" and not installed:
-        raise ValueError(
-            "data.loader is dali, but nvidia-dali is not installed: install it, or set data.loader to numpy"
-        )
-    if kind == "auto":
-        return "dali" if installed and device.type == "cuda" else "numpy"
-    return kind

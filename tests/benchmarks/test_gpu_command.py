@@ -18,6 +18,7 @@ from benchmarks.gpu_parts import part as gpu_part
 from benchmarks.gpu_parts.measuring.report import CUT_OFF, NotUsableError, Report, Row
 from benchmarks.gpu_parts.measuring.table import page
 from tests.conftest import REPOSITORY
+from tests.programs import PATIENCE_S
 
 GPU_PY = REPOSITORY / "benchmarks" / "gpu.py"
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -123,7 +124,8 @@ def child_of(process: subprocess.Popen[str]) -> int:
 
 
 def assert_gone(pid: int) -> None:
-    for _ in range(200):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
         status = Path(f"/proc/{pid}/stat")
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
             return
@@ -134,7 +136,7 @@ def assert_gone(pid: int) -> None:
 def test_sigterm_keeps_the_rows_and_prints_the_page(running: subprocess.Popen[str], tmp_path: Path) -> None:
     part = child_of(running)
     running.send_signal(signal.SIGTERM)
-    printed, _ = running.communicate(timeout=60)
+    printed, _ = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 128 + signal.SIGTERM
     found = json.loads((tmp_path / "kernels.json").read_text())
     assert not found["complete"]

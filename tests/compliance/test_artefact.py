@@ -19,6 +19,7 @@ from tests.compliance import run_logs
 from tests.compliance.package.test_package import PASSING, description, request
 from tests.compliance.run_series import write_series
 from tests.conftest import REPOSITORY
+from tests.programs import PATIENCE_S
 
 
 @pytest.fixture
@@ -148,7 +149,7 @@ def test_sigterm_in_the_middle_of_writing_leaves_nothing(
     during = set(tmp_path.rglob("*"))
     assert during > before
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+    process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 128 + signal.SIGTERM
     left = set(tmp_path.rglob("*")) - before
     assert left <= {tmp_path / "out"}

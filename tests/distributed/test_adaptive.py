@@ -54,6 +54,7 @@ def curve(results: Path) -> dict[int, dict[str, float]]:
     return {line["step"]: line for line in lines if line["event"] == "step"}
 
 
+@pytest.mark.measured
 def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, tmp_path: Path) -> None:
     settings = {"training__max_samples": 16 * STEPS, "evaluation__interval_samples": 16 * 10}
     with Ranks(small_run.arguments(tmp_path / "unbroken", **settings), HOSTS) as unbroken:
@@ -80,6 +81,7 @@ def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, tmp
     check_logs(sorted((tmp_path / "tiny_cpu" / "bert").glob("result_*.txt")))
 
 
+@pytest.mark.measured
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a process a host name of its own")
 def test_a_straggler_sits_out_when_slurm_starts_the_job_again(small_run: SmallRun, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
@@ -153,9 +155,7 @@ def check_logs(results: list[Path]) -> None:
     ):
         for line in lines:
             assert f"# {line}\n" in text
-        measured = re.search(r"# probe: \d host\(s\), \d rank\(s\), gloo, measured in (\d+) s\n", text)
-        assert measured
-        assert int(measured[1]) <= 60  # 3 s of it beside nothing else; other tests are at work
+        assert re.search(r"# probe: \d host\(s\), \d rank\(s\), gloo, measured in \d+ s\n", text)
     settings = [
         re.findall(r'"(?:global_batch_size|d_batch_size|gradient_accumulation_steps)", "value": (\d+)', text)
         for text in (whole, fewer, again)

@@ -14,6 +14,7 @@ from tests.conftest import REPOSITORY
 MISSING = why_not()
 
 
+@pytest.mark.measured
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 def test_between_hosts_hierarchical_sends_what_it_must(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"

@@ -32,6 +32,7 @@ def run(namespaces: Sequence[str], order: Sequence[str], module: Sequence[str]) 
             rank.kill()
 
 
+@pytest.mark.measured
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 def test_ranks_in_the_order_of_place_train_faster(
     small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -21,8 +21,6 @@ from tests.programs import PATIENCE_S, Program
 HOSTS = 4
 RATE, THIRD = "300mbit", "100mbit"
 CORES = sorted(os.sched_getaffinity(0))
-ATTEMPTS = 5
-"""How often a measurement is repeated that other tests beside this one can spoil."""
 needs_hosts = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
@@ -91,40 +89,32 @@ def check_whole(view: View) -> None:
 
 
 @needs_hosts
+@pytest.mark.measured
 @pytest.mark.skipif(len(CORES) < 2, reason="on one core every rank shares it with what is busy")
 def test_a_slow_link_and_a_rank_with_half_a_core_are_named_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
     with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names, competitor(CORES[0]):
         shape(names[2], THIRD)
-        for _ in range(ATTEMPTS):
-            statuses, output = ended(start(names, ["--out", str(out), "--seconds", "6"], pinned=1))
-            assert statuses == [1] * HOSTS, output
-            view = read_view(out)
-            check_whole(view)
-            slow = {outlier.name: outlier for outlier in view.outliers}
-            if set(slow) == {"rank 1 on host h1", "network link of host h2, sending"}:
-                break
-        else:
-            pytest.fail(f"these two were named in none of {ATTEMPTS} probes; last:\n{output}")
+        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "6"], pinned=1))
+    assert statuses == [1] * HOSTS, output
+    view = read_view(out)
+    check_whole(view)
+    slow = {outlier.name: outlier for outlier in view.outliers}
+    assert set(slow) == {"rank 1 on host h1", "network link of host h2, sending"}, output
     assert slow["network link of host h2, sending"].ratio == pytest.approx(3, rel=0.15)
     assert 1.4 < slow["rank 1 on host h1"].ratio < 3
     assert len(re.findall("^SLOW", output, re.M)) == 2
 
 
 @needs_hosts
+@pytest.mark.measured
 def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    even = 0
     with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names:
-        for _ in range(ATTEMPTS):
-            statuses, output = ended(start(names, ["--out", str(out), "--seconds", "3"]))
-            view = read_view(out)
-            check_whole(view)
-            assert statuses == [1 if view.outliers else 0] * HOSTS, output
-            even += not view.outliers
-            if even == 3:
-                break
-    assert even == 3, output
+        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "3"]))
+    view = read_view(out)
+    check_whole(view)
+    assert (statuses, view.outliers) == ([0] * HOSTS, ()), output
     rate = 300e6 / 8
     assert all(0.7 * rate < 1 / link.seconds_per_byte < 1.1 * rate for link in view.links)
 
@@ -134,12 +124,15 @@ def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> 
     out = tmp_path / "cluster.json"
     with Network(Case(HOSTS, 1, "block", RATE, 0, 0)) as names:
         known = ["--hosts", "h0", "h1", "h2", "h3"]
-        statuses, output = ended(start(names, ["--out", str(out), "--limit", "4", *known], absent=3))
+        for limit in (4, 16, 64):  # a busy machine starts slowly
+            statuses, output = ended(start(names, ["--out", str(out), "--limit", str(limit), *known], absent=3))
+            if f"host h3 (rank 3) has not come within {limit} s" in output:
+                break
     assert statuses == [2] * (HOSTS - 1), output
     assert not out.exists()
     errors = [line for line in output.splitlines() if line.startswith("error: ")]
     assert len(errors) == HOSTS - 1
-    assert "host h3 (rank 3) has not come within 4 s" in errors[0]
+    assert f"host h3 (rank 3) has not come within {limit} s" in errors[0]
     assert "Traceback" not in output
 
 

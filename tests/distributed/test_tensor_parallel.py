@@ -18,6 +18,8 @@ FP64 = [
     "2,sharded,block,4,2,fp64",
     "2,hierarchical,cyclic,2,1,fp64",
     "2,sharded_world,block,2,2,fp64",
+    "2,sharded+,block,4,2,fp64",
+    "2,sharded_world+,cyclic,2,2,fp64",
 ]
 FP32 = ["4,sharded,cyclic,4,2,fp32"]
 FP8 = ["4,flat,block,4,1,fp8"]

@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.distributed.ranks import free_port
 from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, one_error, start, wait_for
+from tests.programs import PATIENCE_S
 
 
 def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
@@ -22,7 +23,7 @@ def two_nodes(checkout: Path, *settings: str) -> list[subprocess.Popen[str]]:
 
 def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
     nodes = two_nodes(checkout, REACHED_AT_ONCE, "--log.results", str(tmp_path))
-    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    outputs = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert ["1 of 1 runs valid" in output for output in outputs] == [True, False]
     assert "# processes: 2 x 1 threads" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
@@ -33,7 +34,7 @@ def test_a_signal_to_another_node_ends_the_run_in_order(checkout: Path, tmp_path
     metrics = tmp_path / "tiny_cpu/bert/metrics_0.jsonl"
     wait_for(lambda: metrics.exists() and '"event": "step"' in metrics.read_text())
     nodes[1].terminate()
-    outputs = [node.communicate(timeout=240)[0] for node in nodes]
+    outputs = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [1, 143], outputs
     assert "ours fail: not a valid result (aborted)" in outputs[0]
     assert not re.findall("^error: .*", "".join(outputs), re.M)

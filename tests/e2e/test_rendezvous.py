@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 from compliance.doctor.host import Host
 from compliance.doctor.rendezvous import ports_open_to_all
 from tests.e2e.test_scripts import begin, read, wait_for
+from tests.programs import PATIENCE_S
 
 SETTINGS = ("--evaluation.interval-samples", "320", "--evaluation.target", "0.02", "--log.interval-steps", "1")
 
@@ -51,7 +52,7 @@ def stores(process: int) -> list[TCPStore]:
     """Connections to every store that listens in a process."""
     ports = ports_open_to_all(Host(), process)
     assert ports
-    return [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60)) for port in ports]
+    return [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)) for port in ports]
 
 
 def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(checkout: Path, tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(che
         store.set("torch.rendezvous.none", hostile)  # where an elastic agent without a name of its run would look
     for rank in ranks:
         os.kill(rank, signal.SIGCONT)
-    process.wait(timeout=240)
+    process.wait(timeout=PATIENCE_S)
     reader.join()
     assert process.returncode == 0, "".join(shown)
     assert "installing" not in "".join(shown)

@@ -10,6 +10,7 @@ from bert.train import parse
 from cluster.tuning.choice import Choice, keep
 from tests.conftest import SmallRun
 from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, start
+from tests.programs import PATIENCE_S
 
 
 def test_tiny_cpu_with_other_data_makes_none_of_its_own(checkout: Path, tmp_path: Path, small_run: SmallRun) -> None:
@@ -31,7 +32,7 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tm
     settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path / "my results"))
     script, one = checkout / "run_and_time.sh", {"NPROC": "1", "OMP_NUM_THREADS": "1"}
     runs = [begin(script, "tiny_cpu", "1", *settings, cwd=tmp_path, **one) for _ in range(2)]
-    outputs = [run.communicate(timeout=300)[0] for run in runs]
+    outputs = [run.communicate(timeout=PATIENCE_S)[0] for run in runs]
     assert [run.returncode for run in runs] == [0, 0], outputs
     assert all("error" not in output for output in outputs)
     logs = [re.findall(r"^log in (.*)$", output, re.M) for output in outputs]

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--evaluation.interval-samples", "160", "--log.interval-steps", "5", "--evaluation.target")
 REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
@@ -47,7 +49,7 @@ def environment(**changes: str) -> dict[str, str]:
 
 def start(script: Path, *arguments: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(script), *arguments], cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=300
+        [str(script), *arguments], cwd=cwd, env=environment(**env), capture_output=True, text=True, timeout=PATIENCE_S
     )
 
 
@@ -274,7 +276,7 @@ def test_starts_at_the_same_moment_install_once(bare: Path) -> None:
     (bare / "python").write_text((bare / "python").read_text().replace("echo pip", "sleep 0.5; echo pip"))
     command = ["bash", "-c", "source launch/venv.sh; prepare_venv"]
     both = [subprocess.Popen(command, cwd=bare, env=environment(PYTHON="./python")) for _ in range(2)]
-    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    assert [process.wait(timeout=PATIENCE_S) for process in both] == [0, 0]
     assert calls(bare) == ["venv", "pip"]
 
 
@@ -336,7 +338,7 @@ def test_preparation_that_is_stopped_ends_at_once_and_is_made_anew(bare: Path) -
     process = begin(bare / "run_and_time.sh", "--", "--help", cwd=bare, PYTHON="./python")
     wait_for(lambda: (bare / "pip").exists() and (bare / "pip").read_text().endswith("\n"))
     process.terminate()
-    assert process.wait(timeout=60) == 143
+    assert process.wait(timeout=PATIENCE_S) == 143
     pip = Path("/proc") / (bare / "pip").read_text().strip() / "cmdline"
     wait_for(lambda: not read(pip))
     (bare / "python").write_text(working)
@@ -346,7 +348,7 @@ def test_preparation_that_is_stopped_ends_at_once_and_is_made_anew(bare: Path) -
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.test_scripts import NEVER_REACHED, SHORT, begin, read, wait_for
+from tests.programs import PATIENCE_S
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def training(checkout: Path, tmp_path: Path, request: pytest.FixtureRequest) -> 
     yield process
     if process.poll() is None:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_signal_ends_run_as_aborted(
 ) -> None:
     training.send_signal(number)
     try:
-        output, _ = training.communicate(timeout=120)
+        output, _ = training.communicate(timeout=PATIENCE_S)
     except subprocess.TimeoutExpired as late:
         pytest.fail(f"still running after {late.timeout} s: {(late.stdout or b'')[-2000:].decode()}")
     assert training.returncode == status, output
@@ -60,7 +61,7 @@ def test_data_whose_making_is_stopped_are_not_left_half_made(checkout: Path, tmp
         process = begin(checkout / "run_and_time.sh", cwd=tmp_path)
         wait_for(lambda: any((tmp_path / "tiny_cpu").iterdir()))
         process.terminate()
-        assert process.wait(timeout=60) == 143
+        assert process.wait(timeout=PATIENCE_S) == 143
         assert not [path for path in (tmp_path / "tiny_cpu").iterdir() if path.name.endswith(".partial")]
         makers = (path for path in Path("/proc").glob("[0-9]*/cmdline") if b"dataloading\0demo" in read(path))
         assert not [path for path in makers if (path.parent / "cwd").resolve() == checkout.resolve()]

@@ -12,6 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from bert.model import DropoutSites, PretrainingOutput
 from bert.parallel.pipeline.division import Stage
 from bert.parallel.pipeline.stages import PipelineParallel
+from bert.parallel.reduction.gradients import Reduction
 from bert.reporting.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
 from dataloading.batches.shape_buckets import TOKENS_MULTIPLE
@@ -28,12 +29,14 @@ class PipelineSchedule:
         self,
         pipeline: PipelineParallel,
         micro_batches: int,
+        reduction: Reduction,
         autocast: Callable[[], AbstractContextManager[object]],
         mean_loss: Callable[[PretrainingOutput, Batch], Tensor],
         stopwatch: Stopwatch,
     ) -> None:
         """``mean_loss`` gives what the last stage's backward pass begins with, and may note what it sees."""
         self.pipeline = pipeline
+        self.reduction = reduction
         self.autocast = autocast
         self.mean_loss = mean_loss
         self.batches: Sequence[Batch] = ()
@@ -56,7 +59,8 @@ class PipelineSchedule:
         with self._stopwatch.time("reduce"):
             numbers = self._micro_batches
             self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
-            self.pipeline.add_word_gradient_()
+            with self.reduction.overlapped(False, self.pipeline.shared_parameters):
+                self.pipeline.add_word_gradient_()
 
     @contextmanager
     def computing(self) -> Iterator[None]:
@@ -94,13 +98,15 @@ class _TimedStage(PipelineStage):
             group=pipeline.group,
         )
         self._schedule = schedule
+        self._parameters = [each for name, each in pipeline.model.named_parameters() if stage.owns(name)]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         with self._schedule.computing():
             return super().forward_one_chunk(*args, **kwargs)
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._schedule.computing():
+        schedule = self._schedule
+        with schedule.computing(), schedule.reduction.overlapped(False, self._parameters):
             return super().backward_one_chunk(*args, **kwargs)
 
 

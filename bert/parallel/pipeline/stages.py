@@ -5,7 +5,7 @@ Shape legend in ``bert/model.py``; besides W own rows of T, where stages are sha
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert.configuration.config import ParallelConfig
 from bert.model import BertForPreTraining, DropoutSites, PretrainingOutput
@@ -46,6 +46,11 @@ class PipelineParallel:
     def has_losses(self) -> bool:
         """Tell whether this rank has the last stage."""
         return self.rank == self.size - 1
+
+    @property
+    def shared_parameters(self) -> list[nn.Parameter]:
+        """Those of this rank of which ``add_word_gradient_`` changes the gradient."""
+        return [self.model.embeddings.word] if self.rank == 0 else []
 
     def rows(self, batch: Batch) -> int:
         """W of a micro-batch: rows of hidden states that this rank gets and gives."""
@@ -92,11 +97,13 @@ class PipelineParallel:
             dist.send(self._gradient, group=self.group, group_dst=0)
             self._gradient.zero_()
         elif self.rank == 0:
-            gradient = self.model.embeddings.word.grad
-            assert gradient is not None
-            received = torch.empty_like(gradient)
+            word = self.model.embeddings.word
+            received = torch.empty_like(word)
             dist.recv(received, group=self.group, group_src=self.size - 1)
-            gradient += received
+            if word.grad is None:
+                word.grad = received
+            else:
+                word.grad += received
 
     @torch.no_grad()
     def copy_word_(self) -> None:

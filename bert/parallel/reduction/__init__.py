@@ -1,7 +1,8 @@
 """How gradients are summed over copies of the model, and LAMB on what a rank has of the sum.
 
-gradients.py      buckets of the flat gradient, summed beside backward
-choice.py         the faster way, measured before the clock starts
-sums.py           sums of a vector by the type that travels
-sharded_lamb.py   LAMB on a rank's shard, and whole weights again
+gradients.py           buckets of the flat gradient, summed beside backward
+sharded_gradients.py   the same where a rank keeps its shard of the sums alone
+choice.py              the faster way, measured before the clock starts
+sums.py                sums of a vector by the type that travels
+sharded_lamb.py        LAMB on a rank's shard, and whole weights again
 """

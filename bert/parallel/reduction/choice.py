@@ -89,6 +89,8 @@ def measured_choice(
     Rounds alternate; a round takes as long as on the slowest rank, and a way as its best round, since the first one
     connects. No round begins after ``enough_seconds``.
     """
+    if len(flat.gradients_N) == 0:  # ranks keep a shard alone
+        flat = replace(flat, gradients_N=torch.zeros_like(flat.weights_N))
     reductions = [Reduction(flat, communicators.along(way), way.strategy, reduce_dtype, bucket_bytes) for way in ways]
     flat.gradients_N.zero_()
     device = flat.gradients_N.device

@@ -3,7 +3,7 @@
 Losses are divided by counts of the whole global batch, so that gradients add up: nothing is scaled before or after.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert.configuration.config import TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
@@ -176,22 +176,31 @@ class Reduction:
         self.strategy = strategy
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
-        self.buckets = bucket_slices(len(flat.gradients_N), communicators.world_size, bucket_bytes)
-        self.stream = CommunicationStream(flat.gradients_N.device)
+        self.buckets = bucket_slices(len(flat.weights_N), communicators.world_size, bucket_bytes)
+        self.stream = CommunicationStream(flat.weights_N.device)
         self._sums: Sums = Fp32Sums()
         if reduce_dtype == "bf16" and communicators.world is not None:
             longest = max(bucket.stop - bucket.start for bucket in self.buckets)
-            self._sums = Bf16Sums(longest, flat.gradients_N.device)
+            self._sums = Bf16Sums(longest, flat.weights_N.device)
         self._armed = False
         self._started = 0
         self._waiting: list[int] = []
-        self._parameters_of: list[int] = [0] * len(self.buckets)
+        """Of each bucket, the gradients that are still to come in this backward pass."""
+        self._touched: dict[nn.Parameter, list[int]] = {}
+        """The buckets that each parameter has a part in: it may lie across a boundary, and long ones across several."""
         self._hooks = list(self._hook(flat)) if communicators.world else []
 
     @contextmanager
-    def overlapped(self) -> Iterator[None]:
-        """Start buckets during the backward pass in the body; there must be exactly one."""
-        self._waiting = list(self._parameters_of)
+    def overlapped(self, last: bool = True, parameters: Iterable[nn.Parameter] | None = None) -> Iterator[None]:
+        """Start buckets during the backward pass in the body, of which there must be exactly one.
+
+        Nothing starts unless it is the ``last`` of the step, with which all gradients are there. ``parameters``: those that
+        it gives gradients, if not all.
+        """
+        if not last:
+            yield
+            return
+        self._expect(self._touched if parameters is None else parameters)
         self._armed = True
         try:
             yield
@@ -215,6 +224,11 @@ class Reduction:
             all_gather_single(flat_N[bucket], self.shard(flat_N, bucket), group=self.shard_group)
 
     @property
+    def own_sums(self) -> Tensor | None:
+        """[W] the sums of this rank's shard, bucket after bucket, where those are all that it keeps of the gradients."""
+        return None
+
+    @property
     def shard_group(self) -> dist.ProcessGroup | None:
         """The ranks that each have a shard of the sum of a bucket; None where this one has all of it."""
         groups = self.communicators
@@ -230,10 +244,15 @@ class Reduction:
             touched = [
                 i for i, bucket in enumerate(self.buckets) if bucket.start < place.stop and place.start < bucket.stop
             ]
-            for bucket in touched:  # a parameter may lie across a boundary, and long ones across several
-                self._parameters_of[bucket] += 1
+            self._touched[parameter] = touched
             # Of a shared parameter all uses have been added up when its hook runs.
             yield parameter.register_post_accumulate_grad_hook(lambda _, touched=touched: self._filled(touched))
+
+    def _expect(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._waiting = [0] * len(self.buckets)
+        for parameter in parameters:
+            for bucket in self._touched[parameter]:
+                self._waiting[bucket] += 1
 
     def _filled(self, buckets: list[int]) -> None:
         if self._armed:

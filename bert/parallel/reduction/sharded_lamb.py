@@ -50,9 +50,11 @@ class ShardedLamb:
         self._pipeline = pipeline
         shard = len(flat.weights_N) // (self._group.size() if self._group else 1)
         device = flat.weights_N.device
-        self.momentum_W, self.variance_W, self._gradient_W, self._weight_W, self._update_W = (
-            flat.weights_N.new_zeros(shard) for _ in range(5)
+        self.momentum_W, self.variance_W, self._weight_W, self._update_W = (
+            flat.weights_N.new_zeros(shard) for _ in range(4)
         )
+        own_W = reduction.own_sums
+        self._gradient_W = flat.weights_N.new_zeros(shard) if own_W is None else own_W
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], the steps taken."""
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
@@ -77,7 +79,8 @@ class ShardedLamb:
         Returns the gradients' global norm before clipping, [] on the device, and the same on all ranks.
         """
         config, flat = self.config, self.flat
-        self._collect(flat.gradients_N, self._gradient_W)
+        if self._reduction.own_sums is None:
+            self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
         norm = _summed(self._over_shards(self._squares_with_sums_()), self._pipeline).sqrt().to(gradient_W.dtype)
@@ -98,13 +101,13 @@ class ShardedLamb:
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
         self._spread(weight_W, flat.weights_N)
-        flat.gradients_N.zero_()
+        self._gradients.zero_()
         return norm
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget moments and counts, as after warm-up."""
-        for tensor in (self.momentum_W, self.variance_W, self.flat.gradients_N, self.steps, self.skipped):
+        for tensor in (self.momentum_W, self.variance_W, self._gradients, self.steps, self.skipped):
             tensor.zero_()
 
     @torch.no_grad()
@@ -126,6 +129,12 @@ class ShardedLamb:
             moment_N = torch.zeros_like(self.flat.weights_N)
             moment_N[: len(moment_P)] = moment_P
             self._collect(moment_N, shard_W)
+
+    @property
+    def _gradients(self) -> Tensor:
+        """What the next step's gradients are added to."""
+        own_W = self._reduction.own_sums
+        return self.flat.gradients_N if own_W is None else own_W
 
     def _squares_with_sums_(self) -> Tensor:
         """Sum what the tensor group has the gradients of together; the squares that this rank counts, fp64 []."""

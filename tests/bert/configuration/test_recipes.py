@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from bert.batches import plan_of
 from bert.checkpoints.weights import model_metadata, safetensors_header
 from bert.configuration.config import Config, ModelConfig
 from bert.configuration.recipes import RECIPES
-from bert.guards.preflight import check, plan_of
+from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse
 from dataloading.batches.synthetic import synthetic_samples

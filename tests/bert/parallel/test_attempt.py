@@ -2,12 +2,14 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from bert.parallel.joining import attempt
 from bert.parallel.joining.attempt import agree_on_attempt
+from tests.programs import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +18,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Process(threading.Thread):
-    def __init__(self, store: HashStore, rank: int, world_size: int, seconds: float = 10) -> None:
+    def __init__(self, store: HashStore, rank: int, world_size: int, seconds: float = PATIENCE_S) -> None:
         super().__init__(daemon=True)
         self.arguments = store, rank, world_size, seconds
         self.name_taken: str | None = None
@@ -37,7 +39,7 @@ def come(store: HashStore, ranks: list[int], world_size: int, pause: float = 0.0
         processes.append(Process(store, rank, world_size))
         time.sleep(pause)
     for process in processes:
-        process.join(20)
+        process.join(PATIENCE_S)
     return {process.name_taken for process in processes}
 
 
@@ -59,7 +61,7 @@ def test_nobody_takes_the_name_before_all_are_there() -> None:
     assert [process.name_taken for process in early] == [None, None]
     late = Process(store, 2, 3)
     for process in (*early, late):
-        process.join(10)
+        process.join(PATIENCE_S)
     assert early[0].name_taken == early[1].name_taken == late.name_taken is not None
 
 
@@ -67,21 +69,28 @@ def test_an_attempt_that_never_came_together_does_not_stand_in_the_way() -> None
     store = HashStore()
     broken = [Process(store, 0, 3, seconds=0.2), Process(store, 1, 3, seconds=0.2)]
     for process in broken:
-        process.join(10)
+        process.join(PATIENCE_S)
     assert all(process.error is not None for process in broken)
     [name] = come(store, [2, 1, 0], 3, pause=0.05)
     assert name is not None
 
 
-def test_rank_0_names_those_that_are_missing() -> None:
-    store = HashStore()
-    first, other = Process(store, 0, 4, seconds=0.3), Process(store, 2, 4, seconds=0.3)
-    first.join(10)
-    other.join(10)
+def test_rank_0_names_those_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, begin = HashStore(), time.monotonic()
+
+    def standing_until_rank_2_has_come() -> float:
+        has_come = store.check(["attempt"]) and store.check([f"{store.get('attempt').decode()}/2"])
+        return time.monotonic() if has_come else begin
+
+    with monkeypatch.context() as patch:
+        patch.setattr(attempt, "time", SimpleNamespace(monotonic=standing_until_rank_2_has_come, sleep=time.sleep))
+        first, other = Process(store, 0, 4, seconds=0.3), Process(store, 2, 4, seconds=0.3)
+        first.join(PATIENCE_S)
+        other.join(PATIENCE_S)
     assert "2 of 4 ranks have not come within 0 s (rank 1, 3): see whether" in str(first.error)
     assert "not all ranks have come" in str(other.error)
     lonely = Process(HashStore(), 0, 100, seconds=0)
-    lonely.join(10)
+    lonely.join(PATIENCE_S)
     assert "99 of 100 ranks have not come within 0 s (rank 1, 2, 3, 4, 5, 6, 7, 8 and others)" in str(lonely.error)
 
 

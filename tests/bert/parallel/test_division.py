@@ -54,3 +54,8 @@ def test_what_a_rank_holds_is_counted() -> None:
     assert model_state(tensor, 8, 8).state_bytes == pytest.approx(28 * model_state(tensor, 8, 8).most, rel=1e-4)
     sharded = replace(tensor, training=replace(large.training, reduction="sharded"))
     assert model_state(sharded, 16, 8).state_bytes == pytest.approx(13 * model_state(tensor, 8, 8).most, rel=1e-4)
+    gradients = replace(sharded, training=replace(sharded.training, shard_gradients=True))
+    buffers = 2 * large.training.bucket_bytes
+    assert model_state(gradients, 16, 8).state_bytes == pytest.approx(
+        9 * model_state(tensor, 8, 8).most + buffers, rel=1e-4
+    )

@@ -9,12 +9,12 @@ from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 
 
 def test_the_stopwatch_counts_each_phase_until_taken() -> None:
-    stopwatch = Stopwatch()
+    stopwatch, begin = Stopwatch(), time.perf_counter()
     for _ in range(2):
         with stopwatch.time("reduce"):
             time.sleep(0.01)
     taken = stopwatch.take()
-    assert 0.02 <= taken["reduce"] < 1
+    assert 0.02 <= taken["reduce"] <= time.perf_counter() - begin
     assert taken["update"] == 0
     assert stopwatch.take()["reduce"] == 0
 

@@ -17,6 +17,7 @@ from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineParallel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recompute_layers
+from cluster.model.computations import layout_of
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
 from cluster.model.pipeline import own_layers, under_way
 from cluster.model.strategy import Precision, Strategy
@@ -134,6 +135,11 @@ def test_what_is_divided_and_what_is_not() -> None:
     assert flat == hierarchical
     assert sharded["moments"] == pytest.approx(flat["moments"] / 4)
     assert world["moments"] + world["update"] == pytest.approx(20 / 4 * world["weights"] / 8)
+    kept = memory_of_rank(work, Strategy(16, reduction="sharded", shard_gradients=True), nodes=2, ranks=4)
+    assert kept["gradients"] == 2 * 4 * layout_of(work.model).padded(8), "two buffers of the only bucket"
+    assert {**kept, "gradients": 0} == {**sharded, "gradients": 0}
+    small = Strategy(16, reduction="sharded_world", shard_gradients=True, bucket_bytes=50_000)
+    assert 90_000 < memory_of_rank(work, small, nodes=2, ranks=4)["gradients"] <= 100_000
     accumulated = memory_of_rank(work, Strategy(16, 2), nodes=2, ranks=4)
     assert accumulated["activations"] < flat["activations"]
     assert memory_of_rank(work, Strategy(16, reduce_dtype="bf16"), 2, 4)["reduction buffers"] > 0

@@ -14,7 +14,7 @@ def test_a_message_hides_behind_what_is_computed_after_it_began() -> None:
 
 def test_a_piece_waits_for_the_messages_that_it_needs() -> None:
     ends = run([Piece(0.0, needs=1), Piece(1.0, needs=1), Piece(1.0, needs=2)], [Message(2.0, 0), Message(3.0, 0)], 0.0)
-    assert (ends.computed, ends.waited_first) == (6.0, 2.0)
+    assert (ends.computed, ends.waited) == (6.0, 2.0)
 
 
 def test_on_shared_processors_nothing_comes_for_nothing() -> None:
@@ -28,4 +28,4 @@ def test_on_shared_processors_nothing_comes_for_nothing() -> None:
 
 def test_without_messages_the_pieces_are_all() -> None:
     ends = run([Piece(1.0), Piece(0.5)], [], demand=1.0)
-    assert (ends.computed, ends.arrived, ends.waited_first) == (1.5, 1.5, 0.0)
+    assert (ends.computed, ends.arrived, ends.waited) == (1.5, 1.5, 0.0)

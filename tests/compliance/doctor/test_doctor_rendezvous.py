@@ -13,6 +13,7 @@ import pytest
 from compliance.doctor.host import Host
 from compliance.doctor.rendezvous import elastic_option, ports_open_to_all, rendezvous
 from tests.compliance.doctor.fake_host import fake_host
+from tests.programs import PATIENCE_S
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def test_a_real_agent(tmp_path: Path) -> None:
         stderr=subprocess.DEVNULL,
     )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + PATIENCE_S
         while not (tmp_path / "there").exists():
             assert agent.poll() is None
             assert time.monotonic() < deadline
@@ -94,7 +95,7 @@ def test_a_real_agent(tmp_path: Path) -> None:
         ports = ports_open_to_all(Host(), agent.pid)
     finally:
         agent.terminate()
-        agent.wait(60)
+        agent.wait(PATIENCE_S)
     assert one.state == "warn"
     assert f"pid {agent.pid} (--standalone; on all addresses, port {' and '.join(map(str, ports))})" in one.found
     assert ports

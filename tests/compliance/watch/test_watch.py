@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -16,12 +15,14 @@ from rich.console import Console
 
 from bert.mllog import evaluation_samples
 from compliance.watch import screen as watching
+from compliance.watch import watched as following
 from compliance.watch.screen import watch
 from compliance.watch.watched import Watch, choose
 from console.live import clock, end_row, panel, sparkline
 from tests.compliance import run_logs
 from tests.compliance.watch.test_running import line
 from tests.conftest import REPOSITORY
+from tests.programs import PATIENCE_S
 
 CURVE = "7000 7048 7088 7117 7130 7145 7158 7164 7172 7182 7183 7190 7193 7196 7197 7198 7199"
 INTERVAL = int(run_logs.CLOSED["eval_interval_samples"])
@@ -44,9 +45,37 @@ def looked_at(path: Path) -> Watch:
     return watched
 
 
+class Clock:
+    """The clocks of a watch, which get on where it sleeps; what happens meanwhile happens then."""
+
+    def __init__(self) -> None:
+        self._begin_s, self._wall_s = time.monotonic(), time.time()
+        self._slept_s = 0.0
+        self._events: list[tuple[float, Callable[[], object]]] = []
+
+    def monotonic(self) -> float:
+        return self._begin_s + self._slept_s
+
+    def time(self) -> float:
+        return self._wall_s + self._slept_s
+
+    def sleep(self, seconds: float) -> None:
+        self._slept_s += seconds
+        while self._events and self._events[0][0] <= self._slept_s:
+            self._events.pop(0)[1]()
+
+    def then(self, *events: Callable[[], object], pause_s: float = 0.15) -> None:
+        """Let these happen one after another, so much time apart."""
+        self._events = [(self._slept_s + number * pause_s, event) for number, event in enumerate(events, 1)]
+
+
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def clock_of_watch(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    watch_clock = Clock()
     monkeypatch.setattr(watching, "POLL_S", 0.01)
+    for module in (watching, following):
+        monkeypatch.setattr(module, "time", watch_clock)
+    return watch_clock
 
 
 def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[int, str]:
@@ -54,17 +83,6 @@ def followed(path: Path, timeout_s: float = 5.0, stale_s: float = 5.0) -> tuple[
     text = io.StringIO()
     status = watch(path, "5.0.0", timeout_s, stale_s, Console(file=text, width=200, soft_wrap=True))
     return status, text.getvalue()
-
-
-def in_background(*steps: Callable[[], object], pause_s: float = 0.15) -> threading.Thread:
-    def act() -> None:
-        for step in steps:
-            time.sleep(pause_s)
-            step()
-
-    thread = threading.Thread(target=act)
-    thread.start()
-    return thread
 
 
 # From begin to end
@@ -81,7 +99,7 @@ def test_a_run_that_has_ended(tmp_path: Path) -> None:
     assert lines[-1].startswith("success after 0:00 (")
 
 
-def test_a_run_that_is_written_meanwhile(tmp_path: Path) -> None:
+def test_a_run_that_is_written_meanwhile(tmp_path: Path, clock_of_watch: Clock) -> None:
     whole = closed_run(tmp_path / "elsewhere" / "result_0.txt", 6).read_bytes()
     path = tmp_path / "result_0.txt"
     cuts = [0, len(whole) // 3, len(whole) // 2, len(whole) - 700, len(whole) - 5, len(whole)]
@@ -94,9 +112,8 @@ def test_a_run_that_is_written_meanwhile(tmp_path: Path) -> None:
 
         return act
 
-    writer = in_background(*map(append, pieces))
+    clock_of_watch.then(*map(append, pieces))
     status, text = followed(path)
-    writer.join()
     assert status == 0
     assert text.splitlines()[0] == f"waiting for a running log at {path}"
     assert text.count("evaluation ") >= 6
@@ -134,41 +151,41 @@ def test_a_line_whose_end_comes_late_counts_once(tmp_path: Path) -> None:
     assert watched.run.complaints == {}
 
 
-def test_a_log_that_is_begun_again(tmp_path: Path) -> None:
+def test_a_log_that_is_begun_again(tmp_path: Path, clock_of_watch: Clock) -> None:
     path = tmp_path / "result_0.txt"
     closed_run(path, 3, ends="running", last=0.71)
     whole = run_logs.write_run(tmp_path / "elsewhere" / "result_0.txt", "open").read_bytes()
-    writer = in_background(lambda: path.write_bytes(b""), lambda: path.write_bytes(whole))
+    clock_of_watch.then(lambda: path.write_bytes(b""), lambda: path.write_bytes(whole))
     status, text = followed(path)
-    writer.join()
     assert status == 0
     assert "the log was begun again" in text
     assert text.count("evaluation 1: ") == 2
 
 
-def test_a_log_that_never_comes_or_stops_growing(tmp_path: Path) -> None:
+def test_a_log_that_never_comes_or_stops_growing(tmp_path: Path, clock_of_watch: Clock) -> None:
     status, text = followed(tmp_path / "result_0.txt", timeout_s=0.1)
     assert status == 1
     assert text.splitlines()[-1].startswith("nothing to watch: no running log at ")
     path = closed_run(tmp_path / "result_0.txt", 3, ends="running", last=0.71)
-    begin = time.monotonic()
+    begin = clock_of_watch.monotonic()
     status, text = followed(path, stale_s=0.3)
     assert status == 1
-    assert time.monotonic() - begin > 0.3
+    assert 0.3 < clock_of_watch.monotonic() - begin < 0.4
     assert f"given up: {path} has not grown for " in text
 
 
-def test_a_silent_initialisation_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_initialisation_is_waited_for(
+    tmp_path: Path, clock_of_watch: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "result_0.txt"
-    path.write_bytes(line("init_start", None, int(time.time() * 1000), "INTERVAL_START") + b"\n")
+    path.write_bytes(line("init_start", None, int(clock_of_watch.time() * 1000), "INTERVAL_START") + b"\n")
     whole = run_logs.write_run(tmp_path / "elsewhere" / "result_0.txt", "open").read_bytes()
-    writer = in_background(lambda: path.write_bytes(path.read_bytes() + whole), pause_s=0.6)
+    clock_of_watch.then(lambda: path.write_bytes(path.read_bytes() + whole), pause_s=0.6)
     status, text = followed(path, stale_s=0.2)
-    writer.join()
     assert status == 0
     assert "initialising, 0:00 of 30:00 at most" in text
     monkeypatch.setattr(watching, "INIT_STALE_S", 0.3)
-    path.write_bytes(line("init_start", None, int(time.time() * 1000), "INTERVAL_START") + b"\n")
+    path.write_bytes(line("init_start", None, int(clock_of_watch.time() * 1000), "INTERVAL_START") + b"\n")
     assert followed(path, stale_s=0.1)[0] == 1
 
 
@@ -219,7 +236,7 @@ def test_control_c_ends_it(tmp_path: Path) -> None:
     assert process.stdout is not None
     assert process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=PATIENCE_S)
     assert (process.returncode, errors) == (130, b"")
 
 
@@ -241,7 +258,7 @@ def test_the_newest_log_that_has_not_ended_is_chosen(tmp_path: Path) -> None:
     assert choose(tmp_path / "none") is None
 
 
-def test_a_folder_is_watched_until_its_next_run(tmp_path: Path) -> None:
+def test_a_folder_is_watched_until_its_next_run(tmp_path: Path, clock_of_watch: Clock) -> None:
     folder = tmp_path / "bert"
     closed_run(folder / "result_0.txt", 3)
     whole = closed_run(tmp_path / "elsewhere" / "result_1.txt", 4, seed=2).read_bytes()
@@ -251,9 +268,8 @@ def test_a_folder_is_watched_until_its_next_run(tmp_path: Path) -> None:
         with (folder / "result_1.txt").open("ab") as file:
             file.write(rest)
 
-    writer = in_background(lambda: (folder / "result_1.txt").write_bytes(first), finish)
+    clock_of_watch.then(lambda: (folder / "result_1.txt").write_bytes(first), finish)
     status, text = followed(folder)
-    writer.join()
     assert status == 0
     assert "evaluation 4: accuracy 0.7202" in text
 
@@ -261,15 +277,14 @@ def test_a_folder_is_watched_until_its_next_run(tmp_path: Path) -> None:
 # Beside other runs
 
 
-def test_a_seed_is_compared_as_soon_as_it_is_known(tmp_path: Path) -> None:
+def test_a_seed_is_compared_as_soon_as_it_is_known(tmp_path: Path, clock_of_watch: Clock) -> None:
     closed_run(tmp_path / "result_0.txt", 3, seed=7)
     closed_run(tmp_path / "result_2.txt", 3, seed=8)
     whole = closed_run(tmp_path / "elsewhere" / "result_1.txt", 3, seed=7).read_bytes()
     path = tmp_path / "result_1.txt"
     path.write_bytes(whole[: whole.index(b'"seed"') - 300])
-    writer = in_background(lambda: path.write_bytes(whole[: whole.index(b'"block_start"')]), pause_s=0.2)
+    clock_of_watch.then(lambda: path.write_bytes(whole[: whole.index(b'"block_start"')]), pause_s=0.2)
     _, text = followed(path, stale_s=0.5)
-    writer.join()
     assert "warning: seed 7 is that of result_0.txt too: seeds may not be chosen twice (TR 5.1)" in text
     assert text.count("seeds may not") == 1
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, choose_loader, inert_batch
+from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, inert_batch
 from dataloading.batches.sampler import MicroBatch, Plan
 from dataloading.batches.shape_buckets import ShapeBucket, fitting
 from dataloading.batches.synthetic import synthetic_samples
@@ -174,17 +174,6 @@ def test_nothing_is_read_before_the_first_batch_and_closing_is_prompt(small_run:
     if started:
         next(loader)
     loader.close()
-
-
-def test_auto_takes_numpy_without_a_gpu_or_dali_which_is_missed_only_if_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert choose_loader("auto", CPU) == "numpy"
-    assert choose_loader("numpy", torch.device("cuda")) == "numpy"
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=r"data\.loader"):
-        choose_loader("dali", CPU)
-    assert choose_loader("auto", torch.device("cuda")) == "numpy"
 
 
 def test_uploads_begin_on_their_own_gpu(small_run: SmallRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     begin = time.process_time()
     tokens_N, masked_N = draw_sizes(lengths, masked_counts, 256, 4)
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, 64, 512)
-    assert time.process_time() - begin < 1
+    assert time.process_time() - begin < 5
     assert len(tokens_N) >= 2048
     plan = Plan(lengths, masked_counts, 256, 1, 4, seed=1)
     needed = [

@@ -22,6 +22,7 @@ from dataloading.dataset.manifest import write_metadata
 from dataloading.shards.samples import Samples
 from dataloading.text.tokenization import Vocabulary
 from tests.dataloading.made_up import INFO, TOKENS, make_samples
+from tests.programs import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("no_partial_files")
 
@@ -89,7 +90,7 @@ def test_a_data_set_in_use_works_in_a_child_process(folder: Path, samples: Sampl
     queue = context.Queue()
     child = context.Process(target=digest_of, args=(dataset, queue))
     child.start()
-    assert queue.get(timeout=60) == samples.take(EVERYTHING[::-1]).digest()
+    assert queue.get(timeout=PATIENCE_S) == samples.take(EVERYTHING[::-1]).digest()
     child.join()
     assert dataset.take(EVERYTHING).digest() == samples.digest()
 

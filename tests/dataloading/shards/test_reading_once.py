@@ -12,6 +12,9 @@ from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.shards.shard import DatasetInfo
 from tests.conftest import REPOSITORY
+from tests.programs import PATIENCE_S
+
+pytestmark = pytest.mark.measured  # other tests have the system drop what it has cached
 
 RANK = """
 import os
@@ -64,7 +67,7 @@ def read_from_disk(dataset: Dataset, ranks: int, samples: int, opened: bool = Fa
     running = [
         subprocess.Popen([*command, *rank], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) for rank in numbers
     ]
-    outputs = [process.communicate(timeout=120)[0] for process in running]
+    outputs = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
     assert not any(process.returncode for process in running)
     return [int(output) for output in outputs]
 

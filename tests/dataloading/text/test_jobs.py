@@ -11,6 +11,7 @@ import pytest
 
 from dataloading.text.jobs import begun, run_tasks
 from tests.conftest import REPOSITORY
+from tests.programs import PATIENCE_S
 
 
 def square(number: int) -> int:
@@ -46,7 +47,7 @@ from dataloading.text.jobs import run_tasks
 
 def work(number):
     os.write(1, f"{os.getpid()}\n".encode())  # at once, or lines of two processes mix
-    time.sleep(60)
+    time.sleep(3600)
 
 list(run_tasks(work, [1, 2], 2))
 """
@@ -58,7 +59,7 @@ def test_processes_end_with_their_killed_parent() -> None:
     workers = [int(parent.stdout.readline()) for _ in range(2)]
     parent.kill()
     parent.wait()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + PATIENCE_S
     while any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers)

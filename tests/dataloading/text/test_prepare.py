@@ -17,6 +17,7 @@ from dataloading.dataset.merge import merge
 from dataloading.options import PretrainingOptions
 from dataloading.text.prepare import Job, Progress, prepare
 from tests.conftest import REPOSITORY
+from tests.programs import PATIENCE_S
 
 OPTIONS = PretrainingOptions(max_seq_length=64, max_predictions_per_seq=10, dupe_factor=3)
 TEXTS = 5
@@ -130,7 +131,7 @@ def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_pat
     process = subprocess.Popen(
         [*command, "--text", *job.texts], cwd=REPOSITORY, start_new_session=True, stdout=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while not list(out.glob("part_*")) and time.monotonic() < deadline:
         time.sleep(0.002)
     os.killpg(process.pid, signal.SIGKILL)

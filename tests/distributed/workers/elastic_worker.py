@@ -1,12 +1,13 @@
 """A rank of a run that loses a host and gets it back: ``python -m tests.distributed.workers.elastic_worker HOST ROLE ...``.
 
 ``HOST agent ...`` is torchrun's agent on a host of that name. ``HOST rank FOLDER ...`` is a rank of ``cluster.train`` there,
-and ``HOST slow FOLDER ...`` one whose data come late. Under an agent, rank 0 waits where a test is to do something: on all
-hosts once, for its end, which the file "whole" in FOLDER asks for; and on fewer hosts until its agent stops it, as one does
-when a host has come, which "fewer" asks for.
+and ``HOST slow FOLDER ...`` one whose data come late, by five times as long as the step before took. Under an agent, rank 0
+waits where a test is to do something: on all hosts once, for its end, which the file "whole" in FOLDER asks for; and on
+fewer hosts until its agent stops it, as one does when a host has come, which "fewer" asks for.
 """
 
 import ctypes
+import math
 import os
 import runpy
 import socket
@@ -35,7 +36,7 @@ def main(folder: Path, arguments: list[str], is_slow: bool) -> int:
     from dataloading.batches.loader import NumpyLoader
 
     made: list[Interruption] = []
-    steps = 0
+    steps, came = 0, math.inf
 
     def made_one(interruption: Interruption) -> None:
         made.append(interruption)
@@ -49,11 +50,16 @@ def main(folder: Path, arguments: list[str], is_slow: bool) -> int:
             while made[0].number is None:
                 time.sleep(0.05)
 
+    def late(_: NumpyLoader) -> None:
+        nonlocal came
+        time.sleep(max(0.1, 5 * (time.monotonic() - came)))
+        came = time.monotonic()
+
     before_each(Interruption, "__init__", made_one)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         before_each(TrainingStep, "__call__", at_step)
     if is_slow:
-        before_each(NumpyLoader, "__next__", lambda _: time.sleep(0.1))
+        before_each(NumpyLoader, "__next__", late)
     return cluster.train.main(arguments, cluster.train.look)
 
 
@@ -72,5 +78,9 @@ if __name__ == "__main__":
     be_on(host)
     if role != "agent":
         sys.exit(main(Path(rest[0]), rest[1:], role == "slow"))
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    # For the name of a method the rendezvous looks at all modules, frame by frame: a tenth of a processor for every agent.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     sys.argv = ["torchrun", *rest]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

@@ -8,6 +8,7 @@ only core that it may use, or "any". It measures time beside other tests, so it 
 
 import os
 import runpy
+import signal
 import sys
 
 from benchmarks.hosts import enter, go_first
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     go_first()
     if sys.argv[1] == "busy":
         os.sched_setaffinity(0, {int(sys.argv[2])})
+        signal.alarm(600)  # where the tests were killed nobody else ends it
         while True:
             pass
     enter(sys.argv[1], sys.argv[2])

@@ -3,7 +3,8 @@
 python -m tests.distributed.workers.pipeline_worker OUT.pt SHAPE...
 
 A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION: fp32, or in fp64 one
-of fp64, dropout, recomputed, deep. OUT.pt maps each shape to what it came to.
+of fp64, dropout, recomputed, deep; with a + behind the strategy where gradients are sharded. OUT.pt maps each shape to what
+it came to.
 """
 
 import sys
@@ -49,7 +50,8 @@ def config(shape: str) -> Config:
         model=model,
         training=replace(
             recipe.training,
-            reduction=strategy,  # type: ignore[arg-type]
+            reduction=strategy.rstrip("+"),  # type: ignore[arg-type]
+            shard_gradients=strategy.endswith("+"),
             gradient_accumulation_steps=int(accumulation),
             recompute="selective" if precision == "recomputed" else "none",
             bucket_bytes=20_000,

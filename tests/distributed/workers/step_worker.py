@@ -47,14 +47,14 @@ def config(strategy: Strategy | Literal["auto"], accumulation: int, recompute: R
     return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
 
 
-def global_batches(mesh: Mesh, accumulation: int) -> tuple[list[list[Batch]], list[ShapeBucket]]:
+def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[list[list[Batch]], list[ShapeBucket]]:
     """This rank's micro-batches, padded to one of two captured sizes or, one in seven, to one that is not captured."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]
     plan = Plan(samples.lengths, samples.masked_counts, 8, mesh.world_size, accumulation, 2)
     batches = []
-    for step in range(STEPS):
+    for step in range(steps):
         batches.append([])
         for place, micro in enumerate(plan.rank_batches(step, mesh.rank)):
             number = step * accumulation + place

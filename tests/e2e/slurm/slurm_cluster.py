@@ -7,6 +7,7 @@ standard input closes, in whichever way, it ends them.
 
 import contextlib
 import os
+import random
 import re
 import shutil
 import signal
@@ -101,12 +102,12 @@ class Cluster:
         self.run("slurmctld", "-f", str(self.folder / "slurm.conf"))
         for node in range(1, self.nodes + 1):
             self.run("slurmd", "-f", str(self.folder / "slurm.conf"), "-N", f"n{node}")
-        self.wait_for(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * self.nodes, 30)
+        self.wait_for(lambda: self.run("sinfo", "-h", "-N", "-o", "%T").split() == ["idle"] * self.nodes)
 
     def stop(self) -> None:
         """Have all jobs and daemons ended, and wait for it."""
         if self._watch:
-            self._watch.communicate(timeout=120)
+            self._watch.communicate(timeout=600)
 
     def end(self) -> None:
         """End all jobs and daemons; munged last, for the others still talk while they end."""
@@ -132,7 +133,7 @@ class Cluster:
             env=os.environ | self.environment | env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
@@ -142,24 +143,23 @@ class Cluster:
         """What the controller knows of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
-    def wait_for(self, condition: Callable[[], bool], seconds: float) -> None:
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 600) -> None:
         """Wait until ``condition()`` holds. ``sbatch --wait`` would ask at growing intervals."""
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds} s; {self.run('squeue')}"
             time.sleep(0.2)
 
-    def finish(self, number: str, seconds: float = 240) -> dict[str, str]:
+    def finish(self, number: str) -> dict[str, str]:
         """Wait for the end of a job and tell what became of it."""
-        self.wait_for(
-            lambda: not self.run("squeue", "-h", "-j", number, "-t", "PD,R,CG,RQ", "-o", "%T").strip(), seconds
-        )
+        self.wait_for(lambda: not self.run("squeue", "-h", "-j", number, "-t", "PD,R,CG,RQ", "-o", "%T").strip())
         return self.job(number)
 
 
 def _free_ports(count: int) -> int:
-    """The first of ``count`` consecutive ports that nothing listens on."""
-    for first in range(21000 + os.getpid() % 5000, 32000, count):
+    """The first of ``count`` consecutive ports that nothing listens on, and that nobody else is given at the same time."""
+    for _ in range(1000):
+        first = random.SystemRandom().randrange(20_000, 32_000 - count)
         try:
             for port in range(first, first + count):
                 with socket.socket() as probe:

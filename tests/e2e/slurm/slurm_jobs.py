@@ -28,4 +28,4 @@ def output(checkout: Path, job: str) -> str:
 def training(cluster: Cluster, checkout: Path, number: int, folder: Path = RESULTS) -> None:
     """Wait until run ``number`` has trained for some steps."""
     path = checkout / folder / f"metrics_{number}.jsonl"
-    cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text(), 240)
+    cluster.wait_for(lambda: path.exists() and '"event": "step"' in path.read_text())

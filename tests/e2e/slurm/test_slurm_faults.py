@@ -17,6 +17,7 @@ import pytest
 from tests.conftest import REPOSITORY, SmallRun
 from tests.e2e.slurm.slurm_cluster import Cluster, missing
 from tests.e2e.slurm.slurm_jobs import RESULTS, output, small, submit, training
+from tests.programs import PATIENCE_S
 
 pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=str(missing())),
@@ -57,11 +58,9 @@ def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: Sm
     (victim, *_) = (
         int(path.parent.name) for path in Path("/proc").glob("[0-9]*/environ") if is_task(path, cluster, job, rank=1)
     )
-    started = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     ended = cluster.finish(job)
     assert re.fullmatch(r"[1-9]\d*:0", ended["ExitCode"]), output(checkout, job)
-    assert time.monotonic() - started < 100
     assert not (checkout / RESULTS / "result_1.txt").exists()
 
 
@@ -85,7 +84,7 @@ from tests.e2e.slurm.slurm_cluster import Cluster
 cluster = Cluster(Path({str(tmp_path)!r}), nodes=2)
 cluster.start()
 cluster.run("sbatch", "--output=/dev/null", "--wrap", "exec tail -f {tmp_path}/slurm.conf")
-cluster.wait_for(lambda: cluster.run("squeue", "-h", "-o", "%T").strip() == "RUNNING", 30)
+cluster.wait_for(lambda: cluster.run("squeue", "-h", "-o", "%T").strip() == "RUNNING")
 print("started", flush=True)
 input()
 """
@@ -97,7 +96,7 @@ input()
     assert len(mentioning(tmp_path)) >= 5  # munged, slurmctld, two slurmd, the job
     tests.kill()
     tests.communicate()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE_S
     while mentioning(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert mentioning(tmp_path) == []

@@ -1,0 +1,138 @@
+"""Which loader makes a run's batches: the one that is set, or where both can, the faster one here.
+
+Loaders give the same batches, so every process may choose for itself. What they load to be measured is made up, in the
+lengths of the run's own batches: training data is not touched before the clock starts.
+"""
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from dataloading.batches.loader import Loader, NumpyLoader, SampleSource
+from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.synthetic import synthetic_samples
+
+_TURNS = 3
+"""Of each loader, in alternation; the best one counts."""
+_STEPS = 8
+"""Steps of a turn, after those that were loaded ahead."""
+_CLEARLY = 0.97
+"""DALI is taken where it needs less than this share of NumPy's time: it holds memory of the GPU, and threads of its own."""
+
+
+class MakeLoader(Protocol):
+    """Class of a loader."""
+
+    def __call__(
+        self,
+        source: SampleSource,
+        rank_batches: Callable[[int], list[MicroBatch]],
+        device: torch.device,
+        prefetch: int = ...,
+        shape_buckets: Sequence[ShapeBucket] = ...,
+    ) -> Loader:
+        """Return a loader that has read nothing yet."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoaderChoice:
+    """A loader, and why it is taken."""
+
+    make: MakeLoader
+    name: str
+    reason: str
+
+    def __str__(self) -> str:
+        """Say the choice in one line."""
+        return f"loader: {self.name} ({self.reason})"
+
+
+def check_loader(kind: str) -> None:
+    """Raise ``ValueError`` where ``data.loader`` asks for what is not installed."""
+    if kind == "dali" and not _is_dali_installed():
+        raise ValueError(
+            "data.loader is dali, but nvidia-dali is not installed: install it, or set data.loader to numpy"
+        )
+
+
+def choose_loader(
+    kind: str,
+    device: torch.device,
+    rank_batches: Callable[[int], list[MicroBatch]],
+    lengths_N: NDArray[np.integer],
+    prefetch: int,
+    shape_buckets: Sequence[ShapeBucket] = (),
+) -> LoaderChoice:
+    """Choose what ``data.loader`` stands for on this machine: "numpy", "dali", or for "auto" what is faster on a GPU's host.
+
+    ``rank_batches(step)`` gives this rank's micro-batches of samples that have ``lengths_N``.
+    """
+    check_loader(kind)
+    if kind != "auto":
+        return LoaderChoice(_dali() if kind == "dali" else NumpyLoader, kind, "as set")
+    if device.type != "cuda":
+        return LoaderChoice(NumpyLoader, "numpy", "no GPU")
+    if not _is_dali_installed():
+        return LoaderChoice(NumpyLoader, "numpy", "nvidia-dali is not installed")
+    return faster_loader(_dali(), device, rank_batches, lengths_N, prefetch, shape_buckets)
+
+
+def faster_loader(
+    dali: MakeLoader,
+    device: torch.device,
+    rank_batches: Callable[[int], list[MicroBatch]],
+    lengths_N: NDArray[np.integer],
+    prefetch: int,
+    shape_buckets: Sequence[ShapeBucket] = (),
+) -> LoaderChoice:
+    """Measure both loaders on made-up samples, and choose ``dali`` where it is clearly faster than NumPy's."""
+    micro_batches = rank_batches(0)
+    samples = synthetic_samples(lengths_N[np.concatenate([micro.indices for micro in micro_batches])], vocab_size=2**15)
+    ends = np.cumsum([len(micro.indices) for micro in micro_batches])
+    made_up = [
+        replace(micro, indices=np.arange(end - len(micro.indices), end))
+        for micro, end in zip(micro_batches, ends.tolist(), strict=True)
+    ]
+    loaders = [make(samples, lambda _: made_up, device, prefetch, shape_buckets) for make in (NumpyLoader, dali)]
+    best = [math.inf, math.inf]
+    try:
+        for _ in range(_TURNS):
+            best = [min(before, _turn(loader, device, prefetch)) for before, loader in zip(best, loaders, strict=True)]
+    finally:
+        for loader in loaders:
+            loader.close()
+    shown = f"numpy {1000 * best[0]:.2f} ms a step, dali {1000 * best[1]:.2f} ms"
+    if best[1] < _CLEARLY * best[0]:
+        return LoaderChoice(dali, "dali", shown)
+    return LoaderChoice(NumpyLoader, "numpy", shown)
+
+
+def _turn(loader: Iterator[object] | Loader, device: torch.device, prefetch: int) -> float:
+    """Seconds a step of a loader that is asked as fast as it can."""
+    for _ in range(prefetch + 4):  # these were made in the other loader's turn: as many as each keeps ready
+        next(loader)
+    begin = time.perf_counter()
+    for _ in range(_STEPS):
+        next(loader)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - begin) / _STEPS
+
+
+def _is_dali_installed() -> bool:
+    return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
+
+
+def _dali() -> MakeLoader:
+    from dataloading.batches.dali import DaliLoader  # an optional dependency
+
+    return DaliLoader

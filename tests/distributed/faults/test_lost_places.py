@@ -1,0 +1,60 @@
+"""A rank that shares a copy of the model is killed: it is named with its place, and the run goes on from its checkpoint."""
+
+import re
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from bert.parallel.watchdog.watchdog import FAULT_STATUS
+from tests.conftest import SmallRun
+from tests.distributed.ranks import Ranks, result_of, trained
+from tests.distributed.test_tensor_parallel import same_steps, without_dropout
+from tests.distributed.workers.faulty_worker import AT_STEP
+
+LENGTH = AT_STEP + 5
+EVERY = 20
+SHAPES = {
+    "data 0, pipeline 1, tensor 1": ["--parallel.pipeline=2", "--parallel.tensor=2"],
+    "data 1, tensor 1": ["--parallel.tensor=2", "--training.reduction=sharded", "--training.shard-gradients"],
+}
+"""By the place of rank 3 of four."""
+
+
+def settings(folder: Path) -> dict[str, object]:
+    length = {"training__max_samples": 16 * LENGTH, "evaluation__interval_samples": 16 * LENGTH}
+    checkpoints = {"checkpoint__folder": folder / "checkpoints", "checkpoint__every_steps": EVERY}
+    return without_dropout() | length | checkpoints | {"training__gradient_accumulation_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def unbroken(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one rank, which the others equal."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    trained(small_run, folder, 1, **settings(folder))
+    return folder
+
+
+@pytest.mark.parametrize("place", SHAPES)
+def test_a_killed_rank_is_named_with_its_place_and_the_run_goes_on(
+    small_run: SmallRun, tmp_path: Path, unbroken: Path, place: str
+) -> None:
+    broken, resumed = tmp_path / "broken", tmp_path / "resumed"
+    changes = settings(tmp_path)
+    arguments = small_run.arguments(broken, **changes) + SHAPES[place]
+    with Ranks(["die:3", *arguments], 4, "tests.distributed.workers.faulty_worker") as started:
+        assert started.ends() == [FAULT_STATUS] * 3 + [-signal.SIGKILL], started.output
+    [message] = started.errors
+    named = rf"rank 3 on host {re.escape(socket.gethostname())} \({place}\)"
+    assert re.fullmatch(rf"error: {named}: ended without a word, last in \w+ of step \d+", message)
+    assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(broken).read_text()
+    same_steps(unbroken, broken)
+    changes |= {"resume": tmp_path / "checkpoints", "training__seed": None}
+    with Ranks(small_run.arguments(resumed, **changes) + SHAPES[place], 4) as again:
+        assert again.ends() == [1] * 4, again.output  # random tokens: the target is missed
+    found = re.search(r"# resumed from: .*/step_(\d{8})\n", result_of(resumed).read_text())
+    assert found
+    assert int(found[1]) in (EVERY, 2 * EVERY)  # a checkpoint is written beside the steps after it
+    same_steps(unbroken, resumed, since=int(found[1]) + 1)
+    assert f'"samples_count": {16 * LENGTH}' in result_of(resumed).read_text()

@@ -1,0 +1,96 @@
+"""One rank of ``test_bytes.py``, on a host of its own: bytes that its interface sends in a step, in many shapes.
+
+python -m tests.distributed.workers.bytes_worker OUT.json SHAPE...
+
+A shape is TENSOR,PIPELINE,STRATEGY,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION, with a + behind the strategy where gradients
+are sharded. OUT.json maps each to what every rank has sent, and to the sizes that the formulas are about.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from benchmarks.training.collectives import sent_bytes
+from bert.checkpoints.initial_model import build_model
+from bert.configuration.config import Config, ModelConfig, ParallelConfig
+from bert.configuration.recipes import tiny_cpu
+from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
+from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.shape_buckets import ShapeBucket
+from dataloading.batches.synthetic import synthetic_samples
+from tests.distributed.workers.reduction_worker import regrouped
+
+STEPS = 2
+MODEL = ModelConfig(4, 128, 4, 256, 2048, 64, hidden_dropout=0.0, attention_dropout=0.0)
+BUCKET = ShapeBucket(512, 16, 96, 64)
+
+
+def config(shape: str) -> Config:
+    tensor, pipeline, strategy, reduce_dtype, _, accumulation = shape.split(",")
+    recipe = tiny_cpu()
+    training = replace(
+        recipe.training,
+        reduction=strategy.rstrip("+"),  # type: ignore[arg-type]
+        shard_gradients=strategy.endswith("+"),
+        reduce_dtype=reduce_dtype,  # type: ignore[arg-type]
+        gradient_accumulation_steps=int(accumulation),
+        bucket_bytes=10**6,
+    )
+    parallel = ParallelConfig(int(tensor), int(pipeline))
+    return replace(recipe, model=MODEL, training=training, parallel=parallel)
+
+
+def micro_batch() -> Batch:
+    """Of the same sizes on all ranks, and always."""
+    samples = synthetic_samples(np.full(14, 32), MODEL.vocab_size)
+    return batch_of(samples, MicroBatch(np.arange(14), 14, len(samples.masked_lm_ids)), BUCKET)
+
+
+def measured(joined: Mesh, shape: str) -> dict[str, Any]:
+    chosen = config(shape)
+    tensor, pipeline = chosen.parallel.tensor, chosen.parallel.pipeline
+    mesh = replace(regrouped(joined, "block", int(shape.split(",")[4])), tensor=tensor, pipeline=pipeline)
+    step = TrainingStep(build_model(chosen, Mesh(0, 1, 0, torch.device("cpu")), seed=3), chosen, mesh, Stopwatch())
+    micro_batches = [micro_batch()] * chosen.training.gradient_accumulation_steps
+    sent = []
+    for _ in range(1 + STEPS):  # the first one connects
+        dist.barrier()
+        before = sent_bytes()
+        step(micro_batches)
+        dist.barrier()
+        sent.append(sent_bytes() - before)
+    own = {"rank": mesh.pipeline_rank, "sent": min(sent[1:]), "parameters": len(step.flat.weights_N)}
+    word = step.flat.places.get(step.model.embeddings.word)
+    if pipeline > 1 and word is not None:
+        buckets = [each for each in step._reduction.buckets if each.start < word.stop and word.start < each.stop]
+        own["word_buckets"] = sum(each.stop - each.start for each in buckets)
+    if tensor > 1:
+        assert step.whole._tensor is not None
+        own["shared"] = sum(
+            parameter.numel() for name, parameter in step.model.named_parameters() if not step.whole._split(name)
+        )
+    ranks: list[Any] = [None] * mesh.world_size
+    dist.all_gather_object(ranks, own)
+    return {"ranks": ranks}
+
+
+def main(out: str, *shapes: str) -> None:
+    torch.set_num_threads(1)
+    mesh = join_mesh("cpu")
+    found = {shape: measured(mesh, shape) for shape in shapes}
+    if mesh.is_main:
+        Path(out).write_text(json.dumps(found))
+    leave_mesh()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
