@@ -39,7 +39,8 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     Raises:
         ValueError: the global batch does not divide over the ranks.
     """
-    computing = replace(strategy, reduction="flat", in_network=False, reduce_dtype="fp32", bucket_bytes=1)
+    summed = {"reduction": "flat", "in_network": False, "reduce_dtype": "fp32", "shard_gradients": False}
+    computing = replace(strategy, bucket_bytes=1, **summed)
     places = [
         held_by_rank(work, strategy, nodes, ranks, place)
         | _largest_micro_batch(work, computing, nodes * ranks, on_gpu, place)
