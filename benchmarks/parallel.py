@@ -4,8 +4,8 @@
 
 Hosts are network namespaces of this machine whose links have the given rates, so all ranks share its processors: tensor
 groups and stages save memory and bytes here, never time of computing. Each shape is run as it is predicted fastest from a
-probe alone, of all ways to reduce and numbers of micro-batches, and stands beside what was predicted; below is what the
-planner chose of all shapes that it knows.
+probe alone, of all ways to reduce and numbers of micro-batches in fp32, and stands beside what was predicted. So does what
+the planner chose of all that it knows, bf16 and sizes of buckets among it.
 """
 
 import os
@@ -61,19 +61,18 @@ def main(
         raise SystemExit(f"error: --steps is {steps}, expected at least 2: the first is not counted")
     go_first()
     rows: list[dict[str, Any]] = []
-    chosen: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for link in links:
-            found, chosen[link] = measured(link, Path(folder) / link, steps, seconds)
+            found = measured(link, Path(folder) / link, steps, seconds)
             rows += found
-            for line in table(found, chosen[link]):
+            for line in table(found):
                 print(line, flush=True)
     if out is not None:
-        write_figures(out, {"rows": rows, "planner": chosen}, ("torch", "numpy", "scipy"))
+        write_figures(out, {"rows": rows}, ("torch", "numpy", "scipy"))
 
 
-def measured(link: str, folder: Path, steps: int, seconds: float) -> tuple[list[dict[str, Any]], str]:
-    """Probe the hosts, and train on them in every shape; returns a row for each, and what the planner chose."""
+def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[str, Any]]:
+    """Probe the hosts, and train on them in every shape, and as the planner chooses; returns a row for each."""
     case = Case(HOSTS, RANKS, None if link == "unshaped" else link, MODEL, BATCH, ("flat",))
     folder.mkdir()
     own = {"training.max-steps": steps, "evaluation.interval-samples": steps * BATCH, "log.interval-steps": 1}
@@ -86,15 +85,15 @@ def measured(link: str, folder: Path, steps: int, seconds: float) -> tuple[list[
         run_together(names, case, cluster, folder)
         config, target = parse(common), target_of("tiny_cpu", view, None)
         work, rates = work_of(config), target.rates["fp32"]
-        for number, shape in enumerate(SHAPES):
-            strategy, predicted = fastest(work, rates, shape)
+        chosen = search(config, work, target).best[0]
+        ways = [(*fastest(work, rates, shape), "") for shape in SHAPES]
+        for number, (strategy, predicted, by) in enumerate([*ways, (chosen.strategy, chosen.step, "planner")]):
             arguments = [*common, *arguments_of(strategy), "--log.system", f"shape{number}"]
             others = run_together(names, case, lambda arguments=arguments: train(arguments), folder)
             (metrics,) = (folder / f"shape{number}" / "bert").glob("metrics_*.jsonl")
             milliseconds = steady(metrics)["step_ms"]
-            rows.append(row(link, strategy, 1000 * predicted.total, milliseconds, others))
-    best = search(config, work, target).best[0]
-    return rows, f"{described(best.strategy)}: {1000 * best.step.total:.0f} ms"
+            rows.append(row(link, strategy, 1000 * predicted.total, milliseconds, others) | {"chosen_by": by})
+    return rows
 
 
 def fastest(work: Work, rates: Rates, shape: ParallelConfig) -> tuple[Strategy, PredictedStep]:
@@ -116,6 +115,11 @@ def arguments_of(strategy: Strategy) -> list[str]:
     settings = {
         "parallel.tensor": strategy.tensor,
         "parallel.pipeline": strategy.pipeline,
+        "parallel.virtual-stages": strategy.virtual_stages,
+        "training.precision": strategy.precision,
+        "training.reduce-dtype": strategy.reduce_dtype,
+        "training.bucket-bytes": strategy.bucket_bytes,
+        "training.recompute": strategy.recompute,
         "training.reduction": strategy.reduction,
         "training.gradient-accumulation-steps": strategy.gradient_accumulation_steps,
     }
@@ -123,11 +127,14 @@ def arguments_of(strategy: Strategy) -> list[str]:
 
 
 def described(strategy: Strategy) -> str:
-    """Name a shape, with its micro-batches and the way to reduce."""
+    """Name a shape, with its micro-batches, the way to reduce, and types where they are not fp32."""
     data = HOSTS * RANKS // strategy.copy_ranks
     shape = f"data {data} x pipeline {strategy.stages} x tensor {strategy.tensor}"
     sequences = strategy.sequences(HOSTS * RANKS)
-    return f"{shape}, {strategy.gradient_accumulation_steps} x {sequences} sequences, {strategy.reduction}"
+    types = [strategy.precision] * (strategy.precision != "fp32")
+    types += [f"sums in {strategy.reduce_dtype}"] * (strategy.reduce_dtype != "fp32")
+    way = f"{strategy.gradient_accumulation_steps} x {sequences} sequences, {strategy.reduction}"
+    return ", ".join([shape, way, *types])
 
 
 def row(link: str, strategy: Strategy, predicted_ms: float, measured_ms: float, others: float) -> dict[str, Any]:
@@ -142,13 +149,12 @@ def row(link: str, strategy: Strategy, predicted_ms: float, measured_ms: float, 
     }
 
 
-def table(rows: Sequence[dict[str, Any]], chosen: str) -> Iterator[str]:
-    """Return the lines of one rate of links: the fastest measured shape first, and what the planner chose last."""
-    yield f"{rows[0]['link']} links:{'predicted':>66}{'measured':>10}{'ratio':>7}"
+def table(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Return the lines of one rate of links, the fastest measured shape first."""
+    yield f"{rows[0]['link'] + ' links':<86}{'predicted':>10}{'measured':>10}{'ratio':>7}"
     for each in sorted(rows, key=lambda each: each["measured_ms"]):
         figures = f"{each['predicted_ms']:10.0f}{each['measured_ms']:10.0f}{each['ratio']:7.2f}"
-        yield f"  {each['shape']:<70}{figures}"
-    yield f"  the planner chose {chosen}"
+        yield f"  {each['shape']:<84}{figures}  {each['chosen_by']}".rstrip()
 
 
 if __name__ == "__main__":
