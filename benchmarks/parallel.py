@@ -67,8 +67,8 @@ def main(
             rows += found
             for line in table(found):
                 print(line, flush=True)
-    if out is not None:
-        write_figures(out, {"rows": rows}, ("torch", "numpy", "scipy"))
+            if out is not None:
+                write_figures(out, {"rows": rows}, ("torch", "numpy", "scipy"))
 
 
 def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[str, Any]]:

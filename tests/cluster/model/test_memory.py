@@ -121,6 +121,10 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     predicted = float(kept_by_forward(work, strategy, sizes, False, own).max())
     predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
     assert predicted - place * given.nbytes == pytest.approx(kept, rel=0.03)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert place or cast(Any, forward(batch_of(samples))).dtype == pipeline.hidden_dtype(), (
+            "which neighbours expect"
+        )
     two = memory_of_rank(work, replace(strategy, gradient_accumulation_steps=2), 1, 2)
     assert two["stage buffers"] > 0
     assert under_way(replace(strategy, gradient_accumulation_steps=8), 0) == 2
