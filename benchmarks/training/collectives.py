@@ -238,7 +238,7 @@ def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
 
 
 def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
-    seconds, sent_bytes = [], []
+    seconds, counts = [], []
 
     def communicate() -> None:
         reduction.finish()
@@ -254,9 +254,9 @@ def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction)
         communicate()
         dist.barrier()
         seconds.append(time.perf_counter() - begin)
-        sent_bytes.append(sent_bytes() - before)
+        counts.append(sent_bytes() - before)
     sent = torch.zeros(mesh.world_size, dtype=torch.float64)
-    sent[mesh.rank] = min(sent_bytes)  # more is what a busy host had to send twice
+    sent[mesh.rank] = min(counts)  # more is what a busy host had to send twice
     dist.all_reduce(sent)
     reduction.close()
     return {"seconds": min(seconds), "megabytes_per_host": sent.max().item() / 1e6}
