@@ -160,9 +160,11 @@ class _Search:
 
     def _by_least_seconds(self, tensors: Sequence[int], pipeline: int) -> list[tuple[float, tuple[Schedule, Strategy]]]:
         """Ways with so many stages, each after the least that it takes with any number of them a rank."""
-        most = self._virtual_stages(pipeline)[-1:]
-        ways = [way for _ in most for tensor in tensors for way in self._ways(tensor, pipeline)]
-        timed = [(self._least_seconds(replace(way, virtual_stages=most[0])), (schedule, way)) for schedule, way in ways]
+        if pipeline > self._config.model.num_hidden_layers:
+            return []
+        most = self._virtual_stages(pipeline)[-1]
+        ways = [way for tensor in tensors for way in self._ways(tensor, pipeline)]
+        timed = [(self._least_seconds(replace(way, virtual_stages=most)), (schedule, way)) for schedule, way in ways]
         return sorted(timed, key=lambda each: each[0])
 
     def _virtual_stages(self, pipeline: int) -> list[int]:
