@@ -67,8 +67,10 @@ class Network:
 
     def __init__(self, case: Case) -> None:
         self._case = case
-        self._names = [f"reduce{os.getpid()}h{host}" for host in range(case.hosts)]
-        self.switch = f"reduce{os.getpid()}sw"
+        # Those of a process that was killed stay, and process numbers return.
+        name = f"reduce{os.getpid()}{os.urandom(3).hex()}"
+        self._names = [f"{name}h{host}" for host in range(case.hosts)]
+        self.switch = f"{name}sw"
 
     def __enter__(self) -> list[str]:
         switch = self.switch
@@ -143,7 +145,7 @@ def why_not() -> str | None:
     absent = [program for program in ("ip", "tc", "unshare", "hostname") if shutil.which(program) is None]
     if absent:
         return f"{absent[0]} is not installed: install iproute2, util-linux and hostname"
-    name = f"reduce{os.getpid()}probe"
+    name = f"reduce{os.getpid()}{os.urandom(3).hex()}probe"
     if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
         return "the kernel refuses network namespaces here"
     ip("netns", "del", name)

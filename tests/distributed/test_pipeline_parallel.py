@@ -1,8 +1,6 @@
 """Copies of the model in stages on several ranks, over gloo: the numbers of one rank in every shape, and the same runs."""
 
 import re
-import signal
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -120,18 +118,6 @@ ENDLESS = {
     "evaluation__interval_samples": 320,
     "parallel__pipeline": 2,
 }
-
-
-def test_a_killed_stage_is_named_with_its_place(small_run: SmallRun, tmp_path: Path) -> None:
-    with Ranks(small_run.arguments(tmp_path, **ENDLESS), 4) as started:
-        result = tmp_path / "tiny_cpu" / "bert" / "result_0.txt"
-        started.wait_for(lambda: result.exists() and '"eval_stop"' in result.read_text())
-        started.processes[3].send_signal(signal.SIGKILL)
-        assert started.ends(0, 1, 2) == [FAULT_STATUS] * 3
-        [message] = started.errors
-    place = rf"rank 3 on host {re.escape(socket.gethostname())} \(data 1, pipeline 1, tensor 0\)"
-    assert re.fullmatch(rf"error: {place}: ended without a word, last in \w+ of step \d+", message)
-    assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result.read_text()
 
 
 def test_a_stage_that_stands_still_is_named_and_not_those_that_wait(small_run: SmallRun, tmp_path: Path) -> None:

@@ -7,9 +7,8 @@ import pytest
 from tests.distributed.ranks import run_worker
 
 CASES = [
-    "sharded,fp32,2,1,captured",
-    "sharded_world,fp32,2,2,captured",
-    "sharded,bf16,2,2,plain",
+    "sharded,fp32,2,1,20,captured",
+    "sharded_world,bf16,4,2,5,plain",
 ]
 
 
@@ -19,15 +18,15 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_twenty_steps_are_those_of_whole_gradients(found: dict[str, dict[str, Any]], case: str) -> None:
+def test_steps_are_those_of_whole_gradients(found: dict[str, dict[str, Any]], case: str) -> None:
     """To the last bit with one micro-batch a step; with several they are added over ranks first, and then up."""
     run = found[case]
-    _, dtype, _, accumulation, _ = case.split(",")
+    _, dtype, _, accumulation, steps, _ = case.split(",")
     precision = 1e-5 if dtype == "fp32" else 2e-2
     assert run["equal"] == (accumulation == "1")
     for name in ("losses", "norms"):
         whole, sharded = run[name]
-        assert len(whole) == 20
+        assert len(whole) == int(steps)
         assert sharded == pytest.approx(whole, rel=precision)
     assert max(run["differences"]) < 10 * precision
     assert run["agreed"]
@@ -36,7 +35,7 @@ def test_twenty_steps_are_those_of_whole_gradients(found: dict[str, dict[str, An
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_holds_its_shard_and_two_buckets(found: dict[str, dict[str, Any]], case: str) -> None:
     """Bytes as docs/scaling.md has them; what backward makes waits for its bucket to be complete and no longer."""
-    strategy, _, local_size, _, _ = case.split(",")
+    strategy, _, local_size, *_ = case.split(",")
     whole, sharded = found[case]["whole"], found[case]["sharded"]
     shards = int(local_size) if strategy == "sharded" else 4
     assert whole["held"] == (8 + 20 / shards) * whole["N"]

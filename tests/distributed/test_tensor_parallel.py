@@ -22,7 +22,7 @@ FP64 = [
     "2,sharded_world+,cyclic,2,2,fp64",
 ]
 FP32 = ["4,sharded,cyclic,4,2,fp32"]
-FP8 = ["4,flat,block,4,1,fp8"]
+FP8 = ["4,flat,block,4,1,fp8", "2,sharded+,block,4,1,fp8"]
 
 
 def worker(out: Path, ranks: int, shapes: list[str]) -> dict[str, dict[str, Any]]:
@@ -92,10 +92,11 @@ def test_dropout_is_as_random_as_on_one_rank(
     assert len(set(other.tolist())) == len(other)
 
 
+@pytest.mark.parametrize("shape", FP8)
 def test_fp8_has_the_scales_of_whole_tensors(
-    alone: dict[str, dict[str, Any]], shared: dict[str, dict[str, Any]]
+    alone: dict[str, dict[str, Any]], shared: dict[str, dict[str, Any]], shape: str
 ) -> None:
-    one, found = alone[ALONE_FP8], shared[FP8[0]]
+    one, found = alone[ALONE_FP8], shared[shape]
     assert torch.equal(found["scales"], one["scales"])
     assert len(set(one["scales"].tolist())) > 3
     assert found["agreed"]

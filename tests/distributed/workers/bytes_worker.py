@@ -21,6 +21,7 @@ from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config, ModelConfig, ParallelConfig
 from bert.configuration.recipes import tiny_cpu
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
+from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
@@ -30,8 +31,8 @@ from dataloading.batches.synthetic import synthetic_samples
 from tests.distributed.workers.reduction_worker import regrouped
 
 STEPS = 2
-MODEL = ModelConfig(4, 128, 4, 256, 2048, 64, hidden_dropout=0.0, attention_dropout=0.0)
-BUCKET = ShapeBucket(512, 16, 96, 64)
+MODEL = ModelConfig(2, 128, 4, 256, 2048, 64, hidden_dropout=0.0, attention_dropout=0.0)
+BUCKET = ShapeBucket(1600, 50, 256, 64)
 
 
 def config(shape: str) -> Config:
@@ -51,8 +52,8 @@ def config(shape: str) -> Config:
 
 def micro_batch() -> Batch:
     """Of the same sizes on all ranks, and always."""
-    samples = synthetic_samples(np.full(14, 32), MODEL.vocab_size)
-    return batch_of(samples, MicroBatch(np.arange(14), 14, len(samples.masked_lm_ids)), BUCKET)
+    samples = synthetic_samples(np.full(49, 32), MODEL.vocab_size)
+    return batch_of(samples, MicroBatch(np.arange(49), 49, len(samples.masked_lm_ids)), BUCKET)
 
 
 def measured(joined: Mesh, shape: str) -> dict[str, Any]:
@@ -74,10 +75,8 @@ def measured(joined: Mesh, shape: str) -> dict[str, Any]:
         buckets = [each for each in step._reduction.buckets if each.start < word.stop and word.start < each.stop]
         own["word_buckets"] = sum(each.stop - each.start for each in buckets)
     if tensor > 1:
-        assert step.whole._tensor is not None
-        own["shared"] = sum(
-            parameter.numel() for name, parameter in step.model.named_parameters() if not step.whole._split(name)
-        )
+        assert isinstance(step.optimizer, ShardedLamb)
+        own["on_all_ranks"] = len(step.optimizer._everywhere_I)
     ranks: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(ranks, own)
     return {"ranks": ranks}

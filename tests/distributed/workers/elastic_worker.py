@@ -78,9 +78,5 @@ if __name__ == "__main__":
     be_on(host)
     if role != "agent":
         sys.exit(main(Path(rest[0]), rest[1:], role == "slow"))
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    # For the name of a method the rendezvous looks at all modules, frame by frame: a tenth of a processor for every agent.
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
     sys.argv = ["torchrun", *rest]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

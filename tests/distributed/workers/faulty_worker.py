@@ -19,7 +19,7 @@ from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
 from dataloading.batches.loader import NumpyLoader
 
-AT_STEP = 50
+AT_STEP = int(os.environ.get("AT_STEP", "50"))
 """The step at which it happens: some evaluations after the start."""
 
 

@@ -81,7 +81,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         step(micro_batches)
         means.append(step.statistics.fetch()[0])
         first = first or state(step)
-    last = state(step)
+    last = state(step) if len(batches) > 1 else first
     return {
         "means": means,
         "first": first,

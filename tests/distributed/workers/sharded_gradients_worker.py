@@ -2,7 +2,7 @@
 
 python -m tests.distributed.workers.sharded_gradients_worker OUT.json CASE...
 
-A case is STRATEGY,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION,ORDER, the last of which is plain or captured.
+A case is STRATEGY,REDUCE_DTYPE,RANKS_OF_A_NODE,ACCUMULATION,STEPS,ORDER, the last of which is plain or captured.
 OUT.json maps each to how both runs differ, and to what was held.
 """
 
@@ -27,15 +27,13 @@ from tests.distributed.workers.reduction_worker import regrouped
 from tests.distributed.workers.step_worker import config, global_batches
 from tests.distributed.workers.tensor_worker import agreed
 
-STEPS = 20
 
-
-def train(mesh: Mesh, chosen: Config, captured: bool) -> dict[str, Any]:
+def train(mesh: Mesh, chosen: Config, steps: int, captured: bool) -> dict[str, Any]:
     stopwatch = Stopwatch()
     step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, stopwatch)
     step.model.seed_dropout(9 + mesh.rank)
     torch.manual_seed(9 + mesh.rank)
-    batches, shape_buckets = global_batches(mesh, chosen.training.gradient_accumulation_steps, STEPS)
+    batches, shape_buckets = global_batches(mesh, chosen.training.gradient_accumulation_steps, steps)
     step.warm_up(batches[0], 1, Repeating() if captured else None, shape_buckets)
     torch.manual_seed(9 + mesh.rank)
     pending = note_pending(step._reduction) if isinstance(step._reduction, ShardedReduction) else []
@@ -82,13 +80,13 @@ def vectors(step: TrainingStep) -> list[torch.Tensor]:
 
 
 def compared(mesh: Mesh, case: str) -> dict[str, Any]:
-    strategy, reduce_dtype, local_size, accumulation, order = case.split(",")
+    strategy, reduce_dtype, local_size, accumulation, steps, order = case.split(",")
     mesh = regrouped(mesh, "block", int(local_size))
     chosen = config(strategy, int(accumulation))  # type: ignore[arg-type]
     runs = []
     for shard_gradients in (False, True):
         training = replace(chosen.training, reduce_dtype=reduce_dtype, shard_gradients=shard_gradients)  # type: ignore[arg-type]
-        runs.append(train(mesh, replace(chosen, training=training), order == "captured"))
+        runs.append(train(mesh, replace(chosen, training=training), int(steps), order == "captured"))
     whole, sharded = runs
     pairs = [(whole["weights"], sharded["weights"]), *zip(whole["moments"], sharded["moments"], strict=True)]
     return {
