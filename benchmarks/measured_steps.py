@@ -106,12 +106,12 @@ def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
 def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     """Probe the case's hosts, and train on them in each of its ways."""
     folder.mkdir()
-    common = _settings(case, folder)
+    common = settings_for(case, folder)
     view_file = folder / "cluster.json"
     ways = {way: parse(_arguments(common, way)) for way in case.reductions}
     with Network(Hosts(case.hosts, case.ranks, "block", case.rate, 0, 0)) as names:
         sys.argv = ["cluster", "probe", "--out", str(view_file), "--seconds", str(seconds)]
-        others_probing = _together(names, case, cluster, folder)
+        others_probing = run_together(names, case, cluster, folder)
         rates = rates_of_view(read_view(view_file))
         predicted = {way: predict_step(work_of(each), strategy_of(each), rates) for way, each in ways.items()}
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
@@ -120,9 +120,9 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
                 # A record's interval is long beside what writing it takes.
                 interval = max(1, min(20, round(_INTERVAL_S / predicted[way].total)))
                 arguments = [*_arguments(common, way), "--log.interval-steps", str(interval)]
-                others = _together(names, case, lambda arguments=arguments: train(arguments), folder)
+                others = run_together(names, case, lambda arguments=arguments: train(arguments), folder)
                 metrics = max((folder / way / "bert").glob("metrics_*.jsonl"), key=os.path.getmtime)
-                found[way].append({**_steady(metrics), "others": others, "others_probing": others_probing})
+                found[way].append({**steady(metrics), "others": others, "others_probing": others_probing})
     return [_row(case, way, predicted[way], min(found[way], key=lambda each: each["step_ms"])) for way in ways]
 
 
@@ -143,7 +143,7 @@ def _row(case: Case, way: str, predicted: PredictedStep, found: dict[str, float]
     }
 
 
-def _together(names: list[str], case: Case, program: Callable[[], int], folder: Path) -> float:
+def run_together(names: list[str], case: Case, program: Callable[[], int], folder: Path) -> float:
     """Run a program on all ranks; returns the share of the processors' work that was somebody else's meanwhile."""
     before, own = _busy_seconds(), _own_seconds()
     statuses = run_ranks(names, case.ranks, program, folder, limit_s=120)
@@ -165,7 +165,7 @@ def _own_seconds() -> float:
     return times.user + times.children_user
 
 
-def _settings(case: Case, folder: Path) -> list[str]:
+def settings_for(case: Case, folder: Path) -> list[str]:
     """Arguments of `bert.train`, for data that is made here."""
     layers, hidden, heads, intermediate, words = MODELS[case.model]
     vocabulary = folder / "vocab.txt"
@@ -202,7 +202,7 @@ def _settings(case: Case, folder: Path) -> list[str]:
     return ["tiny_cpu", *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
 
 
-def _steady(metrics: Path) -> dict[str, float]:
+def steady(metrics: Path) -> dict[str, float]:
     """The medians of a run's records but the first, which reads the first batches."""
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [record for record in records if record["event"] == "step"]

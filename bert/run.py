@@ -31,19 +31,23 @@ from bert.setup import build_run, log_settings
 from console.program import complain, say
 from console.version import commit
 
-__all__ = ["Look", "leave_mesh", "run"]
+__all__ = ["Forecast", "Look", "leave_mesh", "run"]
 
 Look = Callable[[Mesh], list[str]]
 """A look at machines that have changed, by all ranks at the same time; on rank 0 it returns lines for the log."""
+
+Forecast = Callable[[Config, int, int], list[str]]
+"""What to expect of a run on so many ranks, of which so many are a node's (0: unknown), in lines."""
 
 _OWN_SIGNAL_S = 15.0
 """Agents that stop their ranks at the same event do so within this time."""
 
 
-def run(config: Config, arguments: Sequence[str], look: Look | None = None) -> int:
+def run(config: Config, arguments: Sequence[str], look: Look | None = None, forecast: Forecast | None = None) -> int:
     """Check everything, join the other ranks and train, unless it is a dry run; returns the exit status.
 
-    ``look`` is taken when the run goes on from a checkpoint on other hosts than those that wrote it.
+    ``look`` is taken when the run goes on from a checkpoint on other hosts than those that wrote it, ``forecast`` in a dry
+    run.
     Raises ``ValueError`` or ``OSError`` where an input or a setting is wrong, and ``Interrupted`` when a signal comes before
     training does. ``leave_mesh`` is for the caller, however it ends.
     """
@@ -57,6 +61,8 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None) -> i
         say(f"{config.recipe}: ready, results would go to {inputs.result}")
         if config.parallel.copy_ranks > 1:
             say(f"{config.recipe}: {model_state(config, launch.world_size, launch.local_size)}")
+        for line in forecast(config, launch.world_size, launch.local_size) if forecast else ():
+            say(f"{config.recipe}: {line}")
         return 0
     try:
         mesh = join_mesh(config.training.device, parallel=config.parallel, left_out=_left_out(config))

@@ -32,14 +32,14 @@ from console.interruption import reader_has_gone
 from console.program import accept_any_text, answer_version, complain, parsed, say_document
 
 if TYPE_CHECKING:
-    from bert.run import Look
+    from bert.run import Forecast, Look
 
 OLDEST_TORCH = (2, 11)
 """PyTorch's oldest release that this is tested with, of the images of NGC from 26.02 on. Installing asks for it too."""
 
 
-def main(arguments: Sequence[str], look: Look | None = None) -> int:
-    """Parse, check, run; returns the exit status. ``look``: see ``bert.run.run``."""
+def main(arguments: Sequence[str], look: Look | None = None, forecast: Forecast | None = None) -> int:
+    """Parse, check, run; returns the exit status. ``look`` and ``forecast``: see ``bert.run.run``."""
     accept_any_text()
     answer_version(arguments)
     try:
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str], look: Look | None = None) -> int:
     from bert.run import leave_mesh, run  # PyTorch and kernels: seconds that a wrong command line need not wait for
 
     try:
-        return run(config, arguments, look)
+        return run(config, arguments, look, forecast)
     except Interrupted as interrupted:
         _complain(interrupted)
         return interrupted.status

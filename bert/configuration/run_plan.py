@@ -58,8 +58,10 @@ class RunPlan:
         return self.recipe
 
     def arguments(self) -> list[str]:
-        """Return the settings as a command line."""
-        return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items()]
+        """Return the settings as a command line. Steps are captured, but for what stages of a copy send one another."""
+        captured = "cuda-graphs" if self.settings["parallel.pipeline"] == "1" else "no-cuda-graphs"
+        settings = (f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items())
+        return [f"--training.{captured}", *settings]
 
     def require_settings(self, config: Config) -> None:
         """Raise ``ValueError`` where a configuration has other settings than these."""

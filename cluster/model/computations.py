@@ -18,11 +18,15 @@ from numpy.typing import NDArray
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import lamb_segments, padded
+from bert.parallel.pipeline.division import Stage, stages_of
 from bert.parallel.reduction.gradients import bucket_slices
 from bert.parallel.tensor.shards import split_of
 from cluster.model.work import MicroBatches
 
 Count = float | NDArray[np.float64]
+
+WORD = "embeddings.word"
+"""Name of the word table, which the first stage of a copy has, and the last one copies."""
 
 TERMS = {
     "linear": ("calls", "rows x inputs x outputs", "rows x (inputs + outputs)", "inputs x outputs"),
@@ -96,12 +100,13 @@ def parts_of(
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat vector of a model's parameters, or of a rank's shard of them.
+    """The flat vector of a model's parameters, or of what a rank has of them.
 
     Attributes:
         elements: with the padding after each parameter.
         shared: of parameters that all ranks of a tensor group have.
         segments: tensors that LAMB takes norms of.
+        copied: elements of the word table, where the last stage has a copy, which the vector is without.
         ends: element at which the embeddings end, and each layer; the heads follow, but for the decoder's bias, which is
             first.
     """
@@ -110,6 +115,7 @@ class Layout:
     shared: int
     segments: int
     ends: tuple[int, ...]
+    copied: int = 0
 
     def padded(self, shards: int) -> int:
         """Elements with those after the last that make shards equal."""
@@ -120,20 +126,35 @@ class Layout:
         return bucket_slices(self.padded(shards), shards, bucket_bytes)
 
 
-@functools.cache
 def layout_of(model: ModelConfig, tensor: int = 1) -> Layout:
     """Return the layout of a model's parameters, or of the largest shard of ``tensor``, without memory for any of them."""
+    return layouts_of(model, tensor)[0]
+
+
+@functools.cache
+def layouts_of(model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_stages: int = 1) -> tuple[Layout, ...]:
+    """Return the layout of what each rank of a pipeline has, or the largest of those at its place."""
+    stages = stages_of(model, pipeline * virtual_stages)
+    return tuple(_layout(model, tensor, [*stages[rank::pipeline]]) for rank in range(pipeline))
+
+
+def _layout(model: ModelConfig, tensor: int, own_stages: list[Stage]) -> Layout:
     with torch.device("meta"):
         made = BertForPreTraining(model)
     ends = [0] * (model.num_hidden_layers + 1)
-    stop = shared = 0
-    for name, parameter in made.named_parameters():
+    stop = shared = copied = 0
+    for name, parameter in list(made.named_parameters()):
         split = split_of(name, tuple(parameter.shape), tensor)
         own = padded(parameter.numel() if split is None else math.prod(split.shard_shape))
+        if not any(stage.owns(name) for stage in own_stages):
+            module, _, last = name.rpartition(".")
+            setattr(made.get_submodule(module), last, None)
+            copied += own if name == WORD and own_stages[-1].is_last else 0
+            continue
         stop += own
         shared += own if split is None else 0
         if name.startswith("embeddings."):
             ends[0] = stop
         elif name.startswith("layers."):
             ends[1 + int(name.split(".")[1])] = stop
-    return Layout(stop, shared, len(lamb_segments(made).sizes), tuple(ends))
+    return Layout(stop, shared, len(lamb_segments(made).sizes), tuple(ends), copied)

@@ -11,13 +11,15 @@ H heads.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bert.parallel.reduction.sharded_gradients import BUFFERS
-from cluster.model.computations import layout_of
+from cluster.model.computations import layouts_of
+from cluster.model.pipeline import OwnLayers, own_layers, under_way
 from cluster.model.recomputation import kept_bytes
 from cluster.model.strategy import Strategy
 from cluster.model.work import MicroBatches, Work
@@ -31,62 +33,90 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     """Return the bytes of each part; ``ranks`` are those of a node.
 
     Activations and logits are those of the micro-batch that needs the most; one after another, others use the same memory.
+    Of the stages of a copy the rank counts that needs the most: the first ones keep several micro-batches, the last one the
+    logits.
 
     Raises:
         ValueError: the global batch does not divide over the ranks.
     """
-    computing = replace(strategy, reduction="flat", in_network=False, reduce_dtype="fp32", bucket_bytes=1)
-    activations, logits, recomputed = _largest_micro_batch(work, computing, nodes * ranks, on_gpu)
-    return held_by_rank(work, strategy, nodes, ranks) | {
-        "activations": activations,
-        "logits": logits,
-        # What one layer has computed again while its backward pass runs; logits have been freed by then.
-        "recomputed": recomputed,
-    }
+    summed = {"reduction": "flat", "in_network": False, "reduce_dtype": "fp32", "shard_gradients": False}
+    computing = replace(strategy, bucket_bytes=1, **summed)
+    places = [
+        held_by_rank(work, strategy, nodes, ranks, place)
+        | _largest_micro_batch(work, computing, nodes * ranks, on_gpu, place)
+        for place in _largest_places(work, strategy)
+    ]
+    return max(places, key=lambda parts: sum(parts.values()))
+
+
+def _largest_places(work: Work, strategy: Strategy) -> set[int]:
+    """Places of a pipeline of which one needs the most memory: both ends, and where the most layers are under way."""
+    ranks = own_layers(work.model, strategy.pipeline, strategy.virtual_stages)
+    layers = [each.inner * under_way(strategy, place) for place, each in enumerate(ranks)]
+    return {0, layers.index(max(layers)), strategy.pipeline - 1}
 
 
 @functools.lru_cache(maxsize=1024)  # the same for all ways to sum gradients
-def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: bool) -> tuple[float, float, float]:
-    """Bytes of activations, of logits, and of what one layer recomputes, where they are the most together."""
+def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: bool, place: int) -> dict[str, float]:
+    """Bytes of activations, of logits, of what one layer recomputes, and of what stages send, where they are the most."""
+    layers = own_layers(work.model, strategy.pipeline, strategy.virtual_stages)[place]
+    kept_at_once = under_way(strategy, place)
+    whole = math.ceil(kept_at_once)
     largest = (0.0, 0.0, 0.0)
+    rows = 0.0
     keeping_all = replace(strategy, recompute="none")
     for step in range(_STEPS):
         sizes = work.micro_batches(strategy, ranks, step)
-        kept_AR = kept_by_forward(work, strategy, sizes, on_gpu)
-        logits_AR = sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor
+        kept_AR = kept_by_forward(work, strategy, sizes, on_gpu, layers)
+        logits_AR = (
+            sizes.masked_AR * work.model.vocab_size * (2.0 if on_gpu else 4.0) / strategy.tensor * layers.has_last
+        )
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
-        whole_AR = kept_by_forward(work, keeping_all, sizes, on_gpu)
-        layer = float(whole_AR[worst] - kept_AR[worst]) / max(1, work.model.num_hidden_layers - 1)
-        largest = max(largest, (float(kept_AR[worst]), float(logits_AR[worst]), layer), key=sum)
-    return largest
+        whole_AR = kept_by_forward(work, keeping_all, sizes, on_gpu, layers)
+        layer = float(whole_AR[worst] - kept_AR[worst]) / max(1, layers.inner)
+        others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
+        kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
+        largest = max(largest, (kept, float(logits_AR[worst]), layer), key=sum)
+        rows = max(rows, float(sizes.tokens_AR.max()) / strategy.tensor)
+    found: dict[str, float] = dict(zip(("activations", "logits", "recomputed"), largest, strict=True))
+    # `recomputed` is what one layer has again while its backward pass runs; logits have been freed by then.
+    if strategy.pipeline > 1:  # PyTorch's schedules have a buffer for each micro-batch of a step and neighbour
+        buffers = strategy.gradient_accumulation_steps * layers.neighbours
+        found["stage buffers"] = buffers * rows * work.model.hidden_size * (4 if strategy.precision == "fp32" else 2)
+    return found
 
 
-def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int) -> dict[str, float]:
-    """Return the bytes of the parts that a rank holds whatever its micro-batches are."""
-    layout = layout_of(work.model, strategy.tensor)
-    here = ranks // strategy.tensor
-    copies = nodes * here
+def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0) -> dict[str, float]:
+    """Return the bytes of the parts that a rank holds whatever its micro-batches are; ``place``: in its pipeline."""
+    layout = layouts_of(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
+    layers = own_layers(work.model, strategy.pipeline, strategy.virtual_stages)[place]
+    copies = nodes * ranks // strategy.copy_ranks
+    here = max(1, ranks // strategy.copy_ranks)
     elements = layout.padded(copies)
     sharded = strategy.reduction in ("sharded", "sharded_world")
     shard = elements / {"sharded": here, "sharded_world": copies}.get(strategy.reduction, 1)
     bucket = max(each.stop - each.start for each in layout.buckets(copies, strategy.bucket_bytes))
     gradients = BUFFERS * bucket if strategy.shard_gradients and copies > 1 else elements
     return {
-        "weights": 4.0 * elements,
-        "gradients": 4.0 * gradients,
+        "weights": 4.0 * (elements + layout.copied),
+        "gradients": 4.0 * (gradients + layout.copied),
         "moments": 8.0 * shard,
         # The shard's own gradients and weights lie without gaps beside the update.
         "update": (12.0 if sharded else 4.0) * shard,
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
-        "16-bit weights": 0.0 if strategy.precision == "fp32" else _cast_weights(work) / strategy.tensor,
+        "16-bit weights": 0.0 if strategy.precision == "fp32" else _cast_weights(work, layers) / strategy.tensor,
     }
 
 
-def kept_by_forward(work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool = False) -> _Bytes:
+def kept_by_forward(
+    work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu: bool = False, own: OwnLayers | None = None
+) -> _Bytes:
     """Bytes [A, R] that the forward pass of each micro-batch keeps for its backward pass, but for logits and weights.
 
     Ranks that share a copy have equal parts of all but the inputs of products by columns, which each of them gathers.
+    ``own``: what the rank has of the layers, all of them unless given.
     """
+    own = own or own_layers(work.model)[0]
     model, size = work.model, 4 if strategy.precision == "fp32" else 2
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     T, S, M = sizes.tokens_AR, sizes.sequences, sizes.masked_AR
@@ -105,11 +135,11 @@ def kept_by_forward(work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu:
         """Both norms of a layer, of whose outputs products keep some, and the feed-forward half."""
         return rows * (2 * (summed + 8 + mask) + norms_kept * size * D + 2 * size * F)
 
-    embedding = T * (summed + 8 + mask + size * D)
+    embedding = own.has_embeddings * T * (summed + 8 + mask + size * D)
     # Sequences of one length are one call, for which PyTorch's products copy keys and values.
     copied = sizes.equal_AR * 2 * size * D if model.attention_dropout and not on_gpu else 0
     layer = T * 3 * size * D + copied + attended(T, sizes.pairs_AR) + rest(T, 2)
-    layers = model.num_hidden_layers - 1
+    layers = own.inner
     inner = layers * layer
     if on_gpu or strategy.recompute != "none":
         inner = layers * T * kept_bytes(model, strategy.recompute, strategy.precision, int(work.lengths.max()))
@@ -118,14 +148,14 @@ def kept_by_forward(work: Work, strategy: Strategy, sizes: MicroBatches, on_gpu:
     query = 0 if model.attention_dropout and not on_gpu else size * D
     last = T * 2 * size * D + Q * (16 + size * D + query) + attended(Q, sizes.last_pairs_AR) + rest(Q, 1)
     heads = Q * size * D + M * (3 * size * D + 8) + S * (size * D + 8)
-    gathered = {"none": 2, "selective": 1, "full": 0}[strategy.recompute] * layers * T + T + 2 * Q + M
+    gathered = {"none": 2, "selective": 1, "full": 0}[strategy.recompute] * layers * T + own.has_last * (T + 2 * Q + M)
     whole = gathered * size * D
-    return whole + (embedding + inner + last + heads - whole) / strategy.tensor
+    return whole + (embedding + inner + own.has_last * (last + heads) - whole) / strategy.tensor
 
 
-def _cast_weights(work: Work) -> float:
+def _cast_weights(work: Work, own: OwnLayers) -> float:
     """Copies in 16 bits that autocast makes of the weights of products, kept from the forward to the backward pass."""
     model = work.model
     D, F = model.hidden_size, model.intermediate_size
-    layers = model.num_hidden_layers * (4 * D * D + 2 * D * F)
-    return 2.0 * (layers + 2 * D * D + model.vocab_size * D + 2 * D)
+    layers = (own.inner + own.has_last) * (4 * D * D + 2 * D * F)
+    return 2.0 * (layers + own.has_last * (2 * D * D + model.vocab_size * D + 2 * D))

@@ -131,31 +131,43 @@ class Rates:
         return self.collective(operation, scope, size)[0]
 
     @functools.lru_cache(maxsize=64)  # noqa: B019  a program makes few of them
-    def of_data_groups(self, tensor: int) -> Rates:
-        """Return the rates of collectives in data groups, where ``tensor`` neighbours of a host share a copy each.
+    def of_data_groups(self, tensor: int, pipeline: int = 1) -> Rates:
+        """Return the rates of collectives in data groups, where ``tensor`` neighbours of a host share a stage each.
 
         As many groups are at it at once, on links of their own in a host, and on those of all between hosts.
         """
-        if tensor == 1:
+        if tensor * pipeline == 1:
             return self
         if self.ranks % tensor:
             raise ValueError(
                 f"{self.ranks} ranks of a host do not divide into copies of {tensor}: expected a multiple of that"
             )
-        ranks = self.ranks // tensor
-        inside = _share_of_ring(ranks, self.ranks)
-        overall = _share_of_ring(self.nodes * ranks, self.world_size)
+        copies = self.world_size // (tensor * pipeline)
+        ranks = max(1, self.ranks // (tensor * pipeline))
+        nodes = copies // ranks
+        longer = {
+            "world": _share_of_ring(copies, self.world_size),
+            "node": _share_of_ring(ranks, self.ranks),
+            "rail": _share_of_ring(nodes, self.nodes),
+        }
         scaled: dict[tuple[Operation, Scope], Curve] = {}
         for (operation, scope), curve in self.collectives.items():
-            groups = tensor if scope == "world" and self.nodes > 1 else 1
-            longer = {"world": overall, "node": inside, "rail": 1.0}[scope]
-            points = tuple((size / groups, longer * seconds) for size, seconds in curve.points)
+            groups = self.ranks // ranks if scope == "world" and self.nodes > 1 else 1
+            points = tuple((size / groups, longer[scope] * seconds) for size, seconds in curve.points)
             scaled[operation, scope] = replace(curve, points=points)
-        return replace(self, ranks=ranks, collectives=scaled)
+        return replace(self, nodes=nodes, ranks=ranks, collectives=scaled)
 
     def tensor_seconds(self, operation: Operation, tensor: int, size: float) -> float:
         """Seconds of a collective on a vector of so many bytes in all tensor groups at once, as measured in a whole node."""
         return _share_of_ring(tensor, self.ranks) * self.collective_seconds(operation, "node", size)
+
+    def message_seconds(self, tensor: int, pipeline: int, size: float) -> float:
+        """Seconds of so many bytes from each rank to its neighbour in the next stage, by the links of a ring among as many.
+
+        Copies that take several hosts wait for the links between those.
+        """
+        scope: Scope = "node" if self.ranks // tensor % pipeline == 0 else "rail"
+        return self.collective_seconds("all-gather", scope, size / (1 - 1 / self.members(scope)))
 
     def last_of(self, work_R: Sequence[float]) -> float:
         """Seconds until the last rank has done its work, each given as the seconds that it takes while all compute.

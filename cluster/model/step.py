@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from bert.configuration.config import ModelConfig
-from cluster.model.computations import Computation, Count, Layout, layout_of, parts_of
+from bert.configuration.config import ModelConfig, ParallelConfig
+from cluster.model.computations import Computation, Count, Layout, layout_of, layouts_of, parts_of
+from cluster.model.pipeline import own_layers, through_stages
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
 from cluster.model.strategy import Precision, Strategy
@@ -58,12 +60,19 @@ class PredictedStep:
 
 
 def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
-    """Predict what a step takes at least: one micro-batch of mean cost, without update, reduction, or waiting."""
+    """Predict what a step takes at least: one micro-batch of mean cost, without update, reduction, or waiting.
+
+    Of stages the costliest one counts, and filling and draining them with the number of micro-batches that takes least.
+    """
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computing(work.model, strategy, rates, work.typical(sequences))
-    embedding, layer, last = (float(part.sum()) for part in parts)
-    layers = work.model.num_hidden_layers - 1
-    return PredictedStep(0.0, rates.micro_batch_s + embedding + layers * layer + last, 0.0, 0.0, 0.0)
+    stages = [rates.micro_batch_s + float(each.sum()) for each in _of_stages(parts, work.model, strategy)]
+    if strategy.pipeline > 1:
+        seconds, once = max(stages) - rates.micro_batch_s, max(rates.micro_batch_s, 1e-9)
+        rest = (sum(stages) - max(stages)) / strategy.virtual_stages
+        many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
+        return PredictedStep(0.0, (seconds + once * many + rest / many) / rates.sharing, 0.0, 0.0, 0.0)
+    return PredictedStep(0.0, stages[0], 0.0, 0.0, 0.0)
 
 
 def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STEPS) -> PredictedStep:
@@ -72,7 +81,8 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
     Raises:
         ValueError: the global batch does not divide over the ranks, or a rate is missing.
     """
-    found = [_predicted(work, strategy, rates, step) for step in range(steps)]
+    predicted = _predicted if strategy.pipeline == 1 else _predicted_in_stages
+    found = [predicted(work, strategy, rates, step) for step in range(steps)]
     names = ("data_wait", "forward_backward", "reduce", "update", "hidden")
     return PredictedStep(*(sum(getattr(each, name) for each in found) / steps for name in names))
 
@@ -102,6 +112,55 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
         _update(strategy, rates, layout),
         max(0.0, reducing - exposed),
     )
+
+
+def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int) -> PredictedStep:
+    """The same of copies in stages, where gradients are reduced when all micro-batches are through, and nothing is captured.
+
+    So what a micro-batch takes whatever its size counts on each stage. Computing is that of the first stage, as rank 0's
+    records have it; what goes on elsewhere meanwhile is waiting.
+    """
+    layouts = layouts_of(work.model, *_shape(strategy))
+    layout = max(layouts, key=lambda each: each.elements)
+    data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
+    sizes = work.micro_batches(strategy, rates.world_size, step)
+    compute_PAR = np.stack(_of_stages(_computing(work.model, strategy, rates, sizes), work.model, strategy))
+    compute_PAR += rates.micro_batch_s
+    element = 4 if strategy.precision == "fp32" else 2
+    rows = float(sizes.tokens_AR.mean()) / strategy.tensor
+    message_s = rates.message_seconds(strategy.tensor, strategy.pipeline, rows * work.model.hidden_size * element)
+    neighbours_P = np.array(
+        [each.neighbours for each in own_layers(work.model, strategy.pipeline, strategy.virtual_stages)]
+    )
+    through_R = through_stages(compute_PAR, neighbours_P, message_s, strategy, rates.sharing)
+    assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))
+    if rates.demand >= 1:
+        through_R = through_R + assembly
+    through = rates.last_of(through_R.tolist())
+    computing = min(rates.mean * float(compute_PAR[0].sum(0).mean()), through)
+    word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * layouts[-1].copied)
+    buckets = layout.buckets(data_rates.world_size, strategy.bucket_bytes)
+    lasts = [False] * (strategy.gradient_accumulation_steps - 1 if strategy.shard_gradients else 0) + [True]
+    sizes_B = [4 * (bucket.stop - bucket.start) for bucket in buckets]
+    reducing = sum(_reduce(strategy, data_rates, size, last)[0] for last in lasts for size in sizes_B)
+    return PredictedStep(
+        max(0.0, assembly - computing) if rates.demand < 1 else 0.0,
+        computing,
+        through - computing + word_s + reducing,
+        _update(strategy, rates, layout) + word_s,
+        0.0,
+    )
+
+
+def _shape(strategy: Strategy) -> tuple[int, int, int]:
+    return strategy.tensor, strategy.pipeline, strategy.virtual_stages
+
+
+def _of_stages(parts: Sequence[np.ndarray], model: ModelConfig, strategy: Strategy) -> list[np.ndarray]:
+    """Add up what each rank of a pipeline has of embeddings, layers, and the last one with the heads."""
+    embedding, layer, last = parts
+    ranks = own_layers(model, strategy.pipeline, strategy.virtual_stages)
+    return [each.has_embeddings * embedding + each.inner * layer + each.has_last * last for each in ranks]
 
 
 def _seconds(computations: list[Computation], rates: Rates, precision: str, sizes: MicroBatches) -> np.ndarray:
@@ -224,12 +283,12 @@ def _sum(
 
 
 def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
-    data_rates = rates.of_data_groups(strategy.tensor)
+    data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
     copies = data_rates.world_size
     shards = {"sharded": data_rates.ranks, "sharded_world": copies}.get(strategy.reduction, 1)
     elements = layout.padded(copies) / shards
     seconds = rates.seconds(Computation("lamb", (1.0, layout.segments / shards, elements)))
-    if shards > 1 and strategy.precision == "fp8":  # whose weights are cast when all are there
+    if shards > 1 and (strategy.precision == "fp8" or strategy.pipeline > 1):  # nothing is gathered beside computing
         buckets = layout.buckets(copies, strategy.bucket_bytes)
         seconds += sum(_gather(strategy, data_rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)
     if shards > 1:
@@ -255,20 +314,30 @@ def predict_run(
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
     steps = math.ceil(samples / batch)
     evaluations = max(1, math.ceil(samples / work.interval(batch)))
-    evaluation = evaluations * evaluation_seconds(work, strategy.precision, strategy.tensor, rates)
+    evaluation = evaluations * evaluation_seconds(work, strategy.precision, strategy.parallel, rates)
     parts = {"start": rates.start_s} | {name: steps * seconds for name, seconds in step.parts.items()}
     return RunTime(samples, steps, evaluations, parts | {"evaluation": evaluation})
 
 
 @functools.lru_cache(maxsize=256)  # a search asks for a few of them, many times each
-def evaluation_seconds(work: Work, precision: Precision, tensor: int, rates: Rates) -> float:
-    """Seconds of one evaluation: the forward pass of all sequences, by length over the ranks."""
-    layers = work.model.num_hidden_layers - 1
-    total = 0.0
-    for sizes in work.evaluation(rates.world_size // tensor):
-        parts = parts_of(work.model, sizes, tensor)
-        embedding, layer, last = (_seconds(part, rates, precision, sizes) for part in parts)
-        total += FORWARD * (rates.micro_batch_s + float((embedding + layers * layer + last).sum()))
-        at_ends, inner, in_last = _exchanged(work.model, precision, tensor, rates, sizes)
-        total += (at_ends + layers * inner + in_last) / 2
-    return total
+def evaluation_seconds(work: Work, precision: Precision, parallel: ParallelConfig, rates: Rates) -> float:
+    """Seconds of one evaluation: the forward pass of all sequences, by length over the copies.
+
+    Batches follow one another through stages; ranks that have several come to the next batch when one is through.
+    """
+    ranks = own_layers(work.model, parallel.pipeline, parallel.virtual_stages)
+    total_P = np.zeros(len(ranks))
+    batches = work.evaluation(rates.world_size // parallel.copy_ranks)
+    for sizes in batches:
+        parts = parts_of(work.model, sizes, parallel.tensor)
+        exchanged = _exchanged(work.model, precision, parallel.tensor, rates, sizes)
+        embedding, layer, last = (
+            FORWARD * float(_seconds(part, rates, precision, sizes).sum()) + seconds / 2
+            for part, seconds in zip(parts, exchanged, strict=True)
+        )
+        for place, own in enumerate(ranks):
+            computing = own.has_embeddings * embedding + own.inner * layer + own.has_last * last
+            total_P[place] += FORWARD * rates.micro_batch_s + computing
+    if parallel.virtual_stages > 1:
+        return float(total_P.sum())
+    return float(total_P.max() + (total_P.sum() - total_P.max()) / len(batches))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bert.configuration.config import Config, Recompute, TrainingConfig
+from bert.configuration.config import Config, ParallelConfig, Recompute, TrainingConfig
 
 Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """As `training.reduction` names them."""
@@ -23,7 +23,9 @@ class Strategy:
         in_network: switches add up what goes between hosts.
         reduce_dtype: in which gradients travel.
         bucket_bytes: of a bucket of the flat fp32 gradient.
-        tensor: neighbours of a host that share a copy of the model.
+        tensor: neighbours of a host that share a copy of the model, or a stage of one.
+        pipeline: such groups that share a copy, layer by layer.
+        virtual_stages: of each of them.
         shard_gradients: ranks keep gradients of their shard alone, and send those of every micro-batch.
 
     Raises:
@@ -39,10 +41,12 @@ class Strategy:
     bucket_bytes: int = BUCKET_BYTES
     recompute: Recompute = "none"
     tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
     shard_gradients: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes", "tensor"):
+        for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         for name, allowed in (("precision", Precision), ("reduction", Reduction), ("recompute", Recompute)):
@@ -50,6 +54,7 @@ class Strategy:
                 raise ValueError(
                     f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}"
                 )  # fmt: skip
+        ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)  # refuses what there is not
         if self.reduce_dtype not in ("fp32", "bf16"):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")
         if self.shard_gradients and self.reduction not in ("sharded", "sharded_world"):
@@ -59,11 +64,27 @@ class Strategy:
         if self.in_network and self.reduce_dtype == "bf16":
             raise ValueError("in_network goes with reduce_dtype fp32: switches would round every sum of two in bf16")
 
+    @property
+    def parallel(self) -> ParallelConfig:
+        """How ranks share a copy of the model."""
+        return ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)
+
+    @property
+    def stages(self) -> str:
+        """Number of stages, in words: where ranks have several, how many each."""
+        return str(self.pipeline) + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")
+
+    @property
+    def copy_ranks(self) -> int:
+        """Ranks that share a copy of the model."""
+        return self.tensor * self.pipeline
+
     def sequences(self, ranks: int) -> int:
         """Sequences of a micro-batch of one copy. Raises ``ValueError`` where the global batch does not divide."""
-        micro_batches = ranks // self.tensor * self.gradient_accumulation_steps
+        share = self.copy_ranks
+        micro_batches = ranks // share * self.gradient_accumulation_steps
         if self.global_batch_size % micro_batches:
-            copies = f"{ranks} ranks" if self.tensor == 1 else f"{ranks // self.tensor} copies of {self.tensor} ranks"
+            copies = f"{ranks} ranks" if share == 1 else f"{ranks // share} copies of {share} ranks"
             raise ValueError(
                 f"global_batch_size {self.global_batch_size} does not divide over {copies} x "
                 f"{self.gradient_accumulation_steps} accumulation steps: make it a multiple of {micro_batches}"
@@ -84,5 +105,7 @@ def strategy_of(config: Config) -> Strategy:
         training.bucket_bytes,
         training.recompute,
         config.parallel.tensor,
+        config.parallel.pipeline,
+        config.parallel.virtual_stages,
         training.shard_gradients,
     )

@@ -105,7 +105,7 @@ class Work:
         Raises ``ValueError`` where the global batch does not divide.
         """
         strategy.sequences(ranks)  # a run may share out an uneven batch after it lost hosts; nobody plans that
-        copies = ranks // strategy.tensor
+        copies = ranks // strategy.copy_ranks
         dealt = self._dealt(strategy.global_batch_size, copies * strategy.gradient_accumulation_steps, step)
         return dealt.of_ranks(copies)
 

@@ -11,8 +11,8 @@ _MOST_VALUES = 8
 """Lines about one setting; the rest of its values share one."""
 
 _HEAD = (
-    f"{'':>2}{'minutes':>10}{'batch':>8}{'tensor':>8}{'micro-batches':>15}  {'precision':<10}{'reduction':<15}{'sums':<6}"
-    f"{'MiB':>5}{'step ms':>10}{'fwd+bwd':>10}{'reduce':>9}{'update':>9}{'GB':>7}  recompute"
+    f"{'':>2}{'minutes':>10}{'batch':>8}{'pipeline':>10}{'tensor':>8}{'micro-batches':>15}  {'precision':<10}"
+    f"{'reduction':<15}{'sums':<6}{'MiB':>5}{'step ms':>10}{'fwd+bwd':>10}{'reduce':>9}{'update':>9}{'GB':>7}  recompute"
 )
 
 
@@ -33,7 +33,7 @@ def _row(place: int, each: Candidate, world_size: int) -> str:
     milliseconds = [1000 * seconds for seconds in (step.total, step.forward_backward, step.reduce, step.update)]
     total, computing, reduce, update = milliseconds
     return (
-        f"{place:>2}{_minutes(each.seconds):>10}{strategy.global_batch_size:>8,}{strategy.tensor:>8}{micro:>15}"
+        f"{place:>2}{_minutes(each.seconds):>10}{strategy.global_batch_size:>8,}{strategy.stages:>10}{strategy.tensor:>8}{micro:>15}"
         f"  {strategy.precision:<10}{strategy.reduction:<15}{strategy.reduce_dtype:<6}{strategy.bucket_bytes / 2**20:>5.0f}"
         f"{total:>10.2f}{computing:>10.2f}{reduce:>9.2f}{update:>9.2f}{each.memory / 1e9:>7.1f}  {strategy.recompute}"
     )
@@ -44,6 +44,7 @@ def _values(each: Candidate, world_size: int) -> dict[str, str]:
     strategy = each.strategy
     return {
         "batch": f"{strategy.global_batch_size:,}",
+        "pipeline": strategy.stages,
         "tensor": str(strategy.tensor),
         "micro-batch": f"{strategy.sequences(world_size):,}",
         "precision": strategy.precision,
@@ -65,7 +66,9 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
     for each in found.ranked:
         values = _values(each, world_size)
         for setting, value in values.items():
-            alike = setting != "micro-batch" or all(values[name] == own[name] for name in ("batch", "tensor"))
+            alike = setting != "micro-batch" or all(
+                values[name] == own[name] for name in ("batch", "pipeline", "tensor")
+            )
             if value != own[setting] and alike:
                 rivals.setdefault((setting, value), each)
     for setting in own:

@@ -1,19 +1,22 @@
 """Search for the fastest feasible way to run a recipe on given ranks: each way is predicted, none is tried.
 
 All are gone through, but for those that compute longer than the best ones take in all. Micro-batches are as large as memory
-allows, or the next smaller ones: accumulating more often costs launches and saves nothing else. Layers recompute only where
-that makes room for larger ones.
+allows, or the next smaller ones: accumulating more often costs launches and saves nothing else. Through stages go as many as
+make a step fastest: the more, the shorter those wait for one another. Layers recompute only where that makes room for larger
+ones.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from bert.configuration.config import Config, ParallelConfig, Recompute
-from cluster.model.computations import layout_of
+from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
+from cluster.model.pipeline import is_divisible
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Precision, Reduction, Strategy
 from cluster.model.work import Work
@@ -23,7 +26,10 @@ from cluster.published.cost_model import RunTime
 
 REDUCTIONS: tuple[Reduction, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 TENSORS = (1, 2, 4, 8)
-"""Ranks of a host that share a copy of the model."""
+"""Ranks of a host that share a copy of the model, or a stage of one."""
+PIPELINES = (1, 2, 4, 8, 16, 32, 64)
+VIRTUAL_STAGES = (1, 2, 4)
+"""Of each rank of a pipeline."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the most memory to the least, and from the least time to the most."""
 BUCKETS = tuple(mebibytes * 2**20 for mebibytes in (5, 25, 100, 400))
@@ -123,43 +129,78 @@ class _Search:
         self.refusals += [Refusal("precision", *missing) for missing in target.missing.items()]
         self._samples: dict[int, float | None] = {}
         """To the target, by global batch size; None as `Work.samples` has it."""
-        self._too_many: dict[tuple[Precision, Recompute, int], int] = {}
+        self._too_many: dict[tuple[Precision, Recompute, ParallelConfig], int] = {}
         """Sequences of the smallest micro-batch that does not fit; larger ones are not looked at."""
+        self._said: set[tuple[int, Strategy]] = set()
+        """Of what does not fit, whatever the buckets are."""
 
     def computing(self) -> list[Candidate]:
         """Candidates for all ways to compute that may be among the best, summing gradients as takes the least memory.
 
         Sharing copies of the model saves memory and reduction alone: of what takes longer even without any reduction, one
-        way for each number of ranks shows it.
+        way for each number of ranks, and of stages, shows it.
         """
         found: list[Candidate] = []
         for tensor in self._tensors:
-            ways = [(self._least_seconds(way[1]), way) for way in self._ways(tensor)]
-            for place, (least, way) in enumerate(sorted(ways, key=lambda each: each[0])):
-                best = _best(found)
-                if tensor == 1 or place == 0 or len(best) < BEST or least < best[-1].seconds:
+            for place, (least, way) in enumerate(self._by_least_seconds([tensor], 1)):
+                if tensor == 1 or place == 0 or self._may_be_among_best(least, found):
                     found += self._with_micro_batches(*way)
+        for pipeline in PIPELINES[1:]:
+            shown = False
+            for least, (schedule, way) in self._by_least_seconds(self._tensors, pipeline):
+                if may_be := self._may_be_among_best(least, found):
+                    for virtual_stages in self._virtual_stages(pipeline):
+                        found += self._with_micro_batches(schedule, replace(way, virtual_stages=virtual_stages))
+                elif not shown:
+                    found += self._with_micro_batches(schedule, way)
+                shown = True
+                if not may_be:
+                    break
         return found
+
+    def _by_least_seconds(self, tensors: Sequence[int], pipeline: int) -> list[tuple[float, tuple[Schedule, Strategy]]]:
+        """Ways with so many stages, each after the least that it takes with any number of them a rank."""
+        if pipeline > self._config.model.num_hidden_layers:
+            return []
+        most = self._virtual_stages(pipeline)[-1]
+        ways = [way for tensor in tensors for way in self._ways(tensor, pipeline)]
+        timed = [(self._least_seconds(replace(way, virtual_stages=most)), (schedule, way)) for schedule, way in ways]
+        return sorted(timed, key=lambda each: each[0])
+
+    def _virtual_stages(self, pipeline: int) -> list[int]:
+        layers = self._config.model.num_hidden_layers
+        fitting = [each for each in VIRTUAL_STAGES if pipeline * each <= layers]
+        return fitting if pipeline > 1 else [1]
+
+    @staticmethod
+    def _may_be_among_best(least: float, found: Sequence[Candidate]) -> bool:
+        best = _best(found)
+        return len(best) < BEST or least < best[-1].seconds
 
     def _is_divisible(self, tensor: int) -> bool:
         """Whether so many ranks can share a copy of the model."""
         try:
-            replace(self._config, parallel=replace(self._config.parallel, tensor=tensor))
+            replace(self._config, parallel=ParallelConfig(tensor))
         except ValueError as error:
             self.refusals.append(Refusal("tensor", tensor, str(error)))
             return False
         return True
 
-    def _ways(self, tensor: int) -> Iterator[tuple[Schedule, Strategy]]:
+    def _ways(self, tensor: int, pipeline: int) -> Iterator[tuple[Schedule, Strategy]]:
         """Batches in each precision on copies of so many ranks, in one micro-batch."""
-        copies = self._target.world_size // tensor
+        target = self._target
+        if not is_divisible(target.nodes, target.ranks_per_node, ParallelConfig(tensor, pipeline)):
+            return
+        copies = target.world_size // (tensor * pipeline)
         for schedule in self._schedules:
             batch = schedule.global_batch_size
-            if batch % copies == 0:
+            if batch % copies == 0 and batch >= copies * pipeline:
                 self._samples[batch] = schedule.samples or self._work.samples
-                for precision in self._target.rates:
-                    yield schedule, Strategy(batch, 1, precision, self._reductions[-1], tensor=tensor)
-            elif tensor == self._tensors[-1] and batch not in self._samples:
+                for precision in target.rates:
+                    if precision != "fp8" or pipeline == 1:  # whose scales are of the whole model
+                        reduction = self._reductions[-1]
+                        yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
+            elif pipeline == 1 and tensor == self._tensors[-1] and batch not in self._samples:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
 
@@ -174,19 +215,25 @@ class _Search:
         held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node).values())
         if held > USABLE_MEMORY * rates.memory_bytes:
             gigabytes = f"{held / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
-            self.refusals.append(Refusal("tensor", way.tensor, f"weights do not fit in {way.precision}: {gigabytes}"))
+            self.refusals.append(Refusal(*_shape(way), f"weights do not fit in {way.precision}: {gigabytes}"))
             return
         enough = way.sequences(target.world_size) + 1
         for recompute in RECOMPUTES:
-            found = list(islice(self._fitting(schedule, replace(way, recompute=recompute), enough), _MICRO_BATCHES))
+            fitting = self._fitting(schedule, replace(way, recompute=recompute), enough)
+            found = list(islice(fitting, _MICRO_BATCHES) if way.pipeline == 1 else _while_faster(fitting))
             yield from found
             if found:
                 enough = found[0].strategy.gradient_accumulation_steps
+        if enough > way.sequences(target.world_size) and way.pipeline > 1:
+            self.refusals.append(Refusal(*_shape(way), f"no micro-batch fits in {way.precision}"))
 
     def _fitting(self, schedule: Schedule, like: Strategy, enough: int) -> Iterator[Candidate]:
         """Candidates with less accumulation than ``enough``, with which what recomputes less fits, the least one first."""
         sequences = like.sequences(self._target.world_size)
         for accumulation in takewhile(lambda each: each < enough, _divisors(sequences)):
+            rounds = accumulation // like.pipeline
+            if rounds == 0 or (like.virtual_stages > 1 and accumulation % rounds):
+                continue  # as schedules of PyTorch need
             if candidate := self.candidate(schedule, replace(like, gradient_accumulation_steps=accumulation)):
                 yield candidate
 
@@ -194,7 +241,8 @@ class _Search:
         """Candidates that compute the same, and sum gradients in any other way."""
         if self._target.world_size == 1:
             return
-        vector = 4 * layout_of(self._work.model, like.strategy.tensor).elements
+        shape = like.strategy.tensor, like.strategy.pipeline, like.strategy.virtual_stages
+        vector = 4 * max(layout.elements for layout in layouts_of(self._work.model, *shape))
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
         for reduction in self._reductions:
             for reduce_dtype in ("fp32", "bf16"):
@@ -209,7 +257,7 @@ class _Search:
         """Predict a strategy; None where it is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
         rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
-        memory_by = precision, strategy.recompute, strategy.tensor
+        memory_by = precision, strategy.recompute, strategy.parallel
         if sequences >= self._too_many.get(memory_by, sequences + 1):
             return None
         try:
@@ -220,9 +268,12 @@ class _Search:
         try:
             memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node, target.on_gpu).values())
             if memory > USABLE_MEMORY * rates.memory_bytes:
-                gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
-                way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}, tensor {strategy.tensor}"
-                self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
+                alike = sequences, replace(strategy, bucket_bytes=1, reduce_dtype="fp32")
+                if strategy.pipeline == 1 and alike not in self._said:  # of stages it is said where none fits
+                    self._said.add(alike)
+                    gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
+                    way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}, tensor {strategy.tensor}"
+                    self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
                 if strategy.reduction == self._reductions[-1]:
                     self._too_many[memory_by] = sequences
                 return None
@@ -261,9 +312,26 @@ def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config
         reduce_dtype=strategy.reduce_dtype,
         bucket_bytes=strategy.bucket_bytes,
         recompute=strategy.recompute,
+        cuda_graphs=strategy.pipeline == 1,  # what stages send one another is not captured
     )
-    parallel = ParallelConfig(tensor=strategy.tensor)  # as it is predicted: no stages
-    return replace(config, training=training, optimizer=schedule.optimizer, parallel=parallel)
+    return replace(config, training=training, optimizer=schedule.optimizer, parallel=strategy.parallel)
+
+
+def _shape(strategy: Strategy) -> tuple[str, str]:
+    """The setting that says how ranks share copies, and its value, as a refusal has them."""
+    if strategy.pipeline == 1:
+        return "tensor", str(strategy.tensor)
+    return "pipeline", f"{strategy.stages} x tensor {strategy.tensor}"
+
+
+def _while_faster(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
+    """The first ones, up to one that is slower than the one before."""
+    seconds = math.inf
+    for each in candidates:
+        yield each
+        if each.seconds > seconds:
+            return
+        seconds = each.seconds
 
 
 def _divisors(number: int) -> Iterator[int]:

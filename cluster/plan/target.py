@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bert.configuration.config import Config
+from bert.configuration.recipes import RECIPES
 from cluster.devices import Device, device_named
 from cluster.model.rates import Rates, rates_of_machine, rates_of_view
 from cluster.model.strategy import Precision
@@ -16,9 +17,10 @@ from cluster.published.machine import describe_machine
 from cluster.view import View, read_view
 from console.text import counted
 
-_ACCELERATORS = {"h100": "H100-SXM-80GB", "dgxa100": "A100-SXM-80GB"}
-"""Names of devices by the first word of a recipe's."""
-_SIZED = re.compile(r"([a-z0-9]+)_(\d+)x(\d+)")
+_ACCELERATORS = {"h100": "H100-SXM-80GB", "dgxa100": "A100-SXM-80GB", "bert_3_9b": "A100-SXM-40GB"}
+"""Names of devices by the first words of a recipe's."""
+_BENCHMARK_DATA = RECIPES["h100_1x1"]().data.train
+_SIZED = re.compile(r"([a-z0-9_]+)_(\d+)x(\d+)")
 """Name of a recipe: devices, nodes, and devices of each."""
 
 
@@ -114,7 +116,9 @@ def _measured(view: View, path: Path, gpus: int | None) -> Target:
 
 def work_for(config: Config) -> Work:
     """Return a configuration's work: by its length index, or, of the benchmark without one, by Wikipedia's histogram."""
-    is_benchmark = config.log.division == "closed"
-    if is_benchmark and not config.data.train.is_dir():
-        return wikipedia_work(config.model)
-    return work_of(config)
+    if config.data.train.is_dir() or config.data.train != _BENCHMARK_DATA:
+        return work_of(config)
+    work = wikipedia_work(config.model)
+    if config.log.division == "closed":
+        return work
+    return replace(work, target=config.evaluation.target, samples=float(config.training.sample_limit))

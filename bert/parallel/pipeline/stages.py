@@ -58,7 +58,8 @@ class PipelineParallel:
 
     def hidden_dtype(self) -> torch.dtype:
         """Type of hidden states, in the context in which the model computes."""
-        return compute_dtype(next(self.model.parameters()))
+        weight = next(self.model.parameters())
+        return compute_dtype(weight) if weight.is_cuda else weight.dtype  # autocast's norms on a CPU give fp32
 
     def through(
         self, stage: Stage, given_WD: Tensor | None, batch: Batch, sites: DropoutSites
@@ -69,7 +70,7 @@ class PipelineParallel:
         for layer in stage.layers[:-1] if stage.is_last else stage.layers:
             hidden_WD = model.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, sites)
         if not stage.is_last:
-            return hidden_WD
+            return hidden_WD.to(self.hidden_dtype())
         return model.losses(*model.last_layer(hidden_WD, batch, sites), batch)
 
     def forward(self, batch: Batch) -> PretrainingOutput:

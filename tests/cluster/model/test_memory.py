@@ -1,5 +1,7 @@
 """Memory of a rank by part, held to what a real model keeps and to what its optimizer holds."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast, get_args
 
@@ -12,13 +14,15 @@ from benchmarks.training.recomputation import Storages
 from bert.configuration.config import ModelConfig, OptimizerConfig, Recompute
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
+from bert.parallel.pipeline.stages import PipelineParallel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recompute_layers
 from cluster.model.computations import layout_of
-from cluster.model.memory import kept_by_forward, memory_of_rank
+from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
+from cluster.model.pipeline import own_layers, under_way
 from cluster.model.strategy import Precision, Strategy
 from cluster.model.work import Work
-from dataloading.batches.loader import batch_of
+from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
 
@@ -32,8 +36,8 @@ def work_and_samples(model: ModelConfig) -> tuple[Work, Samples]:
     return Work(model, samples.lengths.astype(np.uint16), counts, lengths, counts), samples
 
 
-def kept_bytes(model: BertForPreTraining, flat: FlatParameters, samples: Samples, precision: Precision) -> int:
-    """Bytes of the different storages that autograd keeps, but for parameters and the batch."""
+def kept_bytes(forward: Callable[[Batch], object], known: list[Tensor], samples: Samples, precision: Precision) -> int:
+    """Bytes of the different storages that autograd keeps, but for ``known`` ones and the batch."""
     batch = batch_of(samples)
     kept: list[Tensor] = []
 
@@ -45,9 +49,8 @@ def kept_bytes(model: BertForPreTraining, flat: FlatParameters, samples: Samples
         torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
     ):
-        model(batch)
-    known = [flat.weights_N, *batch.tensors.values()]
-    own = {tensor.untyped_storage().data_ptr() for tensor in known}
+        forward(batch)
+    own = {tensor.untyped_storage().data_ptr() for tensor in [*known, *batch.tensors.values()]}
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
     return sum(size for address, size in storages.items() if address not in own)
 
@@ -63,7 +66,7 @@ def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: f
     work, samples = work_and_samples(config)
     parts = memory_of_rank(work, Strategy(SEQUENCES, precision=precision), 1, 1)
     predicted = parts["activations"] + parts["logits"] + parts["16-bit weights"]
-    assert predicted == pytest.approx(kept_bytes(model.train(), flat, samples, precision), rel=0.02)
+    assert predicted == pytest.approx(kept_bytes(model.train(), [flat.weights_N], samples, precision), rel=0.02)
     optimizer = Lamb(flat, OptimizerConfig(1e-4, 100))
     assert parts["weights"] + parts["gradients"] == flat.weights_N.nbytes + flat.gradients_N.nbytes
     assert parts["moments"] == sum(moment.nbytes for moment in optimizer.moments())
@@ -92,7 +95,39 @@ def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, monke
     parts = memory_of_rank(work, Strategy(SEQUENCES, tensor=2), 1, 2)
     assert parts["weights"] == flat.weights_N.nbytes
     predicted = parts["activations"] + parts["logits"]
-    assert predicted == pytest.approx(kept_bytes(model.train(), flat, samples, "fp32"), rel=0.05)
+    assert predicted == pytest.approx(kept_bytes(model.train(), [flat.weights_N], samples, "fp32"), rel=0.05)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_stage_keeps_what_is_predicted(place: int) -> None:
+    config = ModelConfig(6, 128, 4, 512, 1024, 128)
+    model = BertForPreTraining(config)
+    initialize_(model, torch.Generator().manual_seed(0))
+    pipeline = PipelineParallel(model, cast(Any, SimpleNamespace(size=lambda: 2, rank=lambda: place)), 1)
+    flat = FlatParameters.of(model)
+    work, samples = work_and_samples(config)
+    strategy = Strategy(SEQUENCES, pipeline=2)
+    held = held_by_rank(work, strategy, 1, 2, place)
+    word = pipeline.model.embeddings.word.detach()
+    assert held["weights"] == flat.weights_N.nbytes + place * word.nbytes
+    [stage], given = pipeline.stages, torch.zeros(int(samples.lengths.sum()), 128, requires_grad=True)
+
+    def forward(batch: Batch) -> object:
+        return pipeline.through(stage, given if place else None, batch, model.next_sites())
+
+    kept = kept_bytes(forward, [flat.weights_N, given, word], samples, "fp32")
+    sizes = work.micro_batches(strategy, 2, 0)
+    own = own_layers(config, 2)[place]
+    predicted = float(kept_by_forward(work, strategy, sizes, False, own).max())
+    predicted += place * 4 * float(sizes.masked_AR.max()) * config.vocab_size
+    assert predicted - place * given.nbytes == pytest.approx(kept, rel=0.03)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert place or cast(Any, forward(batch_of(samples))).dtype == pipeline.hidden_dtype(), (
+            "which neighbours expect"
+        )
+    two = memory_of_rank(work, replace(strategy, gradient_accumulation_steps=2), 1, 2)
+    assert two["stage buffers"] > 0
+    assert under_way(replace(strategy, gradient_accumulation_steps=8), 0) == 2
 
 
 def test_what_is_divided_and_what_is_not() -> None:

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from bert.configuration.config import ModelConfig, Recompute
 from bert.configuration.recipes import tiny_model
 from cluster.devices import device_named
-from cluster.model.computations import TERMS, Computation, layout_of, parts_of
+from cluster.model.computations import TERMS, Computation, layout_of, layouts_of, parts_of
+from cluster.model.pipeline import through_stages
 from cluster.model.rates import Curve, Rates, rates_of_machine, rates_of_view
 from cluster.model.step import predict_run, predict_step
 from cluster.model.strategy import BUCKET_BYTES, Strategy
@@ -76,6 +77,41 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
     ring = (1 - 1 / tensor) / (1 - 1 / 4)
     assert dear.forward_backward - free.forward_backward == pytest.approx(1e-6 * ring * exchanged)
     assert predict_run(TINY, strategy, rates(1, 4)).total < predict_run(TINY, strategy, rates(1, 4, 1e-6)).total
+
+
+@pytest.mark.parametrize("virtual_stages", [1, 2])
+@pytest.mark.parametrize("micro_batches", [4, 12])
+def test_equal_stages_are_idle_while_they_are_filled_and_drained(micro_batches: int, virtual_stages: int) -> None:
+    strategy = Strategy(micro_batches, micro_batches, pipeline=4, virtual_stages=virtual_stages)
+    compute_PAR, none_P = np.ones((4, micro_batches, 1)), np.zeros(4)
+    [seconds] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=1.0)
+    assert 1 - micro_batches / seconds == pytest.approx(3 / (virtual_stages * micro_batches + 3))
+    [shared] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=4.0)
+    assert shared == micro_batches, "as processors that one leaves idle compute for another"
+    [waiting] = through_stages(compute_PAR, np.array([1.0, 2.0, 2.0, 1.0]), 0.1, strategy, sharing=1.0)
+    assert waiting > seconds + 0.2 * micro_batches
+
+
+def test_stages_share_the_layers_and_wait_for_each_other() -> None:
+    work = Work(
+        replace(tiny_model(), num_hidden_layers=8), LENGTHS, LENGTHS // 8 + 1, LENGTHS[:200], LENGTHS[:200] // 8 + 1
+    )
+    whole, wide = layout_of(work.model), rates(4, 2)
+    layouts = layouts_of(work.model, 1, 4)
+    assert sum(each.elements for each in layouts) == whole.elements
+    assert sum(each.segments for each in layouts) == whole.segments
+    assert [each.copied for each in layouts[:3]] == [0, 0, 0]
+    assert layouts[3].copied == work.model.vocab_size * work.model.hidden_size
+    few, many = (predict_step(work, Strategy(256, steps, pipeline=4), wide) for steps in (4, 32))
+    assert few.forward_backward == pytest.approx(many.forward_backward, rel=0.1)
+    slow = predict_step(work, Strategy(256, 32, pipeline=4), rates(4, 2, seconds_per_byte=1e-7))
+    assert slow.reduce > many.reduce + 0.5, "hidden states and gradients take longer, and nothing hides them"
+    launching = replace(wide, micro_batch_s=1.0)
+    assert predict_step(work, Strategy(256, 32, pipeline=4), launching).total > 32
+    assert predict_run(work, Strategy(256, 4, pipeline=4), wide).parts["evaluation"] > 0
+    data = wide.of_data_groups(1, 4)
+    assert (data.nodes, data.ranks) == (2, 1), "copies take two hosts of two ranks"
+    assert rates(2, 4).of_data_groups(1, 2).ranks == 2
 
 
 def test_a_data_group_has_the_links_of_its_rails() -> None:

@@ -130,6 +130,35 @@ def test_ranks_share_copies_where_memory_or_batch_leave_no_other_way(
     assert search(few, work, target).best[0].strategy.tensor > 1, "of 4 sequences on 8 ranks"
 
 
+def test_stages_are_chosen_where_nothing_else_fits_and_not_where_a_whole_copy_is_faster(
+    found: Found, work: Work, tmp_path: Path
+) -> None:
+    assert found.best[0].strategy.pipeline == 1, "which is predicted faster wherever it fits"
+    assert {each.strategy.pipeline for each in found.ranked} == {1, 2, 4, 8}, "each is predicted once at least"
+    config, work = RECIPES["h100_1x8"](), replace(work, samples=1e6)
+    config = replace(config, log=replace(config.log, division="open"))  # with its own batch alone
+    target = described(device_of("h100_1x8", None)[0], 4, 1)  # one in a host, so that none shares products
+    assert search(config, work, target).best[0].strategy.copy_ranks == 1
+    small = {name: replace(rates, memory_bytes=4.2e9) for name, rates in target.rates.items()}
+    best = search(config, work, replace(target, rates=small)).best[0]
+    assert best.strategy.pipeline > 1
+    assert best.strategy.gradient_accumulation_steps >= best.strategy.pipeline
+    path = tmp_path / "plan.json"
+    write_plan(run_plan(config, target, best), path)
+    planned = parse(["h100_1x8", "--plan", str(path)])
+    assert planned.parallel == best.strategy.parallel
+    assert not planned.training.cuda_graphs, "which stages have not"
+
+
+def test_a_large_model_is_shared_as_its_memory_asks() -> None:
+    config = RECIPES["bert_3_9b_8x8"]()
+    target = target_of(config.recipe, None, None)
+    assert (target.device, target.nodes, target.ranks_per_node) == ("A100-SXM-40GB", 8, 8)
+    best = search(config, work_for(config), target).best[0]
+    assert best.strategy.copy_ranks > 1
+    assert best.memory <= USABLE_MEMORY * 40e9
+
+
 def test_lines_say_why_every_other_value_loses(found: Found) -> None:
     lines = list(as_lines(found, 8))
     assert lines[1].split()[0] == "1"
@@ -138,6 +167,7 @@ def test_lines_say_why_every_other_value_loses(found: Found) -> None:
         "batch 768:",
         "  micro-batch ",
         "tensor 2:",
+        "pipeline 2:",
         "precision bf16:",
         "reduction flat:",
         "sums in fp32:",
