@@ -47,6 +47,7 @@ OWN = {
     "bert.guards",
     "bert.guards.interruption",
     "bert.parallel",
+    "bert.parallel.joining",
     "bert.parallel.joining.launch",
     "bert.reporting",
     "bert.reporting.records",
