@@ -249,18 +249,20 @@ def require_whole_groups(tensor: int, ranks: int, where: str) -> None:
         )
 
 
+def are_whole_copies(hosts: int, groups: int, stages: int) -> bool:
+    """Tell whether ``hosts`` of so many tensor groups hold whole copies of so many stages, or copies take whole hosts."""
+    return hosts * groups % stages == 0 and (groups % stages == 0 or stages % groups == 0)
+
+
 def require_whole_copies(parallel: ParallelConfig, hosts: int, a_host: int) -> None:
     """Raise ``ValueError``, with the nearest numbers of stages, unless ``hosts`` of so many ranks divide into copies.
 
     Either hosts hold whole copies or copies take whole hosts: a data group must not leave its rail.
     """
     groups = a_host // parallel.tensor
-
-    def fits(stages: int) -> bool:
-        return hosts * groups % stages == 0 and (groups % stages == 0 or stages % groups == 0)
-
-    if not fits(parallel.pipeline):
-        near = sorted(filter(fits, range(1, hosts * groups + 1)), key=lambda stages: abs(stages - parallel.pipeline))
+    if not are_whole_copies(hosts, groups, parallel.pipeline):
+        fitting = (stages for stages in range(1, hosts * groups + 1) if are_whole_copies(hosts, groups, stages))
+        near = sorted(fitting, key=lambda stages: abs(stages - parallel.pipeline))
         shared = f" with parallel.tensor {parallel.tensor}," if parallel.tensor > 1 else ""
         raise ValueError(
             f"parallel.pipeline is {parallel.pipeline}, but{shared} {counted(hosts, 'host')} of {counted(a_host, 'rank')} "

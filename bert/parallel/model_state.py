@@ -9,8 +9,7 @@ from bert.configuration.config import Config
 from bert.model import BertForPreTraining
 from bert.optimizer import padded
 from bert.parallel.pipeline.division import stages_of
-from bert.parallel.reduction.gradients import bucket_slices
-from bert.parallel.reduction.sharded_gradients import BUFFERS
+from bert.parallel.reduction.sharded_gradients import gradient_elements
 from bert.parallel.tensor.shards import split_of
 
 _WORD = "embeddings.word"
@@ -56,11 +55,8 @@ def model_state(config: Config, world_size: int, local_size: int = 0) -> ModelSt
         count = sum(size for name, size in elements.items() if any(stage.owns(name) for stage in own))
         copied = elements[_WORD] if parallel.pipeline > 1 and own[-1].is_last else 0
         whole = padded(count, data)
-        gradients = whole
-        if config.training.shard_gradients and data > 1:
-            gradients = BUFFERS * max(
-                each.stop - each.start for each in bucket_slices(whole, data, config.training.bucket_bytes)
-            )
+        is_sharded, bucket_bytes = config.training.shard_gradients, config.training.bucket_bytes
+        gradients = gradient_elements(whole, data, bucket_bytes) if is_sharded else whole
         held.append((4 * (whole + gradients) + 8 * copied + 20 * whole // shards, count + copied))
     state_bytes, most = max(held)
     pipeline = f" x pipeline {parallel.pipeline}" if parallel.pipeline > 1 else ""

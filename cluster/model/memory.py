@@ -17,7 +17,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.parallel.reduction.sharded_gradients import BUFFERS
+from bert.parallel.reduction.sharded_gradients import gradient_elements
 from cluster.model.computations import layouts_of
 from cluster.model.pipeline import OwnLayers, own_layers, under_way
 from cluster.model.recomputation import kept_bytes
@@ -96,7 +96,7 @@ def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, place: 
     sharded = strategy.reduction in ("sharded", "sharded_world")
     shard = elements / {"sharded": here, "sharded_world": copies}.get(strategy.reduction, 1)
     bucket = max(each.stop - each.start for each in layout.buckets(copies, strategy.bucket_bytes))
-    gradients = BUFFERS * bucket if strategy.shard_gradients and copies > 1 else elements
+    gradients = gradient_elements(elements, copies, strategy.bucket_bytes) if strategy.shard_gradients else elements
     return {
         "weights": 4.0 * (elements + layout.copied),
         "gradients": 4.0 * (gradients + layout.copied),

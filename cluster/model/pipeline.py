@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.config import ModelConfig, ParallelConfig
+from bert.configuration.config import ModelConfig
 from bert.parallel.pipeline.division import stages_of
 from cluster.model.strategy import Strategy
 
@@ -73,12 +73,3 @@ def under_way(strategy: Strategy, place: int) -> float:
         return min(stages - place, strategy.gradient_accumulation_steps) if stages > 1 else 1
     parts = (virtual - 1) * stages + 2 * (stages - 1 - place) + 1
     return min(parts / virtual, strategy.gradient_accumulation_steps)
-
-
-def is_divisible(nodes: int, ranks: int, parallel: ParallelConfig) -> bool:
-    """Tell whether hosts of so many ranks hold whole copies of the model, or copies take whole hosts."""
-    if ranks % parallel.tensor:
-        return False
-    groups = ranks // parallel.tensor
-    whole = groups % parallel.pipeline == 0 or parallel.pipeline % groups == 0
-    return whole and nodes * groups % parallel.pipeline == 0

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 
 from bert.configuration.config import Config, ParallelConfig, Recompute
+from bert.parallel.mesh import are_whole_copies
 from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
-from cluster.model.pipeline import is_divisible
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Precision, Reduction, Strategy
 from cluster.model.work import Work
@@ -189,7 +189,7 @@ class _Search:
     def _ways(self, tensor: int, pipeline: int) -> Iterator[tuple[Schedule, Strategy]]:
         """Batches in each precision on copies of so many ranks, in one micro-batch."""
         target = self._target
-        if not is_divisible(target.nodes, target.ranks_per_node, ParallelConfig(tensor, pipeline)):
+        if not are_whole_copies(target.nodes, target.ranks_per_node // tensor, pipeline):
             return
         copies = target.world_size // (tensor * pipeline)
         for schedule in self._schedules:

@@ -7,7 +7,7 @@ lengths of the run's own batches: training data is not touched before the clock 
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -116,7 +116,7 @@ def faster_loader(
     return LoaderChoice(NumpyLoader, "numpy", shown)
 
 
-def _turn(loader: Iterator[object] | Loader, device: torch.device, prefetch: int) -> float:
+def _turn(loader: Loader, device: torch.device, prefetch: int) -> float:
     """Seconds a step of a loader that is asked as fast as it can."""
     for _ in range(prefetch + 4):  # these were made in the other loader's turn: as many as each keeps ready
         next(loader)

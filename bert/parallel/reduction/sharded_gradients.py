@@ -17,11 +17,21 @@ from torch import Tensor, nn
 
 from bert.configuration.config import TrainingConfig
 from bert.optimizer import FlatParameters
-from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
+from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy, bucket_slices
 from bert.parallel.reduction.sums import ReduceDtype, shard_of
 
 BUFFERS = 2
 """One on its way while the next is filled; messages follow one another, so that more would wait."""
+
+
+def gradient_elements(size: int, copies: int, bucket_bytes: int) -> int:
+    """Count the elements that a rank of so many copies holds of ``size`` gradients, besides its shard.
+
+    They are those of the buffers, or all where it is alone.
+    """
+    if copies == 1:
+        return size
+    return BUFFERS * max(bucket.stop - bucket.start for bucket in bucket_slices(size, copies, bucket_bytes))
 
 
 class ShardedReduction(Reduction):
