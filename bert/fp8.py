@@ -73,6 +73,10 @@ class Fp8Dense:
         self.weight_NK.copy_(weight_NK)
         self.weight_KN.copy_(weight_KN)
 
+    def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
+        """Quantize an input: [T, K], and transposed [K, T]."""
+        return cast_transpose_fp8(x_TK, self.input.scale, self.input.amax, E4M3)
+
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """[T, N] of the quantized input."""
         inverses = self.input.inverse, self.weight.inverse
@@ -182,9 +186,8 @@ class Fp8Products(MatrixProducts):
         """[T, D] ``gelu(x @ wide.T + bias) @ narrow.T``, without the second bias."""
         fp8_wide, fp8_narrow = self._fp8[wide], self._fp8[narrow]
         if torch.is_grad_enabled():
-            output_TD = _FeedForward.apply(
-                x_TD, wide.weight, wide.bias, narrow.weight, fp8_wide, fp8_narrow, compute_dtype(x_TD)
-            )
+            passes = FeedForward(fp8_wide, fp8_narrow)
+            output_TD = _FeedForward.apply(x_TD, wide.weight, wide.bias, narrow.weight, passes, compute_dtype(x_TD))
             assert isinstance(output_TD, Tensor)
             return output_TD
         unrecorded = torch.zeros_like(fp8_wide.input.amax)
@@ -196,11 +199,18 @@ class Fp8Products(MatrixProducts):
 
 def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
     if torch.is_grad_enabled():
-        output_TN = _Product.apply(x_TK, fp8.dense.weight, bias_N, fp8, compute_dtype(x_TK))
-        assert isinstance(output_TN, Tensor)
-        return output_TN
+        return product_of_casts(x_TK, *fp8.cast_input(x_TK), fp8, bias_N)
     quantized_TK = cast_fp8(x_TK, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
     return fp8.product(quantized_TK, compute_dtype(x_TK), bias_N)
+
+
+def product_of_casts(
+    x_TK: Tensor, quantized_TK: Tensor, quantized_KT: Tensor, fp8: Fp8Dense, bias_N: Tensor | None
+) -> Tensor:
+    """[T, N] of an input that has been quantized and transposed; the gradient is that of ``x_TK``, which is not read."""
+    output_TN = _Product.apply(x_TK, fp8.dense.weight, bias_N, quantized_TK, quantized_KT, fp8, compute_dtype(x_TK))
+    assert isinstance(output_TN, Tensor)
+    return output_TN
 
 
 class _Product(torch.autograd.Function):
@@ -212,9 +222,15 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TK: Tensor, _weight_NK: Tensor, bias_N: Tensor | None, fp8: Fp8Dense, dtype: torch.dtype
+        ctx: Any,
+        x_TK: Tensor,
+        _weight_NK: Tensor,
+        bias_N: Tensor | None,
+        quantized_TK: Tensor,
+        input_KT: Tensor,
+        fp8: Fp8Dense,
+        dtype: torch.dtype,
     ) -> Tensor:
-        quantized_TK, input_KT = cast_transpose_fp8(x_TK, fp8.input.scale, fp8.input.amax, E4M3)
         ctx.fp8, ctx.dtype, ctx.biased = fp8, x_TK.dtype, bias_N is not None
         ctx.save_for_backward(input_KT, fp8.weight_KN)
         return fp8.product(quantized_TK, dtype, bias_N)
@@ -233,14 +249,54 @@ class _Product(torch.autograd.Function):
         else:
             gradient_TN, gradient_NT = cast_transpose_fp8(output_gradient_TN, site.scale, site.amax, E5M2)
         weight_gradient_NK = fp8.weight_gradient(gradient_NT, input_KT)
-        return fp8.input_gradient(gradient_TN, ctx.dtype), weight_gradient_NK, bias_gradient_N, None, None
+        input_gradient_TK = fp8.input_gradient(gradient_TN, ctx.dtype)
+        return input_gradient_TK, weight_gradient_NK, bias_gradient_N, None, None, None, None
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """FC1, bias, GELU and FC2 in one, so that GELU writes FP8 only.
+
+    For the backward pass are to be kept: FC1's product, in 16 bits under autocast, and both inputs transposed and quantized.
+    """
+
+    wide: Fp8Dense
+    narrow: Fp8Dense
+
+    def forward(self, quantized_TD: Tensor, bias_F: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output [T, D] without its bias, FC1's product [T, F], and FC2's input, transposed [F, T]."""
+        product_TF = self.wide.product(quantized_TD, dtype)
+        site = self.narrow.input
+        wide_TF, wide_FT = bias_gelu_cast_fp8(product_TF, bias_F, site.scale, site.amax)
+        return self.narrow.product(wide_TF, dtype), product_TF, wide_FT
+
+    def backward(
+        self,
+        gradient_TD: Tensor,
+        gradient_DT: Tensor,
+        input_DT: Tensor,
+        product_TF: Tensor,
+        bias_F: Tensor,
+        wide_FT: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the gradients of the input in ``dtype``, of FC1's weight and bias and of FC2's weight.
+
+        ``gradient_TD`` is the output's, quantized.
+        """
+        narrow_weight_gradient_DF = self.narrow.weight_gradient(gradient_DT, wide_FT)
+        wide_gradient_TF = self.narrow.input_gradient(gradient_TD, product_TF.dtype)
+        site = self.wide.gradient
+        gradient_TF, gradient_FT, bias_gradient_F = bias_gelu_backward_cast_fp8(
+            wide_gradient_TF, product_TF, bias_F, site.scale, site.amax
+        )
+        wide_weight_gradient_FD = self.wide.weight_gradient(gradient_FT, input_DT)
+        input_gradient_TD = self.wide.input_gradient(gradient_TF, dtype)
+        return input_gradient_TD, wide_weight_gradient_FD, bias_gradient_F, narrow_weight_gradient_DF
 
 
 class _FeedForward(torch.autograd.Function):
-    """FC1, bias, GELU and FC2 in one, so that GELU writes FP8 only.
-
-    Keeps FC1's product in 16 bits under autocast, and both inputs transposed and quantized.
-    """
+    """``FeedForward`` of an input, with what it keeps."""
 
     @staticmethod
     def forward(
@@ -249,34 +305,23 @@ class _FeedForward(torch.autograd.Function):
         _wide_weight_FD: Tensor,
         bias_F: Tensor,
         _narrow_weight_DF: Tensor,
-        wide: Fp8Dense,
-        narrow: Fp8Dense,
+        passes: FeedForward,
         dtype: torch.dtype,
     ) -> Tensor:
-        quantized_TD, input_DT = cast_transpose_fp8(x_TD, wide.input.scale, wide.input.amax, E4M3)
-        product_TF = wide.product(quantized_TD, dtype)
-        wide_TF, wide_FT = bias_gelu_cast_fp8(product_TF, bias_F, narrow.input.scale, narrow.input.amax)
-        ctx.wide, ctx.narrow, ctx.dtype = wide, narrow, x_TD.dtype
-        ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, wide.weight_KN)
-        return narrow.product(wide_TF, dtype)
+        quantized_TD, input_DT = passes.wide.cast_input(x_TD)
+        output_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
+        ctx.passes, ctx.dtype = passes, x_TD.dtype
+        ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
+        return output_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_gradient_TD: Tensor) -> tuple[Tensor | None, ...]:
-        wide: Fp8Dense = ctx.wide
-        narrow: Fp8Dense = ctx.narrow
-        input_DT, product_TF, bias_F, wide_FT, *_ = ctx.saved_tensors
-        gradient_TD, gradient_DT = cast_transpose_fp8(
-            output_gradient_TD, narrow.gradient.scale, narrow.gradient.amax, E5M2
-        )
-        narrow_weight_gradient_DF = narrow.weight_gradient(gradient_DT, wide_FT)
-        wide_gradient_TF = narrow.input_gradient(gradient_TD, product_TF.dtype)
-        gradient_TF, gradient_FT, bias_gradient_F = bias_gelu_backward_cast_fp8(
-            wide_gradient_TF, product_TF, bias_F, wide.gradient.scale, wide.gradient.amax
-        )
-        wide_weight_gradient_FD = wide.weight_gradient(gradient_FT, input_DT)
-        input_gradient_TD = wide.input_gradient(gradient_TF, ctx.dtype)
-        return input_gradient_TD, wide_weight_gradient_FD, bias_gradient_F, narrow_weight_gradient_DF, None, None, None
+        passes: FeedForward = ctx.passes
+        input_DT, product_TF, bias_F, wide_FT, _ = ctx.saved_tensors
+        site = passes.narrow.gradient
+        gradient = cast_transpose_fp8(output_gradient_TD, site.scale, site.amax, E5M2)
+        return *passes.backward(*gradient, input_DT, product_TF, bias_F, wide_FT, ctx.dtype), None, None
 
 
 def enable_fp8(model: BertForPreTraining, agree_: Callable[[Tensor], None] = lambda _: None) -> Fp8State:

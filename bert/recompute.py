@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from bert.model import BertForPreTraining, EncoderLayer
@@ -44,13 +43,11 @@ def recompute_layers(model: BertForPreTraining, mode: Literal["selective", "full
         layer.forward = _recomputing(layer.forward, contexts)
 
 
-def _recomputing(plain: Callable[..., Tensor], contexts: Callable[[], Any]) -> Callable[..., Tensor]:
-    def forward(*inputs: Any) -> Tensor:
+def _recomputing(plain: Callable[..., Any], contexts: Callable[[], Any]) -> Callable[..., Any]:
+    def forward(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():  # an evaluation
             return plain(*inputs)
         preserve = not is_capturing()
-        output_TD = checkpoint(plain, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
-        assert isinstance(output_TD, Tensor)
-        return output_TD
+        return checkpoint(plain, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
 
     return forward

@@ -19,6 +19,7 @@ from torch import Tensor
 from bert.configuration.config import Config
 from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
+from bert.fp8_layer import fuse_layers
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
@@ -258,4 +259,8 @@ def _fp8_state(model: BertForPreTraining, config: Config, mesh: Mesh, tensor: Te
     if config.training.precision != "fp8":
         return None
     require_fp8(mesh.device)
-    return enable_fp8(model) if tensor is None else enable_fp8(model, tensor.all_reduce_max_)
+    if tensor is not None:
+        return enable_fp8(model, tensor.all_reduce_max_)
+    state = enable_fp8(model)
+    fuse_layers(model, state, casts_between_layers=config.training.recompute == "none")
+    return state

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from kernels.reference import fp8, lamb
+from kernels.reference import fp8, lamb, layer_norm_fp8
 from kernels.reference import ops as reference
 from kernels.reference.fp8 import new_scales
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState
@@ -63,6 +63,8 @@ cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton.fp8")
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
 bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
 bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
+add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, "kernels.triton.layer_norm_fp8")
+add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, "kernels.triton.layer_norm_fp8")
 _DEFINITION_FP8 = Implementation("reference", "kernels.reference.fp8")
 # The definition comes first on a CPU, where PyTorch's product is right and several times as slow.
 scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH_FP8, _DEFINITION_FP8), "cpu": (_DEFINITION_FP8, _PYTORCH_FP8)})
@@ -106,6 +108,8 @@ __all__ = [
     "LambHyperparameters",
     "LambSegments",
     "LambState",
+    "add_norm_backward_cast_fp8",
+    "add_norm_cast_fp8",
     "bias_gelu_backward_cast_fp8",
     "bias_gelu_cast_fp8",
     "captured",

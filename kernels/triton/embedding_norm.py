@@ -52,8 +52,8 @@ def _summed_embeddings(word, position, segment, words, positions, segments, colu
 
 
 @triton.jit
-def _ids(pointer, rows, live):
-    return tl.load(pointer + rows[:, None, None], mask=live, other=0).to(tl.int64)
+def _ids(pointer, rows, tokens):
+    return tl.load(pointer + rows, mask=rows < tokens, other=0).to(tl.int64)[:, None, None]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -66,8 +66,8 @@ def _embedding_norm_forward(
     live = (rows < tokens)[:, None, None]
     columns = columns_of(BLOCK)
     inside = columns < D
-    words, positions = _ids(input_ids, rows, live), _ids(position_ids, rows, live)
-    segments = _ids(segment_ids, rows, live)
+    words, positions = _ids(input_ids, rows, tokens), _ids(position_ids, rows, tokens)
+    segments = _ids(segment_ids, rows, tokens)
     summed = _summed_embeddings(word, position, segment, words, positions, segments, columns, live & inside, D)
     gain, shift = load_fp32(weight + columns, inside), load_fp32(bias + columns, inside)
     normalised, mean, rstd = normalised_rows(summed, inside, eps, D)
@@ -96,8 +96,8 @@ def _embedding_norm_backward(
     for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
         rows = tile * ROWS + tl.arange(0, ROWS)
         live = (rows < tokens)[:, None, None]
-        words, positions = _ids(input_ids, rows, live), _ids(position_ids, rows, live)
-        segments = _ids(segment_ids, rows, live)
+        words, positions = _ids(input_ids, rows, tokens), _ids(position_ids, rows, tokens)
+        segments = _ids(segment_ids, rows, tokens)
         upstream = load_fp32(dy + rows.to(tl.int64)[:, None, None] * D + columns, live & inside)
         summed = _summed_embeddings(word, position, segment, words, positions, segments, columns, live & inside, D)
         mean, rstd = load_statistics(statistics, rows, tokens)

@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN202, ARG001
+# ruff: noqa: ANN001, ANN201, ANN202, ARG001
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """FP8 casts in Triton: everything that is wanted of an input, in one pass over it.
 
@@ -40,10 +40,10 @@ _WARPS = 8
 _STAGES = 1
 
 # Scale and amax are elements of vectors: their addresses are aligned or not, and that must not make two kernels of one.
-_SCALARS = ["scale", "amax"]
+SCALARS = ["scale", "amax"]
 
 
-@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _cast_kernel(
     x,
     scale,
@@ -62,7 +62,7 @@ def _cast_kernel(
     _write(value, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _gelu_kernel(
     product,
     bias,
@@ -82,7 +82,7 @@ def _gelu_kernel(
     _write(y * gate, scale, amax, q, transposed, None, rows, columns, LARGEST, ROWS, COLUMNS)
 
 
-@triton.jit(do_not_specialize_on_alignment=_SCALARS)
+@triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _gelu_backward_kernel(
     output_gradient,
     product,
@@ -163,12 +163,9 @@ def _write(
     """Write everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
     value = tl.where(inside, value, 0.0)
-    # Magnitudes order like their bits, infinity above all numbers and every NaN above infinity. An amax that is out of date
-    # is only ever too small, and then the atomic decides: most programs need none.
-    largest = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
-    quantized = _quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
-    tl.store(places, quantized, mask=inside)
+    raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+    cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
+    tl.store(places, cast, mask=inside)
     columns, padded_rows = _aligned(columns), _aligned(rows)
     first_row, first_column = _first(columns, ROWS, COLUMNS)
     row, column = first_row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -176,14 +173,24 @@ def _write(
     if transposed is not None:
         transposed += first_column.to(tl.int64) * padded_rows
         inside = in_columns[:, None] & (row < padded_rows)[None, :]
-        tl.store(transposed + (column[:, None] * padded_rows + row[None, :]), tl.trans(quantized), mask=inside)
+        tl.store(transposed + (column[:, None] * padded_rows + row[None, :]), tl.trans(cast), mask=inside)
     if partials is not None:
         partials += (first_row // ROWS).to(tl.int64) * columns + first_column
         tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)
 
 
 @triton.jit
-def _quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
+def raise_amax(amax, largest):
+    """Raise ``amax`` to the bits of a magnitude, both int32.
+
+    Magnitudes order like their bits, infinity above all numbers and every NaN above infinity. An amax that is out of date is
+    only ever too small, and then the atomic decides: most programs need none.
+    """
+    tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
+
+
+@triton.jit
+def quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
     """Quantize ``value`` to FP8: rounded to nearest even, saturated; NaN stays NaN."""
     value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     # The interpreter's own conversion does not round to even, and makes a number of NaN.
@@ -218,7 +225,7 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
 @torch.library.custom_op("mlperf_bert::cast_transpose_fp8", mutates_args=("amax",))
 def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return [R, C] and [C, padded(R)] in ``dtype``."""
-    q_RC, q_CR = _fp8_pair(x_RC, dtype)
+    q_RC, q_CR = fp8_pair(x_RC, dtype)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None)
     return q_RC, q_CR
 
@@ -228,7 +235,7 @@ def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return [R, C] and [C, padded(R)] in ``dtype``, and the sums of x's columns, fp32 [C]."""
-    q_RC, q_CR = _fp8_pair(x_RC, dtype)
+    q_RC, q_CR = fp8_pair(x_RC, dtype)
     partials_PC = _partials(x_RC)
     _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, partials_PC)
     return q_RC, q_CR, partials_PC.sum(0)
@@ -237,7 +244,7 @@ def cast_transpose_sum_fp8(
 @torch.library.custom_op("mlperf_bert::bias_gelu_cast_fp8", mutates_args=("amax",))
 def bias_gelu_cast_fp8(product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return [T, F] and [F, padded(T)] in E4M3."""
-    q_TF, q_FT = _fp8_pair(product_TF, E4M3)
+    q_TF, q_FT = fp8_pair(product_TF, E4M3)
     _launch(_gelu_kernel, (product_TF, bias_F), scale, amax, q_TF, q_FT)
     return q_TF, q_FT
 
@@ -247,7 +254,7 @@ def bias_gelu_backward_cast_fp8(
     output_gradient_TF: Tensor, product_TF: Tensor, bias_F: Tensor, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return [T, F] and [F, padded(T)] in E5M2, and the bias gradient, fp32 [F]."""
-    q_TF, q_FT = _fp8_pair(product_TF, E5M2)
+    q_TF, q_FT = fp8_pair(product_TF, E5M2)
     partials_PF = _partials(product_TF)
     _launch(_gelu_backward_kernel, (output_gradient_TF, product_TF, bias_F), scale, amax, q_TF, q_FT, partials_PF)
     return q_TF, q_FT, partials_PF.sum(0)
@@ -260,26 +267,26 @@ def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cast_transpose_fp8.register_fake
 def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return _fp8_pair(x_RC, dtype)
+    return fp8_pair(x_RC, dtype)
 
 
 @cast_transpose_sum_fp8.register_fake
 def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fp8_pair(x_RC, dtype), x_RC.new_empty(x_RC.shape[1], dtype=torch.float32)
+    return *fp8_pair(x_RC, dtype), x_RC.new_empty(x_RC.shape[1], dtype=torch.float32)
 
 
 @bias_gelu_cast_fp8.register_fake
 def _(product_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return _fp8_pair(product_TF, E4M3)
+    return fp8_pair(product_TF, E4M3)
 
 
 @bias_gelu_backward_cast_fp8.register_fake
 def _(output_gradient_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     columns = output_gradient_TF.shape[1]
-    return *_fp8_pair(output_gradient_TF, E5M2), output_gradient_TF.new_empty(columns, dtype=torch.float32)
+    return *fp8_pair(output_gradient_TF, E5M2), output_gradient_TF.new_empty(columns, dtype=torch.float32)
 
 
-def _fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Room for the cast and for its transpose."""
     rows, columns = x_RC.shape
     return x_RC.new_empty((rows, columns), dtype=dtype), x_RC.new_empty((columns, padded(rows)), dtype=dtype)
@@ -339,7 +346,7 @@ def configurations() -> "list[Configuration]":
         fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}
         fixed |= {parameter: None for parameter, kind in types.items() if kind == "None"}
         types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", "rows": "i32", "columns": "i32", **types}
-        types |= dict.fromkeys(("q", "transposed"), _POINTERS[fp8])
+        types |= dict.fromkeys(("q", "transposed"), POINTERS[fp8])
         return Configuration.of(name, kernel, types, fixed, _WARPS, _STAGES, capabilities=(90, 100))
 
     none = {"transposed": "None", "partials": "None"}
@@ -359,4 +366,4 @@ def configurations() -> "list[Configuration]":
     return found
 
 
-_POINTERS = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
+POINTERS = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}

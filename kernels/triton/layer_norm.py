@@ -10,7 +10,7 @@ there is no gradient, and the sum would be rounded. Without dropout dx and dresi
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
-# ruff: noqa: ANN001, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
+# ruff: noqa: ANN001, ANN201, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
 
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +46,43 @@ if TYPE_CHECKING:
 
 WARPS = 20
 """Warps a multiprocessor of the backward kernel: as many as its registers let be there at once, so that none waits."""
+PREFETCH = tl.constexpr(3)
+"""Stages of a loop over rows: two tiles are on their way to shared memory while one is computed with."""
+
+
+@triton.jit
+def add_norm_rows(
+    x, offset, residual, gain, shift, rows, places, live, inside,
+    state, eps, threshold, scale, stream, D: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Return rows of the output, their means and their reciprocal deviations."""
+    summed = load_fp32(x + places, live & inside) + offset
+    shortcut = load_fp32(residual + places, live & inside)
+    if DROPOUT:
+        kept = kept_places(rows, state, threshold, stream, BLOCK)
+        summed = tl.where(kept, summed * scale, 0.0)
+    normalised, mean, rstd = normalised_rows(summed + shortcut, inside, eps, D)
+    return normalised * gain + shift, mean, rstd
+
+
+@triton.jit
+def add_norm_row_gradients(
+    upstream, x, offset, residual, gain, statistics, rows, places, live, inside, tokens,
+    state, threshold, scale, stream, D: tl.constexpr, BLOCK: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Return for rows the gradients of the residual and of x, which are one without dropout, and what was normalised."""
+    summed = load_fp32(x + places, live & inside) + offset
+    shortcut = load_fp32(residual + places, live & inside)
+    mean, rstd = load_statistics(statistics, rows, tokens)
+    if DROPOUT:
+        kept = kept_places(rows, state, threshold, stream, BLOCK)
+        summed = tl.where(kept, summed * scale, 0.0)
+    normalised = (summed + shortcut - mean) * rstd
+    dresidual = norm_gradient(upstream, normalised, gain, rstd, D)
+    dx = dresidual
+    if DROPOUT:
+        dx = tl.where(kept, dresidual * scale, 0.0)
+    return dresidual, dx, normalised
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -59,14 +96,12 @@ def _add_norm_forward(
     columns = columns_of(BLOCK)
     inside = columns < D
     places = rows.to(tl.int64)[:, None, None] * D + columns
-    summed = load_fp32(x + places, live & inside) + load_fp32(bias + columns, inside)
-    shortcut = load_fp32(residual + places, live & inside)
-    gain, shift = load_fp32(weight + columns, inside), load_fp32(norm_bias + columns, inside)
-    if DROPOUT:
-        kept = kept_places(rows, state, threshold, stream, BLOCK)
-        summed = tl.where(kept, summed * scale, 0.0)
-    normalised, mean, rstd = normalised_rows(summed + shortcut, inside, eps, D)
-    tl.store(y + places, normalised * gain + shift, mask=live & inside)
+    offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
+    output, mean, rstd = add_norm_rows(
+        x, offset, residual, gain, load_fp32(norm_bias + columns, inside), rows, places, live, inside,
+        state, eps, threshold, scale, stream, D, BLOCK, DROPOUT,
+    )  # fmt: skip
+    tl.store(y + places, output, mask=live & inside)
     store_statistics(statistics, mean, rstd, rows, tokens)
 
 
@@ -83,26 +118,23 @@ def _add_norm_backward(
     dbias = tl.zeros([ROWS, BLOCK // PLACES, PLACES], tl.float32)
     dweight = tl.zeros_like(dbias)
     dnorm_bias = tl.zeros_like(dbias)
-    for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
+    # Tiles of several rows, of narrow models, would leave too few registers for it.
+    STAGES: tl.constexpr = PREFETCH if ROWS == 1 else 1
+    for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)
         live = (rows < tokens)[:, None, None]
         places = rows.to(tl.int64)[:, None, None] * D + columns
         upstream = load_fp32(dy + places, live & inside)
-        summed = load_fp32(x + places, live & inside) + offset
-        shortcut = load_fp32(residual + places, live & inside)
-        mean, rstd = load_statistics(statistics, rows, tokens)
-        if DROPOUT:
-            kept = kept_places(rows, state, threshold, stream, BLOCK)
-            summed = tl.where(kept, summed * scale, 0.0)
-        normalised = (summed + shortcut - mean) * rstd
+        gradient, product_gradient, normalised = add_norm_row_gradients(
+            upstream, x, offset, residual, gain, statistics, rows, places, live, inside, tokens,
+            state, threshold, scale, stream, D, BLOCK, DROPOUT,
+        )  # fmt: skip
         dweight += upstream * normalised
         dnorm_bias += upstream
-        gradient = norm_gradient(upstream, normalised, gain, rstd, D)
         tl.store(dresidual + places, gradient, mask=live & inside)
         if DROPOUT:
-            gradient = tl.where(kept, gradient * scale, 0.0)
-            tl.store(dx + places, gradient, mask=live & inside)
-        dbias += gradient
+            tl.store(dx + places, product_gradient, mask=live & inside)
+        dbias += product_gradient
     partial = partials + tl.program_id(0) * 3 * D + columns
     store_partial(partial, dbias, inside)
     store_partial(partial + D, dweight, inside)

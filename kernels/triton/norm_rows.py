@@ -8,7 +8,9 @@ programs that walk over the rows, then over the programs by a second small kerne
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
 # ruff: noqa: ANN001, ANN201  (what a kernel is given, and gives, has types of the compiler's own)
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,9 +79,12 @@ def store_statistics(statistics, mean, rstd, rows, tokens):
 
 @triton.jit
 def load_statistics(statistics, rows, tokens):
-    """Load means and reciprocal deviations: zeros past the last row, so that its gradients are zero too."""
-    rows = rows[:, None, None]
-    return load_fp32(statistics + rows, rows < tokens), load_fp32(statistics + tokens + rows, rows < tokens)
+    """Load means and reciprocal deviations: zeros past the last row, so that its gradients are zero too.
+
+    Loaded before they have dimensions of a tile: a thread would load them once for each of its columns.
+    """
+    mean, rstd = load_fp32(statistics + rows, rows < tokens), load_fp32(statistics + tokens + rows, rows < tokens)
+    return mean[:, None, None], rstd[:, None, None]
 
 
 @triton.jit
@@ -192,10 +197,17 @@ _TYPES |= {"tokens": "i32", "eps": "fp32", "threshold": "i32", "scale": "fp32", 
 _TYPES |= {"programs": "i32", "width": "i32"}
 
 
-def norm_configurations(stream: str, *kernels: Any) -> "list[Configuration]":
+def norm_configurations(
+    stream: str,
+    *kernels: Any,
+    types: Mapping[str, str] = MappingProxyType({}),
+    fixed: Mapping[str, object] = MappingProxyType({}),
+    **devices: Any,
+) -> "list[Configuration]":
     """Return ``kernels`` as training launches them under autocast, for the hidden sizes of BERT-Large and the small default.
 
-    Parameters and embeddings are fp32, and the stream of y and dy is of type ``stream``.
+    Parameters and embeddings are fp32, and the stream of y and dy is of type ``stream``; ``types`` and ``fixed`` are of
+    parameters that others do not have, and ``devices`` the last arguments of ``Configuration.of``.
     """
     from kernels.ahead_of_time import Configuration
 
@@ -205,10 +217,10 @@ def norm_configurations(stream: str, *kernels: Any) -> "list[Configuration]":
             for dropout in (True, False):
                 options = Layout.of(columns).options(columns, dropout)
                 num_warps, num_stages = options.pop("num_warps"), options.pop("num_stages")
-                fixed = options if dropout else options | {"state": None}
-                types = _TYPES | {"y": f"*{stream}", "dy": f"*{stream}"}
+                constants = {**options, **fixed} if dropout else {**options, **fixed, "state": None}
+                kinds = {**_TYPES, "y": f"*{stream}", "dy": f"*{stream}", **types}
                 name = f"{stream}, D = {columns}{', dropout' if dropout else ''}"
-                found.append(Configuration.of(name, kernel, types, fixed, num_warps, num_stages))
+                found.append(Configuration.of(name, kernel, kinds, constants, num_warps, num_stages, **devices))
     return found
 
 

@@ -140,6 +140,18 @@ def _bias_gelu_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
     return *_detached(make, wide, wide, wide[1:]), *_scale_and_amax(make)
 
 
+def _add_norm_cast_fp8(make: _Maker) -> tuple[Any, ...]:
+    rows, row = (make.tokens, make.size.hidden), (make.size.hidden,)
+    return *_detached(make, rows, row, rows, row, row), 1e-12, make.dropout(), *_scale_and_amax(make)
+
+
+def _add_norm_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
+    rows, row = (make.tokens, make.size.hidden), (make.size.hidden,)
+    statistics = torch.tensor([[0.0], [1.0]], device=make.device).repeat(1, make.tokens)
+    tensors = _detached(make, rows, rows, rows, row, rows, row)
+    return *tensors, statistics, make.dropout(), *_scale_and_amax(make)
+
+
 def _scaled_matmul(make: _Maker) -> tuple[Any, ...]:
     """The feed-forward half's first product."""
     size = make.size
@@ -202,5 +214,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "cast_transpose_sum_fp8": _cast_transpose_sum_fp8,
     "bias_gelu_cast_fp8": _bias_gelu_cast_fp8,
     "bias_gelu_backward_cast_fp8": _bias_gelu_backward_cast_fp8,
+    "add_norm_cast_fp8": _add_norm_cast_fp8,
+    "add_norm_backward_cast_fp8": _add_norm_backward_cast_fp8,
     "scaled_matmul": _scaled_matmul,
 }

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_model
-from bert.fp8 import Fp8Dense, Fp8Products, Fp8State, _FeedForward, _Product, enable_fp8, require_fp8
+from bert.fp8 import FeedForward, Fp8Dense, Fp8Products, Fp8State, _FeedForward, _Product, enable_fp8, require_fp8
 from bert.model import BertForPreTraining, Dense, EncoderLayer
 from bert.optimizer import FlatParameters, Lamb
 from dataloading.batches.loader import Batch, batch_of
@@ -427,9 +427,9 @@ def test_the_host_reads_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         (dense, wide, narrow), products = state.denses, Fp8Products(state.denses)
         weight, bias = dense.dense.weight, dense.dense.bias
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (_Product, (weight, bias, dense)),
-            (_Product, (weight, None, dense)),
-            (_FeedForward, (denses[1].weight, denses[1].bias, denses[2].weight, wide, narrow)),
+            (_Product, (weight, bias, *dense.cast_input(x), dense)),
+            (_Product, (weight, None, *dense.cast_input(x), dense)),
+            (_FeedForward, (denses[1].weight, denses[1].bias, denses[2].weight, FeedForward(wide, narrow))),
         ]
         for function, arguments in calls:
             context = Context()

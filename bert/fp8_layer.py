@@ -1,0 +1,239 @@
+"""Encoder layers in FP8 whose casts are made by what computes the tensors.
+
+The same numbers as of ``EncoderLayer.forward`` with ``bert.fp8.Fp8Products``, in fewer passes over memory. A layer's norms
+write their output in FP8 as well, for the products that read it next, and write the gradient of the product before them in
+FP8 alone. Their output is handed on twice, because the residual and the products each have a gradient of it: the norm's
+backward pass reads both where autograd would add them in a pass of its own.
+
+For ranks that have a layer to themselves: where ranks share one, sums and copies between them stand between products and
+norms (``bert.parallel.tensor.placement``). Passes without gradients are those of ``EncoderLayer``.
+
+Shape legend in ``bert/fp8.py``.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from bert.fp8 import FeedForward, Fp8Dense, Fp8State, Site, product_of_casts
+from bert.model import BertForPreTraining, DropoutSites, EncoderLayer, LayerNorm
+from kernels import Dropout, add_norm_backward_cast_fp8, add_norm_cast_fp8, compute_dtype, varlen_self_attention
+
+
+class HiddenStates(NamedTuple):
+    """Hidden states for both of their readers; [T, D] twice in the same memory."""
+
+    residual_TD: Tensor
+    input_TD: Tensor
+    """Of products; they read the casts and give this its gradient."""
+    quantized_TD: Tensor | None
+    quantized_DT: Tensor | None
+
+    def casts(self, reader: Fp8Dense) -> tuple[Tensor, Tensor]:
+        """Return them for ``reader``, made now where they were not."""
+        if self.quantized_TD is None or self.quantized_DT is None:
+            return reader.cast_input(self.input_TD)
+        return self.quantized_TD, self.quantized_DT
+
+
+@dataclass(frozen=True)
+class _AddNorm:
+    """Dropout, residual and norm behind a product whose gradient has the site ``gradient``."""
+
+    eps: float
+    dropout: Dropout | None
+    gradient: Site
+    reader: Site | None
+    """The site of the product that reads the output, if that is to be cast."""
+
+    def forward(
+        self, ctx: Any, product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, weight_D: Tensor, norm_bias_D: Tensor
+    ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
+        """Return the fields of ``HiddenStates``, and what ``backward`` takes."""
+        reader = (None, None) if self.reader is None else (self.reader.scale, self.reader.amax)
+        output_TD, statistics_2T, *casts = add_norm_cast_fp8(
+            product_TD, bias_D, residual_TD, weight_D, norm_bias_D, self.eps, self.dropout, *reader
+        )
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
+        kept = product_TD, bias_D, residual_TD, weight_D, statistics_2T
+        return (output_TD, output_TD.view_as(output_TD), *casts), kept
+
+    def backward(self, gradients: tuple[Tensor | None, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the product's gradient, quantized and transposed, the residual's, and those of the three vectors."""
+        output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
+        shortcut_TD = other[0] if other else None
+        product_TD, bias_D, residual_TD, weight_D, statistics_2T = kept
+        inputs = product_TD, bias_D, residual_TD, weight_D, statistics_2T, self.dropout
+        return add_norm_backward_cast_fp8(
+            output_gradient_TD, shortcut_TD, *inputs, self.gradient.scale, self.gradient.amax
+        )
+
+
+class _ProjectionNorm(torch.autograd.Function):
+    """Product, then dropout, residual and norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        residual_TD: Tensor,
+        context_TD: Tensor,
+        quantized_TD: Tensor,
+        context_DT: Tensor,
+        _weight_DD: Tensor,
+        bias_D: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor,
+        fp8: Fp8Dense,
+        norm: _AddNorm,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor | None, ...]:
+        product_TD = fp8.product(quantized_TD, dtype)
+        outputs, kept = norm.forward(ctx, product_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
+        ctx.fp8, ctx.norm, ctx.dtype = fp8, norm, context_TD.dtype
+        ctx.save_for_backward(*kept, context_DT, fp8.weight_KN)  # the last for autograd, as in ``bert.fp8``
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        fp8: Fp8Dense = ctx.fp8
+        *kept, context_DT, _ = ctx.saved_tensors
+        gradient_TD, gradient_DT, residual_gradient_TD, *vector_gradients = ctx.norm.backward(gradients, kept)
+        weight_gradient_DD = fp8.weight_gradient(gradient_DT, context_DT)
+        context_gradient_TD = fp8.input_gradient(gradient_TD, ctx.dtype)
+        inputs = residual_gradient_TD, context_gradient_TD, None, None
+        return *inputs, weight_gradient_DD, *vector_gradients, None, None, None
+
+
+class _FeedForwardNorm(torch.autograd.Function):
+    """The feed-forward half, then dropout, residual and norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        residual_TD: Tensor,
+        x_TD: Tensor,
+        quantized_TD: Tensor,
+        input_DT: Tensor,
+        _wide_weight_FD: Tensor,
+        bias_F: Tensor,
+        _narrow_weight_DF: Tensor,
+        bias_D: Tensor,
+        norm_weight_D: Tensor,
+        norm_bias_D: Tensor,
+        passes: FeedForward,
+        norm: _AddNorm,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor | None, ...]:
+        narrow_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
+        outputs, kept = norm.forward(ctx, narrow_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
+        ctx.passes, ctx.norm, ctx.dtype = passes, norm, x_TD.dtype
+        ctx.save_for_backward(*kept, input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        passes: FeedForward = ctx.passes
+        *kept, input_DT, product_TF, bias_F, wide_FT, _ = ctx.saved_tensors
+        gradient_TD, gradient_DT, residual_gradient_TD, *vector_gradients = ctx.norm.backward(gradients, kept)
+        input_gradient_TD, *weight_gradients = passes.backward(
+            gradient_TD, gradient_DT, input_DT, product_TF, bias_F, wide_FT, ctx.dtype
+        )
+        inputs = residual_gradient_TD, input_gradient_TD, None, None
+        return *inputs, *weight_gradients, *vector_gradients, None, None, None
+
+
+class FusedLayer:
+    """``EncoderLayer.forward`` in FP8; takes hidden states as they are, or as the layer before hands them over."""
+
+    def __init__(self, layer: EncoderLayer, denses: list[Fp8Dense], reader: Site | None, is_last: bool) -> None:
+        """``reader``: as of ``_AddNorm``, in the next layer. The last layer of its kind hands over a tensor."""
+        self._layer = layer
+        self._plain: Callable[..., Tensor] = layer.forward
+        self._query_key_value, self._attention_output, *halves = denses
+        self._feed_forward = FeedForward(*halves)
+        self._reader = reader
+        self._is_last = is_last
+
+    def __call__(
+        self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites
+    ) -> Tensor | HiddenStates:
+        """[T, D] for all tokens."""
+        if not torch.is_grad_enabled():
+            return self._plain(hidden, cu_seqlens, max_seqlen, sites)
+        if isinstance(hidden, Tensor):
+            hidden = HiddenStates(hidden, hidden, None, None)
+        layer, index = self._layer, self._layer.index
+        dense = self._query_key_value
+        qkv_TN = product_of_casts(hidden.input_TD, *hidden.casts(dense), dense, layer.query_key_value.bias)
+        qkv_T3HE = qkv_TN.unflatten(-1, (3, layer.config.num_attention_heads, -1))
+        context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(index))
+        attended = self._after_attention(context_THE.flatten(1), hidden.residual_TD, sites.after_attention(index))
+        output = self._after_feed_forward(attended, sites.after_feed_forward(index))
+        return output.residual_TD if self._is_last else output
+
+    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, dropout: Dropout | None) -> HiddenStates:
+        layer, dense = self._layer, self._attention_output
+        norm = self._add_norm(dropout, dense, self._feed_forward.wide.input)
+        outputs = _ProjectionNorm.apply(
+            residual_TD,
+            context_TD,
+            *dense.cast_input(context_TD),
+            layer.attention_output.weight,
+            layer.attention_output.bias,
+            *_vectors(layer.attention_norm),
+            dense,
+            norm,
+            compute_dtype(context_TD),
+        )
+        return HiddenStates(*outputs)
+
+    def _after_feed_forward(self, attended: HiddenStates, dropout: Dropout | None) -> HiddenStates:
+        layer, passes = self._layer, self._feed_forward
+        norm = self._add_norm(dropout, passes.narrow, self._reader)
+        outputs = _FeedForwardNorm.apply(
+            attended.residual_TD,
+            attended.input_TD,
+            *attended.casts(passes.wide),
+            layer.intermediate.weight,
+            layer.intermediate.bias,
+            layer.output.weight,
+            layer.output.bias,
+            *_vectors(layer.output_norm),
+            passes,
+            norm,
+            compute_dtype(attended.input_TD),
+        )
+        return HiddenStates(*outputs)
+
+    def _add_norm(self, dropout: Dropout | None, before: Fp8Dense, reader: Site | None) -> _AddNorm:
+        return _AddNorm(self._layer.config.layer_norm_eps, dropout, before.gradient, reader)
+
+
+def _vectors(norm: LayerNorm) -> tuple[Tensor, Tensor]:
+    return norm.weight, norm.bias
+
+
+def _fused(layer: FusedLayer) -> Callable[..., Any]:
+    """Return it as what a module's ``forward`` may be: the layers alone know what they hand over to one another."""
+    return layer
+
+
+def fuse_layers(model: BertForPreTraining, state: Fp8State, casts_between_layers: bool = True) -> None:
+    """Let all layers that compute in FP8 make their casts where tensors are computed.
+
+    Without ``casts_between_layers`` each casts what it is given: where layers are recomputed, what is handed from one to
+    the next is all that is kept, and would be twice as much.
+    """
+    by_layer = [state.denses[at : at + 4] for at in range(0, len(state.denses), 4)]
+    for layer, denses, following in zip_longest(model.layers[: len(by_layer)], by_layer, by_layer[1:]):
+        assert isinstance(layer, EncoderLayer)
+        reader = following[0].input if following is not None and casts_between_layers else None
+        layer.forward = _fused(FusedLayer(layer, denses, reader, is_last=following is None))

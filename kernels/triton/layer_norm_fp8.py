@@ -1,0 +1,317 @@
+"""Dropout, residual and layer norm between products in FP8: the passes of ``kernels.triton.layer_norm`` with their casts.
+
+Forward also writes the output in FP8 in rows and transposed; backward takes the two gradients of an output that is both the
+next residual and the input of products, and writes the gradient of x in FP8 only. In rows of D bf16 elements that move,
+forward reads 2 and writes 2 (a byte each of the two casts makes one), backward reads 4 and writes 2: 10 together, where the
+plain passes, the two casts and the sum of the gradients move 4 + 1 and 7 + 4 more in passes of their own.
+
+A program walks over 32 rows, a tile at a time as the plain kernel does, then reads what it has just written of them in FP8,
+32 bytes a column, from the cache and writes that transposed: whole sectors of memory, and no registers for 32 rows.
+
+Definitions in ``kernels.reference.layer_norm_fp8``; shape legend in ``kernels/__init__.py``.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
+# ruff: noqa: ANN001, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
+from kernels.reference.random import Dropout
+from kernels.triton.fp8 import POINTERS, SCALARS, fp8_pair, quantized, raise_amax
+from kernels.triton.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
+from kernels.triton.layer_norm import dropout_add_layer_norm_unsupported_reasons as plain_reasons
+from kernels.triton.norm_rows import (
+    PLACES,
+    VARYING,
+    Layout,
+    backward_programs,
+    columns_of,
+    dropout_scalars,
+    load_fp32,
+    norm_configurations,
+    store_partial,
+    store_statistics,
+    sums_over_programs,
+)
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+WARPS = 16
+"""As in ``kernels.triton.layer_norm``: four fewer, each with four rows on their way in place of three."""
+
+_GROUP = 32
+_COLUMNS = 64
+"""Of what is transposed at a time."""
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SCALARS)
+def _add_norm_cast_forward(
+    x, bias, residual, weight, norm_bias, y, statistics, scale, amax, q, transposed,
+    state, tokens, eps, threshold, kept_scale, stream,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Without ``q`` nothing is cast."""
+    columns = columns_of(BLOCK)
+    inside = columns < D
+    offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
+    shift = load_fp32(norm_bias + columns, inside)
+    largest = tl.zeros([ROWS, BLOCK // PLACES], tl.int32)
+    if q is not None:
+        multiplier = tl.load(scale)
+    first = tl.program_id(0) * GROUP
+    for row in tl.range(0, GROUP, ROWS, num_stages=PREFETCH):
+        rows = first + row + tl.arange(0, ROWS)
+        live = (rows < tokens)[:, None, None]
+        places = rows.to(tl.int64)[:, None, None] * D + columns
+        output, mean, rstd = add_norm_rows(
+            x, offset, residual, gain, shift, rows, places, live, inside,
+            state, eps, threshold, kept_scale, stream, D, BLOCK, DROPOUT,
+        )  # fmt: skip
+        output = tl.where(live & inside, output, 0.0).to(y.dtype.element_ty)
+        tl.store(y + places, output, mask=live & inside)
+        store_statistics(statistics, mean, rstd, rows, tokens)
+        if q is not None:
+            value = output.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
+            cast = quantized(value * multiplier, LARGEST, q.dtype.element_ty)
+            tl.store(q + places, cast, mask=live & inside)
+    if q is not None:
+        raise_amax(amax, tl.max(largest))
+        _transpose_rows(q, transposed, first, tokens, D, GROUP, COLUMNS)
+
+
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=SCALARS)
+def _add_norm_cast_backward(
+    dy, shortcut_dy, x, bias, residual, weight, statistics, scale, amax, q, transposed, dresidual, partials,
+    state, tokens, threshold, kept_scale, stream,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
+    GROUP: tl.constexpr, COLUMNS: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Write gradients; ``partials`` [programs, 3, D]: of bias, weight, norm_bias. ``shortcut_dy`` may be None."""
+    columns = columns_of(BLOCK)
+    inside = columns < D
+    offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
+    dbias = tl.zeros([ROWS, BLOCK // PLACES, PLACES], tl.float32)
+    dweight = tl.zeros_like(dbias)
+    dnorm_bias = tl.zeros_like(dbias)
+    largest = tl.zeros([ROWS, BLOCK // PLACES], tl.int32)
+    multiplier = tl.load(scale)
+    STAGES: tl.constexpr = PREFETCH if ROWS == 1 else 1
+    for group in range(tl.program_id(0), tl.cdiv(tokens, GROUP), tl.num_programs(0)):
+        for row in tl.range(0, GROUP, ROWS, num_stages=STAGES):
+            rows = group * GROUP + row + tl.arange(0, ROWS)
+            live = (rows < tokens)[:, None, None]
+            places = rows.to(tl.int64)[:, None, None] * D + columns
+            upstream = load_fp32(dy + places, live & inside)
+            if shortcut_dy is not None:  # as PyTorch adds them
+                upstream += load_fp32(shortcut_dy + places, live & inside)
+                upstream = upstream.to(dy.dtype.element_ty).to(tl.float32)
+            gradient, product_gradient, normalised = add_norm_row_gradients(
+                upstream, x, offset, residual, gain, statistics, rows, places, live, inside, tokens,
+                state, threshold, kept_scale, stream, D, BLOCK, DROPOUT,
+            )  # fmt: skip
+            dweight += upstream * normalised
+            dnorm_bias += upstream
+            dbias += product_gradient
+            tl.store(dresidual + places, gradient, mask=live & inside)
+            product_gradient = tl.where(live & inside, product_gradient, 0.0)
+            value = product_gradient.to(x.dtype.element_ty).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
+            cast = quantized(value * multiplier, LARGEST, q.dtype.element_ty)
+            tl.store(q + places, cast, mask=live & inside)
+        _transpose_rows(q, transposed, group * GROUP, tokens, D, GROUP, COLUMNS)
+    raise_amax(amax, tl.max(largest))
+    partial = partials + tl.program_id(0) * 3 * D + columns
+    store_partial(partial, dbias, inside)
+    store_partial(partial + D, dweight, inside)
+    store_partial(partial + 2 * D, dnorm_bias, inside)
+
+
+@triton.jit
+def _transpose_rows(
+    q, transposed, first, tokens, D: tl.constexpr, GROUP: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """Write ``GROUP`` rows of ``q``, which this program has written, to ``transposed`` [D, tokens rounded up to 16]."""
+    tl.debug_barrier()  # other threads of the program wrote what one reads
+    padded = (tokens + 15) // 16 * 16  # a multiple of 16, as the compiler sees: 16 bytes are written at a time
+    row, column = tl.arange(0, GROUP), tl.arange(0, COLUMNS)
+    q += tl.cast(first, tl.int64) * D
+    transposed += first
+    for start in range(0, D, COLUMNS):
+        live = (row < tokens - first)[:, None] & (column < D - start)[None, :]
+        tile = tl.load(q + start + (row[:, None] * D + column[None, :]), mask=live)
+        tile = tl.where(live, tile.to(tl.uint8, bitcast=True), 0).to(q.dtype.element_ty, bitcast=True)
+        live = (column < D - start)[:, None] & (row < padded - first)[None, :]
+        tl.store(transposed + (column[:, None] * padded + row[None, :]), tl.trans(tile), mask=live)
+        transposed += COLUMNS * padded.to(tl.int64)
+    tl.debug_barrier()
+
+
+@torch.library.custom_op("mlperf_bert::add_norm_cast_fp8", mutates_args=("amax",))
+def _forward(
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    state: Tensor | None,
+    threshold: int,
+    kept_scale: float,
+    stream: int,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output, statistics, and both casts, which are empty without a scale."""
+    (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
+    inputs = (tensor.contiguous() for tensor in (x, bias, residual, weight, norm_bias))
+    y, statistics = x.new_empty(tokens, columns), x.new_empty(2, tokens, dtype=torch.float32)
+    pair = fp8_pair(x[:0] if scale is None else x, E4M3)
+    casts = (None,) * 4 if amax is None else (scale, amax.view(torch.int32), *pair)
+    _add_norm_cast_forward[(max(1, triton.cdiv(tokens, _GROUP)),)](
+        *inputs, y, statistics, *casts, state, tokens, eps, threshold, kept_scale, stream,
+        **_options(layout, columns, state is not None, E4M3),
+    )  # fmt: skip
+    return y, statistics, *pair
+
+
+@_forward.register_fake
+def _(x: Tensor, *inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *_, scale, _amax = inputs
+    pair = fp8_pair(x[:0] if scale is None else x, E4M3)
+    return x.new_empty(x.shape), x.new_empty(2, len(x), dtype=torch.float32), *pair
+
+
+@torch.library.custom_op("mlperf_bert::add_norm_backward_cast_fp8", mutates_args=("amax",))
+def _backward(
+    dy: Tensor,
+    shortcut_dy: Tensor | None,
+    x: Tensor,
+    bias: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    statistics: Tensor,
+    state: Tensor | None,
+    threshold: int,
+    kept_scale: float,
+    stream: int,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both casts of x's gradient, the residual's, and those of bias, weight, norm_bias [3, D]."""
+    (tokens, columns), layout = x.shape, Layout.of(x.shape[1])
+    whole = Layout(layout.block, _GROUP, layout.num_warps)
+    programs = backward_programs(x.device, tokens, whole, WARPS)
+    shortcut_dy = None if shortcut_dy is None else shortcut_dy.contiguous()
+    inputs = (tensor.contiguous() for tensor in (x, bias, residual, weight, statistics))
+    pair, dresidual = fp8_pair(x, E5M2), x.new_empty(tokens, columns)
+    partials = x.new_empty(programs, 3, columns, dtype=torch.float32)
+    _add_norm_cast_backward[(programs,)](
+        dy.contiguous(), shortcut_dy, *inputs, scale, amax.view(torch.int32), *pair, dresidual, partials,
+        state, tokens, threshold, kept_scale, stream, **_options(layout, columns, state is not None, E5M2),
+    )  # fmt: skip
+    return *pair, dresidual, sums_over_programs(partials, weight.dtype)
+
+
+@_backward.register_fake
+def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, x, _, _, weight, *_ = inputs
+    return *fp8_pair(x, E5M2), x.new_empty(x.shape), weight.new_empty(3, x.shape[1])
+
+
+def _options(layout: Layout, columns: int, dropout: bool, dtype: torch.dtype) -> dict[str, Any]:
+    return layout.options(columns, dropout) | {"GROUP": _GROUP, "COLUMNS": _COLUMNS, "LARGEST": LARGEST[dtype]}
+
+
+def add_norm_cast_fp8(
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    norm_bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the output [T, D], statistics fp32 [2, T], and the output in E4M3 in rows and transposed, if it has a scale."""
+    scalars = dropout_scalars(dropout)
+    y_TD, statistics_2T, *pair = _forward(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, *scalars, scale, amax)
+    q_TD, q_DT = (None, None) if scale is None else pair
+    return y_TD, statistics_2T, q_TD, q_DT
+
+
+def add_norm_backward_cast_fp8(
+    dy_TD: Tensor,
+    shortcut_dy_TD: Tensor | None,
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    statistics_2T: Tensor,
+    dropout: Dropout | None,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return x's gradient in E5M2 in rows and transposed, the residual's, and those of bias, weight and norm_bias."""
+    inputs = dy_TD, shortcut_dy_TD, x_TD, bias_D, residual_TD, weight_D, statistics_2T
+    q_TD, q_DT, dresidual_TD, vectors_3D = _backward(*inputs, *dropout_scalars(dropout), scale, amax)
+    return q_TD, q_DT, dresidual_TD, *vectors_3D.unbind()
+
+
+def add_norm_cast_fp8_unsupported_reasons(
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    norm_bias_D: Tensor,
+    eps: float,
+    dropout: Dropout | None,
+    scale: Tensor | None,  # noqa: ARG001
+    amax: Tensor | None,  # noqa: ARG001
+) -> list[str]:
+    """Return the reasons why these inputs cannot be computed here; empty when they can."""
+    return _reasons(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, dropout)
+
+
+def add_norm_backward_cast_fp8_unsupported_reasons(
+    dy_TD: Tensor,
+    shortcut_dy_TD: Tensor | None,  # noqa: ARG001
+    x_TD: Tensor,
+    bias_D: Tensor,
+    residual_TD: Tensor,
+    weight_D: Tensor,
+    statistics_2T: Tensor,  # noqa: ARG001
+    dropout: Dropout | None,
+    scale: Tensor,  # noqa: ARG001
+    amax: Tensor,  # noqa: ARG001
+) -> list[str]:
+    """Return the reasons why these inputs cannot be computed here; empty when they can."""
+    reasons = [f"gradients in {dy_TD.dtype}, expected {x_TD.dtype}"] if dy_TD.dtype != x_TD.dtype else []
+    return reasons + _reasons(x_TD, bias_D, residual_TD, weight_D, bias_D, 0.0, dropout)
+
+
+def _reasons(x_TD: Tensor, *others: Any) -> list[str]:
+    reasons = capability_reasons(x_TD.device) + plain_reasons(x_TD, *others)
+    if x_TD.shape[1] % ALIGNMENT:
+        reasons.append(f"{x_TD.shape[1]} columns, not a multiple of {ALIGNMENT}")
+    return reasons
+
+
+def configurations() -> "list[Configuration]":
+    """Return both kernels as training launches them; the residual stream is bf16."""
+    found = []
+    for kernel, dtype in ((_add_norm_cast_forward, E4M3), (_add_norm_cast_backward, E5M2)):
+        types = {"scale": "*fp32", "amax": "*i32", "kept_scale": "fp32", "shortcut_dy": "*bf16"}
+        types |= dict.fromkeys(("q", "transposed"), POINTERS[dtype])
+        fixed = {"GROUP": _GROUP, "COLUMNS": _COLUMNS, "LARGEST": LARGEST[dtype]}
+        found += norm_configurations("bf16", kernel, types=types, fixed=fixed, capabilities=(90, 100))
+    return found
