@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from bert.configuration.config import ModelConfig
-from cluster.model.launches import StepLaunch, step_launches, token_bytes
+from cluster.budget.launches import StepLaunch, step_launches, token_bytes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 SEQUENCES = 64
