@@ -1,0 +1,138 @@
+"""Launches of a training step: every kernel that a GPU would run for the real model, traced without one.
+
+The step is ``TrainingStep`` itself, forward, backward and update, on fake tensors of the shapes that a micro-batch of
+Wikipedia's lengths has: what a change of the model or of a kernel launches is in the list by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.utils.module_tracker import ModuleTracker
+
+from bert.configuration.config import ModelConfig
+from bert.configuration.recipes import RECIPES
+from bert.model import BertForPreTraining
+from bert.parallel.mesh import Mesh
+from bert.reporting.stopwatch import Stopwatch
+from bert.step import TrainingStep
+from cluster.model.work import wikipedia_work
+from dataloading.batches.loader import Batch, inert_batch
+from dataloading.batches.shape_buckets import ShapeBucket
+from kernels.tracing import Launch, traced
+
+Part = Literal["encoder products", "attention", "element-wise", "weights and gradients", "ends", "update"]
+"""Of a step: of all layers but the last their matrix products, attention, passes over tokens, and passes over parameters;
+embeddings, last layer and heads; the optimizer, with the casts of weights that follow it."""
+
+_ATTENTION_PRODUCTS = {"attention_forward": 2, "attention_backward_queries": 3, "attention_backward_keys": 4}
+"""Products of scores by head size; the backward passes compute scores again, each for itself."""
+
+
+@dataclass(frozen=True)
+class StepLaunch:
+    """Launch with its place in the step.
+
+    Attributes:
+        layer: of the encoder, but for the last, which is among the ends.
+        backward: it belongs to the backward pass.
+    """
+
+    launch: Launch
+    part: Part
+    layer: int | None
+    backward: bool
+
+    @property
+    def bytes(self) -> int:
+        """Read and written."""
+        return self.launch.read + self.launch.written
+
+
+@functools.cache
+def step_launches(
+    precision: Literal["bf16", "fp8"], sequences: int, multiprocessors: int, model: ModelConfig | None = None
+) -> tuple[StepLaunch, ...]:
+    """Trace a step of one micro-batch of so many sequences of Wikipedia's lengths, in the order of launches.
+
+    Raises:
+        ValueError: Triton is not installed.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("triton is not installed: a step cannot be traced without it")
+    from kernels.triton.attention_passes import KEYS_A_GROUP
+
+    model = model or ModelConfig()
+    work = wikipedia_work(model)
+    sizes, longest = work.typical(sequences), model.max_position_embeddings
+    tokens, masked, pairs, last_pairs = (
+        float(each.item()) for each in (sizes.tokens_AR, sizes.masked_AR, sizes.pairs_AR, sizes.last_pairs_AR)
+    )
+    shape_bucket = ShapeBucket.around(round(tokens), sequences, round(masked), longest)
+    lengths, groups = work.lengths.astype(np.int64), -(-longest // KEYS_A_GROUP)
+    drawn = sequences * float((lengths * -(-lengths // KEYS_A_GROUP)).mean()) / (groups * shape_bucket.tokens)
+    found: list[StepLaunch] = []
+    stopwatch = Stopwatch()
+    with FakeTensorMode() as fake:
+        step, batch = _step(model, precision, stopwatch), _fake(inert_batch(shape_bucket), fake)
+        with ModuleTracker() as modules:
+
+            def observe(launch: Launch) -> None:
+                if launch.kernel in _ATTENTION_PRODUCTS:
+                    queries, heads, size = launch.shapes["query"]
+                    scores = heads * size * (pairs if queries == shape_bucket.tokens else last_pairs)
+                    launch = replace(launch, multiply_adds=round(_ATTENTION_PRODUCTS[launch.kernel] * scores))
+                layer = _layer(modules.parents)
+                part = "update" if stopwatch.stage.phase == "update" else _part(launch, layer, shape_bucket.tokens)
+                found.append(StepLaunch(launch, part, layer, modules.is_bw))
+
+            with traced(observe, multiprocessors, {"kept": drawn}):
+                step([batch])
+    return tuple(found)
+
+
+def token_bytes(launches: Sequence[StepLaunch], layer: int) -> float:
+    """Bytes of element-wise traffic that a layer has for each token, forward and backward."""
+    [tokens] = {each.launch.shapes["query"][0] for each in launches if each.part == "attention"}
+    return sum(each.bytes for each in launches if each.part == "element-wise" and each.layer == layer) / tokens
+
+
+def _step(model: ModelConfig, precision: Literal["bf16", "fp8"], stopwatch: Stopwatch) -> TrainingStep:
+    recipe = RECIPES["h100_1x1"]()
+    training = replace(recipe.training, precision=precision, gradient_accumulation_steps=1)
+    config = replace(recipe, model=model, training=training, log=replace(recipe.log, division="open"))
+    mesh = Mesh(
+        0, 1, 0, torch.device("cpu")
+    )  # of fake tensors the only device that has autocast and gradients everywhere
+    return TrainingStep(BertForPreTraining(model).train(), config, mesh, stopwatch)
+
+
+def _fake(batch: Batch, mode: FakeTensorMode) -> Batch:
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return replace(batch, **{name: mode.from_tensor(value) for name, value in tensors.items()})
+
+
+def _layer(modules: set[str]) -> int | None:
+    """Return the encoder layer that is being computed, forward or backward; the last one is not run as a module."""
+    found = {int(match[1]) for name in modules if (match := re.search(r"\.layers\.(\d+)", name))}
+    return max(found, default=None)
+
+
+def _part(launch: Launch, layer: int | None, tokens: int) -> Part:
+    if layer is None:
+        return "ends"
+    if launch.kernel.startswith("attention"):
+        return "attention"
+    if launch.multiply_adds:
+        return "encoder products"
+    of_tokens = any(tokens in shape for shape in launch.shapes.values())
+    return "element-wise" if of_tokens else "weights and gradients"
