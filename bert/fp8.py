@@ -75,7 +75,7 @@ class Fp8Dense:
 
     def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize an input: [T, K], and transposed [K, T]."""
-        return cast_transpose_fp8(x_TK, self.input.scale, self.input.amax, E4M3)
+        return cast_transpose_fp8(x_TK.detach(), self.input.scale, self.input.amax, E4M3)
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """[T, N] of the quantized input."""
