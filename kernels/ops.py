@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, ParamSpec, TypeVar
 
-from kernels.reference import fp8, lamb, layer_norm_fp8
+from kernels.reference import attention_fp8, fp8, lamb, layer_norm_fp8
 from kernels.reference import ops as reference
 from kernels.reference.fp8 import new_scales
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState
@@ -63,6 +63,10 @@ cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton.fp8")
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
 bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
 bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
+self_attention_cast_fp8 = _op(attention_fp8.self_attention_cast_fp8, "kernels.triton.attention_fp8", capturable=False)
+self_attention_backward_cast_fp8 = _op(
+    attention_fp8.self_attention_backward_cast_fp8, "kernels.triton.attention_fp8", capturable=False
+)
 add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, "kernels.triton.layer_norm_fp8")
 add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, "kernels.triton.layer_norm_fp8")
 _DEFINITION_FP8 = Implementation("reference", "kernels.reference.fp8")
@@ -129,6 +133,8 @@ __all__ = [
     "masked_lm_loss",
     "new_scales",
     "scaled_matmul",
+    "self_attention_backward_cast_fp8",
+    "self_attention_cast_fp8",
     "sum_of_squares",
     "varlen_attention",
     "varlen_self_attention",

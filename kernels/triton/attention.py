@@ -48,6 +48,17 @@ class _Launch:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
+@dataclass(frozen=True)
+class Casts:
+    """Where results go in FP8: scale and amax of a site, rows, transposed rows."""
+
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    largest: float
+    """Of FP8's type."""
+
+
+NO_CASTS = Casts((None, None, None, None), 0.0)
+
 # By the compute capability that they are chosen from. None was measured: they spill no registers, and of what does not
 # spill they let the most warps be on a multiprocessor, in several blocks. Sequences are short, so blocks are small too.
 # With two stages the next tile is asked for at the end of an iteration and waited for at the start of the next one; with
@@ -79,7 +90,7 @@ def varlen_attention(
     ``q * H + h`` and column c of the dropout mask. Saved for the backward pass: inputs, output, fp32
     [H, Q], and a bit for each element of the mask.
     """
-    state, p, stream = _dropout_arguments(dropout)
+    state, p, stream = dropout_arguments(dropout)
     return _attention(query_QHE, key_THE, value_THE, cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)[0]
 
 
@@ -87,7 +98,7 @@ def varlen_self_attention(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None = None
 ) -> Tensor:
     """Return ``varlen_attention`` of the three parts of one tensor [T, 3, H, E], with one gradient of the same shape."""
-    state, p, stream = _dropout_arguments(dropout)
+    state, p, stream = dropout_arguments(dropout)
     return _self_attention(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream)[0]
 
 
@@ -142,7 +153,8 @@ def configurations() -> "list[Configuration]":
         case = f"{model}{', last layer' if last_layer else ''}{', dropout' if dropout else ''}, from sm_{capability}"
         for name, kernel in kernels.items():
             launch = _LAUNCHES[capability][name]
-            constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch)
+            constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch, NO_CASTS)
+            constants |= dict.fromkeys(("scale", "amax", "cast", "transposed", "sums"))
             constants |= {} if dropout else {"state": None}
             types = dict.fromkeys(kernel.arg_names, "*bf16") | _TYPES
             pipeline = launch.num_warps, launch.num_stages, devices[capability], launch.max_registers
@@ -163,13 +175,14 @@ def _constants(
     head_size: int,
     dropout: bool,
     launch: _Launch,
+    casts: Casts,
 ) -> dict[str, Any]:
     """Return the constants that a kernel has among all; ``strides`` lead from row to row of query, key and value."""
     names = ("QUERY", "KEY", "VALUE")
     constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
     constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
     constants |= {"HEADS": heads, "HEAD_SIZE": head_size, "DROPOUT": dropout}
-    constants |= {"BLOCK_Q": launch.block_q, "BLOCK_K": launch.block_k}
+    constants |= {"BLOCK_Q": launch.block_q, "BLOCK_K": launch.block_k, "LARGEST": casts.largest}
     return {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
@@ -186,7 +199,14 @@ def _oldest(capability: int) -> int:
     return max((oldest for oldest in _LAUNCHES if oldest <= capability), default=min(_LAUNCHES))
 
 
-def _dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
+def smallest_block(x: Tensor) -> int:
+    """Return the rows of the smallest block of those kernels that write gradients."""
+    queries, keys = _launch("dq", x), _launch("dkv", x)
+    return min(queries.block_q, keys.block_k)
+
+
+def dropout_arguments(dropout: Dropout | None) -> tuple[Tensor | None, float, int]:
+    """Return state, probability and stream; no state where nothing is dropped."""
     if dropout is None or dropout.p == 0:
         return None, 0.0, 0
     return dropout.state, dropout.p, dropout.stream
@@ -206,7 +226,7 @@ def _groups(max_seqlen: int) -> int:
     return -(-max_seqlen // KEYS_A_GROUP)
 
 
-def _launch_forward(
+def launch_forward(
     qkv: list[Tensor],
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
@@ -214,7 +234,9 @@ def _launch_forward(
     state: Tensor | None,
     p: float,
     stream: int,
+    casts: Casts = NO_CASTS,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, logarithms of sums, and what dropout kept."""
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = qkv[0].shape
     output = torch.empty((queries, heads, head_size), dtype=qkv[0].dtype, device=qkv[0].device)
@@ -224,15 +246,25 @@ def _launch_forward(
     launch, strides = _launch("forward", output), [x.stride(0) for x in qkv]
     threshold = 0 if state is None else Dropout(p, state, stream).threshold
     numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
-    constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch)
+    constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     attention_forward[grid](
-        *qkv, output, lse, kept, cu_seqlens_q, cu_seqlens_k, state, *numbers, **constants, **launch.options()
+        *qkv,
+        output,
+        *casts.tensors,
+        lse,
+        kept,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        state,
+        *numbers,
+        **constants,
+        **launch.options(),
     )
     return output, lse, kept
 
 
-def _launch_backward(
+def launch_backward(
     output_gradient: Tensor,
     qkv: list[Tensor],
     output: Tensor,
@@ -243,25 +275,31 @@ def _launch_backward(
     cu_seqlens_k: Tensor,
     max_seqlen: int,
     p: float,
+    casts: Casts = NO_CASTS,
+    sums: Tensor | None = None,
 ) -> None:
+    """Write ``gradients``, or their ``casts`` and partial ``sums``; then the former are only of these shapes."""
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = output.shape
-    d_query, d_key, d_value = gradients
+    strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
+    d_query, d_key, d_value = gradients if sums is None else (None, None, None)
     delta, upstream = torch.empty_like(lse), output_gradient.contiguous()
     drawn, sizes = kept.numel() > 0, (heads, head_size)
-    strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
     bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), 1 / (1 - p))
+    written = *casts.tensors, sums
     launch = _launch("dq", output)
-    options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch)
+    options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch, casts)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     attention_backward_queries[grid](
-        upstream, *qkv, output, lse, delta, kept, d_query, *bounds, queries, *numbers, **options
+        upstream, *qkv, output, lse, delta, kept, d_query, *written, *bounds, queries, *numbers, **options
     )
     launch = _launch("dkv", output)
-    options = launch.options() | _constants(attention_backward_keys, *strides, *sizes, drawn, launch)
+    options = launch.options() | _constants(attention_backward_keys, *strides, *sizes, drawn, launch, casts)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_k)), heads, len(cu_seqlens_q))
     rows = queries, len(qkv[1])
-    attention_backward_keys[grid](upstream, *qkv, lse, delta, kept, d_key, d_value, *bounds, *rows, *numbers, **options)
+    attention_backward_keys[grid](
+        upstream, *qkv, lse, delta, kept, d_key, d_value, *written, *bounds, *rows, *numbers, **options
+    )
 
 
 @torch.library.custom_op("mlperf_bert::varlen_attention", mutates_args=())
@@ -276,13 +314,13 @@ def _attention(
     p: float,
     stream: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch_forward([query, key, value], cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)
+    return launch_forward([query, key, value], cu_seqlens_q, cu_seqlens_k, max_seqlen, state, p, stream)
 
 
 @_attention.register_fake
 def _(query: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, max_seqlen, state, _p, _stream = others
-    return query.new_empty(query.shape), *_fake_saved(query, max_seqlen, state)
+    return query.new_empty(query.shape), *fake_saved(query, max_seqlen, state)
 
 
 @torch.library.custom_op("mlperf_bert::varlen_attention_backward", mutates_args=())
@@ -302,7 +340,7 @@ def _attention_backward(
     qkv = [query, key, value]
     d_query, d_key, d_value = gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     bounds = cu_seqlens_q, cu_seqlens_k
-    _launch_backward(output_gradient, qkv, output, lse, kept, gradients, *bounds, max_seqlen, p)
+    launch_backward(output_gradient, qkv, output, lse, kept, gradients, *bounds, max_seqlen, p)
     return d_query, d_key, d_value
 
 
@@ -315,16 +353,17 @@ def _(_gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: object) 
 def _self_attention(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, p: float, stream: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _launch_forward(list(qkv.unbind(1)), cu_seqlens, cu_seqlens, max_seqlen, state, p, stream)
+    return launch_forward(list(qkv.unbind(1)), cu_seqlens, cu_seqlens, max_seqlen, state, p, stream)
 
 
 @_self_attention.register_fake
 def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
     query = qkv[:, 0]
-    return query.new_empty(query.shape), *_fake_saved(query, max_seqlen, state)
+    return query.new_empty(query.shape), *fake_saved(query, max_seqlen, state)
 
 
-def _fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what the forward pass returns besides its output, without values."""
     queries, heads, _size = query.shape
     shape = _kept_shape(heads, queries, max_seqlen, state is not None)
     return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.int16)
@@ -344,7 +383,7 @@ def _self_attention_backward(
     gradient = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     parts, gradients = list(qkv.unbind(1)), list(gradient.unbind(1))
     bounds = cu_seqlens, cu_seqlens
-    _launch_backward(output_gradient, parts, output, lse, kept, gradients, *bounds, max_seqlen, p)
+    launch_backward(output_gradient, parts, output, lse, kept, gradients, *bounds, max_seqlen, p)
     return gradient
 
 

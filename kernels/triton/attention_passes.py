@@ -7,6 +7,9 @@ Drawing is most of what dropout costs, so the forward pass writes what it kept, 
 read that: 1 / 8 byte in place of some six integer operations. ``kept`` is int16 [H, ``groups``, Q, 4]: a draw for 16 keys,
 four to a group.
 
+Where products in FP8 are next, results are also cast, transposed and added up by columns, as far as ``cast``, ``transposed``
+and ``sums`` are there; gradients are then written in FP8 alone.
+
 Scores are scaled where exp2 takes them, in the one instruction that also subtracts the maximum.
 """
 
@@ -17,6 +20,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.dropout import PLACES, draw_kept
+from kernels.triton.fp8 import SCALARS, cast_rows, cast_zeros
 
 KEYS_A_GROUP = 64
 _DRAWS_A_GROUP = tl.constexpr(KEYS_A_GROUP // PLACES.value)
@@ -157,6 +161,18 @@ def _store_rows(base, tile, rows, stop, STRIDE: tl.constexpr, HEAD_SIZE: tl.cons
 
 
 @triton.jit
+def _transposed_rows(row, tokens):
+    """Return where a row of a transposed cast starts."""
+    return row.to(tl.int64) * ((tokens + 15) // 16 * 16)
+
+
+@triton.jit
+def _sums(sums, start, sequence, column, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Return where a block of a sequence puts its sums of columns: no two put theirs into one row."""
+    return sums + (start // BLOCK + sequence + tl.program_id(0)).to(tl.int64) * STRIDE + column
+
+
+@triton.jit
 def _zero_rows(base, start, stop, step, STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Zero to every ``step``-th block of a head's rows from ``start`` to ``stop``."""
     base += start.to(tl.int64) * STRIDE
@@ -166,12 +182,16 @@ def _zero_rows(base, start, stop, step, STRIDE: tl.constexpr, HEAD_SIZE: tl.cons
         _store_rows(base, zeros, rows, stop - start, STRIDE, HEAD_SIZE)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=SCALARS)
 def attention_forward(
     query,
     key,
     value,
     output,
+    scale,
+    amax,
+    cast,
+    transposed,
     lse,
     kept,
     cu_seqlens_q,
@@ -190,6 +210,7 @@ def attention_forward(
     DROPOUT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """Attend from a block of queries of one head of one sequence.
 
@@ -198,12 +219,18 @@ def attention_forward(
     DRAWS: tl.constexpr = BLOCK_K // PLACES
     SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5  # base 2: exp2 is what the hardware has
     head, sequence = tl.program_id(1), tl.program_id(2)
+    STRIDE: tl.constexpr = HEADS * HEAD_SIZE
     output += head * HEAD_SIZE
+    if cast is not None:
+        cast += head * HEAD_SIZE
+        transposed += _transposed_rows(head * HEAD_SIZE, queries)
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
     if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
         step = tl.num_programs(0) * BLOCK_Q
-        _zero_rows(output, start_q + first, queries, step, HEADS * HEAD_SIZE, HEAD_SIZE, BLOCK_Q)
+        _zero_rows(output, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
+        if cast is not None:
+            cast_zeros(cast, transposed, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
         return
     length_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
     if first >= length_q:
@@ -248,11 +275,17 @@ def attention_forward(
         context *= kept_scale
     context /= total[:, None]
     tl.store(lse + head.to(tl.int64) * queries + start_q + rows, maximum * SCORE_SCALE + tl.log2(total), mask=valid_q)
-    output += start_q.to(tl.int64) * (HEADS * HEAD_SIZE)
-    _store_rows(output, context, rows, length_q, HEADS * HEAD_SIZE, HEAD_SIZE)
+    context = context.to(output.dtype.element_ty)
+    if cast is not None:
+        value = context.to(tl.float32)
+        cast_rows(
+            value, scale, amax, cast, transposed, None, start_q, rows, length_q, queries, STRIDE, HEAD_SIZE, LARGEST
+        )
+    output += start_q.to(tl.int64) * STRIDE
+    _store_rows(output, context, rows, length_q, STRIDE, HEAD_SIZE)
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=SCALARS)
 def attention_backward_queries(
     output_gradient,
     query,
@@ -263,6 +296,11 @@ def attention_backward_queries(
     delta,
     kept,
     query_gradient,
+    scale,
+    amax,
+    cast,
+    transposed,
+    sums,
     cu_seqlens_q,
     cu_seqlens_k,
     queries,
@@ -277,6 +315,7 @@ def attention_backward_queries(
     DROPOUT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """Gradient of a block of queries, divided as in ``attention_forward``; also writes ``delta``, fp32 [H, Q].
 
@@ -285,12 +324,19 @@ def attention_backward_queries(
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
     SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5
     head, sequence = tl.program_id(1), tl.program_id(2)
-    query_gradient += head * HEAD_SIZE
+    if cast is None:
+        query_gradient += head * HEAD_SIZE
+    else:
+        cast += head * HEAD_SIZE
+        transposed += _transposed_rows(head * HEAD_SIZE, queries)
     start_q = tl.load(cu_seqlens_q + sequence)
     first = tl.program_id(0) * BLOCK_Q
     if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
         step = tl.num_programs(0) * BLOCK_Q
-        _zero_rows(query_gradient, start_q + first, queries, step, QUERY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_Q)
+        if cast is None:
+            _zero_rows(query_gradient, start_q + first, queries, step, QUERY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_Q)
+        else:
+            cast_zeros(cast, transposed, start_q + first, queries, step, QUERY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_Q)
         return
     length_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
     if first >= length_q:
@@ -332,14 +378,22 @@ def attention_backward_queries(
         if not _INTERPRETED:
             score_gradient = score_gradient.to(key_KE.dtype)
         total += _product(score_gradient, key_KE)
-    query_gradient += start_q.to(tl.int64) * QUERY_GRADIENT_STRIDE
     total *= 1.0 / HEAD_SIZE**0.5
     if DROPOUT:
         total *= kept_scale
-    _store_rows(query_gradient, total, rows, length_q, QUERY_GRADIENT_STRIDE, HEAD_SIZE)
+    if cast is None:
+        query_gradient += start_q.to(tl.int64) * QUERY_GRADIENT_STRIDE
+        _store_rows(query_gradient, total, rows, length_q, QUERY_GRADIENT_STRIDE, HEAD_SIZE)
+    else:
+        sums = _sums(sums, start_q, sequence, head * HEAD_SIZE, QUERY_GRADIENT_STRIDE, BLOCK_Q)
+        value = total.to(query.dtype.element_ty).to(tl.float32)
+        cast_rows(
+            value, scale, amax, cast, transposed, sums, start_q, rows, length_q, queries,
+            QUERY_GRADIENT_STRIDE, HEAD_SIZE, LARGEST,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=SCALARS)
 def attention_backward_keys(
     output_gradient,
     query,
@@ -350,6 +404,11 @@ def attention_backward_keys(
     kept,
     key_gradient,
     value_gradient,
+    scale,
+    amax,
+    cast,
+    transposed,
+    sums,
     cu_seqlens_q,
     cu_seqlens_k,
     queries,
@@ -366,6 +425,7 @@ def attention_backward_keys(
     DROPOUT: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    LARGEST: tl.constexpr,
 ):
     """Gradients of a block of keys and values of one head of one sequence.
 
@@ -375,14 +435,25 @@ def attention_backward_keys(
     OUTPUT_STRIDE: tl.constexpr = HEADS * HEAD_SIZE
     SCORE_SCALE: tl.constexpr = 1.4426950408889634 / HEAD_SIZE**0.5
     head, sequence = tl.program_id(1), tl.program_id(2)
-    key_gradient += head * HEAD_SIZE
-    value_gradient += head * HEAD_SIZE
+    if cast is None:
+        key_gradient += head * HEAD_SIZE
+        value_gradient += head * HEAD_SIZE
+    else:  # of keys after those of queries, and of values after those of keys
+        key_column, value_column = (HEADS + head) * HEAD_SIZE, (2 * HEADS + head) * HEAD_SIZE
+        key_transposed = transposed + _transposed_rows(key_column, keys)
+        value_transposed = transposed + _transposed_rows(value_column, keys)
     start_k = tl.load(cu_seqlens_k + sequence)
     first = tl.program_id(0) * BLOCK_K
     if sequence == tl.num_programs(2) - 1:  # the grid has a program more than there are sequences
         step = tl.num_programs(0) * BLOCK_K
-        _zero_rows(key_gradient, start_k + first, keys, step, KEY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_K)
-        _zero_rows(value_gradient, start_k + first, keys, step, VALUE_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_K)
+        start = start_k + first
+        if cast is None:
+            _zero_rows(key_gradient, start, keys, step, KEY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_K)
+            _zero_rows(value_gradient, start, keys, step, VALUE_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_K)
+        else:
+            cast_zeros(cast + key_column, key_transposed, start, keys, step, KEY_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_K)
+            cast += value_column
+            cast_zeros(cast, value_transposed, start, keys, step, VALUE_GRADIENT_STRIDE, HEAD_SIZE, BLOCK_K)
         return
     length_k = tl.load(cu_seqlens_k + sequence + 1) - start_k
     if first >= length_k:
@@ -429,7 +500,20 @@ def attention_backward_keys(
     if DROPOUT:
         key_total *= kept_scale
         value_total *= kept_scale
-    key_gradient += start_k.to(tl.int64) * KEY_GRADIENT_STRIDE
-    value_gradient += start_k.to(tl.int64) * VALUE_GRADIENT_STRIDE
-    _store_rows(key_gradient, key_total, positions, length_k, KEY_GRADIENT_STRIDE, HEAD_SIZE)
-    _store_rows(value_gradient, value_total, positions, length_k, VALUE_GRADIENT_STRIDE, HEAD_SIZE)
+    if cast is None:
+        key_gradient += start_k.to(tl.int64) * KEY_GRADIENT_STRIDE
+        value_gradient += start_k.to(tl.int64) * VALUE_GRADIENT_STRIDE
+        _store_rows(key_gradient, key_total, positions, length_k, KEY_GRADIENT_STRIDE, HEAD_SIZE)
+        _store_rows(value_gradient, value_total, positions, length_k, VALUE_GRADIENT_STRIDE, HEAD_SIZE)
+    else:
+        sums = _sums(sums, start_k, sequence, 0, KEY_GRADIENT_STRIDE, BLOCK_K)
+        values = key_total.to(key.dtype.element_ty).to(tl.float32)
+        cast_rows(
+            values, scale, amax, cast + key_column, key_transposed, sums + key_column, start_k, positions, length_k,
+            keys, KEY_GRADIENT_STRIDE, HEAD_SIZE, LARGEST,
+        )  # fmt: skip
+        values = value_total.to(value.dtype.element_ty).to(tl.float32)
+        cast_rows(
+            values, scale, amax, cast + value_column, value_transposed, sums + value_column, start_k, positions,
+            length_k, keys, VALUE_GRADIENT_STRIDE, HEAD_SIZE, LARGEST,
+        )  # fmt: skip

@@ -190,6 +190,44 @@ def raise_amax(amax, largest):
 
 
 @triton.jit
+def cast_rows(
+    value, scale, amax, q, transposed, sums, start, rows, stop, tokens,
+    STRIDE: tl.constexpr, SIZE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Cast fp32 ``value`` [rows, SIZE]: those of ``rows`` below ``stop``, counted from row ``start`` on.
+
+    ``q`` points to a column of [tokens, STRIDE], ``transposed`` to a row of [STRIDE, tokens rounded up to 16], ``sums``, if
+    there are to be sums of columns, to SIZE of them. Where a sequence starts is no multiple of anything: what is transposed
+    is written a byte a thread, 32 neighbours at once.
+    """
+    live, column = rows < stop, tl.arange(0, SIZE)
+    value = tl.where(live[:, None], value, 0.0)
+    raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+    cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
+    q += start.to(tl.int64) * STRIDE
+    tl.store(q + (rows[:, None] * STRIDE + column[None, :]), cast, mask=live[:, None])
+    places = transposed + start + (column[:, None] * _aligned(tokens) + rows[None, :])
+    tl.store(places, tl.trans(cast), mask=live[None, :])
+    if sums is not None:
+        tl.store(sums + column, tl.sum(value, axis=0))
+
+
+@triton.jit
+def cast_zeros(
+    q, transposed, start, tokens, step, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Zero every ``step``-th block of rows from ``start`` to the end, and to that of the transpose, which is padded."""
+    padded, column = _aligned(tokens), tl.arange(0, SIZE)
+    for first in range(0, padded - start, step):
+        rows = start + first + tl.arange(0, BLOCK).to(tl.int64)
+        zeros = tl.zeros((BLOCK, SIZE), tl.uint8).to(q.dtype.element_ty, bitcast=True)
+        tl.store(q + (rows[:, None] * STRIDE + column[None, :]), zeros, mask=(rows < tokens)[:, None])
+        tl.store(
+            transposed + (column[:, None] * padded + rows[None, :]), tl.trans(zeros), mask=(rows < padded)[None, :]
+        )
+
+
+@triton.jit
 def quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
     """Quantize ``value`` to FP8: rounded to nearest even, saturated; NaN stays NaN."""
     value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)

@@ -140,6 +140,21 @@ def _bias_gelu_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
     return *_detached(make, wide, wide, wide[1:]), *_scale_and_amax(make)
 
 
+def _self_attention_cast_fp8(make: _Maker) -> tuple[Any, ...]:
+    qkv, *others = _varlen_self_attention(make)
+    return qkv.detach(), *others, *_scale_and_amax(make)
+
+
+def _self_attention_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
+    """Without dropout: what it kept would be the forward pass's."""
+    size = make.size
+    qkv, cu_seqlens, max_seqlen, _ = _varlen_self_attention(make)
+    gradient, context = (values.detach() for values in (make.values(*qkv[:, 0].shape) for _ in range(2)))
+    lse = torch.full((size.heads, make.tokens), 10.0, device=make.device)
+    forward = context, lse, torch.empty(0, dtype=torch.int16, device=make.device)
+    return gradient, qkv.detach(), cu_seqlens, *forward, max_seqlen, None, *_scale_and_amax(make)
+
+
 def _add_norm_cast_fp8(make: _Maker) -> tuple[Any, ...]:
     rows, row = (make.tokens, make.size.hidden), (make.size.hidden,)
     return *_detached(make, rows, row, rows, row, row), 1e-12, make.dropout(), *_scale_and_amax(make)
@@ -214,6 +229,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "cast_transpose_sum_fp8": _cast_transpose_sum_fp8,
     "bias_gelu_cast_fp8": _bias_gelu_cast_fp8,
     "bias_gelu_backward_cast_fp8": _bias_gelu_backward_cast_fp8,
+    "self_attention_cast_fp8": _self_attention_cast_fp8,
+    "self_attention_backward_cast_fp8": _self_attention_backward_cast_fp8,
     "add_norm_cast_fp8": _add_norm_cast_fp8,
     "add_norm_backward_cast_fp8": _add_norm_backward_cast_fp8,
     "scaled_matmul": _scaled_matmul,

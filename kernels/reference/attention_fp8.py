@@ -1,0 +1,48 @@
+"""The definition of self-attention between products in FP8, forward and backward.
+
+As ``kernels.reference.ops.varlen_self_attention`` and its gradient, with their casts: the output is the input of a product,
+the gradient of query, key and value that of one. None of these functions has a gradient.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.reference.fp8 import E4M3, E5M2, cast_transpose_fp8, cast_transpose_sum_fp8
+from kernels.reference.ops import varlen_self_attention
+from kernels.reference.random import Dropout
+
+
+def self_attention_cast_fp8(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``varlen_self_attention`` [T, H, E], the same in E4M3 [T, HE] and transposed [HE, padded(T)], and two tensors.
+
+    These are for the backward pass of the same implementation, which the definition's does without.
+    """
+    context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    casts = cast_transpose_fp8(context_THE.flatten(1), scale, amax, E4M3)
+    return context_THE, *casts, context_THE.new_empty(0), context_THE.new_empty(0)
+
+
+def self_attention_backward_cast_fp8(
+    gradient_THE: Tensor,
+    qkv_T3HE: Tensor,
+    cu_seqlens: Tensor,
+    context_THE: Tensor,
+    lse_HT: Tensor,
+    kept: Tensor,
+    max_seqlen: int,
+    dropout: Dropout | None,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradient of query, key and value in E5M2 [T, 3HE], transposed [3HE, padded(T)], and its sums over tokens, [3HE].
+
+    ``gradient`` is the output's; the output and the two tensors after it are what the forward pass returned.
+    """
+    del context_THE, lse_HT, kept
+    with torch.enable_grad():
+        qkv_T3HE = qkv_T3HE.detach().requires_grad_()
+        output_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    (qkv_gradient_T3HE,) = torch.autograd.grad(output_THE, qkv_T3HE, gradient_THE)
+    return cast_transpose_sum_fp8(qkv_gradient_T3HE.flatten(1), scale, amax, E5M2)

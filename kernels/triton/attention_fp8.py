@@ -1,0 +1,153 @@
+"""Self-attention between products in FP8, in Triton: the kernels of ``kernels.triton.attention`` with their casts.
+
+The output is written in bf16, which the backward pass reads, and in FP8 in rows and transposed; the gradient of query, key
+and value in FP8 alone. Definitions in ``kernels.reference.attention_fp8``; shape legend in ``kernels/__init__.py``.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
+from kernels.reference.random import Dropout
+from kernels.triton import attention
+from kernels.triton.attention import Casts, dropout_arguments, launch_backward, launch_forward, smallest_block
+from kernels.triton.fp8 import POINTERS, fp8_pair
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+
+@torch.library.custom_op("mlperf_bert::self_attention_cast_fp8", mutates_args=("amax",))
+def _forward(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    state: Tensor | None,
+    p: float,
+    stream: int,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    q_TD, q_DT = fp8_pair(qkv[:, 0].flatten(1), E4M3)
+    casts = Casts((scale, amax.view(torch.int32), q_TD, q_DT), LARGEST[E4M3])
+    parts = list(qkv.unbind(1))
+    context, lse, kept = launch_forward(parts, cu_seqlens, cu_seqlens, max_seqlen, state, p, stream, casts)
+    return context, q_TD, q_DT, lse, kept
+
+
+@_forward.register_fake
+def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
+    query = qkv[:, 0]
+    saved = attention.fake_saved(query, max_seqlen, state)
+    return query.new_empty(query.shape), *fp8_pair(query.flatten(1), E4M3), *saved
+
+
+@torch.library.custom_op("mlperf_bert::self_attention_backward_cast_fp8", mutates_args=("amax",))
+def _backward(
+    gradient: Tensor,
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    context: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    max_seqlen: int,
+    p: float,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_TN, q_NT = fp8_pair(qkv.flatten(1), E5M2)
+    # A row for each block of each sequence; what ends in the midst of a block leaves some to nobody.
+    rows = len(qkv) // smallest_block(qkv) + len(cu_seqlens)
+    sums = qkv.new_zeros((rows, q_TN.shape[1]), dtype=torch.float32)
+    casts = Casts((scale, amax.view(torch.int32), q_TN, q_NT), LARGEST[E5M2])
+    parts, gradients = list(qkv.unbind(1)), list(q_TN.view(qkv.shape).unbind(1))
+    bounds = cu_seqlens, cu_seqlens
+    launch_backward(gradient, parts, context, lse, kept, gradients, *bounds, max_seqlen, p, casts, sums)
+    return q_TN, q_NT, sums.sum(0)
+
+
+@_backward.register_fake
+def _(_gradient: Tensor, qkv: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    columns = qkv.flatten(1)
+    return *fp8_pair(columns, E5M2), columns.new_empty(columns.shape[1], dtype=torch.float32)
+
+
+def self_attention_cast_fp8(
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the output, its casts [T, HE] and [HE, padded(T)], logarithms of sums, and what dropout kept."""
+    state, p, stream = dropout_arguments(dropout)
+    return _forward(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream, scale, amax)
+
+
+def self_attention_backward_cast_fp8(
+    gradient_THE: Tensor,
+    qkv_T3HE: Tensor,
+    cu_seqlens: Tensor,
+    context_THE: Tensor,
+    lse_HT: Tensor,
+    kept: Tensor,
+    max_seqlen: int,
+    dropout: Dropout | None,
+    scale: Tensor,
+    amax: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient's casts [T, 3HE] and [3HE, padded(T)], and its sums over tokens, fp32 [3HE]."""
+    _, p, _ = dropout_arguments(dropout)
+    forward = context_THE, lse_HT, kept
+    return _backward(gradient_THE, qkv_T3HE, cu_seqlens, *forward, max_seqlen, p, scale, amax)
+
+
+def self_attention_cast_fp8_unsupported_reasons(
+    qkv_T3HE: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout: Dropout | None,
+    scale: Tensor,  # noqa: ARG001
+    amax: Tensor,  # noqa: ARG001
+) -> list[str]:
+    """Return the reasons why these inputs cannot be computed here; empty where they can."""
+    reasons = attention.varlen_self_attention_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    if (width := qkv_T3HE[0, 0].numel()) % ALIGNMENT:
+        reasons.append(f"heads of {width} columns in all, not a multiple of {ALIGNMENT}")
+    return reasons + capability_reasons(qkv_T3HE.device)
+
+
+def self_attention_backward_cast_fp8_unsupported_reasons(
+    gradient_THE: Tensor,  # noqa: ARG001
+    qkv_T3HE: Tensor,
+    cu_seqlens: Tensor,
+    context_THE: Tensor,  # noqa: ARG001
+    lse_HT: Tensor,
+    kept: Tensor,  # noqa: ARG001
+    max_seqlen: int,
+    dropout: Dropout | None,
+    scale: Tensor,
+    amax: Tensor,
+) -> list[str]:
+    """Return the reasons why these inputs cannot be computed here; empty where they can."""
+    reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
+    return reasons + self_attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout, scale, amax)
+
+
+def configurations() -> "list[Configuration]":
+    """Return the kernels of ``kernels.triton.attention`` as all layers but the last launch them, with casts."""
+    found = []
+    for plain in attention.configurations():
+        if "last layer" in plain.name or 90 not in plain.capabilities:
+            continue
+        dtype = E4M3 if plain.name.startswith("forward") else E5M2
+        types: dict[str, Any] = {"scale": "*fp32", "amax": "*i32", "sums": "*fp32"}
+        types |= dict.fromkeys(("cast", "transposed"), POINTERS[dtype])
+        without = {} if dtype == E4M3 else dict.fromkeys(("query_gradient", "key_gradient", "value_gradient"))
+        kept = {name: value for name, value in plain.constexprs.items() if name not in types}
+        constexprs = kept | {"LARGEST": LARGEST[dtype]}
+        constexprs |= {name: None for name in without if name in plain.signature}
+        signature = {
+            name: "constexpr" if name in constexprs else types.get(name, kind) for name, kind in plain.signature.items()
+        }
+        found.append(replace(plain, name=f"{plain.name}, casts", signature=signature, constexprs=constexprs))
+    return found
