@@ -2,8 +2,8 @@
 
 The same numbers as of ``EncoderLayer.forward`` with ``bert.fp8.Fp8Products``, in fewer passes over memory. A layer's norms
 write their output in FP8 as well, for the products that read it next, and write the gradient of the product before them in
-FP8 alone. Their output is handed on twice, because the residual and the products each have a gradient of it: the norm's
-backward pass reads both where autograd would add them in a pass of its own.
+FP8 alone; so does attention, where its implementation can. The norms' output is handed on twice, because the residual and
+the products each have a gradient of it: the norm's backward pass reads both, which autograd would add in a pass of its own.
 
 For ranks that have a layer to themselves: where ranks share one, sums and copies between them stand between products and
 norms (``bert.parallel.tensor.placement``). Passes without gradients are those of ``EncoderLayer``.
@@ -22,7 +22,15 @@ from torch.autograd.function import once_differentiable
 
 from bert.fp8 import FeedForward, Fp8Dense, Fp8State, Site, product_of_casts
 from bert.model import BertForPreTraining, DropoutSites, EncoderLayer, LayerNorm
-from kernels import Dropout, add_norm_backward_cast_fp8, add_norm_cast_fp8, compute_dtype, varlen_self_attention
+from kernels import (
+    Dropout,
+    add_norm_backward_cast_fp8,
+    add_norm_cast_fp8,
+    compute_dtype,
+    self_attention_backward_cast_fp8,
+    self_attention_cast_fp8,
+    varlen_self_attention,
+)
 
 
 class HiddenStates(NamedTuple):
@@ -73,6 +81,78 @@ class _AddNorm:
         return add_norm_backward_cast_fp8(
             output_gradient_TD, shortcut_TD, *inputs, self.gradient.scale, self.gradient.amax
         )
+
+
+@dataclass(frozen=True)
+class _SelfAttention:
+    """Attention behind the product that makes queries, keys and values, and before one that reads its output."""
+
+    heads: int
+    cu_seqlens: Tensor
+    max_seqlen: int
+    dropout: Dropout | None
+
+    def plain(self, qkv_TN: Tensor) -> Tensor:
+        """[T, D], by any implementation."""
+        qkv_T3HE = qkv_TN.unflatten(-1, (3, self.heads, -1))
+        return varlen_self_attention(qkv_T3HE, self.cu_seqlens, self.max_seqlen, self.dropout).flatten(1)
+
+    def casts(self, input_TD: Tensor) -> bool:
+        """Tell whether the implementation that would compute it for such inputs also makes casts."""
+        tokens, width = input_TD.shape
+        shape = tokens, 3, self.heads, width // self.heads
+        stand_in = input_TD.new_empty(shape, dtype=compute_dtype(input_TD)).requires_grad_()
+        chosen = varlen_self_attention.decided(stand_in, self.cu_seqlens, self.max_seqlen, self.dropout)
+        return chosen.name in self_attention_cast_fp8.implementations
+
+
+class _ProductAttention(torch.autograd.Function):
+    """Product of queries, keys and values, then self-attention."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        quantized_TD: Tensor,
+        input_DT: Tensor,
+        _weight_ND: Tensor,
+        bias_N: Tensor,
+        fp8: Fp8Dense,
+        attention: _SelfAttention,
+        reader: Site,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        qkv_T3HE = fp8.product(quantized_TD, dtype, bias_N).unflatten(-1, (3, attention.heads, -1))
+        context_THE, context_TD, context_DT, *others = self_attention_cast_fp8(
+            qkv_T3HE, attention.cu_seqlens, attention.max_seqlen, attention.dropout, reader.scale, reader.amax
+        )
+        ctx.fp8, ctx.attention, ctx.dtype = fp8, attention, x_TD.dtype
+        ctx.mark_non_differentiable(context_TD, context_DT)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
+        return context_THE.flatten(1), context_TD, context_DT
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TD: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        fp8: Fp8Dense = ctx.fp8
+        attention: _SelfAttention = ctx.attention
+        qkv_T3HE, context_THE, lse_HT, kept, input_DT, _ = ctx.saved_tensors
+        quantized_TN, quantized_NT, bias_gradient_N = self_attention_backward_cast_fp8(
+            gradient_TD.view_as(context_THE),
+            qkv_T3HE,
+            attention.cu_seqlens,
+            context_THE,
+            lse_HT,
+            kept,
+            attention.max_seqlen,
+            attention.dropout,
+            fp8.gradient.scale,
+            fp8.gradient.amax,
+        )
+        weight_gradient_ND = fp8.weight_gradient(quantized_NT, input_DT)
+        input_gradient_TD = fp8.input_gradient(quantized_TN, ctx.dtype)
+        return input_gradient_TD, None, None, weight_gradient_ND, bias_gradient_N, None, None, None, None
 
 
 class _ProjectionNorm(torch.autograd.Function):
@@ -170,22 +250,38 @@ class FusedLayer:
             return self._plain(hidden, cu_seqlens, max_seqlen, sites)
         if isinstance(hidden, Tensor):
             hidden = HiddenStates(hidden, hidden, None, None)
-        layer, index = self._layer, self._layer.index
-        dense = self._query_key_value
-        qkv_TN = product_of_casts(hidden.input_TD, *hidden.casts(dense), dense, layer.query_key_value.bias)
-        qkv_T3HE = qkv_TN.unflatten(-1, (3, layer.config.num_attention_heads, -1))
-        context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(index))
-        attended = self._after_attention(context_THE.flatten(1), hidden.residual_TD, sites.after_attention(index))
+        index, heads = self._layer.index, self._layer.config.num_attention_heads
+        attention = _SelfAttention(heads, cu_seqlens, max_seqlen, sites.attention(index))
+        context = self._attention(hidden, attention)
+        attended = self._after_attention(*context, hidden.residual_TD, sites.after_attention(index))
         output = self._after_feed_forward(attended, sites.after_feed_forward(index))
         return output.residual_TD if self._is_last else output
 
-    def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, dropout: Dropout | None) -> HiddenStates:
+    def _attention(self, hidden: HiddenStates, attention: _SelfAttention) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, D] and its casts."""
+        dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self._layer.query_key_value.bias
+        if not attention.casts(x_TD):
+            context_TD = attention.plain(product_of_casts(x_TD, *hidden.casts(dense), dense, bias_N))
+            return context_TD, *self._attention_output.cast_input(context_TD)
+        site, weight_ND = self._attention_output.input, self._layer.query_key_value.weight
+        casts = hidden.casts(dense)
+        return _ProductAttention.apply(x_TD, *casts, weight_ND, bias_N, dense, attention, site, compute_dtype(x_TD))
+
+    def _after_attention(
+        self,
+        context_TD: Tensor,
+        quantized_TD: Tensor,
+        quantized_DT: Tensor,
+        residual_TD: Tensor,
+        dropout: Dropout | None,
+    ) -> HiddenStates:
         layer, dense = self._layer, self._attention_output
         norm = self._add_norm(dropout, dense, self._feed_forward.wide.input)
         outputs = _ProjectionNorm.apply(
             residual_TD,
             context_TD,
-            *dense.cast_input(context_TD),
+            quantized_TD,
+            quantized_DT,
             layer.attention_output.weight,
             layer.attention_output.bias,
             *_vectors(layer.attention_norm),

@@ -104,12 +104,16 @@ class Op(Generic[Parameters, Returned]):
         key = _key(args, kwargs)
         function = self._chosen.get(key)
         if function is None:
-            if self._observer is not None:
-                self._observer(self, args, kwargs)
-            chosen = self.chosen(*args, **kwargs)
-            self._say_fall_back(chosen, *args, **kwargs)
-            function = self._chosen[key] = chosen.function(self.name)
+            function = self._chosen[key] = self.decided(*args, **kwargs).function(self.name)
         return function(*args, **kwargs)
+
+    def decided(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
+        """``chosen``, after the observer was shown the arguments: for those who have a way around some implementations."""
+        if self._observer is not None:
+            self._observer(self, args, kwargs)
+        chosen = self.chosen(*args, **kwargs)
+        self._say_fall_back(chosen, *args, **kwargs)
+        return chosen
 
     def chosen(self, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Implementation:
         """The implementation for these arguments.

@@ -16,6 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.reference.fp8 import LARGEST
 from kernels.reference.random import PLACES_A_DRAW, Dropout
 from kernels.triton.attention_passes import (
     KEYS_A_GROUP,
@@ -50,14 +51,27 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Casts:
-    """Where results go in FP8: scale and amax of a site, rows, transposed rows."""
+    """Where results go in FP8."""
 
-    tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-    largest: float
-    """Of FP8's type."""
+    scale: Tensor
+    amax: Tensor
+    """int32, its bits."""
+    rows: Tensor
+    """[T, columns], of which the last are next to one another."""
+    transposed: Tensor
+    """[columns, padded(T)]."""
+    sums: Tensor | None = None
+    """fp32 [blocks, columns], where columns are added up: zeros, of which a block that there is writes a row."""
 
+    def split(self, columns: int) -> tuple["Casts", "Casts"]:
+        """Divide it into that of the first columns and that of the others."""
+        assert self.sums is not None
+        first, others = (
+            Casts(self.scale, self.amax, self.rows[:, part], self.transposed[part], self.sums[:, part])
+            for part in (slice(columns), slice(columns, None))
+        )
+        return first, others
 
-NO_CASTS = Casts((None, None, None, None), 0.0)
 
 # By the compute capability that they are chosen from. None was measured: they spill no registers, and of what does not
 # spill they let the most warps be on a multiprocessor, in several blocks. Sequences are short, so blocks are small too.
@@ -153,7 +167,7 @@ def configurations() -> "list[Configuration]":
         case = f"{model}{', last layer' if last_layer else ''}{', dropout' if dropout else ''}, from sm_{capability}"
         for name, kernel in kernels.items():
             launch = _LAUNCHES[capability][name]
-            constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch, NO_CASTS)
+            constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch, None)
             constants |= dict.fromkeys(("scale", "amax", "cast", "transposed", "sums"))
             constants |= {} if dropout else {"state": None}
             types = dict.fromkeys(kernel.arg_names, "*bf16") | _TYPES
@@ -175,14 +189,18 @@ def _constants(
     head_size: int,
     dropout: bool,
     launch: _Launch,
-    casts: Casts,
+    casts: Casts | None,
 ) -> dict[str, Any]:
     """Return the constants that a kernel has among all; ``strides`` lead from row to row of query, key and value."""
     names = ("QUERY", "KEY", "VALUE")
     constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
     constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
     constants |= {"HEADS": heads, "HEAD_SIZE": head_size, "DROPOUT": dropout}
-    constants |= {"BLOCK_Q": launch.block_q, "BLOCK_K": launch.block_k, "LARGEST": casts.largest}
+    constants |= {
+        "BLOCK_Q": launch.block_q,
+        "BLOCK_K": launch.block_k,
+        "LARGEST": 0.0 if casts is None else LARGEST[casts.rows.dtype],
+    }
     return {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
@@ -226,6 +244,11 @@ def _groups(max_seqlen: int) -> int:
     return -(-max_seqlen // KEYS_A_GROUP)
 
 
+def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
+    """Return scale, amax, rows, transposed and sums, as far as there are any."""
+    return (None,) * 5 if casts is None else (casts.scale, casts.amax, casts.rows, casts.transposed, casts.sums)
+
+
 def launch_forward(
     qkv: list[Tensor],
     cu_seqlens_q: Tensor,
@@ -234,7 +257,7 @@ def launch_forward(
     state: Tensor | None,
     p: float,
     stream: int,
-    casts: Casts = NO_CASTS,
+    casts: Casts | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return output, logarithms of sums, and what dropout kept."""
     qkv = [_rows_of_heads(x) for x in qkv]
@@ -251,7 +274,7 @@ def launch_forward(
     attention_forward[grid](
         *qkv,
         output,
-        *casts.tensors,
+        *_written(casts)[:-1],
         lse,
         kept,
         cu_seqlens_q,
@@ -275,30 +298,29 @@ def launch_backward(
     cu_seqlens_k: Tensor,
     max_seqlen: int,
     p: float,
-    casts: Casts = NO_CASTS,
-    sums: Tensor | None = None,
+    casts: Casts | None = None,
 ) -> None:
-    """Write ``gradients``, or their ``casts`` and partial ``sums``; then the former are only of these shapes."""
+    """Write ``gradients``, or ``casts``: columns of queries, keys, values. Of the former then only the strides count."""
     qkv = [_rows_of_heads(x) for x in qkv]
     queries, heads, head_size = output.shape
     strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
-    d_query, d_key, d_value = gradients if sums is None else (None, None, None)
+    d_query, d_key, d_value = gradients if casts is None else (None, None, None)
+    of_queries, of_keys = (None, None) if casts is None else casts.split(heads * head_size)
     delta, upstream = torch.empty_like(lse), output_gradient.contiguous()
     drawn, sizes = kept.numel() > 0, (heads, head_size)
     bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), 1 / (1 - p))
-    written = *casts.tensors, sums
     launch = _launch("dq", output)
-    options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch, casts)
+    options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch, of_queries)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     attention_backward_queries[grid](
-        upstream, *qkv, output, lse, delta, kept, d_query, *written, *bounds, queries, *numbers, **options
+        upstream, *qkv, output, lse, delta, kept, d_query, *_written(of_queries), *bounds, queries, *numbers, **options
     )
     launch = _launch("dkv", output)
-    options = launch.options() | _constants(attention_backward_keys, *strides, *sizes, drawn, launch, casts)
+    options = launch.options() | _constants(attention_backward_keys, *strides, *sizes, drawn, launch, of_keys)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_k)), heads, len(cu_seqlens_q))
     rows = queries, len(qkv[1])
     attention_backward_keys[grid](
-        upstream, *qkv, lse, delta, kept, d_key, d_value, *written, *bounds, *rows, *numbers, **options
+        upstream, *qkv, lse, delta, kept, d_key, d_value, *_written(of_keys), *bounds, *rows, *numbers, **options
     )
 
 

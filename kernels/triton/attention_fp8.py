@@ -32,7 +32,7 @@ def _forward(
     amax: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     q_TD, q_DT = fp8_pair(qkv[:, 0].flatten(1), E4M3)
-    casts = Casts((scale, amax.view(torch.int32), q_TD, q_DT), LARGEST[E4M3])
+    casts = Casts(scale, amax.view(torch.int32), q_TD, q_DT)
     parts = list(qkv.unbind(1))
     context, lse, kept = launch_forward(parts, cu_seqlens, cu_seqlens, max_seqlen, state, p, stream, casts)
     return context, q_TD, q_DT, lse, kept
@@ -62,10 +62,10 @@ def _backward(
     # A row for each block of each sequence; what ends in the midst of a block leaves some to nobody.
     rows = len(qkv) // smallest_block(qkv) + len(cu_seqlens)
     sums = qkv.new_zeros((rows, q_TN.shape[1]), dtype=torch.float32)
-    casts = Casts((scale, amax.view(torch.int32), q_TN, q_NT), LARGEST[E5M2])
+    casts = Casts(scale, amax.view(torch.int32), q_TN, q_NT, sums)
     parts, gradients = list(qkv.unbind(1)), list(q_TN.view(qkv.shape).unbind(1))
     bounds = cu_seqlens, cu_seqlens
-    launch_backward(gradient, parts, context, lse, kept, gradients, *bounds, max_seqlen, p, casts, sums)
+    launch_backward(gradient, parts, context, lse, kept, gradients, *bounds, max_seqlen, p, casts)
     return q_TN, q_NT, sums.sum(0)
 
 

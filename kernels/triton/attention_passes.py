@@ -438,8 +438,8 @@ def attention_backward_keys(
     if cast is None:
         key_gradient += head * HEAD_SIZE
         value_gradient += head * HEAD_SIZE
-    else:  # of keys after those of queries, and of values after those of keys
-        key_column, value_column = (HEADS + head) * HEAD_SIZE, (2 * HEADS + head) * HEAD_SIZE
+    else:  # columns of keys before those of values
+        key_column, value_column = head * HEAD_SIZE, (HEADS + head) * HEAD_SIZE
         key_transposed = transposed + _transposed_rows(key_column, keys)
         value_transposed = transposed + _transposed_rows(value_column, keys)
     start_k = tl.load(cu_seqlens_k + sequence)
