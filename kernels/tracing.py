@@ -71,7 +71,7 @@ def traced(
     with ExitStack() as stack:
         for op in OPS.values():
             stack.enter_context(op.supposed(op.order("cuda")[0]))
-        stack.enter_context(patch.object(KernelInterface, "__getitem__", lambda kernel, _grid: tracer.launcher(kernel)))
+        stack.enter_context(patch.object(KernelInterface, "__getitem__", lambda kernel, grid: tracer.launcher(kernel, grid)))
         stack.enter_context(patch.object(norm_rows, "multiprocessors", lambda _device: multiprocessors))
         stack.enter_context(tracer)
         lamb._chunks.cache_clear()
@@ -106,7 +106,7 @@ class _Tracer(TorchDispatchMode):
             self._observer(launch)
         return result
 
-    def launcher(self, kernel: Any) -> Callable[..., None]:
+    def launcher(self, kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         """Stand in for ``kernel[grid]``."""
 
         def run(*args: object, **options: object) -> None:
@@ -114,6 +114,9 @@ class _Tracer(TorchDispatchMode):
             tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
             loaded, stored, _ = accesses(kernel.fn)
             sizes = {name: round(self._touched.get(name, 1) * _size(value)) for name, value in tensors.items()}
+            if "CHUNK" in options:  # of flat vectors, a chunk for each program
+                chunks = grid[0] * int(str(options["CHUNK"]))
+                sizes = {name: min(size, chunks * tensors[name].element_size()) for name, size in sizes.items()}
             rows = [len(value) for name, value in tensors.items() if name == "input_ids"]
             for name in _GATHERED & sizes.keys():
                 sizes[name] = min(sizes[name], rows[0] * tensors[name].shape[-1] * tensors[name].element_size())

@@ -11,10 +11,11 @@ import importlib.util
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.module_tracker import ModuleTracker
@@ -34,8 +35,14 @@ Part = Literal["encoder products", "attention", "element-wise", "weights and gra
 """Of a step: of all layers but the last their matrix products, attention, passes over tokens, and passes over parameters;
 embeddings, last layer and heads; the optimizer, with the casts of weights that follow it."""
 
-_ATTENTION_PRODUCTS = {"attention_forward": 2, "attention_backward_queries": 3, "attention_backward_keys": 4}
+TILE = 64
+"""Queries, and keys, of a block of scores."""
+
+ATTENTION_PRODUCTS = {"attention_forward": 2, "attention_backward_queries": 3, "attention_backward_keys": 4}
 """Products of scores by head size; the backward passes compute scores again, each for itself."""
+
+
+_Lengths = TypeVar("_Lengths", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,13 @@ class StepLaunch:
 
     Attributes:
         layer: of the encoder, but for the last, which is among the ends.
-        backward: it belongs to the backward pass.
+        tiles: of attention, blocks of ``TILE`` x ``TILE`` scores over all heads, the last ones of a sequence in full.
     """
 
     launch: Launch
     part: Part
     layer: int | None
-    backward: bool
+    tiles: int = 0
 
     @property
     def bytes(self) -> int:
@@ -69,8 +76,6 @@ def step_launches(
     """
     if importlib.util.find_spec("triton") is None:
         raise ValueError("triton is not installed: a step cannot be traced without it")
-    from kernels.triton.attention_passes import KEYS_A_GROUP
-
     model = model or ModelConfig()
     work = wikipedia_work(model)
     sizes, longest = work.typical(sequences), model.max_position_embeddings
@@ -78,8 +83,9 @@ def step_launches(
         float(each.item()) for each in (sizes.tokens_AR, sizes.masked_AR, sizes.pairs_AR, sizes.last_pairs_AR)
     )
     shape_bucket = ShapeBucket.around(round(tokens), sequences, round(masked), longest)
-    lengths, groups = work.lengths.astype(np.int64), -(-longest // KEYS_A_GROUP)
-    drawn = sequences * float((lengths * -(-lengths // KEYS_A_GROUP)).mean()) / (groups * shape_bucket.tokens)
+    lengths, marked = work.lengths.astype(np.int64), work.masked_counts.astype(np.int64)
+    drawn = sequences * float((lengths * _blocks(lengths)).mean()) / (_blocks(longest) * shape_bucket.tokens)
+    tiles, last_tiles = (sequences * float((_blocks(q) * _blocks(lengths)).mean()) for q in (lengths, 1 + marked))
     found: list[StepLaunch] = []
     stopwatch = Stopwatch()
     with FakeTensorMode() as fake:
@@ -87,13 +93,16 @@ def step_launches(
         with ModuleTracker() as modules:
 
             def observe(launch: Launch) -> None:
-                if launch.kernel in _ATTENTION_PRODUCTS:
+                blocks = 0.0
+                if launch.kernel in ATTENTION_PRODUCTS:
                     queries, heads, size = launch.shapes["query"]
-                    scores = heads * size * (pairs if queries == shape_bucket.tokens else last_pairs)
-                    launch = replace(launch, multiply_adds=round(_ATTENTION_PRODUCTS[launch.kernel] * scores))
+                    is_last = queries != shape_bucket.tokens
+                    scores = heads * size * (last_pairs if is_last else pairs)
+                    launch = replace(launch, multiply_adds=round(ATTENTION_PRODUCTS[launch.kernel] * scores))
+                    blocks = heads * (last_tiles if is_last else tiles)
                 layer = _layer(modules.parents)
                 part = "update" if stopwatch.stage.phase == "update" else _part(launch, layer, shape_bucket.tokens)
-                found.append(StepLaunch(launch, part, layer, modules.is_bw))
+                found.append(StepLaunch(launch, part, layer, round(blocks)))
 
             with traced(observe, multiprocessors, {"kept": drawn}):
                 step([batch])
@@ -104,6 +113,10 @@ def token_bytes(launches: Sequence[StepLaunch], layer: int) -> float:
     """Bytes of element-wise traffic that a layer has for each token, forward and backward."""
     [tokens] = {each.launch.shapes["query"][0] for each in launches if each.part == "attention"}
     return sum(each.bytes for each in launches if each.part == "element-wise" and each.layer == layer) / tokens
+
+
+def _blocks(lengths: _Lengths) -> _Lengths:
+    return -(-lengths // TILE)
 
 
 def _step(model: ModelConfig, precision: Literal["bf16", "fp8"], stopwatch: Stopwatch) -> TrainingStep:

@@ -5,16 +5,11 @@ from collections import Counter
 
 import pytest
 
-from bert.configuration.config import ModelConfig
-from cluster.budget.launches import StepLaunch, step_launches, token_bytes
+from cluster.budget.launches import StepLaunch, token_bytes
+from tests.cluster.budget.three_layers import SEQUENCES, launches
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-SEQUENCES = 64
 LAYERS = 24
-
-
-def launches(precision: str) -> tuple[StepLaunch, ...]:
-    return step_launches(precision, SEQUENCES, 132, ModelConfig(num_hidden_layers=3))
 
 
 def gflop(found: tuple[StepLaunch, ...], part: str, layer: int | None) -> float:
