@@ -31,6 +31,8 @@ _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "_scaled_mm": 0}
 """Matrix products of PyTorch, and the place of the left one among their arguments."""
 _GATHERED = {"word", "position", "dword", "dposition"}
 """Parameters of kernels that are tables, of which a row is touched for each id."""
+_READ_BACK = {("_add_norm_cast_forward", "q"), ("_add_norm_cast_backward", "q")}
+"""Parameters of kernels whose programs load only what they have just stored, 32 KiB at a time: from the cache."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ def traced(
     with ExitStack() as stack:
         for op in OPS.values():
             stack.enter_context(op.supposed(op.order("cuda")[0]))
-        stack.enter_context(patch.object(KernelInterface, "__getitem__", lambda kernel, grid: tracer.launcher(kernel, grid)))
+        stack.enter_context(
+            patch.object(KernelInterface, "__getitem__", lambda kernel, grid: tracer.launcher(kernel, grid))
+        )
         stack.enter_context(patch.object(norm_rows, "multiprocessors", lambda _device: multiprocessors))
         stack.enter_context(tracer)
         lamb._chunks.cache_clear()
@@ -120,13 +124,14 @@ class _Tracer(TorchDispatchMode):
             rows = [len(value) for name, value in tensors.items() if name == "input_ids"]
             for name in _GATHERED & sizes.keys():
                 sizes[name] = min(sizes[name], rows[0] * tensors[name].shape[-1] * tensors[name].element_size())
+            own = kernel.fn.__name__
             self._observer(
                 Launch(
-                    kernel.fn.__name__,
+                    own,
                     self._operator,
                     {name: tuple(value.shape) for name, value in tensors.items()},
                     {name: value.dtype for name, value in tensors.items()},
-                    sum(size for name, size in sizes.items() if name in loaded),
+                    sum(size for name, size in sizes.items() if name in loaded and (own, name) not in _READ_BACK),
                     sum(size for name, size in sizes.items() if name in stored),
                 )
             )

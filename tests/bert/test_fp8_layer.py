@@ -1,0 +1,123 @@
+"""Fused FP8 layers are the layers that they stand for, bit for bit."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bert.configuration.config import ModelConfig
+from bert.fp8 import Fp8State, enable_fp8
+from bert.fp8_layer import fuse_layers
+from bert.model import BertForPreTraining
+from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.synthetic import synthetic_samples
+from kernels import OPS
+from tests.bert.small_models import drawn_model, gradients, mean_loss
+
+CONFIG = ModelConfig(4, 64, 2, 128, 128, 32, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.04)
+DROPPING = replace(CONFIG, hidden_dropout=0.1, attention_dropout=0.1)
+Found = tuple[float, dict[str, Tensor], Tensor]
+
+
+def small_batch() -> Batch:
+    return batch_of(synthetic_samples(np.array([9, 31, 17, 26, 32, 8]), CONFIG.vocab_size, 0))
+
+
+@contextmanager
+def definitions(*besides: str) -> Iterator[None]:
+    """Let every FP8 op, and those named, be computed by its definition."""
+    with ExitStack() as stack:
+        for name in OPS:
+            if "fp8" in name or name in ("scaled_matmul", *besides):
+                stack.enter_context(OPS[name].using("reference"))
+        yield
+
+
+def made(config: ModelConfig, fused: bool, **how: Any) -> tuple[BertForPreTraining, Fp8State]:
+    model = drawn_model(config, 1)
+    state = enable_fp8(model)
+    if fused:
+        fuse_layers(model, state, **how)
+    return model, state
+
+
+def trained(config: ModelConfig, batch: Batch, autocast: bool, fused: bool, **how: Any) -> Found:
+    """Loss, gradients and magnitudes of a pass, with scales that other passes found."""
+    model, state = made(config, fused, **how)
+    model.seed_dropout(3)
+
+    def forward_backward() -> float:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            loss = mean_loss(model, batch)
+        loss.backward()
+        return loss.item()
+
+    state.calibrate_(forward_backward)
+    model.zero_grad()
+    return forward_backward(), gradients(model), state.amax_S.clone()
+
+
+def assert_same(found: Found, expected: Found) -> None:
+    assert found[0] == expected[0]
+    assert torch.equal(found[2], expected[2])
+    for name, gradient in expected[1].items():
+        assert torch.equal(found[1][name], gradient), name
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("casts_between_layers", [False, True])
+def test_losses_gradients_and_magnitudes_are_those_of_separate_passes(
+    autocast: bool, casts_between_layers: bool
+) -> None:
+    """With PyTorch's attention, which makes no casts, as on every CPU."""
+    batch = small_batch()
+    with definitions():
+        plain = trained(CONFIG, batch, autocast, fused=False)
+        assert_same(trained(CONFIG, batch, autocast, fused=True, casts_between_layers=casts_between_layers), plain)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_that_makes_casts_changes_nothing_and_drops_the_same(autocast: bool) -> None:
+    batch = small_batch()
+    with definitions("varlen_self_attention", "varlen_attention", "dropout_add_layer_norm", "embedding_layer_norm"):
+        plain = trained(DROPPING, batch, autocast, fused=False)
+        assert_same(trained(DROPPING, batch, autocast, fused=True), plain)
+
+
+def test_evaluation_is_that_of_separate_passes_and_leaves_the_state_alone() -> None:
+    batch = small_batch()
+    losses = []
+    with definitions():
+        for fused in (False, True):
+            model, state = made(CONFIG, fused)
+            before = state.amax_S.clone()
+            with torch.inference_mode():
+                losses.append(mean_loss(model.eval(), batch).item())
+            assert torch.equal(state.amax_S, before)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("attention", ["pytorch", "reference"])
+def test_a_backward_pass_after_the_update_is_refused(attention: str) -> None:
+    batch = small_batch()
+    with definitions(), OPS["varlen_self_attention"].using(attention):
+        model, state = made(CONFIG, fused=True)
+        loss = mean_loss(model, batch)
+        state.update_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_an_attention_that_makes_no_casts_is_still_offered_for_measuring() -> None:
+    batch = small_batch()
+    seen: list[str] = []
+    op = OPS["varlen_self_attention"]
+    with definitions("varlen_self_attention"), op.observed(lambda op, _args, _kwargs: seen.append(op.name)):
+        model, _ = made(CONFIG, fused=True)
+        mean_loss(model, batch)
+    assert set(seen) == {"varlen_self_attention"}
