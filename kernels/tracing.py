@@ -71,7 +71,9 @@ def traced(
     with ExitStack() as stack:
         for op in OPS.values():
             stack.enter_context(op.supposed(op.order("cuda")[0]))
-        stack.enter_context(patch.object(KernelInterface, "__getitem__", lambda kernel, grid: tracer.launcher(kernel, grid)))
+        stack.enter_context(
+            patch.object(KernelInterface, "__getitem__", lambda kernel, grid: tracer.launcher(kernel, grid))
+        )
         stack.enter_context(patch.object(norm_rows, "multiprocessors", lambda _device: multiprocessors))
         stack.enter_context(tracer)
         lamb._chunks.cache_clear()

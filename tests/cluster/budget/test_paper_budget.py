@@ -11,7 +11,7 @@ import pytest
 from cluster.budget import paper
 from cluster.budget.paper import TABLE, Budget, Row, paper_budget
 from cluster.devices import device_named, devices
-from tests.cluster.budget.three_layers import SEQUENCES, launches
+from tests.cluster.budget.five_layers import SEQUENCES, launches
 from tests.cluster.conftest import Command
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -20,7 +20,7 @@ FP8_TFLOPS = H100.fp8_tflops or 0.0
 
 
 @pytest.fixture(autouse=True)
-def three_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def five_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paper, "step_launches", launches)
 
 
