@@ -55,3 +55,9 @@ def test_the_update_is_lamb_and_its_bytes_are_those_of_the_parameters() -> None:
     steps = [each.launch for each in update if each.launch.kernel == "apply_kernel"]
     [parameters] = steps[0].shapes["parameters"]
     assert 30 < sum(each.bytes for each in update) / parameters < 52
+
+
+def test_without_triton_there_is_nothing_to_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(ValueError, match="triton is not installed"):
+        launches("bf16", sequences=3)
