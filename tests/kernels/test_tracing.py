@@ -28,10 +28,7 @@ def test_accesses_of_every_kernel_are_read_off_its_source() -> None:
             "dposition dword partials",
         ),
         loss._kernel: ("bias labels logits", "correct logits losses"),
-        lamb_passes.apply_kernel: (
-            "learning_rate norm parameters places squares table update",
-            "parameters",
-        ),
+        lamb_passes.apply_kernel: ("learning_rate norm parameters squares table update", "parameters"),
         attention_passes.attention_forward: (
             "cu_seqlens_k cu_seqlens_q key query state value",
             "kept lse output",

@@ -1,9 +1,9 @@
-"""BERT-Large with three layers: two inner ones, which are equal, and the last; a step of it is traced in a second."""
+"""BERT-Large with five layers, of which a step is traced in two seconds: first, two equal ones, last inner one, and last."""
 
 from bert.configuration.config import ModelConfig
 from cluster.budget.launches import StepLaunch, step_launches
 
-MODEL = ModelConfig(num_hidden_layers=3)
+MODEL = ModelConfig(num_hidden_layers=5)
 SEQUENCES = 64
 MULTIPROCESSORS = 132
 
