@@ -105,8 +105,11 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
     use_fast_accum: bool = False,
+    out_MN: Tensor | None = None,
 ) -> Tensor:
     """``(a * inverse_a) @ (b * inverse_b).T``, accumulated in fp32, plus the bias: [M, N] in ``out_dtype``.
+
+    It is written to ``out_MN`` where one is given, of that type and contiguous.
 
     a and b are E4M3 or E5M2, not both E5M2, and the inverses are 1 / scale. N and K are multiples of 16. The bias may have
     any floating-point type and counts as rounded to ``out_dtype``. With ``use_fast_accum`` an implementation may leave the
@@ -115,7 +118,9 @@ def scaled_matmul(
     del use_fast_accum
     with torch.autocast(a_MK.device.type, enabled=False):
         product_MN = (a_MK.float() * inverse_a) @ (b_NK.float() * inverse_b).t()
-        return (product_MN if bias_N is None else product_MN + bias_N.detach().to(out_dtype)).to(out_dtype)
+        if bias_N is not None:
+            product_MN = product_MN + bias_N.detach().to(out_dtype)
+        return product_MN.to(out_dtype) if out_MN is None else out_MN.copy_(product_MN)
 
 
 def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:

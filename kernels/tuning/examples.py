@@ -104,6 +104,17 @@ def _dense_gelu(make: _Maker) -> tuple[Any, ...]:
     )
 
 
+def _bias_gelu(make: _Maker) -> tuple[Any, ...]:
+    return make.values(make.tokens, make.size.intermediate), make.values(make.size.intermediate)
+
+
+def _accumulate_weight_gradient(make: _Maker) -> tuple[Any, ...]:
+    """That of the feed-forward half's first product."""
+    size = make.size
+    operands = _detached(make, (make.tokens, size.intermediate), (make.tokens, size.hidden))
+    return torch.zeros(size.intermediate, size.hidden, device=make.device), *operands
+
+
 def _embedding_layer_norm(make: _Maker) -> tuple[Any, ...]:
     rows = (make.size.vocabulary, make.size.max_seqlen, 2)
     ids = make.ids(make.size.vocabulary, make.tokens), make.positions(), make.ids(2, make.tokens)
@@ -159,7 +170,8 @@ def _scale_and_amax(make: _Maker) -> tuple[Tensor, Tensor]:
 def _lamb_step(make: _Maker) -> Arguments:
     args, kwargs = _lamb_directions(make)
     del kwargs["norm"]
-    return args, kwargs | {"learning_rate": torch.full((), 1e-3, device=make.device)}
+    rate, copies = torch.full((), 1e-3, device=make.device), args[0].bfloat16()
+    return args, kwargs | {"learning_rate": rate, "copies_P": copies}
 
 
 def _lamb_directions(make: _Maker) -> Arguments:
@@ -195,6 +207,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "varlen_self_attention": _varlen_self_attention,
     "dropout_add_layer_norm": _dropout_add_layer_norm,
     "dense_gelu": _dense_gelu,
+    "bias_gelu": _bias_gelu,
+    "accumulate_weight_gradient": _accumulate_weight_gradient,
     "embedding_layer_norm": _embedding_layer_norm,
     "masked_lm_loss": _masked_lm_loss,
     "cast_fp8": _cast_fp8,
