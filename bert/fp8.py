@@ -34,6 +34,7 @@ from kernels import (
     bias_gelu_cast_fp8,
     cast_fp8,
     cast_transpose_fp8,
+    cast_transpose_into_fp8,
     cast_transpose_sum_fp8,
     compute_dtype,
     new_scales,
@@ -71,9 +72,8 @@ class Fp8Dense:
 
     def refresh_(self) -> None:
         """Cast the weight as it is now."""
-        weight_NK, weight_KN = cast_transpose_fp8(self.dense.weight.detach(), self.weight.scale, self.weight.amax, E4M3)
-        self.weight_NK.copy_(weight_NK)
-        self.weight_KN.copy_(weight_KN)
+        weight_NK, site = self.dense.weight.detach(), self.weight
+        cast_transpose_into_fp8(weight_NK, site.scale, site.amax, self.weight_NK, self.weight_KN)
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """[T, N] of the quantized input."""
@@ -85,8 +85,8 @@ class Fp8Dense:
         inverses = self.gradient.inverse, self.weight.inverse
         return scaled_matmul(gradient_TN, self.weight_KN, *inverses, dtype, use_fast_accum=True)
 
-    def add_weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor | None:
-        """Add [N, K] of the quantized and transposed gradient and input in fp32; what autograd is to be told of it.
+    def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor | None:
+        """Add fp32 [N, K] of the quantized and transposed gradient and input; what autograd is to be told of it.
 
         A sum over all tokens, whose terms cancel: in the tensor cores alone it would lose a part of what FP8 leaves of it.
         """
@@ -247,7 +247,7 @@ class _Product(torch.autograd.Function):
             )
         else:
             gradient_TN, gradient_NT = cast_transpose_fp8(output_gradient_TN, site.scale, site.amax, E5M2)
-        weight_gradient_NK = fp8.add_weight_gradient(gradient_NT, input_KT)
+        weight_gradient_NK = fp8.weight_gradient(gradient_NT, input_KT)
         return fp8.input_gradient(gradient_TN, ctx.dtype), weight_gradient_NK, bias_gradient_N, None, None
 
 
@@ -284,12 +284,12 @@ class _FeedForward(torch.autograd.Function):
         gradient_TD, gradient_DT = cast_transpose_fp8(
             output_gradient_TD, narrow.gradient.scale, narrow.gradient.amax, E5M2
         )
-        narrow_weight_gradient_DF = narrow.add_weight_gradient(gradient_DT, wide_FT)
+        narrow_weight_gradient_DF = narrow.weight_gradient(gradient_DT, wide_FT)
         wide_gradient_TF = narrow.input_gradient(gradient_TD, product_TF.dtype)
         gradient_TF, gradient_FT, bias_gradient_F = bias_gelu_backward_cast_fp8(
             wide_gradient_TF, product_TF, bias_F, wide.gradient.scale, wide.gradient.amax
         )
-        wide_weight_gradient_FD = wide.add_weight_gradient(gradient_FT, input_DT)
+        wide_weight_gradient_FD = wide.weight_gradient(gradient_FT, input_DT)
         input_gradient_TD = wide.input_gradient(gradient_TF, ctx.dtype)
         return input_gradient_TD, wide_weight_gradient_FD, bias_gradient_F, narrow_weight_gradient_DF, None, None, None
 

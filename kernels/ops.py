@@ -67,6 +67,7 @@ lamb_apply = _op(lamb.lamb_apply, "kernels.triton.lamb")
 sum_of_squares = _op(lamb.sum_of_squares, "kernels.triton.squares")
 cast_fp8 = _op(fp8.cast_fp8, "kernels.triton.fp8")
 cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton.fp8")
+cast_transpose_into_fp8 = _op(fp8.cast_transpose_into_fp8, "kernels.triton.fp8")
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
 bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
 bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
@@ -120,6 +121,7 @@ __all__ = [
     "captured",
     "cast_fp8",
     "cast_transpose_fp8",
+    "cast_transpose_into_fp8",
     "cast_transpose_sum_fp8",
     "choose",
     "compute_dtype",

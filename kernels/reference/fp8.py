@@ -72,6 +72,12 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
     return q_RC, F.pad(q_RC.t(), (0, padded(rows) - rows)).contiguous()
 
 
+def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
+    """``cast_transpose_fp8`` into tensors that are there, in whose type; both are contiguous."""
+    for kept, cast in zip((q_RC, q_CR), cast_transpose_fp8(x_RC, scale, amax, q_RC.dtype), strict=True):
+        kept.copy_(cast)
+
+
 def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

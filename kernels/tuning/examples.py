@@ -136,6 +136,13 @@ def _cast_fp8(make: _Maker) -> tuple[Any, ...]:
     return *_detached(make, (make.tokens, make.size.hidden)), *_scale_and_amax(make), E4M3
 
 
+def _cast_transpose_into_fp8(make: _Maker) -> tuple[Any, ...]:
+    """A weight, in fp32 whatever the dtype."""
+    wide, narrow = make.size.intermediate, make.size.hidden
+    casts = (torch.zeros(shape, dtype=E4M3, device=make.device) for shape in ((wide, narrow), (narrow, wide)))
+    return *(weight.float() for weight in _detached(make, (wide, narrow))), *_scale_and_amax(make), *casts
+
+
 def _cast_transpose_sum_fp8(make: _Maker) -> tuple[Any, ...]:
     """The gradient of query, key and value."""
     return *_detached(make, (make.tokens, 3 * make.size.hidden)), *_scale_and_amax(make), E5M2
@@ -213,6 +220,7 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "masked_lm_loss": _masked_lm_loss,
     "cast_fp8": _cast_fp8,
     "cast_transpose_fp8": _cast_fp8,
+    "cast_transpose_into_fp8": _cast_transpose_into_fp8,
     "cast_transpose_sum_fp8": _cast_transpose_sum_fp8,
     "bias_gelu_cast_fp8": _bias_gelu_cast_fp8,
     "bias_gelu_backward_cast_fp8": _bias_gelu_backward_cast_fp8,

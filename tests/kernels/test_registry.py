@@ -240,7 +240,7 @@ def test_the_table_of_implementations(capsys: pytest.CaptureFixture[str]):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[0] != " "] == ["op", *OPS]
     taken = [line.removesuffix("usable").split()[-2] for line in lines if "<-" in line]
-    fp8 = ["reference"] * 6
+    fp8 = ["reference"] * 7
     assert taken == ["pytorch"] * 3 + ["reference"] * 2 + ["pytorch", *["reference"] * 6, *fp8]
     assert any("flash_attn is not installed" in line or "expected a GPU" in line for line in lines)
     if not torch.cuda.is_available():

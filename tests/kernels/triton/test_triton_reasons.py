@@ -63,6 +63,8 @@ def elsewhere(tensor: Tensor) -> Tensor:
         ("masked_lm_loss", {4: lambda _: 0}, "ignore_index of 0"),
         ("cast_fp8", {1: Tensor.double}, "float64"),
         ("cast_fp8", {0: lambda x: x[:, :8]}, "multiple of 16"),
+        ("cast_transpose_into_fp8", {4: lambda x: x[:, :16]}, "casts of"),
+        ("cast_transpose_into_fp8", {3: lambda x: x.view(torch.uint8)}, "not of one FP8 type"),
         ("sum_of_squares", {0: Tensor.double}, "float64"),
         ("sum_of_squares", {0: lambda x: x[::2]}, "contiguous"),
         ("lamb_step", {3: lambda _: LambSegments((3, 1), (True, True))}, "segments of 4 elements for"),
