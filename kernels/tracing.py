@@ -104,7 +104,8 @@ class _Tracer(TorchDispatchMode):
                     return own._init_fn(*args, **kwargs)
             finally:
                 self._operator = before
-        result = func(*args, **kwargs)
+        # For results that are there it has no stand-in, and PyTorch would multiply zeros for seconds.
+        result = kwargs["out"] if func is torch.ops.aten._scaled_mm.out else func(*args, **kwargs)
         launch = _of_pytorch(func, args, kwargs, result, self._operator)
         if launch is not None:
             self._observer(launch)

@@ -1,6 +1,7 @@
 # pyright: reportArgumentType=false, reportCallIssue=false
 """Triton's layer norms with casts under the interpreter: numbers against the definitions in float64, casts bit for bit."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def forward(module: Any, given: dict[str, Tensor], dropout: Dropout | None, *sit
 
 
 def backward(
-    module: Any, given: dict[str, Tensor | None], statistics: Tensor, dropout: Dropout | None, *site: Tensor
+    module: Any, given: Mapping[str, Tensor | None], statistics: Tensor, dropout: Dropout | None, *site: Tensor
 ) -> tuple[Tensor, ...]:
     names = "dy", "shortcut_dy", "x", "bias", "residual", "weight"
     tensors = (given[name] for name in names)
@@ -121,12 +122,11 @@ def test_backward_is_the_plain_kernels_with_a_sum_before_and_a_cast_behind(
 ) -> None:
     """In fp32, where the interpreter rounds as PyTorch does; bit for bit but for sums over rows by other programs."""
     given = inputs(45, 48, HIGH)
-    if not shortcut:
-        given["shortcut_dy"] = None
+    dy = given["dy"] + given["shortcut_dy"] if shortcut else given["dy"]
     rows = given["x"], given["bias"], given["residual"], given["weight"]
     statistics = forward(layer_norm_fp8, given, dropout, None, None)[1]
-    q, transposed, *found = backward(layer_norm_fp8, given, statistics, dropout, *site(64.0))
-    dy = given["dy"] + given["shortcut_dy"] if shortcut else given["dy"]
+    both: dict[str, Tensor | None] = {**given} if shortcut else {**given, "shortcut_dy": None}
+    q, transposed, *found = backward(layer_norm_fp8, both, statistics, dropout, *site(64.0))
     dx, dresidual, vectors = layer_norm._add_norm_gradients(dy, *rows, statistics, *dropout_scalars(dropout))
     casts = cast_transpose_fp8(dx if len(dx) else dresidual, *site(64.0), E5M2)
     assert all(torch.equal(bits(one), bits(cast)) for one, cast in zip((q, transposed), casts, strict=True))
