@@ -26,9 +26,9 @@ from kernels import (
     Dropout,
     add_norm_backward_cast_fp8,
     add_norm_cast_fp8,
+    attention_backward_cast_fp8,
+    attention_cast_fp8,
     compute_dtype,
-    self_attention_backward_cast_fp8,
-    self_attention_cast_fp8,
     varlen_self_attention,
 )
 
@@ -103,7 +103,7 @@ class _SelfAttention:
         shape = tokens, 3, self.heads, width // self.heads
         stand_in = input_TD.new_empty(shape, dtype=compute_dtype(input_TD)).requires_grad_()
         chosen = varlen_self_attention.decided(stand_in, self.cu_seqlens, self.max_seqlen, self.dropout)
-        return chosen.name in self_attention_cast_fp8.implementations
+        return chosen.name in attention_cast_fp8.implementations
 
 
 class _ProductAttention(torch.autograd.Function):
@@ -123,7 +123,7 @@ class _ProductAttention(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
         qkv_T3HE = fp8.product(quantized_TD, dtype, bias_N).unflatten(-1, (3, attention.heads, -1))
-        context_THE, context_TD, context_DT, *others = self_attention_cast_fp8(
+        context_THE, context_TD, context_DT, *others = attention_cast_fp8(
             qkv_T3HE, attention.cu_seqlens, attention.max_seqlen, attention.dropout, reader.scale, reader.amax
         )
         ctx.fp8, ctx.attention, ctx.dtype = fp8, attention, x_TD.dtype
@@ -138,7 +138,7 @@ class _ProductAttention(torch.autograd.Function):
         fp8: Fp8Dense = ctx.fp8
         attention: _SelfAttention = ctx.attention
         qkv_T3HE, context_THE, lse_HT, kept, input_DT, _ = ctx.saved_tensors
-        quantized_TN, quantized_NT, bias_gradient_N = self_attention_backward_cast_fp8(
+        quantized_TN, quantized_NT, bias_gradient_N = attention_backward_cast_fp8(
             gradient_TD.view_as(context_THE),
             qkv_T3HE,
             attention.cu_seqlens,

@@ -71,9 +71,9 @@ cast_transpose_into_fp8 = _op(fp8.cast_transpose_into_fp8, "kernels.triton.fp8")
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
 bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
 bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
-self_attention_cast_fp8 = _op(attention_fp8.self_attention_cast_fp8, "kernels.triton.attention_fp8", capturable=False)
-self_attention_backward_cast_fp8 = _op(
-    attention_fp8.self_attention_backward_cast_fp8, "kernels.triton.attention_fp8", capturable=False
+attention_cast_fp8 = _op(attention_fp8.attention_cast_fp8, "kernels.triton.attention_fp8", capturable=False)
+attention_backward_cast_fp8 = _op(
+    attention_fp8.attention_backward_cast_fp8, "kernels.triton.attention_fp8", capturable=False
 )
 add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, "kernels.triton.layer_norm_fp8")
 add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, "kernels.triton.layer_norm_fp8")
@@ -123,6 +123,8 @@ __all__ = [
     "accumulate_weight_gradient",
     "add_norm_backward_cast_fp8",
     "add_norm_cast_fp8",
+    "attention_backward_cast_fp8",
+    "attention_cast_fp8",
     "bias_gelu",
     "bias_gelu_backward_cast_fp8",
     "bias_gelu_cast_fp8",
@@ -144,8 +146,6 @@ __all__ = [
     "masked_lm_loss",
     "new_scales",
     "scaled_matmul",
-    "self_attention_backward_cast_fp8",
-    "self_attention_cast_fp8",
     "sum_of_squares",
     "varlen_attention",
     "varlen_self_attention",

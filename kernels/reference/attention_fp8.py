@@ -12,7 +12,7 @@ from kernels.reference.ops import varlen_self_attention
 from kernels.reference.random import Dropout
 
 
-def self_attention_cast_fp8(
+def attention_cast_fp8(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """``varlen_self_attention`` [T, H, E], the same in E4M3 [T, HE] and transposed [HE, padded(T)], and two tensors.
@@ -24,7 +24,7 @@ def self_attention_cast_fp8(
     return context_THE, *casts, context_THE.new_empty(0), context_THE.new_empty(0)
 
 
-def self_attention_backward_cast_fp8(
+def attention_backward_cast_fp8(
     gradient_THE: Tensor,
     qkv_T3HE: Tensor,
     cu_seqlens: Tensor,

@@ -8,7 +8,7 @@ so that nothing is added atomically and every result is the same at every run.
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -72,6 +72,10 @@ class Casts:
         )
         return first, others
 
+
+NARROW: dict[int, int] = dict.fromkeys((16, 32), 184)
+"""Registers that a thread may have where the forward kernel makes casts, by head size: left alone, a B200's takes fewer and
+spills."""
 
 # By the compute capability that they are chosen from. None was measured: they spill no registers, and of what does not
 # spill they let the most warps be on a multiprocessor, in several blocks. Sequences are short, so blocks are small too.
@@ -267,6 +271,8 @@ def launch_forward(
     drawn = state is not None
     kept = torch.empty(_kept_shape(heads, queries, max_seqlen, drawn), dtype=torch.int16, device=output.device)
     launch, strides = _launch("forward", output), [x.stride(0) for x in qkv]
+    if casts is not None and head_size in NARROW:
+        launch = replace(launch, max_registers=NARROW[head_size])
     threshold = 0 if state is None else Dropout(p, state, stream).threshold
     numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
     constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
 
-@torch.library.custom_op("mlperf_bert::self_attention_cast_fp8", mutates_args=("amax",))
+@torch.library.custom_op("mlperf_bert::attention_cast_fp8", mutates_args=("amax",))
 def _forward(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -45,7 +45,7 @@ def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *
     return query.new_empty(query.shape), *fp8_pair(query.flatten(1), E4M3), *saved
 
 
-@torch.library.custom_op("mlperf_bert::self_attention_backward_cast_fp8", mutates_args=("amax",))
+@torch.library.custom_op("mlperf_bert::attention_backward_cast_fp8", mutates_args=("amax",))
 def _backward(
     gradient: Tensor,
     qkv: Tensor,
@@ -75,7 +75,7 @@ def _(_gradient: Tensor, qkv: Tensor, *_: object) -> tuple[Tensor, Tensor, Tenso
     return *fp8_pair(columns, E5M2), columns.new_empty(columns.shape[1], dtype=torch.float32)
 
 
-def self_attention_cast_fp8(
+def attention_cast_fp8(
     qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, scale: Tensor, amax: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the output, its casts [T, HE] and [HE, padded(T)], logarithms of sums, and what dropout kept."""
@@ -83,7 +83,7 @@ def self_attention_cast_fp8(
     return _forward(qkv_T3HE, cu_seqlens, max_seqlen, state, p, stream, scale, amax)
 
 
-def self_attention_backward_cast_fp8(
+def attention_backward_cast_fp8(
     gradient_THE: Tensor,
     qkv_T3HE: Tensor,
     cu_seqlens: Tensor,
@@ -101,7 +101,7 @@ def self_attention_backward_cast_fp8(
     return _backward(gradient_THE, qkv_T3HE, cu_seqlens, *forward, max_seqlen, p, scale, amax)
 
 
-def self_attention_cast_fp8_unsupported_reasons(
+def attention_cast_fp8_unsupported_reasons(
     qkv_T3HE: Tensor,
     cu_seqlens: Tensor,
     max_seqlen: int,
@@ -116,7 +116,7 @@ def self_attention_cast_fp8_unsupported_reasons(
     return reasons + capability_reasons(qkv_T3HE.device)
 
 
-def self_attention_backward_cast_fp8_unsupported_reasons(
+def attention_backward_cast_fp8_unsupported_reasons(
     gradient_THE: Tensor,  # noqa: ARG001
     qkv_T3HE: Tensor,
     cu_seqlens: Tensor,
@@ -130,7 +130,7 @@ def self_attention_backward_cast_fp8_unsupported_reasons(
 ) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty where they can."""
     reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
-    return reasons + self_attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout, scale, amax)
+    return reasons + attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout, scale, amax)
 
 
 def configurations() -> "list[Configuration]":
@@ -149,5 +149,7 @@ def configurations() -> "list[Configuration]":
         signature = {
             name: "constexpr" if name in constexprs else types.get(name, kind) for name, kind in plain.signature.items()
         }
-        found.append(replace(plain, name=f"{plain.name}, casts", signature=signature, constexprs=constexprs))
+        narrow = attention.NARROW.get(int(str(constexprs["HEAD_SIZE"]))) if dtype == E4M3 else None
+        fused = replace(plain, name=f"{plain.name}, casts", signature=signature, constexprs=constexprs)
+        found.append(replace(fused, max_registers=narrow or plain.max_registers))
     return found

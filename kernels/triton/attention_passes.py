@@ -276,13 +276,13 @@ def attention_forward(
     context /= total[:, None]
     tl.store(lse + head.to(tl.int64) * queries + start_q + rows, maximum * SCORE_SCALE + tl.log2(total), mask=valid_q)
     context = context.to(output.dtype.element_ty)
+    output += start_q.to(tl.int64) * STRIDE
+    _store_rows(output, context, rows, length_q, STRIDE, HEAD_SIZE)
     if cast is not None:
         value = context.to(tl.float32)
         cast_rows(
             value, scale, amax, cast, transposed, None, start_q, rows, length_q, queries, STRIDE, HEAD_SIZE, LARGEST
         )
-    output += start_q.to(tl.int64) * STRIDE
-    _store_rows(output, context, rows, length_q, STRIDE, HEAD_SIZE)
 
 
 @triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=SCALARS)

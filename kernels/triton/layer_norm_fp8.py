@@ -47,7 +47,7 @@ WARPS = 16
 """As in ``kernels.triton.layer_norm``: four fewer, each with four rows on their way in place of three."""
 
 _GROUP = 32
-_COLUMNS = 64
+_COLUMNS = 32
 """Of what is transposed at a time."""
 
 

@@ -158,12 +158,12 @@ def _bias_gelu_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
     return *_detached(make, wide, wide, wide[1:]), *_scale_and_amax(make)
 
 
-def _self_attention_cast_fp8(make: _Maker) -> tuple[Any, ...]:
+def _attention_cast_fp8(make: _Maker) -> tuple[Any, ...]:
     qkv, *others = _varlen_self_attention(make)
     return qkv.detach(), *others, *_scale_and_amax(make)
 
 
-def _self_attention_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
+def _attention_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
     """Without dropout: what it kept would be the forward pass's."""
     size = make.size
     qkv, cu_seqlens, max_seqlen, _ = _varlen_self_attention(make)
@@ -251,8 +251,8 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "cast_transpose_sum_fp8": _cast_transpose_sum_fp8,
     "bias_gelu_cast_fp8": _bias_gelu_cast_fp8,
     "bias_gelu_backward_cast_fp8": _bias_gelu_backward_cast_fp8,
-    "self_attention_cast_fp8": _self_attention_cast_fp8,
-    "self_attention_backward_cast_fp8": _self_attention_backward_cast_fp8,
+    "attention_cast_fp8": _attention_cast_fp8,
+    "attention_backward_cast_fp8": _attention_backward_cast_fp8,
     "add_norm_cast_fp8": _add_norm_cast_fp8,
     "add_norm_backward_cast_fp8": _add_norm_backward_cast_fp8,
     "scaled_matmul": _scaled_matmul,

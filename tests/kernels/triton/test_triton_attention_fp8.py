@@ -51,7 +51,7 @@ def test_both_passes_are_the_plain_ones_with_casts_behind(
     state, p, stream = attention.dropout_arguments(dropout)
     expected, *saved = attention._self_attention(qkv, bounds, longest, state, p, stream)
     (scale, amax), (_, expected_amax) = site(16.0), site(16.0)
-    context, *casts, lse, kept = attention_fp8.self_attention_cast_fp8(qkv, bounds, longest, dropout, scale, amax)
+    context, *casts, lse, kept = attention_fp8.attention_cast_fp8(qkv, bounds, longest, dropout, scale, amax)
     assert all(torch.equal(x, y) for x, y in zip((context, kept), (expected, saved[1]), strict=True))
     owned = slice(None, sum(lengths))
     assert torch.equal(lse[:, owned], saved[0][:, owned])
@@ -60,7 +60,7 @@ def test_both_passes_are_the_plain_ones_with_casts_behind(
 
     arguments = upstream, qkv, bounds, context, lse, kept, longest
     (scale, amax), (_, expected_amax) = site(64.0), site(64.0)
-    *casts, sums = attention_fp8.self_attention_backward_cast_fp8(*arguments, dropout, scale, amax)
+    *casts, sums = attention_fp8.attention_backward_cast_fp8(*arguments, dropout, scale, amax)
     gradient = attention._self_attention_backward(*arguments, p)
     *expected_casts, expected_sums = cast_transpose_sum_fp8(gradient.flatten(1), scale, expected_amax, E5M2)
     assert same_bits(casts, expected_casts)
@@ -76,9 +76,9 @@ def test_they_are_near_the_definition(
     upstream, qkv, bounds, longest = inputs(lengths, rest, dtype)
     found, expected = [], []
     for module, results in ((attention_fp8, found), (reference, expected)):
-        context, *casts, lse, kept = module.self_attention_cast_fp8(qkv, bounds, longest, dropout, *site(16.0))
+        context, *casts, lse, kept = module.attention_cast_fp8(qkv, bounds, longest, dropout, *site(16.0))
         arguments = upstream, qkv, bounds, context, lse, kept, longest, dropout
-        results += [*casts, *module.self_attention_backward_cast_fp8(*arguments, *site(64.0))]
+        results += [*casts, *module.attention_backward_cast_fp8(*arguments, *site(64.0))]
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
     for one, other in zip(found, expected, strict=True):
         difference = (one.double() - other.double()).norm() / other.double().norm().clamp(min=1e-9)
@@ -88,16 +88,14 @@ def test_they_are_near_the_definition(
 def test_amax_is_kept_and_seen_to_be_bad() -> None:
     upstream, qkv, bounds, longest = inputs([20, 3], 2, torch.float32)
     scale, amax = site(1.0, 50.0)
-    attention_fp8.self_attention_cast_fp8(qkv, bounds, longest, None, scale, amax)
+    attention_fp8.attention_cast_fp8(qkv, bounds, longest, None, scale, amax)
     assert amax == 50
     qkv[21, 2] = float("nan")
-    context, q, *_, lse, kept = attention_fp8.self_attention_cast_fp8(qkv, bounds, longest, None, scale, amax)
+    context, q, *_, lse, kept = attention_fp8.attention_cast_fp8(qkv, bounds, longest, None, scale, amax)
     assert amax.isnan()
     assert torch.equal(q.float().isnan(), context.flatten(1).isnan())
     scale, amax = site(1.0)
-    attention_fp8.self_attention_backward_cast_fp8(
-        upstream, qkv, bounds, context, lse, kept, longest, None, scale, amax
-    )
+    attention_fp8.attention_backward_cast_fp8(upstream, qkv, bounds, context, lse, kept, longest, None, scale, amax)
     assert amax.isnan()
 
 
@@ -108,19 +106,17 @@ def test_opcheck(dropout: Dropout | None) -> None:
     scalars, ops = attention.dropout_arguments(dropout), torch.ops.mlperf_bert
     only = {"test_utils": ("test_schema", "test_faketensor")}
     arguments = (qkv, bounds, longest, *scalars, *site(2.0))
-    torch.library.opcheck(ops.self_attention_cast_fp8.default, arguments, **only)
-    context, _, _, lse, kept = ops.self_attention_cast_fp8(*arguments)
+    torch.library.opcheck(ops.attention_cast_fp8.default, arguments, **only)
+    context, _, _, lse, kept = ops.attention_cast_fp8(*arguments)
     arguments = (upstream, qkv, bounds, context, lse, kept, longest, scalars[1], *site(2.0))
-    torch.library.opcheck(ops.self_attention_backward_cast_fp8.default, arguments, **only)
+    torch.library.opcheck(ops.attention_backward_cast_fp8.default, arguments, **only)
 
 
 def test_what_cannot_be_computed_says_why() -> None:
     upstream, qkv, bounds, longest = inputs([3], 0, torch.float64)
     kept = torch.empty(0)
     arguments = upstream, qkv, bounds, upstream, kept, kept, longest, None, *site(1.0)
-    reasons = attention_fp8.self_attention_backward_cast_fp8_unsupported_reasons(*arguments)
+    reasons = attention_fp8.attention_backward_cast_fp8_unsupported_reasons(*arguments)
     assert reasons[0] == "the forward pass was another implementation's"
-    assert reasons[1:] == attention_fp8.self_attention_cast_fp8_unsupported_reasons(
-        qkv, bounds, longest, None, *site(1.0)
-    )
+    assert reasons[1:] == attention_fp8.attention_cast_fp8_unsupported_reasons(qkv, bounds, longest, None, *site(1.0))
     assert "torch.float64" in reasons[1]
