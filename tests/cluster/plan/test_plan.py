@@ -23,6 +23,8 @@ from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def target() -> Target:
