@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -92,8 +93,6 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from torch._library.custom_ops import OPDEFS
-
         kwargs = kwargs or {}
         if (own := OPDEFS.get(func._schema.name)) is not None:
             before, self._operator = self._operator, own._qualname
@@ -119,9 +118,10 @@ class _Tracer(TorchDispatchMode):
             if "CHUNK" in options:  # of flat vectors, a chunk for each program
                 chunks = grid[0] * int(str(options["CHUNK"]))
                 sizes = {name: min(size, chunks * tensors[name].element_size()) for name, size in sizes.items()}
-            rows = [len(value) for name, value in tensors.items() if name == "input_ids"]
-            for name in _GATHERED & sizes.keys():
-                sizes[name] = min(sizes[name], rows[0] * tensors[name].shape[-1] * tensors[name].element_size())
+            if "input_ids" in tensors:
+                for name in _GATHERED & sizes.keys():
+                    row = tensors[name].shape[-1] * tensors[name].element_size()
+                    sizes[name] = min(sizes[name], len(tensors["input_ids"]) * row)
             self._observer(
                 Launch(
                     kernel.fn.__name__,
