@@ -118,10 +118,9 @@ class _Tracer(TorchDispatchMode):
             if "CHUNK" in options:  # of flat vectors, a chunk for each program
                 chunks = grid[0] * int(str(options["CHUNK"]))
                 sizes = {name: min(size, chunks * tensors[name].element_size()) for name, size in sizes.items()}
-            if "input_ids" in tensors:
-                for name in _GATHERED & sizes.keys():
-                    row = tensors[name].shape[-1] * tensors[name].element_size()
-                    sizes[name] = min(sizes[name], len(tensors["input_ids"]) * row)
+            rows = [len(value) for name, value in tensors.items() if name == "input_ids"]
+            for name in _GATHERED & sizes.keys():
+                sizes[name] = min(sizes[name], rows[0] * tensors[name].shape[-1] * tensors[name].element_size())
             self._observer(
                 Launch(
                     kernel.fn.__name__,
