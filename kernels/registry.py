@@ -82,6 +82,7 @@ class Op(Generic[Parameters, Returned]):
         self._said: set[str] = set()
         self._observer: Observer | None = None
         self._captured = self._recomputed = False
+        self._supposed: Implementation | None = None
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     @property
@@ -116,6 +117,8 @@ class Op(Generic[Parameters, Returned]):
         Raises:
             ValueError: the one asked for cannot compute them, or none can be captured; the message has the reasons.
         """
+        if self._supposed is not None:
+            return self._supposed
         if self._asked != AUTO:
             asked = self.implementations[self._asked]
             if reasons := self.unsupported_reasons(asked, *args, **kwargs):
@@ -200,6 +203,17 @@ class Op(Generic[Parameters, Returned]):
             yield
         finally:
             self._captured, self._recomputed = before
+
+    @contextmanager
+    def supposed(self, implementation: Implementation) -> Iterator[None]:
+        """Take ``implementation`` for the length of a block, and ask it nothing: for tensors that stand for a GPU's."""
+        self._supposed = implementation
+        self._chosen.clear()
+        try:
+            yield
+        finally:
+            self._supposed = None
+            self._chosen.clear()
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:

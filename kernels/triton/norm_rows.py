@@ -134,8 +134,12 @@ SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
 
 def backward_programs(device: torch.device, tokens: int, layout: Layout, warps: int) -> int:
     """Return how many programs share the rows."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, min(multiprocessors * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
+    return max(1, min(multiprocessors(device) * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a CPU counts as one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def forward_grid(tokens: int, layout: Layout) -> tuple[int]:

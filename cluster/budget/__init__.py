@@ -1,0 +1,1 @@
+"""Budget of a step on paper: its real launches, and what a device would take for each."""
