@@ -28,11 +28,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts
+from bert.weight_gradients import WeightGradients
 from kernels import (
     bias_gelu_backward_cast_fp8,
     bias_gelu_cast_fp8,
     cast_fp8,
     cast_transpose_fp8,
+    cast_transpose_into_fp8,
     cast_transpose_sum_fp8,
     compute_dtype,
     new_scales,
@@ -58,8 +60,9 @@ class Fp8Dense:
     The buffers keep their addresses, which captured graphs read.
     """
 
-    def __init__(self, dense: Dense, inputs: Site, weight: Site, gradient: Site) -> None:
+    def __init__(self, dense: Dense, inputs: Site, weight: Site, gradient: Site, sums: WeightGradients) -> None:
         self.dense = dense
+        self._sums = sums
         self.input = inputs
         self.weight = weight
         self.gradient = gradient
@@ -69,9 +72,8 @@ class Fp8Dense:
 
     def refresh_(self) -> None:
         """Cast the weight as it is now."""
-        weight_NK, weight_KN = cast_transpose_fp8(self.dense.weight.detach(), self.weight.scale, self.weight.amax, E4M3)
-        self.weight_NK.copy_(weight_NK)
-        self.weight_KN.copy_(weight_KN)
+        weight_NK, site = self.dense.weight.detach(), self.weight
+        cast_transpose_into_fp8(weight_NK, site.scale, site.amax, self.weight_NK, self.weight_KN)
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """[T, N] of the quantized input."""
@@ -83,13 +85,21 @@ class Fp8Dense:
         inverses = self.gradient.inverse, self.weight.inverse
         return scaled_matmul(gradient_TN, self.weight_KN, *inverses, dtype, use_fast_accum=True)
 
-    def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor:
-        """fp32 [N, K] of the quantized and transposed gradient and input.
+    def weight_gradient(self, gradient_NT: Tensor, input_KT: Tensor) -> Tensor | None:
+        """Add fp32 [N, K] of the quantized and transposed gradient and input; what autograd is to be told of it.
 
         A sum over all tokens, whose terms cancel: in the tensor cores alone it would lose a part of what FP8 leaves of it.
         """
-        inverses = self.gradient.inverse, self.input.inverse
-        return scaled_matmul(gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False)
+
+        def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
+            inverses = self.gradient.inverse, self.input.inverse
+            written_NK = sum_NK if overwrite else None  # PyTorch's scaled product adds to nothing but a bias
+            product_NK = scaled_matmul(
+                gradient_NT, input_KT, *inverses, torch.float32, use_fast_accum=False, out_MN=written_NK
+            )
+            return product_NK if overwrite or sum_NK is None else sum_NK.add_(product_NK)
+
+        return self._sums.add(self.dense.weight, add)
 
 
 class Fp8State:
@@ -107,7 +117,11 @@ class Fp8State:
     """fp32, the largest magnitude since the last update; of a weight, at its last cast."""
 
     def __init__(
-        self, denses: Iterable[Dense], device: torch.device, agree_: Callable[[Tensor], None] = lambda _: None
+        self,
+        denses: Iterable[Dense],
+        device: torch.device,
+        agree_: Callable[[Tensor], None] = lambda _: None,
+        gradients: WeightGradients | None = None,
     ) -> None:
         """``agree_`` leaves the largest of all magnitudes where several ranks have parts of a tensor."""
         denses = list(denses)
@@ -119,7 +133,8 @@ class Fp8State:
         self.amax_S = torch.zeros_like(self._largest_S)
         vectors = self.scale_S, self.inverse_S, self.amax_S
         sites = [Site(*(vector.select(0, at) for vector in vectors)) for at in range(len(self.scale_S))]
-        self.denses = [Fp8Dense(dense, *sites[3 * at : 3 * at + 3]) for at, dense in enumerate(denses)]
+        sums = gradients or WeightGradients()
+        self.denses = [Fp8Dense(dense, *sites[3 * at : 3 * at + 3], sums=sums) for at, dense in enumerate(denses)]
 
     def update_(self) -> None:
         """Update scales from what the last step has seen, and FP8 weights to what the optimizer left."""
@@ -279,15 +294,22 @@ class _FeedForward(torch.autograd.Function):
         return input_gradient_TD, wide_weight_gradient_FD, bias_gradient_F, narrow_weight_gradient_DF, None, None, None
 
 
-def enable_fp8(model: BertForPreTraining, agree_: Callable[[Tensor], None] = lambda _: None) -> Fp8State:
+def enable_fp8(
+    model: BertForPreTraining,
+    agree_: Callable[[Tensor], None] = lambda _: None,
+    gradients: WeightGradients | None = None,
+) -> Fp8State:
     """Let the encoder compute in FP8, on the device where its parameters are; ``agree_`` as of ``Fp8State``.
+
+    Weight gradients are added by ``gradients``.
 
     The state reads parameters when it casts them: they may move into flat buffers afterwards. Weights have their scales at
     once, activations and gradients have 1 until ``calibrate_``.
     """
     layers = [layer for layer in model.layers[:-1] if isinstance(layer, EncoderLayer)]
     by_layer = [(layer.query_key_value, layer.attention_output, layer.intermediate, layer.output) for layer in layers]
-    state = Fp8State((dense for denses in by_layer for dense in denses), model.dropout_state.device, agree_)
+    denses = (dense for denses in by_layer for dense in denses)
+    state = Fp8State(denses, model.dropout_state.device, agree_, gradients)
     for index, layer in enumerate(layers):
         layer.products = Fp8Products(state.denses[4 * index : 4 * index + 4])
     state.refresh_weights_()

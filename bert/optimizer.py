@@ -3,7 +3,7 @@
 Shape legend: P parameters in all with the padding after each, N that number rounded up to equal shards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +39,19 @@ class FlatParameters:
 
     @classmethod
     @torch.no_grad()
-    def of(cls, model: BertForPreTraining, shards: int = 1, gradients: bool = True) -> "FlatParameters":
+    def of(
+        cls,
+        model: BertForPreTraining,
+        shards: int = 1,
+        gradients: bool = True,
+        overwritten: Collection[nn.Parameter] = (),
+    ) -> "FlatParameters":
         """Move the model's parameters into flat buffers on their device; their values stay.
 
         The buffers go on with zeros up to a multiple of ``shards``, so that ranks can divide them equally. Without
-        ``gradients`` autograd allocates those, each by itself.
+        ``gradients`` autograd allocates those, each by itself. Those of ``overwritten`` need not be set to zero.
         """
-        segments = lamb_segments(model)
+        segments = lamb_segments(model, overwritten)
         size = sum(segments.sizes)
         weights_N = next(model.parameters()).new_zeros(padded(size, shards))
         gradients_N = torch.zeros_like(weights_N) if gradients else weights_N.new_zeros(0)
@@ -66,7 +72,7 @@ def padded(size: int, shards: int = 1) -> int:
     return -(-size // multiple) * multiple
 
 
-def lamb_segments(model: BertForPreTraining) -> LambSegments:
+def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Parameter] = ()) -> LambSegments:
     """The tensors of the reference in the order of the model's parameters, each parameter's padding with its last one.
 
     Exclusion goes by role: biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused
@@ -75,12 +81,15 @@ def lamb_segments(model: BertForPreTraining) -> LambSegments:
     fused = {id(layer.query_key_value.weight) for layer in model.layers if isinstance(layer, EncoderLayer)}
     sizes: list[int] = []
     adapted: list[bool] = []
+    replaced: list[bool] = []
+    ids = {id(parameter) for parameter in overwritten}
     for parameter in model.parameters():
         parts = 3 if id(parameter) in fused else 1
         sizes += [parameter.numel() // parts] * parts
         sizes[-1] += padded(parameter.numel()) - parameter.numel()
         adapted += [parameter.ndim > 1] * parts
-    return LambSegments(tuple(sizes), tuple(adapted))
+        replaced += [id(parameter) in ids] * parts
+    return LambSegments(tuple(sizes), tuple(adapted), tuple(replaced) if ids else ())
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
@@ -119,9 +128,13 @@ class Lamb:
 
     steps: Tensor
     """int64 [], the steps taken."""
+    copies_P: Tensor | None
+    """The weights in the type that the next step multiplies with, if it is to find them so."""
 
-    def __init__(self, flat: FlatParameters, config: OptimizerConfig) -> None:
+    def __init__(self, flat: FlatParameters, config: OptimizerConfig, copies: torch.dtype | None = None) -> None:
+        """``copies``: the type of those that every step leaves."""
         self.flat = flat
+        self.copies_P = None if copies is None else flat.weights_P.to(copies)
         self.config = config
         self.state = LambState.zeros_like(flat.weights_P)
         self.steps = torch.zeros((), dtype=torch.int64, device=flat.weights_P.device)
@@ -141,9 +154,22 @@ class Lamb:
             hyperparameters(self.config),
             step=self.steps + 1,
             learning_rate=rate,
+            copies_P=self.copies_P,
         )
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
         return norm
+
+    def copies(self) -> dict[nn.Parameter, Tensor]:
+        """Each parameter's copy, as a view; none where there are none."""
+        if self.copies_P is None:
+            return {}
+        return {parameter: self.copies_P[place].view_as(parameter) for parameter, place in self.flat.places.items()}
+
+    @torch.no_grad()
+    def refresh_copies_(self) -> None:
+        """Copy the weights again, which something else than a step has changed."""
+        if self.copies_P is not None:
+            self.copies_P.copy_(self.flat.weights_P)
 
     @property
     def skipped(self) -> Tensor:

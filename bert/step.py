@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from bert.configuration.config import Config
+from bert.configuration.config import Config, Precision
 from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.fp8 import Fp8State, enable_fp8, require_fp8
 from bert.model import BertForPreTraining, PretrainingOutput
@@ -30,6 +31,7 @@ from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
 from bert.parallel.whole_vectors import WholeVectors
 from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch, is_capturing
+from bert.weight_gradients import WeightGradients, accumulate_products, product_weights
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
@@ -47,9 +49,11 @@ class Role:
     reduces_gradients: bool
     """The last of a step: buckets of gradients are summed over the ranks as its backward pass fills them. Sharded gradients
     are so with every micro-batch, and the sums are complete after this one."""
+    overwrites_gradients: bool
+    """The first of a step: products write gradients of weights over those of the step before."""
 
 
-ROLES = [Role(gathers, reduces) for gathers in (False, True) for reduces in (False, True)]
+ROLES = [Role(*duties) for duties in product((False, True), repeat=3)]
 
 
 class TrainingStep:
@@ -63,7 +67,8 @@ class TrainingStep:
             from bert.parallel.pipeline.stages import pipeline_parallel
 
             self._pipeline = pipeline_parallel(model, mesh, config.parallel)
-        self.fp8 = _fp8_state(model, config, mesh, tensor)
+        self._weight_gradients = WeightGradients()
+        self.fp8 = _fp8_state(model, config, mesh, tensor, self._weight_gradients)
         training = config.training
         self._recomputed: Collection[str] = ()
         if training.recompute != "none":
@@ -74,7 +79,10 @@ class TrainingStep:
         communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
         # One copy of the model has no other to share gradients with.
         shards_gradients = training.shard_gradients and communicators.world is not None
-        self.flat = FlatParameters.of(model, communicators.world_size, gradients=not shards_gradients)
+        accumulates = accumulates_products(mesh.device, training.precision)
+        # Stages have several micro-batches under way at once.
+        overwritten = product_weights(model) if accumulates and self._pipeline is None and not shards_gradients else ()
+        self.flat = FlatParameters.of(model, communicators.world_size, not shards_gradients, overwritten)
         self.whole = WholeVectors(model, self.flat, tensor, self._pipeline)
         """How flat vectors of this rank go together to those of the whole model."""
         self.choice = choose(training, self.flat, communicators)
@@ -88,10 +96,14 @@ class TrainingStep:
         if strategy in ("sharded", "sharded_world"):
             self._gather = WeightGather(model, self.flat, self._reduction)
         if self._gather is None and tensor is None and self._pipeline is None:
-            self.optimizer = Lamb(self.flat, config.optimizer)
+            copied = accumulates and training.precision == "bf16"
+            self.optimizer = Lamb(self.flat, config.optimizer, torch.bfloat16 if copied else None)
         else:
             stages = None if self._pipeline is None else self._pipeline.group
             self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor, stages)
+        if accumulates:
+            copies = self.optimizer.copies() if isinstance(self.optimizer, Lamb) else {}
+            accumulate_products(model, self._weight_gradients, copies)
         self.statistics = Statistics(mesh)
         self._mesh = mesh
         self._stopwatch = stopwatch
@@ -126,13 +138,18 @@ class TrainingStep:
     def _roles(self, count: int) -> list[Role]:
         """The roles of a step's micro-batches, in their order."""
         gathers, reduces = self._gather is not None and self.fp8 is None, self._mesh.data_size > 1
-        return [Role(gathers and place == 0, reduces and place == count - 1) for place in range(count)]
+        overwrites = bool(self.flat.segments.overwritten)
+        return [
+            Role(gathers and place == 0, reduces and place == count - 1, overwrites and place == 0)
+            for place in range(count)
+        ]
 
     def _forward_backward(self, role: Role, batch: Batch) -> None:
         """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
         if role.gathers_weights:
             self._begin_gathering()
-        with self._reduction.overlapped(role.reduces_gradients):
+        overwritten = self._weight_gradients.overwritten(role.overwrites_gradients)
+        with self._reduction.overlapped(role.reduces_gradients), overwritten:
             with self.autocast():
                 output = self.model(batch)
             self._mean_loss(output, batch).backward()
@@ -199,6 +216,13 @@ class TrainingStep:
                 parameter.copy_(part)
         return whole
 
+    def refresh_copies_(self) -> None:
+        """Copy the weights again for those who compute with copies, after any change but a step's."""
+        if isinstance(self.optimizer, Lamb):
+            self.optimizer.refresh_copies_()
+        if self.fp8 is not None:
+            self.fp8.refresh_weights_()
+
     def autocast(self) -> torch.autocast:
         """The context in which the model computes."""
         return torch.autocast(self._mesh.device.type, torch.bfloat16, enabled=self.precision != "fp32")
@@ -229,6 +253,7 @@ class TrainingStep:
                 self._capture(capturer, shape_buckets)
             with torch.no_grad():
                 self.flat.weights_P.copy_(weights_P)
+            self.refresh_copies_()
             if self.fp8 is not None:
                 self.fp8.calibrate_(lambda: self._schedule(micro_batches))
             if self._pipeline is not None:
@@ -254,8 +279,21 @@ class TrainingStep:
         self._update = timed
 
 
-def _fp8_state(model: BertForPreTraining, config: Config, mesh: Mesh, tensor: TensorParallel | None) -> Fp8State | None:
+def accumulates_products(device: torch.device, precision: Precision) -> bool:
+    """Tell whether products add gradients of weights where these are summed: in 16 bits, on a GPU."""
+    return device.type == "cuda" and precision != "fp32"
+
+
+def _fp8_state(
+    model: BertForPreTraining,
+    config: Config,
+    mesh: Mesh,
+    tensor: TensorParallel | None,
+    gradients: WeightGradients,
+) -> Fp8State | None:
     if config.training.precision != "fp8":
         return None
     require_fp8(mesh.device)
-    return enable_fp8(model) if tensor is None else enable_fp8(model, tensor.all_reduce_max_)
+    if tensor is None:
+        return enable_fp8(model, gradients=gradients)
+    return enable_fp8(model, tensor.all_reduce_max_, gradients)

@@ -17,6 +17,7 @@ _Returned = TypeVar("_Returned")
 
 _PYTORCH = Implementation("pytorch", "kernels.libraries.pytorch", repeatable=False)
 _PYTORCH_ATTENTION = Implementation("pytorch", "kernels.libraries.pytorch", capturable=False, repeatable=False)
+_PYTORCH_PRODUCTS = Implementation("pytorch", "kernels.libraries.pytorch_products")
 _PYTORCH_FP8 = Implementation("pytorch", "kernels.libraries.pytorch_fp8")
 _FLASH_ATTENTION = Implementation(
     "flash_attn", "kernels.libraries.flash_attention", requires="flash_attn", repeatable=False
@@ -52,14 +53,21 @@ varlen_attention = _op(reference.varlen_attention, "kernels.triton.attention", *
 varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton.attention", *_ATTENTIONS, capturable=False)
 dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton.layer_norm", _APEX_NORM, _PYTORCH)
 dense_gelu = _op(reference.dense_gelu, "kernels.triton.dense")
+bias_gelu = _op(reference.bias_gelu, "kernels.triton.dense")
 embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.embedding_norm", _APEX_NORM, _PYTORCH)
 masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
+_DEFINITION = Implementation("reference", "kernels.reference.ops")
+accumulate_weight_gradient = Op(
+    reference.accumulate_weight_gradient,
+    {"cuda": (_PYTORCH_PRODUCTS, _DEFINITION), "cpu": (_DEFINITION, _PYTORCH_PRODUCTS)},
+)
 lamb_step = _op(lamb.lamb_step, "kernels.triton.lamb")
 lamb_directions = _op(lamb.lamb_directions, "kernels.triton.lamb")
 lamb_apply = _op(lamb.lamb_apply, "kernels.triton.lamb")
 sum_of_squares = _op(lamb.sum_of_squares, "kernels.triton.squares")
 cast_fp8 = _op(fp8.cast_fp8, "kernels.triton.fp8")
 cast_transpose_fp8 = _op(fp8.cast_transpose_fp8, "kernels.triton.fp8")
+cast_transpose_into_fp8 = _op(fp8.cast_transpose_into_fp8, "kernels.triton.fp8")
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
 bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
 bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
@@ -106,11 +114,14 @@ __all__ = [
     "LambHyperparameters",
     "LambSegments",
     "LambState",
+    "accumulate_weight_gradient",
+    "bias_gelu",
     "bias_gelu_backward_cast_fp8",
     "bias_gelu_cast_fp8",
     "captured",
     "cast_fp8",
     "cast_transpose_fp8",
+    "cast_transpose_into_fp8",
     "cast_transpose_sum_fp8",
     "choose",
     "compute_dtype",

@@ -118,6 +118,7 @@ def cases(
     feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
     scores = 4.0 * hidden * sum(length**2 for length in lengths)
     row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, tables.word.element_size()))
+    wide_row = sum(lengths) * wide * dtype.itemsize
     attention = Work((scores, 3 * scores), (4 * row, 12 * row))
     dropped_norm = layer.attention_norm
     embeddings = tables.word, tables.position, tables.segment, tables.norm.weight, tables.norm.bias
@@ -150,6 +151,7 @@ def cases(
             Work((feed_forward, 3 * feed_forward)),
             {1: layer.intermediate.weight, 2: layer.intermediate.bias},
         ),
+        case("bias_gelu", Work(moved=(2 * wide_row, 5 * wide_row)), {1: layer.intermediate.bias}),
         replace(loss, arguments=(_leaf(states, after_norm), *others)),
     ]
 

@@ -20,7 +20,15 @@ from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
 from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
 from benchmarks.gpu_parts.measuring.report import NotUsableError, Report, Row
 from benchmarks.gpu_parts.measuring.scale import Context
-from kernels import OPS, Dropout, LambHyperparameters, LambSegments, LambState, lamb_step
+from kernels import (
+    OPS,
+    Dropout,
+    LambHyperparameters,
+    LambSegments,
+    LambState,
+    accumulate_weight_gradient,
+    lamb_step,
+)
 
 _PART = Path(__file__).with_name("part.py")
 _TOOLS = ("memcheck", "racecheck")
@@ -42,6 +50,9 @@ def correctness(context: Context) -> None:
             context.report.attempt(title, partial(_fp8_error_row, title, case, name))
     for name in lamb_step.implementations:
         context.report.attempt(f"lamb_step, {name}", partial(_lamb_error_row, context, name))
+    for name in accumulate_weight_gradient.implementations:
+        title = f"{accumulate_weight_gradient.name}, {name}"
+        context.report.attempt(title, partial(_sum_error_row, context, title, name))
     checked = [row for row in context.report.rows if row.figure is not None]
     worst = max((row.figure or 0 for row in checked), default=None)
     note = f"{len(checked)} checked, {len(context.report.failures)} wrong"
@@ -158,6 +169,24 @@ def _lamb_error_row(context: Context, name: str) -> Row:
         _lamb_steps(context, lamb_step.definition, dtype, sizes, steps=5) for dtype in (torch.float64, torch.float32)
     )
     return judged(f"lamb_step, {name}", oracle, plain, ours, torch.float32)
+
+
+def _sum_error_row(context: Context, title: str, name: str) -> Row:
+    """A weight's gradient of two micro-batches in bf16, of which the first is written over what is there."""
+    generator = torch.Generator(context.device).manual_seed(0)
+    tokens, width = (40, 16) if context.tiny else (12_000, 1024)
+    drawn = torch.randn(4, tokens, width, generator=generator, device=context.device)
+
+    def of_two(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        first, x, second, y = drawn.bfloat16().to(dtype).unbind()
+        total = drawn.new_full((width, width), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
+        function(total, first, x, True)
+        return [function(total, second, y)]
+
+    definition = accumulate_weight_gradient.definition
+    oracle, plain = of_two(definition, torch.float64), of_two(definition, torch.bfloat16)
+    ours = of_two(partial(call, accumulate_weight_gradient.name, name), torch.bfloat16)
+    return judged(title, oracle, plain, ours, torch.float32)
 
 
 def _lamb_steps(

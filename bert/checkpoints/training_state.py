@@ -294,12 +294,11 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
         step.optimizer.set_moments_(momentum_P, variance_P)
         step.optimizer.steps.fill_(state.optimizer_steps)
         step.model.dropout_state[1] = state.dropout_draws
-        if step.fp8 is not None:
-            if state.fp8_scales is not None:
-                if len(state.fp8_scales) != step.fp8.scale_S.numel():
-                    raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
-                step.fp8.set_scales_(torch.tensor(state.fp8_scales))
-            step.fp8.refresh_weights_()
+        if step.fp8 is not None and state.fp8_scales is not None:
+            if len(state.fp8_scales) != step.fp8.scale_S.numel():
+                raise ValueError(f"{state.path}: {len(state.fp8_scales)} FP8 scales of another model; {_REMEDY}")
+            step.fp8.set_scales_(torch.tensor(state.fp8_scales))
+        step.refresh_copies_()
     step.gather_weights()  # to whoever computes with copies of what others update
 
 

@@ -18,6 +18,7 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
     use_fast_accum: bool = False,
+    out_MN: Tensor | None = None,
 ) -> Tensor:
     """``(a * inverse_a) @ (b * inverse_b).T + bias``: [M, N] in ``out_dtype``.
 
@@ -31,6 +32,7 @@ def scaled_matmul(
         bias=None if bias_N is None else bias_N.detach().to(out_dtype),
         out_dtype=out_dtype,
         use_fast_accum=use_fast_accum,
+        out=out_MN,
     )
 
 
@@ -42,10 +44,13 @@ def unsupported_reasons(
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
     use_fast_accum: bool = False,
+    out_MN: Tensor | None = None,
 ) -> list[str]:
     """Say why these operands cannot be multiplied; empty when they can."""
     del use_fast_accum
     reasons = capability_reasons(a_MK.device)
+    if out_MN is not None and not (out_MN.is_contiguous() and out_MN.dtype == out_dtype):
+        reasons.append(f"{out_MN.dtype} to write {out_dtype} to, or not contiguous")
     if {a_MK.dtype, b_NK.dtype} not in ({E4M3}, {E4M3, E5M2}):
         reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected E4M3, or one of E4M3 and one of E5M2")
     if (inverse_a.dtype, inverse_b.dtype) != (torch.float32, torch.float32):

@@ -72,6 +72,12 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
     return q_RC, F.pad(q_RC.t(), (0, padded(rows) - rows)).contiguous()
 
 
+def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
+    """``cast_transpose_fp8`` into tensors that are there, in whose type; both are contiguous."""
+    for kept, cast in zip((q_RC, q_CR), cast_transpose_fp8(x_RC, scale, amax, q_RC.dtype), strict=True):
+        kept.copy_(cast)
+
+
 def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -105,8 +111,11 @@ def scaled_matmul(
     out_dtype: torch.dtype,
     bias_N: Tensor | None = None,
     use_fast_accum: bool = False,
+    out_MN: Tensor | None = None,
 ) -> Tensor:
     """``(a * inverse_a) @ (b * inverse_b).T``, accumulated in fp32, plus the bias: [M, N] in ``out_dtype``.
+
+    It is written to ``out_MN`` where one is given, of that type and contiguous.
 
     a and b are E4M3 or E5M2, not both E5M2, and the inverses are 1 / scale. N and K are multiples of 16. The bias may have
     any floating-point type and counts as rounded to ``out_dtype``. With ``use_fast_accum`` an implementation may leave the
@@ -115,7 +124,9 @@ def scaled_matmul(
     del use_fast_accum
     with torch.autocast(a_MK.device.type, enabled=False):
         product_MN = (a_MK.float() * inverse_a) @ (b_NK.float() * inverse_b).t()
-        return (product_MN if bias_N is None else product_MN + bias_N.detach().to(out_dtype)).to(out_dtype)
+        if bias_N is not None:
+            product_MN = product_MN + bias_N.detach().to(out_dtype)
+        return product_MN.to(out_dtype) if out_MN is None else out_MN.copy_(product_MN)
 
 
 def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:

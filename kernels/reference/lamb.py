@@ -26,6 +26,8 @@ class LambSegments:
     """Elements of each segment, in order; they add up to P."""
     adapted: tuple[bool, ...]
     """Whether weight decay and the trust ratio apply: False for biases and layer norms."""
+    overwritten: tuple[bool, ...] = ()
+    """Whether the next gradient is written over the last, which then need not be set to zero; none is if empty."""
 
     def views(self, flat_P: Tensor) -> list[Tensor]:
         """The segments of a flat vector, as views."""
@@ -34,6 +36,15 @@ class LambSegments:
     def adapted_views(self, flat_P: Tensor) -> list[Tensor]:
         """The adapted segments of a flat vector, as views."""
         return [view for view, adapted in zip(self.views(flat_P), self.adapted, strict=True) if adapted]
+
+    def clear_(self, gradients_P: Tensor) -> None:
+        """Set a gradient to zero, but for segments that are overwritten."""
+        if not self.overwritten:
+            gradients_P.zero_()
+            return
+        for view, overwritten in zip(self.views(gradients_P), self.overwritten, strict=True):
+            if not overwritten:
+                view.zero_()
 
 
 @dataclass(frozen=True)
@@ -75,8 +86,12 @@ def lamb_step(
     *,
     step: Tensor,
     learning_rate: Tensor,
+    copies_P: Tensor | None = None,
 ) -> Tensor:
     """Update by LAMB in place; return the gradient's global norm before clipping, [], and set the gradient to zero.
+
+    Where segments are overwritten, the gradient is left with any content. ``copies_P``, if there is one, gets the parameters
+    in its own type, in which the next step multiplies with them.
 
     ``step``, int64 [], counts from 1; with ``learning_rate``, fp32 [], it lies on the parameters' device, so that a captured
     step can be replayed. As the MLPerf reference defines it: gradients are clipped by their global norm, moments are
@@ -91,6 +106,8 @@ def lamb_step(
     norm = sum_of_squares(gradients_P).sqrt().to(gradients_P.dtype)
     squares_2A = lamb_directions(parameters_P, gradients_P, state, segments, hyperparameters, norm=norm, step=step)
     lamb_apply(parameters_P, state, segments, squares_2A, norm=norm, learning_rate=learning_rate)
+    if copies_P is not None:
+        copies_P.copy_(parameters_P)
     return norm
 
 
@@ -104,7 +121,7 @@ def lamb_directions(
     norm: Tensor,
     step: Tensor,
 ) -> Tensor:
-    """The first half of ``lamb_step``: moments and directions; sets the gradient to zero, leaves the parameters.
+    """The first half of ``lamb_step``: moments and directions; leaves the parameters, and a gradient as ``lamb_step`` does.
 
     Returns sums of squares, fp64 [2, A]: of the parameters and of the directions of each adapted segment. ``norm``, [], is
     that of the whole gradient. Where the vectors are a shard of it, ``segments`` are the pieces that segments have in the
@@ -122,7 +139,7 @@ def lamb_directions(
     momentum_P.lerp_(gradients_P, (1 - beta_1) * taken.to(momentum_P.dtype))
     torch.square(gradients_P, out=update_P)
     variance_P.lerp_(update_P, (1 - beta_2) * taken.to(variance_P.dtype))
-    gradients_P.zero_()
+    segments.clear_(gradients_P)
     state.skipped.add_(~taken)
     torch.sqrt(variance_P, out=update_P)
     update_P.mul_(root_factor).add_(hyperparameters.epsilon * epsilon_factor)

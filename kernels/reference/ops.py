@@ -75,6 +75,26 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
     return F.gelu(F.linear(x_TD, weight_FD, bias_F), approximate="tanh")
 
 
+def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
+    """``gelu(product + bias)`` in the tanh form, in the product's type: ``dense_gelu`` after its product. Returns [T, F]."""
+    return F.gelu(product_TF + bias_F.to(product_TF.dtype), approximate="tanh")
+
+
+def accumulate_weight_gradient(
+    gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False
+) -> Tensor:
+    """Add ``output_gradient.T @ input`` to a weight's gradient in place, or write it there; returns the gradient.
+
+    The operands are in any type and the gradient in at least fp32, in which the product is added up: that of two numbers of
+    16 bits is exact there. What is overwritten may be NaN. T is the tokens of the micro-batch.
+    """
+    with torch.autocast(gradient_NK.device.type, enabled=False):
+        transposed_NT, input_TK = output_gradient_TN.t().to(gradient_NK.dtype), input_TK.to(gradient_NK.dtype)
+        if overwrite:
+            return torch.mm(transposed_NT, input_TK, out=gradient_NK)
+        return gradient_NK.addmm_(transposed_NT, input_TK)
+
+
 def embedding_layer_norm(
     input_ids_T: Tensor,
     position_ids_T: Tensor,

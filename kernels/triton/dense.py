@@ -44,12 +44,22 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
 
 def unsupported_reasons(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> list[str]:
     """Return the reasons why ``dense_gelu`` cannot take these; empty when it can."""
+    return _reasons(x=x_TD, weight=weight_FD, bias=bias_F)
+
+
+def bias_gelu_unsupported_reasons(product_TF: Tensor, bias_F: Tensor) -> list[str]:
+    """Return the reasons why ``bias_gelu`` cannot take these; empty when it can."""
+    return _reasons(product=product_TF, bias=bias_F)
+
+
+def _reasons(**tensors: Tensor) -> list[str]:
     reasons = []
-    if not (x_TD.is_cuda or triton.knobs.runtime.interpret):
-        reasons.append(f"tensors on {x_TD.device.type}: Triton needs a CUDA device")
+    device = next(iter(tensors.values())).device.type
+    if not (device == "cuda" or triton.knobs.runtime.interpret):
+        reasons.append(f"tensors on {device}: Triton needs a CUDA device")
     reasons += [
         f"{name} of dtype {tensor.dtype}: expected one of bfloat16, float16, float32"
-        for name, tensor in (("x", x_TD), ("weight", weight_FD), ("bias", bias_F))
+        for name, tensor in tensors.items()
         if tensor.dtype not in _DTYPES
     ]
     return reasons

@@ -8,7 +8,7 @@ far as asked. Bytes of memory traffic an element, of bf16 inputs:
 | op | reads | writes |
 |---|---|---|
 | ``cast_fp8`` | 2 | 1 |
-| ``cast_transpose_fp8``, ``bias_gelu_cast_fp8`` | 2 | 2 |
+| ``cast_transpose_fp8``, ``cast_transpose_into_fp8``, ``bias_gelu_cast_fp8`` | 2 | 2 |
 | ``cast_transpose_sum_fp8`` | 2 | 2, and 4 / 128 of partial sums, which are read again |
 | ``bias_gelu_backward_cast_fp8`` | 4 | as the one above |
 
@@ -223,6 +223,12 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
     return q_RC, q_CR
 
 
+@torch.library.custom_op("mlperf_bert::cast_transpose_into_fp8", mutates_args=("amax", "q_RC", "q_CR"))
+def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
+    """Write [R, C] and [C, padded(R)] in the type that they have."""
+    _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None)
+
+
 @torch.library.custom_op("mlperf_bert::cast_transpose_sum_fp8", mutates_args=("amax",))
 def cast_transpose_sum_fp8(
     x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype
@@ -261,6 +267,11 @@ def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
 @cast_transpose_fp8.register_fake
 def _(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return _fp8_pair(x_RC, dtype)
+
+
+@cast_transpose_into_fp8.register_fake
+def _(x_RC: Tensor, *_: Tensor) -> None:
+    del x_RC
 
 
 @cast_transpose_sum_fp8.register_fake
@@ -328,6 +339,19 @@ def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:
         for value in (x_RC, *others)
         if isinstance(value, Tensor) and value.dtype not in _DTYPES
     ]
+    return reasons
+
+
+def cast_transpose_into_fp8_unsupported_reasons(
+    x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor
+) -> list[str]:
+    """Return the reasons why ``cast_transpose_into_fp8`` cannot take these arguments; empty when it can."""
+    reasons = unsupported_reasons(x_RC, scale, amax)
+    rows, columns = x_RC.shape
+    if (q_RC.shape, q_CR.shape) != ((rows, columns), (columns, padded(rows))):
+        reasons.append(f"casts of {list(q_RC.shape)} and {list(q_CR.shape)} for {rows} rows and {columns} columns")
+    if not (q_RC.dtype == q_CR.dtype and q_RC.dtype in LARGEST and q_RC.is_contiguous() and q_CR.is_contiguous()):
+        reasons.append("casts that are not of one FP8 type, or not contiguous")
     return reasons
 
 

@@ -2,15 +2,27 @@
 """LAMB on flat buffers in Triton: the norm, one pass for the moments and the direction, one for the step.
 
 Shape legend in ``kernels/__init__.py``; besides, G segments, A of them adapted, and C chunks. A chunk is what one program
-works on: up to ``CHUNK`` neighbouring elements of one segment. Bytes of memory traffic a parameter: 4 for the norm, 32 for
-moments, direction and the gradient's zeros, 12 for the step: 48 in all. Nothing is added atomically: equal inputs give
-equal results. What one program does is in ``kernels.triton.lamb_passes``.
+works on: up to ``CHUNK`` neighbouring elements of one segment. Nothing is added atomically: equal inputs give equal results.
+What one program does is in ``kernels.triton.lamb_passes``.
+
+The step of a segment needs the norm of all its directions. Both passes are made of a few segments before the next ones, so
+that parameters and directions are still in the L2 cache when they are read again, and directions, which all groups keep in
+the same place, seldom leave it. Bytes of memory traffic a parameter of a group that fits:
+
+| pass | reads | writes |
+|---|---|---|
+| norm | gradient 4 | |
+| directions | parameter, gradient, momentum, variance: 16 | both moments 8; zeros 4, if the gradient needs them |
+| step | | parameter 4, its copy 2 |
+
+That is 34 or 38; 46 or 50 of what does not fit. ``tests/kernels/triton/test_triton_lamb_traffic.py`` counts them.
 """
 
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -23,12 +35,15 @@ from kernels.triton.squares import sum_of_squares
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
-CHUNK = 4096
+CHUNK = 2048
 ALIGNMENT = 16
 """Chunks start at multiples of this many elements, so that whole chunks are read in vectors of 16 bytes."""
 WARPS = 8
 REDUCTION = 1024
 """Partial sums that are added at once."""
+GROUP = (1 << 22) + (1 << 16)
+"""Elements of the segments that are stepped together, unless one alone has more: a feed-forward weight of BERT-Large and the
+biases beside it. Their parameters and directions are 34 MB, where an A100's L2 cache has 40 MB and an H100's 50."""
 
 
 def lamb_step(
@@ -40,14 +55,18 @@ def lamb_step(
     *,
     step: Tensor,
     learning_rate: Tensor,
+    copies_P: Tensor | None = None,
 ) -> Tensor:
-    """Do what ``kernels.reference.lamb.lamb_step`` does, on fp32 buffers.
+    """Do what ``kernels.reference.lamb.lamb_step`` does, on fp32 buffers; copies may be of any floating-point type.
 
     The first call for some segments makes their table of chunks on the device: make one before capturing a graph.
     """
     norm = sum_of_squares(gradients_P).sqrt().float()
-    squares_2A = lamb_directions(parameters_P, gradients_P, state, segments, hyperparameters, norm=norm, step=step)
-    lamb_apply(parameters_P, state, segments, squares_2A, norm=norm, learning_rate=learning_rate)
+    chunks = _chunks(segments, parameters_P.device, GROUP)
+    flat = parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P
+    tables = chunks.table_C4, chunks.traits_G2, chunks.spans_A2, chunks.groups
+    numbers = norm, step, learning_rate, *astuple(hyperparameters)
+    _lamb_step(*flat, copies_P, state.skipped, *tables, *numbers)
     return norm
 
 
@@ -64,7 +83,7 @@ def lamb_directions(
     """Do what ``kernels.reference.lamb.lamb_directions`` does, on fp32 buffers, with a first call as in ``lamb_step``."""
     chunks = _chunks(segments, parameters_P.device)
     flat = parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P
-    tables = chunks.table_C4, chunks.places_G, chunks.spans_A2
+    tables = chunks.table_C4, chunks.traits_G2, chunks.spans_A2
     return _lamb_directions(*flat, state.skipped, *tables, norm, step, *astuple(hyperparameters))
 
 
@@ -79,7 +98,7 @@ def lamb_apply(
 ) -> None:
     """Do what ``kernels.reference.lamb.lamb_apply`` does, on fp32 buffers, with a first call as in ``lamb_step``."""
     chunks = _chunks(segments, parameters_P.device)
-    tables = chunks.table_C4, chunks.places_G
+    tables = chunks.table_C4, chunks.traits_G2
     _lamb_apply(parameters_P, state.update_P, squares_2A, *tables, norm, learning_rate)
 
 
@@ -97,7 +116,13 @@ def lamb_directions_unsupported_reasons(
     return _reasons(segments, parameters_P, flat, (*numbers.values(), state.skipped))
 
 
-lamb_step_unsupported_reasons = lamb_directions_unsupported_reasons
+def lamb_step_unsupported_reasons(*args: Any, copies_P: Tensor | None = None, **numbers: Tensor) -> list[str]:
+    """Return the reasons why ``lamb_step`` cannot work on these arguments; empty when it can."""
+    copies = {} if copies_P is None else {"copies": copies_P}
+    reasons = lamb_directions_unsupported_reasons(*args, **numbers, **copies)
+    if copies_P is not None and (copies_P.shape != args[0].shape or not copies_P.is_contiguous()):
+        reasons.append("copies of another shape than the parameters, or not contiguous")
+    return reasons
 
 
 def lamb_apply_unsupported_reasons(
@@ -144,17 +169,18 @@ def configurations() -> "list[Configuration]":
     types = dict.fromkeys(("parameters", "gradients", "momentum", "variance", "update", "partial_sums"), "*fp32")
     types |= {"norm": "*fp32", "learning_rate": "*fp32", "skipped": "*i64"}
     types |= dict.fromkeys(("squares", "root_correction", "epsilon_correction"), "*fp64")
-    types |= dict.fromkeys(("table", "places", "spans"), "*i32") | {"chunks": "i32", "adapted": "i32"}
+    types |= dict.fromkeys(("table", "traits", "spans"), "*i32") | {"chunks": "i32", "adapted": "i32"}
     numbers = ("weight_1", "weight_2", "epsilon", "weight_decay", "max_grad_norm")
     types |= dict.fromkeys(numbers, "fp32")
 
     fixed = {"CHUNK": CHUNK, "ALIGNMENT": ALIGNMENT, "REDUCTION": REDUCTION, "FAST_1": False, "FAST_2": False}
     return [
-        Configuration.of(f"lamb, {name}", kernel, types, fixed, warps, 1)
-        for name, kernel, warps in (
-            ("direction", direction_kernel, WARPS),
-            ("sums of squares", squares_kernel, 4),
-            ("step", apply_kernel, WARPS),
+        Configuration.of(f"lamb, {name}", kernel, types | {"copies": "*bf16"}, fixed | copies, warps, 1)
+        for name, kernel, warps, copies in (
+            ("direction", direction_kernel, WARPS, {}),
+            ("sums of squares", squares_kernel, 4, {}),
+            ("step", apply_kernel, WARPS, {"copies": None}),
+            ("step, bf16 copies", apply_kernel, WARPS, {}),
         )
     ]
 
@@ -166,28 +192,79 @@ class _Chunks:
     table_C4: Tensor
     """Of each chunk: its segment, its start in units of ``ALIGNMENT``, and the first and the end of the places after the
     start that are the segment's. Only a segment's first and last chunk can be less than whole."""
-    places_G: Tensor
-    """Of each segment: its place among the adapted ones, or -1."""
+    traits_G2: Tensor
+    """Of each segment: its place among the adapted ones, or -1; and 1 where its gradient is overwritten, or 0."""
     spans_A2: Tensor
-    """Of each adapted segment: its first chunk, and the one after its last."""
+    """Of each adapted segment: its first chunk, and the one after its last, counted from the first of its group."""
+    groups: list[int]
+    """The first chunk and the first adapted segment of each group, one after the other, and then the ends of both."""
 
 
 @lru_cache(maxsize=8)
-def _chunks(segments: LambSegments, device: torch.device) -> _Chunks:
+def _chunks(segments: LambSegments, device: torch.device, group: int | None = None) -> _Chunks:
+    """Divide segments into chunks, and into groups of up to ``group`` elements, or into one group."""
     rows: list[tuple[int, int, int, int]] = []
-    places: list[int] = []
+    traits: list[tuple[int, int]] = []
     spans: list[tuple[int, int]] = []
+    groups: list[int] = []
+    filled = 0
     for segment, (start, stop) in enumerate(pairwise(accumulate(segments.sizes, initial=0))):
+        filled += stop - start
+        if not groups or (group is not None and filled > group):
+            groups += [len(rows), len(spans)]
+            filled = stop - start
         before = len(rows)
         for chunk in range(start // ALIGNMENT * ALIGNMENT, stop, CHUNK):
             rows.append((segment, chunk // ALIGNMENT, max(start - chunk, 0), min(stop - chunk, CHUNK)))
-        places.append(len(spans) if segments.adapted[segment] else -1)
+        overwritten = bool(segments.overwritten) and segments.overwritten[segment]
+        traits.append((len(spans) if segments.adapted[segment] else -1, overwritten))
         if segments.adapted[segment]:
-            spans.append((before, len(rows)))
-    table, places_G, flat_spans = (
-        torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, places, spans)
-    )
-    return _Chunks(table.view(-1, 4), places_G, flat_spans.view(-1, 2))
+            spans.append((before - groups[-2], len(rows) - groups[-2]))
+    tables = (torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, traits, spans))
+    table_C4, traits_G2, flat_spans = tables
+    return _Chunks(table_C4, traits_G2, flat_spans.view(-1, 2), [*groups, len(rows), len(spans)])
+
+
+@torch.library.custom_op(
+    "mlperf_bert::lamb_step",
+    mutates_args=("parameters_P", "gradients_P", "momentum_P", "variance_P", "update_P", "copies_P", "skipped"),
+)
+def _lamb_step(
+    parameters_P: Tensor,
+    gradients_P: Tensor,
+    momentum_P: Tensor,
+    variance_P: Tensor,
+    update_P: Tensor,
+    copies_P: Tensor | None,
+    skipped: Tensor,
+    table_C4: Tensor,
+    traits_G2: Tensor,
+    spans_A2: Tensor,
+    groups: Sequence[int],
+    norm: Tensor,
+    step: Tensor,
+    learning_rate: Tensor,
+    beta_1: float,
+    beta_2: float,
+    epsilon: float,
+    weight_decay: float,
+    max_grad_norm: float,
+) -> None:
+    """Step group by group; directions of all groups are at the start of ``update_P``."""
+    flat = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
+    numbers = _Numbers.of(norm, step, beta_1, beta_2, epsilon, weight_decay, max_grad_norm)
+    squares_2A = parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
+    bounds = list(pairwise(zip(groups[::2], groups[1::2], strict=True)))
+    partial_sums = parameters_P.new_empty(2 * max(stop - start for (start, _), (stop, _) in bounds))
+    for (first, first_adapted), (stop, stop_adapted) in bounds:
+        own_C4, adapted = table_C4[first:stop], slice(first_adapted, stop_adapted)
+        _launch_directions(*flat, partial_sums, squares_2A, own_C4, traits_G2, spans_A2, adapted, numbers)
+        _launch_apply(parameters_P, update_P, copies_P, squares_2A, own_C4, traits_G2, norm, learning_rate)
+
+
+@_lamb_step.register_fake
+def _(parameters_P: Tensor, *_others: object) -> None:
+    del parameters_P
 
 
 @torch.library.custom_op(
@@ -202,7 +279,7 @@ def _lamb_directions(
     update_P: Tensor,
     skipped: Tensor,
     table_C4: Tensor,
-    places_G: Tensor,
+    traits_G2: Tensor,
     spans_A2: Tensor,
     norm: Tensor,
     step: Tensor,
@@ -212,37 +289,12 @@ def _lamb_directions(
     weight_decay: float,
     max_grad_norm: float,
 ) -> Tensor:
-    chunks, adapted = len(table_C4), len(spans_A2)
-    partial_sums_2C = parameters_P.new_empty(2, chunks)
-    squares_2A = parameters_P.new_empty(2, adapted, dtype=torch.float64)
-    direction_kernel[(chunks,)](
-        parameters_P,
-        gradients_P,
-        momentum_P,
-        variance_P,
-        update_P,
-        skipped,
-        partial_sums_2C,
-        table_C4,
-        places_G,
-        norm,
-        *bias_corrections(step, beta_1, beta_2),
-        beta_1 if beta_1 < 0.5 else 1 - beta_1,
-        beta_2 if beta_2 < 0.5 else 1 - beta_2,
-        epsilon,
-        weight_decay,
-        max_grad_norm,
-        CHUNK=CHUNK,
-        ALIGNMENT=ALIGNMENT,
-        FAST_1=beta_1 < 0.5,
-        FAST_2=beta_2 < 0.5,
-        num_warps=WARPS,
-        num_stages=1,
-    )
-    if adapted:
-        squares_kernel[(adapted,)](
-            partial_sums_2C, squares_2A, spans_A2, chunks, REDUCTION=REDUCTION, num_warps=4, num_stages=1
-        )
+    flat = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
+    numbers = _Numbers.of(norm, step, beta_1, beta_2, epsilon, weight_decay, max_grad_norm)
+    squares_2A = parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
+    partial_sums = parameters_P.new_empty(2 * len(table_C4))
+    everything = slice(0, len(spans_A2))
+    _launch_directions(*flat, partial_sums, squares_2A, table_C4, traits_G2, spans_A2, everything, numbers)
     return squares_2A
 
 
@@ -258,16 +310,102 @@ def _lamb_apply(
     update_P: Tensor,
     squares_2A: Tensor,
     table_C4: Tensor,
-    places_G: Tensor,
+    traits_G2: Tensor,
     norm: Tensor,
     learning_rate: Tensor,
 ) -> None:
+    _launch_apply(parameters_P, update_P, None, squares_2A.contiguous(), table_C4, traits_G2, norm, learning_rate)
+
+
+@_lamb_apply.register_fake
+def _(parameters_P: Tensor, *_others: object) -> None:
+    del parameters_P
+
+
+class _Numbers(NamedTuple):
+    """Arguments of the kernel of directions that are the same for all chunks."""
+
+    norm: Tensor
+    root_correction: Tensor
+    epsilon_correction: Tensor
+    weight_1: float
+    weight_2: float
+    epsilon: float
+    weight_decay: float
+    max_grad_norm: float
+    fast_1: bool
+    fast_2: bool
+
+    @classmethod
+    def of(cls, norm: Tensor, step: Tensor, beta_1: float, beta_2: float, *others: float) -> "_Numbers":
+        fast_1, fast_2 = beta_1 < 0.5, beta_2 < 0.5
+        weights = beta_1 if fast_1 else 1 - beta_1, beta_2 if fast_2 else 1 - beta_2
+        return cls(norm, *bias_corrections(step, beta_1, beta_2), *weights, *others, fast_1, fast_2)
+
+
+def _launch_directions(
+    parameters_P: Tensor,
+    gradients_P: Tensor,
+    momentum_P: Tensor,
+    variance_P: Tensor,
+    update_P: Tensor,
+    skipped: Tensor,
+    partial_sums: Tensor,
+    squares_2A: Tensor,
+    table_C4: Tensor,
+    traits_G2: Tensor,
+    spans_A2: Tensor,
+    adapted: slice,
+    numbers: _Numbers,
+) -> None:
+    """Compute the directions of a group's chunks, and the sums of its ``adapted`` segments."""
+    flat = parameters_P, gradients_P, momentum_P, variance_P, update_P
+    *arguments, fast_1, fast_2 = numbers
+    direction_kernel[(len(table_C4),)](
+        *flat,
+        skipped,
+        partial_sums,
+        table_C4,
+        traits_G2,
+        *arguments,
+        CHUNK=CHUNK,
+        ALIGNMENT=ALIGNMENT,
+        FAST_1=fast_1,
+        FAST_2=fast_2,
+        num_warps=WARPS,
+        num_stages=1,
+    )
+    if adapted.start < adapted.stop:
+        squares_kernel[(adapted.stop - adapted.start,)](
+            partial_sums,
+            squares_2A.view(-1)[adapted.start :],
+            spans_A2[adapted],
+            len(table_C4),
+            len(spans_A2),
+            REDUCTION=REDUCTION,
+            num_warps=4,
+            num_stages=1,
+        )
+
+
+def _launch_apply(
+    parameters_P: Tensor,
+    update_P: Tensor,
+    copies_P: Tensor | None,
+    squares_2A: Tensor,
+    table_C4: Tensor,
+    traits_G2: Tensor,
+    norm: Tensor,
+    learning_rate: Tensor,
+) -> None:
+    """Take the step of a group's chunks."""
     apply_kernel[(len(table_C4),)](
         parameters_P,
         update_P,
-        squares_2A.contiguous(),
+        copies_P,
+        squares_2A,
         table_C4,
-        places_G,
+        traits_G2,
         norm,
         learning_rate,
         squares_2A.shape[1],
@@ -276,8 +414,3 @@ def _lamb_apply(
         num_warps=WARPS,
         num_stages=1,
     )
-
-
-@_lamb_apply.register_fake
-def _(parameters_P: Tensor, *_others: object) -> None:
-    del parameters_P

@@ -1,12 +1,20 @@
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
 # ruff: noqa: ANN001, ANN201, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
-"""The kernels of ``kernels.triton.lamb``: what one program does with its chunk."""
+"""The kernels of ``kernels.triton.lamb``: what one program does with its chunk.
+
+Parameters and directions are read again soon, and the rest is asked to leave the L2 cache first. A step begins with the
+chunks whose directions are the newest there.
+"""
 
 import triton
 import triton.language as tl
 
+# Launches on a part of the chunks begin anywhere in tables, which must not make several kernels of one.
+_TABLES = ["table", "traits", "spans", "squares"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize_on_alignment=_TABLES)
 def direction_kernel(
     parameters,
     gradients,
@@ -16,7 +24,7 @@ def direction_kernel(
     skipped,
     partial_sums,
     table,
-    places,
+    traits,
     norm,
     root_correction,
     epsilon_correction,
@@ -31,25 +39,26 @@ def direction_kernel(
     FAST_2: tl.constexpr,
 ):
     """Moments and update direction of a chunk, and its sums of squared parameters and directions."""
-    segment, offsets, first, stop = _chunk(table, CHUNK, ALIGNMENT)
+    segment, offsets, own, first, stop = _chunk(table, tl.program_id(0), CHUNK, ALIGNMENT)
     size = tl.load(norm)
     taken = _finite(size)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # of a step's launches the first
         tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
     clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))
     root_factor = tl.load(root_correction).to(tl.float32)
     epsilon *= tl.load(epsilon_correction).to(tl.float32)
-    decay = tl.where(tl.load(places + segment) >= 0, weight_decay, 0.0)
+    decay = tl.where(tl.load(traits + 2 * segment) >= 0, weight_decay, 0.0)
+    overwritten = tl.load(traits + 2 * segment + 1)
     # Without a mask when the chunk is whole: with one, elements would be read one by one.
     if stop - first == CHUNK:
         _directions(
             parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,
-            weight_1, weight_2, epsilon, decay, offsets, None, FAST_1, FAST_2,
+            weight_1, weight_2, epsilon, decay, overwritten, offsets, own, None, FAST_1, FAST_2,
         )  # fmt: skip
     else:
         _directions(
             parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor,
-            weight_1, weight_2, epsilon, decay, offsets, _inside(first, stop, CHUNK), FAST_1, FAST_2,
+            weight_1, weight_2, epsilon, decay, overwritten, offsets, own, _inside(first, stop, CHUNK), FAST_1, FAST_2,
         )  # fmt: skip
 
 
@@ -68,22 +77,25 @@ def _directions(
     weight_2,
     epsilon,
     decay,
+    overwritten,
     offsets,
+    own,
     mask,
     FAST_1: tl.constexpr,
     FAST_2: tl.constexpr,
 ):
-    weight = _load(parameters + offsets, mask)
-    gradient = _load(gradients + offsets, mask) * clip
-    mean, square = _load(momentum + offsets, mask), _load(variance + offsets, mask)
+    weight = _load(parameters + offsets, mask, "")
+    gradient = _load(gradients + offsets, mask, "evict_first") * clip
+    mean, square = _load(momentum + offsets, mask, "evict_first"), _load(variance + offsets, mask, "evict_first")
     # Selected, not multiplied by zero: a gradient that is not finite would go on being so.
     mean = tl.where(taken, _interpolated(mean, gradient, weight_1, FAST_1), mean)
     square = tl.where(taken, _interpolated(square, gradient * gradient, weight_2, FAST_2), square)
-    tl.store(momentum + offsets, mean, mask=mask)
-    tl.store(variance + offsets, square, mask=mask)
-    tl.store(gradients + offsets, tl.zeros_like(gradient), mask=mask)
+    tl.store(momentum + offsets, mean, mask=mask, eviction_policy="evict_first")
+    tl.store(variance + offsets, square, mask=mask, eviction_policy="evict_first")
+    if overwritten == 0:
+        tl.store(gradients + offsets, tl.zeros_like(gradient), mask=mask, eviction_policy="evict_first")
     direction = tl.div_rn(mean, tl.sqrt_rn(square) * root_factor + epsilon) + decay * weight
-    tl.store(update + offsets, direction, mask=mask)
+    tl.store(update + own, direction, mask=mask)
     partial_sum = partial_sums + tl.program_id(0)
     tl.store(partial_sum, tl.sum(weight * weight))
     tl.store(partial_sum + tl.num_programs(0), tl.sum(direction * direction))
@@ -104,9 +116,9 @@ def _interpolated(old, new, weight, FAST: tl.constexpr):
         return old + weight * (new - old)
 
 
-@triton.jit
-def squares_kernel(partial_sums, squares, spans, chunks, REDUCTION: tl.constexpr):
-    """Sums of squared parameters and directions of an adapted segment."""
+@triton.jit(do_not_specialize_on_alignment=_TABLES)
+def squares_kernel(partial_sums, squares, spans, chunks, adapted, REDUCTION: tl.constexpr):
+    """Sums of squared parameters and directions of an adapted segment. ``squares`` has rows of ``adapted``."""
     place = tl.program_id(0)
     begin, end = tl.load(spans + 2 * place), tl.load(spans + 2 * place + 1)
     weights, directions = tl.zeros((REDUCTION,), tl.float64), tl.zeros((REDUCTION,), tl.float64)
@@ -115,43 +127,47 @@ def squares_kernel(partial_sums, squares, spans, chunks, REDUCTION: tl.constexpr
         weights += tl.load(partial_sums + places, mask=places < end, other=0.0)
         directions += tl.load(partial_sums + chunks + places, mask=places < end, other=0.0)
     tl.store(squares + place, tl.sum(weights))
-    tl.store(squares + tl.num_programs(0) + place, tl.sum(directions))
+    tl.store(squares + adapted + place, tl.sum(directions))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_TABLES)
 def apply_kernel(
     parameters,
     update,
+    copies,
     squares,
     table,
-    places,
+    traits,
     norm,
     learning_rate,
     adapted,
     CHUNK: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Take the step of a chunk. ``squares`` has rows of ``adapted``."""
-    segment, offsets, first, stop = _chunk(table, CHUNK, ALIGNMENT)
+    """Take the step of a chunk. ``squares`` has rows of ``adapted``; ``copies`` may be None."""
+    chunk = tl.num_programs(0) - 1 - tl.program_id(0)
+    segment, offsets, own, first, stop = _chunk(table, chunk, CHUNK, ALIGNMENT)
     taken = _finite(tl.load(norm))
     step_size = tl.load(learning_rate).to(tl.float32)
-    place = tl.load(places + segment)
+    place = tl.load(traits + 2 * segment)
     if place >= 0:
         weight_norm = tl.sqrt_rn(tl.load(squares + place).to(tl.float32))
         direction_norm = tl.sqrt_rn(tl.load(squares + adapted + place).to(tl.float32))
         if (weight_norm > 0) & (direction_norm > 0):
             step_size *= tl.div_rn(weight_norm, direction_norm)
     if stop - first == CHUNK:
-        _apply(parameters, update, taken, step_size, offsets, None)
+        _apply(parameters, update, copies, taken, step_size, offsets, own, None)
     else:
-        _apply(parameters, update, taken, step_size, offsets, _inside(first, stop, CHUNK))
+        _apply(parameters, update, copies, taken, step_size, offsets, own, _inside(first, stop, CHUNK))
 
 
 @triton.jit
-def _apply(parameters, update, taken, step_size, offsets, mask):
-    weight = _load(parameters + offsets, mask)
-    weight = tl.where(taken, weight - step_size * _load(update + offsets, mask), weight)
-    tl.store(parameters + offsets, weight, mask=mask)
+def _apply(parameters, update, copies, taken, step_size, offsets, own, mask):
+    weight = _load(parameters + offsets, mask, "evict_first")
+    weight = tl.where(taken, weight - step_size * _load(update + own, mask, ""), weight)
+    tl.store(parameters + offsets, weight, mask=mask, eviction_policy="evict_first")
+    if copies is not None:
+        tl.store(copies + offsets, weight.to(copies.dtype.element_ty), mask=mask, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -161,11 +177,14 @@ def _finite(norm):
 
 
 @triton.jit
-def _chunk(table, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr):
-    """Segment, offsets [CHUNK], and which of the places are the segment's, of this program's chunk."""
-    row = table + 4 * tl.program_id(0)
-    start = tl.load(row + 1).to(tl.int64) * ALIGNMENT
-    return tl.load(row), start + tl.arange(0, CHUNK), tl.load(row + 2), tl.load(row + 3)
+def _chunk(table, chunk, CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr):
+    """Segment of a chunk, offsets [CHUNK] in the flat buffers and in what this launch has, and which are the segment's."""
+    row = table + 4 * chunk
+    start = tl.load(row + 1)
+    places = tl.arange(0, CHUNK)
+    offsets = start.to(tl.int64) * ALIGNMENT + places
+    own = (start - tl.load(table + 1)).to(tl.int64) * ALIGNMENT + places
+    return tl.load(row), offsets, own, tl.load(row + 2), tl.load(row + 3)
 
 
 @triton.jit
@@ -175,9 +194,9 @@ def _inside(first, stop, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _load(pointers, mask):
+def _load(pointers, mask, EVICTION: tl.constexpr):
     """Load, with 0 where the mask is False; None stands for no mask."""
     if mask is None:
-        return tl.load(pointers)
+        return tl.load(pointers, eviction_policy=EVICTION)
     else:  # noqa: RET505  two traces of which one is compiled, not two ways out
-        return tl.load(pointers, mask=mask, other=0.0)
+        return tl.load(pointers, mask=mask, other=0.0, eviction_policy=EVICTION)

@@ -104,6 +104,17 @@ def _dense_gelu(make: _Maker) -> tuple[Any, ...]:
     )
 
 
+def _bias_gelu(make: _Maker) -> tuple[Any, ...]:
+    return make.values(make.tokens, make.size.intermediate), make.values(make.size.intermediate)
+
+
+def _accumulate_weight_gradient(make: _Maker) -> tuple[Any, ...]:
+    """That of the feed-forward half's first product."""
+    size = make.size
+    operands = _detached(make, (make.tokens, size.intermediate), (make.tokens, size.hidden))
+    return torch.zeros(size.intermediate, size.hidden, device=make.device), *operands
+
+
 def _embedding_layer_norm(make: _Maker) -> tuple[Any, ...]:
     rows = (make.size.vocabulary, make.size.max_seqlen, 2)
     ids = make.ids(make.size.vocabulary, make.tokens), make.positions(), make.ids(2, make.tokens)
@@ -123,6 +134,13 @@ def _masked_lm_loss(make: _Maker) -> tuple[Any, ...]:
 def _cast_fp8(make: _Maker) -> tuple[Any, ...]:
     """An activation."""
     return *_detached(make, (make.tokens, make.size.hidden)), *_scale_and_amax(make), E4M3
+
+
+def _cast_transpose_into_fp8(make: _Maker) -> tuple[Any, ...]:
+    """A weight, in fp32 whatever the dtype."""
+    wide, narrow = make.size.intermediate, make.size.hidden
+    casts = (torch.zeros(shape, dtype=E4M3, device=make.device) for shape in ((wide, narrow), (narrow, wide)))
+    return *(weight.float() for weight in _detached(make, (wide, narrow))), *_scale_and_amax(make), *casts
 
 
 def _cast_transpose_sum_fp8(make: _Maker) -> tuple[Any, ...]:
@@ -159,7 +177,8 @@ def _scale_and_amax(make: _Maker) -> tuple[Tensor, Tensor]:
 def _lamb_step(make: _Maker) -> Arguments:
     args, kwargs = _lamb_directions(make)
     del kwargs["norm"]
-    return args, kwargs | {"learning_rate": torch.full((), 1e-3, device=make.device)}
+    rate, copies = torch.full((), 1e-3, device=make.device), args[0].bfloat16()
+    return args, kwargs | {"learning_rate": rate, "copies_P": copies}
 
 
 def _lamb_directions(make: _Maker) -> Arguments:
@@ -195,10 +214,13 @@ _MAKERS: dict[str, Callable[[_Maker], tuple[Any, ...]]] = {
     "varlen_self_attention": _varlen_self_attention,
     "dropout_add_layer_norm": _dropout_add_layer_norm,
     "dense_gelu": _dense_gelu,
+    "bias_gelu": _bias_gelu,
+    "accumulate_weight_gradient": _accumulate_weight_gradient,
     "embedding_layer_norm": _embedding_layer_norm,
     "masked_lm_loss": _masked_lm_loss,
     "cast_fp8": _cast_fp8,
     "cast_transpose_fp8": _cast_fp8,
+    "cast_transpose_into_fp8": _cast_transpose_into_fp8,
     "cast_transpose_sum_fp8": _cast_transpose_sum_fp8,
     "bias_gelu_cast_fp8": _bias_gelu_cast_fp8,
     "bias_gelu_backward_cast_fp8": _bias_gelu_backward_cast_fp8,

@@ -67,7 +67,7 @@ def test_the_norms_of_a_step(module: ModuleType, size: int) -> None:
 
 
 def test_a_gpus_order_of_addition_over_the_embedding() -> None:
-    """As ``triton_lamb`` adds on a GPU: 16 squares in turn in each of 256 threads, then a tree, in fp32."""
+    """As ``triton_lamb`` adds on a GPU: 8 squares in turn in each of 256 threads, then a tree, in fp32."""
     chunks = -(-EMBEDDING // triton_lamb.CHUNK)
     padded = np.zeros(chunks * triton_lamb.CHUNK, np.float32)
     vector = normal(EMBEDDING)

@@ -39,6 +39,12 @@ def test_error_is_at_most_twice_plain_pytorch(shape: str, dtype: torch.dtype):
     assert_within_twice(triton_dense.dense_gelu, reference.dense_gelu, inputs(*SHAPES[shape], dtype), free)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_comes_after_the_product_alone(dtype: torch.dtype):
+    arguments = example_inputs("bias_gelu", CPU, dtype, Size((131,), intermediate=130))[0]
+    assert_within_twice(triton_dense.bias_gelu, reference.bias_gelu, arguments, torch.finfo(dtype).eps)
+
+
 def test_bias_gradient_is_summed_in_fp32():
     """200 equal terms that bf16 holds exactly, as it does not hold their sums."""
     product, bias = torch.zeros(200, 1, dtype=torch.bfloat16, requires_grad=True), torch.zeros(1, requires_grad=True)

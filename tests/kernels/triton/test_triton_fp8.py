@@ -55,15 +55,16 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch):
 
 def check_casts(x: Tensor, dtype: torch.dtype) -> None:
     """All casts of what is on a CPU, interpreted, or on a GPU, compiled."""
-    scale, amaxes = torch.tensor(4.0, device=x.device), torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0], device=x.device)
+    scale, amaxes = torch.tensor(4.0, device=x.device), torch.tensor([0.0, 0.5, 0.0, 0.0, 0.0, 0.0], device=x.device)
     q, transposed, total = fp8.cast_transpose_sum_fp8(x, scale, amaxes[0], dtype)
     found = triton_fp8.cast_transpose_sum_fp8(x, scale, amaxes[1], dtype)
     pair = triton_fp8.cast_transpose_fp8(x, scale, amaxes[2], dtype)
     single = triton_fp8.cast_fp8(x, scale, amaxes[3], dtype)
+    kept = [torch.full(each.shape, 0xFF, dtype=torch.uint8, device=x.device).view(dtype) for each in (q, transposed)]
+    triton_fp8.cast_transpose_into_fp8(x, scale, amaxes[4], *kept)
     for result, exact in (
-        *((each[0], q) for each in (found, pair, (single,))),
-        (found[1], transposed),
-        (pair[1], transposed),
+        *((each[0], q) for each in (found, pair, kept, (single,))),
+        *((each[1], transposed) for each in (found, pair, kept)),
     ):
         assert result.dtype == dtype
         assert result.is_contiguous()
@@ -72,7 +73,7 @@ def check_casts(x: Tensor, dtype: torch.dtype) -> None:
     error = (found[2].double() - x.double().sum(0)).abs()
     assert (error <= (1e-5 if x.is_cuda else 1e-6) * x.double().abs().sum(0))[finite].all()
     assert total[~finite].isfinite().equal(found[2][~finite].isfinite())
-    largest = amaxes[0].expand(4)
+    largest = amaxes[0].expand(5)
     torch.testing.assert_close(
         amaxes, torch.cat([largest, torch.zeros_like(scale)[None]]), rtol=0, atol=0, equal_nan=True
     )
@@ -146,6 +147,7 @@ def test_no_rows():
     [
         ("cast_fp8", ["x"]),
         ("cast_transpose_fp8", ["x"]),
+        ("cast_transpose_into_fp8", ["x"]),
         ("cast_transpose_sum_fp8", ["x"]),
         ("bias_gelu_cast_fp8", ["x", "bias"]),
         ("bias_gelu_backward_cast_fp8", ["x", "x", "bias"]),
@@ -153,9 +155,13 @@ def test_no_rows():
 )
 def test_opcheck(op: str, inputs: list[str]):
     made = {"x": torch.randn(5, 16, dtype=torch.bfloat16), "bias": torch.randn(16)}
-    dtype = (E5M2,) if op.startswith("cast") else ()
-    arguments = (*(made[name] for name in inputs), scalar(2.0), torch.zeros(3)[1], *dtype)
-    torch.library.opcheck(getattr(triton_fp8, op), arguments, test_utils=("test_schema", "test_faketensor"))
+    others: tuple[object, ...] = (E5M2,) if op.startswith("cast") else ()
+    checks = ["test_faketensor", "test_schema"]
+    if "into" in op:
+        others = torch.zeros(5, 16, dtype=E5M2), torch.zeros(16, 16, dtype=E5M2)
+        checks.pop()  # it compares what is given, for which PyTorch has no FP8
+    arguments = (*(made[name] for name in inputs), scalar(2.0), torch.zeros(3)[1], *others)
+    torch.library.opcheck(getattr(triton_fp8, op), arguments, test_utils=checks)
 
 
 def compare(device: str) -> None:

@@ -1,6 +1,7 @@
 """LAMB in Triton, under its interpreter, against a float64 oracle and against plain PyTorch in the same type."""
 
 from dataclasses import astuple, replace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -117,7 +118,7 @@ def test_shards_together_step_as_the_whole() -> None:
     segments = LAYOUTS["as in BERT"]
     flat, gradients = weights_and_gradients(segments, 3)
     exact, plain, plain_state = NumpyLamb(flat, segments), flat.clone(), LambState.zeros_like(flat)
-    cuts = (1, CHUNK // 2, 7630, 7631, 7640, 7650, 7660, 2 * CHUNK, 12000, 3 * CHUNK)
+    cuts = (1, CHUNK, 7630, 7631, 7640, 7650, 7660, 4 * CHUNK, 12000, 6 * CHUNK)
     shards, whole = Shards(triton_lamb, flat, segments, cuts), flat
     for step, gradient in enumerate(gradients, start=1):
         exact.step(gradient, float(torch.tensor(0.1)))
@@ -133,14 +134,54 @@ def test_opcheck() -> None:
     weights, gradients, *moments, update = (torch.rand(sum(segments.sizes)) for _ in range(5))
     step, rate = at(1, 0.1).values()
     norm, squares_2A = torch.tensor(2.0), torch.rand(2, sum(segments.adapted), dtype=torch.float64)
-    tables = chunks.table_C4, chunks.places_G
+    tables = chunks.table_C4, chunks.traits_G2
+    copies = torch.rand(len(weights)).bfloat16()
+    whole = [weights, gradients, *moments, update, copies, torch.tensor(0), *tables, chunks.spans_A2, chunks.groups]
     arguments = [weights, gradients, *moments, update, torch.tensor(0), *tables, chunks.spans_A2, norm, step]
     for op, given in (
         (triton_lamb._lamb_directions, (*arguments, *astuple(HYPERPARAMETERS))),
+        (triton_lamb._lamb_step, (*whole, norm, step, rate, *astuple(HYPERPARAMETERS))),
         (triton_lamb._lamb_apply, (weights, update, squares_2A, *tables, norm, rate)),
         (triton_squares._partial_sums, (torch.rand(BLOCK + 5),)),
     ):
         torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
+
+
+def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits, and a step that is not finite counts once. Copies are the parameters; the interpreter cuts bf16 off."""
+    segments = LAYOUTS["as in BERT"]
+    flat, gradients = weights_and_gradients(segments, 2)
+    gradients.append(torch.full_like(flat, torch.nan))
+    found = []
+    for group, dtype in ((1 << 30, torch.float16), (1500, torch.float32), (1, torch.bfloat16)):
+        monkeypatch.setattr(triton_lamb, "GROUP", group)
+        triton_lamb._chunks.cache_clear()
+        weights, copies, state = flat.clone(), torch.zeros(len(flat), dtype=dtype), LambState.zeros_like(flat)
+        for step, gradient in enumerate(gradients, start=1):
+            given = gradient.clone()
+            triton_lamb.lamb_step(weights, given, state, segments, HYPERPARAMETERS, **at(step, 0.1), copies_P=copies)
+            assert not given.any()
+            rtol = 2**-7 if dtype == torch.bfloat16 else 0
+            torch.testing.assert_close(copies, weights.to(dtype), rtol=rtol, atol=0)
+        found.append((weights, state.momentum_P, state.variance_P))
+        assert state.skipped.item() == 1
+    for others in found[1:]:
+        assert all(map(torch.equal, found[0], others))
+
+
+@pytest.mark.parametrize("module", [lamb, triton_lamb])
+def test_a_gradient_that_is_overwritten_is_not_cleared(module: ModuleType) -> None:
+    """And neither is another left; weights step alike."""
+    sizes, adapted, overwritten = (CHUNK + 5, 70, 16), (True, False, True), (True, False, False)
+    flat, gradient = torch.randn(2, sum(sizes), generator=torch.Generator().manual_seed(0)).unbind()
+    stepped = []
+    for segments in (LambSegments(sizes, adapted), LambSegments(sizes, adapted, overwritten)):
+        weights, given = flat.clone(), gradient.clone()
+        module.lamb_step(weights, given, LambState.zeros_like(flat), segments, HYPERPARAMETERS, **at(1, 0.1))
+        stepped.append(weights)
+        left = [bool(view.any()) for view in segments.views(given)]
+        assert left == list(segments.overwritten or (False,) * 3)
+    assert torch.equal(*stepped)
 
 
 @pytest.mark.parametrize(

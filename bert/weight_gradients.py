@@ -1,0 +1,140 @@
+"""Weight gradients that products add where they are summed, and products with 16-bit copies of weights that stay.
+
+Autograd takes three passes over a weight's gradient in every micro-batch: it is written in 16 bits, cast to fp32, and added
+to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step writes over what the last
+step left, so that nothing need be set to zero. And where the optimizer writes 16-bit copies of weights, nothing is cast.
+
+Under autocast on a GPU; elsewhere the model multiplies as PyTorch does. ``bert.fp8`` hands its gradients over here as well.
+
+Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts
+from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype
+
+Add = Callable[[Tensor | None, bool], Tensor]
+"""Adds a product to a gradient, or writes it there where the second argument is True; without a gradient, returns one."""
+
+
+class WeightGradients:
+    """Sums of weight gradients that autograd has no part in, but to call a parameter's hooks when its gradient is there."""
+
+    def __init__(self) -> None:
+        self._overwrite = False
+
+    @contextmanager
+    def overwritten(self, overwrite: bool) -> Iterator[None]:
+        """Say of the backward pass in the body whether it is the first of a step: what is there counts for nothing."""
+        self._overwrite = overwrite
+        try:
+            yield
+        finally:
+            self._overwrite = False
+
+    def add(self, weight: nn.Parameter, add: Add) -> Tensor | None:
+        """Add a gradient; what autograd is to be told of it.
+
+        That is nothing where the weight has a gradient already. Where it has none, because a rank keeps its shard alone,
+        autograd gets one in fp32, which it keeps as it is.
+        """
+        if weight.grad is None:
+            return add(None, True)
+        add(weight.grad, self._overwrite)
+        return None
+
+
+class AccumulatingProducts(MatrixProducts):
+    """An encoder layer's products under autocast, of copies of the weights if there are any."""
+
+    def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
+        """``copies`` has each of the layer's weights in the type that autocast computes in, or none."""
+        self._gradients = gradients
+        self._copies = copies
+
+    def with_bias(self, x: Tensor, dense: Dense) -> Tensor:
+        """``x @ weight.T + bias``."""
+        return self._product(x, dense, dense.bias)
+
+    def without_bias(self, x: Tensor, dense: Dense) -> Tensor:
+        """``x @ weight.T``."""
+        return self._product(x, dense, None)
+
+    def feed_forward(self, x_TD: Tensor, wide: Dense, narrow: Dense) -> Tensor:
+        """[T, D] ``gelu(x @ wide.T + bias) @ narrow.T``, without the second bias."""
+        return self._product(bias_gelu(self._product(x_TD, wide, None), wide.bias), narrow, None)
+
+    def _product(self, x_TK: Tensor, dense: Dense, bias_N: Tensor | None) -> Tensor:
+        dtype = compute_dtype(x_TK)
+        weight_NK = self._copies.get(dense.weight)
+        if weight_NK is None or weight_NK.dtype != dtype:
+            weight_NK = dense.weight.detach().to(dtype)
+        output_TN = _Product.apply(x_TK.to(dtype), dense.weight, bias_N, weight_NK, self._gradients)
+        assert isinstance(output_TN, Tensor)
+        return output_TN
+
+
+class _Product(torch.autograd.Function):
+    """Product whose weight's gradient goes past autograd; it is an argument so that a backward pass comes here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TK: Tensor,
+        parameter_NK: nn.Parameter,
+        bias_N: Tensor | None,
+        weight_NK: Tensor,
+        gradients: WeightGradients,
+    ) -> Tensor:
+        ctx.parameter, ctx.gradients = parameter_NK, gradients
+        ctx.bias_dtype = None if bias_N is None else bias_N.dtype
+        ctx.save_for_backward(x_TK, weight_NK)
+        return F.linear(x_TK, weight_NK, None if bias_N is None else bias_N.to(x_TK.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, output_gradient_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight_NK = ctx.saved_tensors
+
+        def add(gradient_NK: Tensor | None, overwrite: bool) -> Tensor:
+            gradient_NK = torch.empty_like(ctx.parameter) if gradient_NK is None else gradient_NK
+            return accumulate_weight_gradient(gradient_NK, output_gradient_TN, x_TK, overwrite)
+
+        x_gradient_TK = output_gradient_TN @ weight_NK if ctx.needs_input_grad[0] else None
+        bias_gradient_N = None if ctx.bias_dtype is None else output_gradient_TN.sum(0, dtype=ctx.bias_dtype)
+        return x_gradient_TK, ctx.gradients.add(ctx.parameter, add), bias_gradient_N, None, None
+
+
+def product_weights(model: BertForPreTraining) -> list[nn.Parameter]:
+    """The weights here that an encoder layer multiplies with by its ``products``.
+
+    The last layer has its queries of some rows only, and takes keys and values by themselves.
+    """
+    found = []
+    for layer in model.layers:
+        assert isinstance(layer, EncoderLayer)
+        denses = [layer.query_key_value, layer.attention_output, layer.intermediate, layer.output]
+        found += [dense.weight for dense in (denses if layer is not model.layers[-1] else denses[1:])]
+    return [weight for weight in found if weight is not None]  # others are of other stages
+
+
+def accumulate_products(
+    model: BertForPreTraining, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]
+) -> None:
+    """Let the layers that multiply as PyTorch does have their weight gradients added to ``gradients``."""
+    for layer in _plain(model.layers):
+        layer.products = AccumulatingProducts(gradients, copies)
+
+
+def _plain(layers: Iterable[nn.Module]) -> Iterator[EncoderLayer]:
+    for layer in layers:
+        if isinstance(layer, EncoderLayer) and type(layer.products) is MatrixProducts:
+            yield layer

@@ -1,0 +1,162 @@
+"""Weight gradients that go past autograd, and 16-bit copies of weights: as autograd and autocast have it, on a CPU.
+
+The definition stands in for a GPU's product, and a step is told that it has one.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import bert.step
+from bert.configuration.config import Recompute
+from bert.model import Dense, EncoderLayer
+from bert.optimizer import Lamb
+from bert.step import TrainingStep
+from bert.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
+from dataloading.batches.loader import Batch, batch_of
+from tests.bert.repeating import Repeating
+from tests.bert.small_models import OF_SMALL_RUN, step_config, training_step
+from tests.bert.test_recompute import assert_same, step_of, trained
+from tests.conftest import SmallRun
+
+MODEL = replace(OF_SMALL_RUN, hidden_size=256, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    with monkeypatch.context() as patch:
+        patch.setattr(bert.step, "accumulates_products", lambda _device, precision: precision != "fp32")
+        yield patch
+
+
+def made(precision: str = "bf16", **training: Any) -> TrainingStep:
+    return training_step(step_config(MODEL, precision=precision, gradient_accumulation_steps=2, **training))
+
+
+def global_batch(run: SmallRun) -> list[Batch]:
+    return [batch_of(run.train.slice(first, first + 4)) for first in (0, 4)]
+
+
+def gradients(step: TrainingStep, run: SmallRun) -> list[Tensor]:
+    """Of two micro-batches, by segments."""
+    step._schedule(global_batch(run))
+    return [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
+
+
+def test_gradients_are_nearer_to_the_exact_ones_than_those_of_autocast(
+    small_run: SmallRun, as_on_a_gpu: pytest.MonkeyPatch
+) -> None:
+    accumulated = gradients(made(), small_run)
+    as_on_a_gpu.undo()
+    exact, plain = (gradients(made(precision), small_run) for precision in ("fp32", "bf16"))
+    mine, theirs = (
+        [(one - truth).norm().item() for one, truth in zip(found, exact, strict=True)] for found in (accumulated, plain)
+    )
+    for one, other, truth in zip(mine, theirs, exact, strict=True):
+        assert one <= 1.1 * other + 1e-6 * truth.norm().item()
+    assert sum(mine) < sum(theirs)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_the_first_micro_batch_writes_over_what_the_last_step_left(small_run: SmallRun, precision: str) -> None:
+    expected, found = (made(precision) for _ in range(2))
+    weights = product_weights(found.model)
+    assert len(weights) == 4 * len(found.model.layers) - 1
+    for weight in weights:
+        assert weight.grad is not None
+        weight.grad.fill_(torch.nan)
+    segments = found.flat.segments
+    assert [bool(view.isnan().any()) for view in segments.views(found.flat.gradients_P)] == list(segments.overwritten)
+    assert all(map(torch.equal, gradients(expected, small_run), gradients(found, small_run)))
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) -> None:
+    """After warm-up, where weights go back, and after steps; products read these copies and no weight."""
+    step = made()
+    assert isinstance(step.optimizer, Lamb)
+    step.warm_up(global_batch(small_run), 1)
+    before = step.flat.weights_P.clone()
+    for _ in range(2):
+        copies_P = step.optimizer.copies_P
+        assert copies_P is not None
+        assert torch.equal(copies_P, step.flat.weights_P.bfloat16())
+        step(global_batch(small_run))
+        for view, overwritten in zip(
+            step.flat.segments.views(step.flat.gradients_P), step.flat.segments.overwritten, strict=True
+        ):
+            assert overwritten or not view.any()
+    assert not torch.equal(before, step.flat.weights_P)
+    with step.autocast():
+        loss = step.model(global_batch(small_run)[0]).masked_lm_loss
+        for weight in product_weights(step.model):
+            weight.data.fill_(torch.nan)
+        assert torch.equal(step.model(global_batch(small_run)[0]).masked_lm_loss, loss)
+    with torch.no_grad():
+        step.flat.weights_P.copy_(before)
+    step.refresh_copies_()
+    assert torch.equal(step.optimizer.copies_P, before.bfloat16())  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun, recompute: Recompute) -> None:
+    """To the last bit; the first micro-batch and the others are captured by themselves."""
+    capturer = Repeating()
+    expected = trained(step_of("none", "bf16"), small_run)
+    assert_same(trained(step_of(recompute, "bf16"), small_run, capturer), expected)
+    assert capturer.captured == 2 * 2 + 1
+
+
+@pytest.mark.oldest_torch
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_every_parameter_says_once_that_its_gradient_is_there(small_run: SmallRun, precision: str) -> None:
+    """To the reduction, by autograd's hooks: those too whose gradient autograd has not seen, and when they have it."""
+    step = made(precision)
+    said: Counter[str] = Counter()
+    for name, parameter in step.model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda parameter, name=name: said.update([f"{name} {bool(parameter.grad.any())}"])
+        )
+    step._schedule(global_batch(small_run)[:1])
+    assert said == {f"{name} True": 1 for name, _ in step.model.named_parameters()}
+
+
+def test_a_weight_without_a_gradient_gets_one_from_autograd() -> None:
+    """In fp32, as where a rank keeps its shard of the gradients alone; and the second pass adds to it."""
+    dense, x = Dense(16, 8), torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        dense.weight.normal_(generator=torch.Generator().manual_seed(1))
+    products = AccumulatingProducts(WeightGradients(), {})
+    said: list[Tensor] = []
+    dense.weight.register_post_accumulate_grad_hook(said.append)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = products.with_bias(x.requires_grad_(), dense)
+        assert output.dtype == torch.bfloat16
+        output.float().sum().backward()
+    assert [each.shape for each in said] == [dense.weight.shape] * 2
+    expected = 2 * x.detach().bfloat16().float().sum(0).expand(8, 16)
+    torch.testing.assert_close(dense.weight.grad, expected)
+    torch.testing.assert_close(dense.bias.grad, torch.full((8,), 10.0))
+    torch.testing.assert_close(
+        x.grad, 2 * dense.weight.detach().bfloat16().float().sum(0).expand(5, 16), rtol=0.02, atol=0.02
+    )
+
+
+def test_on_a_cpu_the_model_multiplies_as_before(small_run: SmallRun) -> None:
+    step = made()
+    assert not step.flat.segments.overwritten
+    assert isinstance(step.optimizer, Lamb)
+    assert step.optimizer.copies_P is None
+    for layer in step.model.layers:
+        assert isinstance(layer, EncoderLayer)
+        assert not isinstance(layer.products, AccumulatingProducts)
+    assert len(small_run.train) > 0

@@ -1,0 +1,156 @@
+"""Bytes of memory that a LAMB step moves a parameter: what its kernels load and store, through a model of the L2 cache.
+
+Under Triton's interpreter every block that a program loads or stores goes through the model, by its address. The cache keeps
+the blocks that were used last, but lets those go first whose access asked for it. It and what it is to hold are both a 256th
+of their size: a layer has H = 64 and not 1,024.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+import torch
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime import interpreter
+from triton.runtime.interpreter import InterpreterBuilder
+
+from bert.configuration.config import ModelConfig
+from bert.model import BertForPreTraining
+from bert.weight_gradients import product_weights
+from kernels import LambSegments, LambState
+from kernels.triton import lamb as triton_lamb
+from tests.kernels.lamb_oracle import HYPERPARAMETERS, at
+
+SCALE = 256
+L2_BYTES = 40_000_000
+"""Of an A100, the least of those that the kernels are for."""
+HIDDEN = 64
+ATTENTION = [*3 * [HIDDEN**2], 3 * HIDDEN, HIDDEN**2, *3 * [HIDDEN]]
+FEED_FORWARD = [4 * HIDDEN**2, 4 * HIDDEN, 4 * HIDDEN**2, *3 * [HIDDEN]]
+WORDS = 7.3 * 4 * HIDDEN**2
+"""The word embedding of BERT-Large has as many elements as 7.3 of its widest weights."""
+
+
+class Cache:
+    """Least recently used blocks of a size, dirty or not; ``moved`` counts the bytes between it and memory."""
+
+    BLOCK = 64
+
+    def __init__(self, size: int) -> None:
+        self._places = size // self.BLOCK
+        self._kept: OrderedDict[int, bool] = OrderedDict()
+        self._first_to_go: OrderedDict[int, bool] = OrderedDict()
+        self.moved = 0
+
+    def access(self, start: int, stop: int, store: bool, evict_first: bool) -> None:
+        """Load or store bytes at addresses from ``start`` to ``stop``."""
+        for block in range(start // self.BLOCK, -(-stop // self.BLOCK)):
+            dirty = self._kept.pop(block, None)
+            dirty = self._first_to_go.pop(block, None) if dirty is None else dirty
+            if dirty is None and not store:
+                self.moved += self.BLOCK
+            (self._first_to_go if evict_first else self._kept)[block] = store or bool(dirty)
+            if len(self._kept) + len(self._first_to_go) > self._places:
+                self._evict()
+
+    def _evict(self) -> None:
+        _, dirty = (self._first_to_go or self._kept).popitem(last=False)
+        self.moved += self.BLOCK * dirty
+
+    def flush(self) -> None:
+        """Write what is left."""
+        while self._kept or self._first_to_go:
+            self._evict()
+
+
+@contextmanager
+def through(cache: Cache) -> Iterator[None]:
+    """Send what programs load and store through ``cache``; single numbers are left out."""
+    loading, storing = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+
+    def note(pointers, mask, policy, store: bool) -> None:
+        addresses = pointers.data[mask.data]
+        if addresses.size > 1:
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            first = policy == ir.EVICTION_POLICY.EVICT_FIRST
+            cache.access(int(addresses.min()), int(addresses.max()) + size, store, first)
+
+    def load(self, pointers, mask, other, modifier, policy, volatile):
+        note(pointers, mask, policy, store=False)
+        return loading(self, pointers, mask, other, modifier, policy, volatile)
+
+    def store(self, pointers, value, mask, modifier, policy):
+        note(pointers, mask, policy, store=True)
+        return storing(self, pointers, value, mask, modifier, policy)
+
+    def store_all(self, pointers, value, modifier, policy):  # as it is, it forgets the policy
+        mask = interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), tl.int1)
+        return self.create_masked_store(pointers, value, mask, modifier, policy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_masked_load", load)
+        patch.setattr(InterpreterBuilder, "create_masked_store", store)
+        patch.setattr(InterpreterBuilder, "create_store", store_all)
+        yield
+
+
+def bytes_a_parameter(sizes: list[int], overwritten: bool, copies: bool = True) -> float:
+    """Of a step of these segments, on a GPU of a ``SCALE``-th."""
+    segments = LambSegments(tuple(sizes), (True,) * len(sizes), (overwritten,) * len(sizes))
+    flat, gradients = torch.randn(2, sum(sizes)).unbind()
+    state, copies_P = LambState.zeros_like(flat), torch.zeros(len(flat), dtype=torch.bfloat16) if copies else None
+    cache = Cache(L2_BYTES // SCALE)
+    with through(cache):
+        triton_lamb.lamb_step(flat, gradients, state, segments, HYPERPARAMETERS, **at(1, 0.1), copies_P=copies_P)
+    cache.flush()
+    return cache.moved / len(flat)
+
+
+@pytest.fixture(autouse=True)
+def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_lamb, "GROUP", triton_lamb.GROUP // SCALE)
+
+
+def layers(count: int = 4) -> list[int]:
+    return count * [*ATTENTION, *FEED_FORWARD]
+
+
+def test_a_step_of_bert_large_moves_at_most_36_bytes_a_parameter() -> None:
+    """Weights whose gradients products write over what is there; those that are set to zero; and the word embedding."""
+    overwritten = bytes_a_parameter(layers(), overwritten=True)
+    assert overwritten == pytest.approx(34, abs=0.7)
+    cleared = bytes_a_parameter(layers(), overwritten=False)
+    assert cleared == pytest.approx(38, abs=0.7)
+    words = bytes_a_parameter([int(WORDS)], overwritten=False)
+    assert 46 < words < 50
+    with torch.device("meta"):
+        model = BertForPreTraining(ModelConfig(24, 1024, 16, 4096, 30_522, 512))
+    whole = sum(parameter.numel() for parameter in model.parameters())
+    of_words = model.embeddings.word.numel()
+    of_products = sum(weight.numel() for weight in product_weights(model))
+    found = (overwritten * of_products + words * of_words + cleared * (whole - of_products - of_words)) / whole
+    assert found <= 36
+
+
+def test_groups_and_hints_are_what_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All segments at once: parameters and directions move a second time; and nothing is written that nobody asked for."""
+    assert bytes_a_parameter(layers(), overwritten=True, copies=False) == pytest.approx(32, abs=0.7)
+    monkeypatch.setattr(triton_lamb, "GROUP", 1 << 30)
+    assert bytes_a_parameter(layers(), overwritten=True) > 42
+
+
+def test_the_model_counts_what_is_read_and_written_once() -> None:
+    cache = Cache(4 * Cache.BLOCK)
+    cache.access(0, 2 * Cache.BLOCK, store=False, evict_first=False)
+    cache.access(0, Cache.BLOCK, store=True, evict_first=False)
+    assert cache.moved == 2 * Cache.BLOCK
+    cache.access(
+        8 * Cache.BLOCK, 12 * Cache.BLOCK, store=False, evict_first=True
+    )  # two of them make room for the others
+    cache.access(0, 2 * Cache.BLOCK, store=False, evict_first=False)
+    assert cache.moved == 6 * Cache.BLOCK
+    cache.flush()
+    assert cache.moved == 7 * Cache.BLOCK
