@@ -5,7 +5,8 @@ Each launch fails, whatever its results, where a program
 * reads or writes an element that its argument does not have: there are guard zones without end around every tensor;
 * reads or writes what another one writes, or updates by atomics (but for the arguments named in ``READ_WHILE_UPDATED``):
   programs run in no order and at the same time, so that such a launch is right by luck alone;
-* reads what it wrote itself, or writes an element twice with one store: the threads of a program run in no order either.
+* reads what it wrote itself with no barrier between, or writes an element twice with one store: the threads of a program run
+  in no order either.
 
 Lanes that a load leaves out without saying what is there instead are NaN, or the largest number; the interpreter's are 0.
 """
@@ -52,6 +53,7 @@ class Launch:
     """A kernel that ran, and in how many programs."""
 
     kernel: str
+    """With its module."""
     programs: int
 
 
@@ -59,7 +61,8 @@ class _Storage:
     """Who has accessed the elements of a tensor's memory: a program's number, or nobody."""
 
     def __init__(self, elements: int) -> None:
-        self.writer, self.updater, self.reader = np.full((3, elements), _NOBODY, np.int32)
+        self.writer, self.updater, self.reader, self.barriers = np.full((4, elements), _NOBODY, np.int32)
+        """``barriers``: how many the writer had passed."""
 
 
 class _Argument:
@@ -91,6 +94,8 @@ class _Memory:
         self.kernel, self.grid = kernel, grid
         self.program = 0
         """The number of the one that runs."""
+        self.barriers = [0] * math.prod(grid)
+        """That each has passed."""
         self.yields: Callable[[], None] = lambda: None
         """Called before every access."""
         self._arguments: list[_Argument] = []
@@ -129,7 +134,8 @@ class _Memory:
         cells, storage, own = elements + argument.offset, argument.storage, self.program
         writers, updaters = storage.writer[cells], storage.updater[cells]
         if kind == "load":
-            self._refuse(kind, argument, elements, writers, "wrote", allow_own=False)
+            settled = (writers == own) & (storage.barriers[cells] < self.barriers[own])
+            self._refuse(kind, argument, elements, np.where(settled, _NOBODY, writers), "wrote", allow_own=False)
             if argument.name not in READ_WHILE_UPDATED:
                 self._refuse(kind, argument, elements, updaters, "updated")
             readers = storage.reader[cells]
@@ -143,7 +149,7 @@ class _Memory:
             storage.writer[cells] = np.arange(len(cells), dtype=np.int32)
             if (storage.writer[cells] != np.arange(len(cells))).any():
                 raise WrongAccessError(f"{self._self(kind)} an element of {argument.name} twice")
-            storage.writer[cells] = own
+            storage.writer[cells], storage.barriers[cells] = own, self.barriers[own]
         else:
             storage.updater[cells] = own
 
@@ -192,7 +198,7 @@ class _Bench:
         interpreter.interpreter_builder.set_grid_dim(*grid)
         numbers = list(range(math.prod(grid)))
         places = list(product(*map(range, grid)))
-        self.launches.append(Launch(function.__name__, len(numbers)))
+        self.launches.append(Launch(f"{function.__module__}.{function.__name__}", len(numbers)))
 
         def begin(number: int) -> None:
             memory.program = number
@@ -218,16 +224,21 @@ class _Bench:
     def load(self, pointers: Any, mask: Any, other: Any, *_: object) -> Any:
         kind = pointers.get_element_ty()
         dtype = interpreter._get_np_dtype(kind)
-        if other is None:  # nothing says what is there: on a GPU anything
-            rest = np.full(pointers.data.shape, np.nan if dtype.kind == "f" else _largest(dtype), dtype)
-        else:
+        if other is not None:
             rest = other.data
+        elif pointers.data.size == 1:  # or a single 0, which Triton's language takes for nothing where it interprets
+            rest = np.zeros(pointers.data.shape, dtype)
+        else:  # nothing says what is there: on a GPU anything
+            rest = np.full(pointers.data.shape, np.nan if dtype.kind == "f" else _largest(dtype), dtype)
         addresses = self.memory.access("load", pointers.data, mask.data)
         return interpreter.TensorHandle(interpreter._interpreter.load(addresses, mask.data, rest, dtype), kind)
 
     def store(self, pointers: Any, value: Any, mask: Any, *_: object) -> None:
         addresses = self.memory.access("store", pointers.data, mask.data)
         interpreter._interpreter.store(addresses, value.data, mask.data)
+
+    def barrier(self) -> None:
+        self.memory.barriers[self.memory.program] += 1
 
     def atomic(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return an atomic operation of the interpreter that looks at its access."""
@@ -314,6 +325,7 @@ def install() -> None:
     interpreter.InterpretedFunction.__call__ = call
     interpreter.GridExecutor.__call__ = lambda executor, *args, **kwargs: _BENCH.launch(executor, *args, **kwargs)
     builder.create_masked_load, builder.create_masked_store = _BENCH.load, _BENCH.store
+    builder.create_barrier = _BENCH.barrier
     builder.create_atomic_rmw = _BENCH.atomic(builder.create_atomic_rmw)
     # Overflows of integers are looked for in every operation, and what is found is told to nobody.
     builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
