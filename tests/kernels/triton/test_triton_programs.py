@@ -87,7 +87,8 @@ def assert_near_the_definition(op: str, found: Outcome, dtype: torch.dtype, size
         if truth.numel() == 0 and mine.shape != truth.shape:  # kept for a backward pass
             continue
         assert (mine.shape, mine.dtype) == (truth.shape, truth.dtype)
-        eps = torch.finfo(dtype).eps
+        wide = mine.is_floating_point() and mine.element_size() > 1  # of FP8 few are the neighbours of what they should be
+        eps = max(torch.finfo(dtype).eps, torch.finfo(mine.dtype).eps if wide else 0.0)
         error, unit = (x.norm() / max(1, x.numel()) ** 0.5 for x in (mine.double() - truth.double(), truth.double()))
         assert error <= max(1e-3, 4 * eps) * unit + eps, op
 
@@ -153,7 +154,7 @@ def takes_tokens(op: str) -> bool:
 @example([1])
 @example([512])
 @example([511, 1, 0])
-@example([1] * 128 + [0] * 128)
+@example([1, 0, 0, 0, 0, 0, 0, 0] * 32)
 @given(st.lists(st.sampled_from([0, 1, 15, 16, 17]), min_size=1, max_size=5))
 @settings(max_examples=5, derandomize=True, deadline=None)
 def test_lengths(op: str, lengths: list[int]):
