@@ -61,8 +61,24 @@ class _Storage:
     """Who has accessed the elements of a tensor's memory: a program's number, or nobody."""
 
     def __init__(self, elements: int) -> None:
-        self.writer, self.updater, self.reader, self.barriers = np.full((4, elements), _NOBODY, np.int32)
-        """``barriers``: how many the writer had passed."""
+        self._elements = elements
+        self.written = False
+        """Most memory is only read, and then nobody need know by whom."""
+        self._reads: list[tuple[int, np.ndarray]] = []
+
+    def read(self, program: int, cells: np.ndarray) -> None:
+        self._reads.append((program, cells))
+
+    def will_be_written(self) -> None:
+        """Find out who has read what."""
+        if not self.written:
+            self.written = True
+            self.writer, self.updater, self.reader, self.barriers = np.full((4, self._elements), _NOBODY, np.int32)
+            """``barriers``: how many the writer had passed."""
+        for program, cells in self._reads:
+            readers = self.reader[cells]
+            self.reader[cells] = np.where((readers == program) | (readers == _NOBODY), program, _SEVERAL)
+        self._reads.clear()
 
 
 class _Argument:
@@ -70,7 +86,7 @@ class _Argument:
 
     def __init__(self, name: str, tensor: Tensor, storage: _Storage) -> None:
         self.name, self.storage = name, storage
-        self.start, self.itemsize = tensor.data_ptr(), tensor.element_size()
+        self.start, self.doublings = tensor.data_ptr(), tensor.element_size().bit_length() - 1
         self.offset = tensor.storage_offset()
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
         self.reach = reach if tensor.numel() else 0
@@ -81,10 +97,11 @@ class _Argument:
             has.as_strided(tensor.shape, tensor.stride()).fill_(True)
             self.has = has.numpy()
 
-    def lacks(self, elements: np.ndarray) -> np.ndarray:
-        """Tell which of the elements, counted from the first, are not the tensor's."""
-        outside = (elements < 0) | (elements >= self.reach)
-        return outside if self.has is None else outside | ~self.has[np.where(outside, 0, elements)]
+    def lacks(self, elements: np.ndarray) -> np.ndarray | None:
+        """Return those of the elements, counted from the first, that are not the tensor's, if there are any."""
+        if elements.min() < 0 or elements.max() >= self.reach:
+            return elements[(elements < 0) | (elements >= self.reach)]
+        return None if self.has is None or self.has[elements].all() else elements[~self.has[elements]]
 
 
 class _Memory:
@@ -115,39 +132,40 @@ class _Memory:
     def access(self, kind: Literal["load", "store", "atomic"], pointers: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Return the addresses, once the access is found to be right."""
         self.yields()
-        used = pointers[np.broadcast_to(mask, pointers.shape)]
+        used = pointers.reshape(-1) if mask.all() else pointers[np.broadcast_to(mask, pointers.shape)]
         while used.size:
-            tags = used >> _TAG_SHIFT
-            same = tags == tags[0]
-            argument = self._arguments[int(tags[0]) - 1]
-            elements = ((used[same] & _ADDRESS).astype(np.int64) - argument.start) // argument.itemsize
+            tag = used[0] >> _TAG_SHIFT
+            same = used >> _TAG_SHIFT == tag
+            argument = self._arguments[int(tag) - 1]
+            own = used if same.all() else used[same]
+            elements = ((own & _ADDRESS) - np.uint64(argument.start)).view(np.int64) >> argument.doublings
             self._check(kind, argument, elements)
-            used = used[~same]
+            used = used[:0] if own is used else used[~same]
         return pointers & _ADDRESS
 
     def _check(self, kind: str, argument: _Argument, elements: np.ndarray) -> None:
-        if (lacking := argument.lacks(elements)).any():
-            element = elements[lacking][0]
+        if (lacking := argument.lacks(elements)) is not None:
             raise WrongAccessError(
-                f"{self._self(kind)} element {element} of {argument.name}, which has {argument.reach}"
+                f"{self._self(kind)} element {lacking[0]} of {argument.name}, which has {argument.reach}"
             )
         cells, storage, own = elements + argument.offset, argument.storage, self.program
-        writers, updaters = storage.writer[cells], storage.updater[cells]
         if kind == "load":
-            settled = (writers == own) & (storage.barriers[cells] < self.barriers[own])
-            self._refuse(kind, argument, elements, np.where(settled, _NOBODY, writers), "wrote", allow_own=False)
-            if argument.name not in READ_WHILE_UPDATED:
-                self._refuse(kind, argument, elements, updaters, "updated")
-            readers = storage.reader[cells]
-            storage.reader[cells] = np.where((readers == own) | (readers == _NOBODY), own, _SEVERAL)
+            storage.read(own, cells)
+            if storage.written:
+                writers = storage.writer[cells]
+                settled = (writers == own) & (storage.barriers[cells] < self.barriers[own])
+                self._refuse(kind, argument, elements, np.where(settled, _NOBODY, writers), "wrote", allow_own=False)
+                if argument.name not in READ_WHILE_UPDATED:
+                    self._refuse(kind, argument, elements, storage.updater[cells], "updated")
             return
-        self._refuse(kind, argument, elements, writers, "wrote")
+        storage.will_be_written()
+        self._refuse(kind, argument, elements, storage.writer[cells], "wrote")
         if argument.name not in READ_WHILE_UPDATED:
             self._refuse(kind, argument, elements, storage.reader[cells], "read")
         if kind == "store":
-            self._refuse(kind, argument, elements, updaters, "updated")
-            storage.writer[cells] = np.arange(len(cells), dtype=np.int32)
-            if (storage.writer[cells] != np.arange(len(cells))).any():
+            self._refuse(kind, argument, elements, storage.updater[cells], "updated")
+            storage.writer[cells] = lanes = np.arange(len(cells), dtype=np.int32)
+            if (storage.writer[cells] != lanes).any():
                 raise WrongAccessError(f"{self._self(kind)} an element of {argument.name} twice")
             storage.writer[cells], storage.barriers[cells] = own, self.barriers[own]
         else:
@@ -157,7 +175,7 @@ class _Memory:
         self, kind: str, argument: _Argument, elements: np.ndarray, others: np.ndarray, did: str, allow_own: bool = True
     ) -> None:
         conflict = others != _NOBODY
-        if allow_own:
+        if conflict.any() and allow_own:
             conflict &= others != self.program
         if conflict.any():
             element, other = elements[conflict][0], int(others[conflict][0])

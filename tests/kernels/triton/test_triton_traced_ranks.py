@@ -41,14 +41,14 @@ class Shape:
         return f"{self.reduction}{sharded}-tensor {self.tensor}-{self.precision}-{self.reduce_dtype}"
 
 
+FLAT = Shape("flat")
 SHAPES = [
-    Shape("flat"),
     Shape("hierarchical", reduce_dtype="bf16"),
-    Shape("sharded", precision="fp8"),
+    Shape("sharded"),
     Shape("sharded", shard_gradients=True, reduce_dtype="bf16"),
     Shape("sharded_world", tensor=2),
     Shape("flat", tensor=2, precision="fp8"),
-    Shape("sharded_world", tensor=2, shard_gradients=True, precision="fp8"),
+    Shape("sharded_world", tensor=2, shard_gradients=True),
 ]
 
 
@@ -106,9 +106,7 @@ def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
     assert captured.operators[captured.main] < 0.7 * own.operators[own.main]
 
 
-def run_without_arrival(
-    stream: CommunicationStream, work: Callable[[], None], run: Any = CommunicationStream.run
-) -> Any:
+def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: Any = CommunicationStream.run) -> Any:
     run(stream, work)
     return lambda: None
 
@@ -116,28 +114,35 @@ def run_without_arrival(
 @pytest.mark.parametrize(
     ("owner", "name", "stand_in", "shape", "captured", "message"),
     [
-        (CommunicationStream, "join", lambda _: None, 0, False, "on main reads what all_reduce on side 1 wrote"),
-        (CommunicationStream, "join", lambda _: None, 0, True, "on side 2 writes what all_reduce on side 1 wrote"),
-        (CommunicationStream, "run", run_without_arrival, 4, False, "on main reads what all_gather on side 1 wrote"),
+        (CommunicationStream, "join", lambda _: None, FLAT, False, "on main reads what all_reduce on side 1 wrote"),
+        (CommunicationStream, "join", lambda _: None, FLAT, True, "on side 2 writes what all_reduce on side 1 wrote"),
         (
             CommunicationStream,
             "run",
-            run_without_arrival,
-            3,
-            True,
-            "aten.zero_.default on side 2 writes what .* on side 1",
+            without_arrival,
+            SHAPES[3],
+            False,
+            "on main reads what all_gather on side 1 wrote",
         ),
-        (Stream, "wait_stream", lambda *_: None, 0, False, "all_reduce on side 1 writes what aten.* on main wrote"),
-        (Lamb, "step", lambda _: torch.cuda.synchronize(), 0, False, "the host waits for the device"),
+        (
+            CommunicationStream,
+            "run",
+            without_arrival,
+            SHAPES[2],
+            True,
+            "aten.zero_.* on side 2 writes what .* on side 1",
+        ),
+        (Stream, "wait_stream", lambda *_: None, FLAT, False, "all_reduce on side 1 writes what aten.* on main wrote"),
+        (Lamb, "step", lambda _: torch.cuda.synchronize(), FLAT, False, "the host waits for the device"),
     ],
     ids=["sums", "sums in a capture", "weights", "buffers", "gradients", "host"],
 )
 def test_what_does_not_wait_is_noticed(
-    owner: type, name: str, stand_in: Any, shape: int, captured: bool, message: str, monkeypatch: pytest.MonkeyPatch
+    owner: type, name: str, stand_in: Any, shape: Shape, captured: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(owner, name, stand_in)
     with pytest.raises(TimelineError, match=message):
-        two_steps(0, SHAPES[shape], captured)
+        two_steps(0, shape, captured)
 
 
 def capture(function: Callable[[torch.cuda.Stream], None]) -> None:
