@@ -3,7 +3,6 @@
 import fcntl
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -139,18 +138,3 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     write_small_dataset(folder / "train", train, vocab)
     write_small_dataset(folder / "evaluation", evaluation, vocab)
     return SmallRun(folder, train, evaluation)
-
-
-@pytest.fixture(scope="session")
-def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that ``run_and_time.sh`` makes for tiny_cpu; whichever of the workers asks first makes it."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    made = shared / "demo"
-    with (shared / "demo.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            vocabulary = "bert/artifacts/tiny_cpu/vocab.txt"
-            command = [sys.executable, "-m", "dataloading", "demo", "--out", str(made), "--vocab", vocabulary]
-            subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True)
-    return made

@@ -1,8 +1,10 @@
 """Programs of the repository as processes that need not import PyTorch: two seconds of a processor less for each.
 
-A server imports ``bert.run`` once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
-environment, output, signals and an exit status of its own; only the interpreter is not taken down when all else has ended,
-which would copy its whole memory. Fresh interpreters are started by the tests of launchers, of scripts and of torchrun.
+A server imports packages once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
+environment, folder, output, signals and an exit status of its own; only the interpreter is not taken down when all else has
+ended, which would copy its whole memory. There are two servers: one for ``Program``, which has imported ``bert.run`` too,
+and one for the ``python`` of copies of the repository, whose own modules each fork imports. Fresh interpreters are started
+by the tests of scripts and of signals, and by the command at the top of the README, which ``.ci/run`` runs.
 """
 
 import atexit
@@ -18,11 +20,42 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LARGEST_REQUEST = 200_000
 PATIENCE_S = 600.0
 """How long anything may take before it counts as never happening: a busy machine is many times slower than an idle one."""
+
+_SOCKETS = tempfile.TemporaryDirectory(prefix="mlperf-bert-", ignore_cleanup_errors=True)
+_OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
+_FORKED_PYTHON = """#!{python} -IS
+# Becomes a fork of the server of tests/programs.py where a program is to run, and {python} for anything else.
+import array, json, os, signal, socket, sys
+
+words = sys.argv[1:]
+unbuffered = words[:1] == ["-u"]
+del words[:unbuffered]
+module = words[1].partition(".")[0] if words[:1] == ["-m"] and len(words) > 1 else ""
+script = bool(words) and words[0].endswith(".py")
+if not (script or module in {own!r} or words[:2] == ["-m", "torch.distributed.run"]) or "PYTHONPATH" in os.environ:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+request = dict(words=words, environment=dict(os.environ), folder=os.getcwd(), executable=os.path.abspath(sys.argv[0]))
+request |= dict(cores=sorted(os.sched_getaffinity(0)), unbuffered=unbuffered)
+server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {largest})
+server.connect({path!r})
+socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+number = lambda: int.from_bytes(server.recv(4), "little", signed=True)
+pid = number()
+for one in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(one, lambda number, _: os.kill(pid, number))
+status = number()
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if status != -signal.SIGKILL else None
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
 
 
 class Program:
@@ -33,10 +66,14 @@ class Program:
         variables = os.environ | {name: str(value) for name, value in environment.items()}
         self.returncode: int | None = None
         self._output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the program that it belongs to
-        self._status, status = os.pipe()
-        request = json.dumps([module, arguments, variables]).encode()
-        socket.send_fds(_server(), [request], [self._output.fileno(), status])
-        os.close(status)
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
+        self._server.connect(_server("bert"))
+        request = {"words": ["-m", module, *arguments], "environment": variables, "folder": str(REPOSITORY)}
+        request |= {"executable": _forked_python("bert"), "cores": sorted(os.sched_getaffinity(0)), "unbuffered": False}
+        with Path(os.devnull).open() as nothing:
+            descriptors = [nothing.fileno(), self._output.fileno(), self._output.fileno()]
+            socket.send_fds(self._server, [json.dumps(request).encode()], descriptors)
         self.pid = self._number()
 
     @property
@@ -46,15 +83,15 @@ class Program:
 
     def poll(self) -> int | None:
         """The exit status, or None while it runs; negative after a signal."""
-        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
             self.returncode = self._number()
-            os.close(self._status)
+            self._server.close()
         return self.returncode
 
     def wait(self, timeout: float) -> int:
         """The exit status once it ends. Raises ``subprocess.TimeoutExpired`` when it does not within so many seconds."""
         if self.returncode is None:
-            select.select([self._status], [], [], timeout)
+            select.select([self._server], [], [], timeout)
         if self.poll() is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout, self.output.encode())
         assert self.returncode is not None
@@ -75,72 +112,142 @@ class Program:
         self.send_signal(signal.SIGKILL)
 
     def _number(self) -> int:
-        return int.from_bytes(os.read(self._status, 4), "little", signed=True)
+        return int.from_bytes(self._server.recv(4), "little", signed=True)
+
+
+def write_forked_python(folder: Path) -> None:
+    """Write ``python`` and ``torchrun`` of a copy into a folder, which have a server fork where its programs are to run."""
+    (folder / "python").symlink_to(_forked_python("packages"))
+    (folder / "torchrun").write_text('#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n')
+    (folder / "torchrun").chmod(0o755)
 
 
 @cache
-def _server() -> socket.socket:
-    """A connection to a server, which ends with the tests."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
-    command = [sys.executable, "-m", "tests.programs", str(theirs.fileno())]
-    subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[theirs.fileno()], env=os.environ | {"OMP_NUM_THREADS": "1"})
-    theirs.close()
-    return ours
+def _forked_python(imported: str) -> str:
+    """The program that has a server fork."""
+    path = Path(_SOCKETS.name, f"python of {imported}")
+    text = _FORKED_PYTHON.format(python=sys.executable, own=_OWN, path=_server(imported), largest=LARGEST_REQUEST)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
 
 
-def _serve(requests: socket.socket) -> str:
-    """Fork for every request; returns in each fork, with the module to run."""
+@cache
+def _server(imported: str) -> str:
+    """The address of a server, which ends with the tests."""
+    address = str(Path(_SOCKETS.name, imported))
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
+        requests.bind(address)
+        requests.listen(64)  # it answers once it has imported everything
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "tests.programs", imported, str(requests.fileno()), str(theirs.fileno())]
+        descriptors = [requests.fileno(), theirs.fileno()]
+        subprocess.Popen(command, cwd=REPOSITORY, pass_fds=descriptors, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        theirs.close()
+    _TIES.append(ours)
+    return address
+
+
+_TIES: list[socket.socket] = []
+"""Connections that a server has for as long as the tests run."""
+
+
+def _serve(imported: str, requests: socket.socket, tie: socket.socket) -> dict[str, Any]:
+    """Fork for every request; returns in each fork, with the request."""
     atexit.register(_end)  # the first, so that it is called after all others
-    import torch.distributed.pipelining  # noqa: F401  and what pipelines import besides, 1.4 s for each of many ranks
-    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
-
-    import bert.run  # noqa: F401  what programs import is there
-    from bert.train import parse
-
-    # For the name of a method agents look at all modules, of which here are many: a tenth of a processor for each of them.
-    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
-    parse(["tiny_cpu"])  # and what tyro finds out about the settings, a fifth of a second
-    del sys.modules["bert.train"]  # which may be what is to run
+    _import_packages()
+    if imported == "bert":
+        _import_own()
+    else:
+        del sys.path[0]
+        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
+            del sys.modules[name]
     gc.freeze()  # or each fork copies all memory as it looks for garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     while True:
-        request, ends, *_ = socket.recv_fds(requests, LARGEST_REQUEST, 2)
-        if not request:
+        ready, *_ = select.select([requests, tie], [], [])
+        if tie in ready:
             sys.exit()
-        output, status = ends
-        if os.fork() == 0 and _forked(status):
+        connection, _ = requests.accept()
+        if os.fork() == 0 and (request := _forked(connection)):
             break
-        os.close(output)
-        os.close(status)
+        connection.close()
     requests.close()
-    module, sys.argv[1:], variables = json.loads(request)
-    os.environ.clear()
-    os.environ.update(variables)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    return module
+    tie.close()
+    return request
 
 
-def _forked(status: int) -> bool:
-    """Fork once more: the parent says who the child is and how it ended, and the child returns."""
+def _import_packages() -> None:
+    import h5py  # noqa: F401
+    import mlperf_logging  # noqa: F401
+    import numba  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import scipy.optimize
+    import scipy.stats  # noqa: F401
+    import tokenizers  # noqa: F401
+    import torch.distributed.pipelining
+    import torch.distributed.run  # noqa: F401  and what pipelines import besides, 1.4 s for each of many ranks
+    import tyro  # noqa: F401
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
+    # For the name of a method agents look at all modules, of which here are many: a tenth of a processor for each of them.
+    dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
+
+
+def _import_own() -> None:
+    import bert.run  # noqa: F401  what programs import is there
+    from bert.train import parse
+
+    parse(["tiny_cpu"])  # and what tyro finds out about the settings, a fifth of a second
+    del sys.modules["bert.train"]  # which may be what is to run
+
+
+def _forked(connection: socket.socket) -> dict[str, Any] | None:
+    """Fork once more: the child returns the request; the parent says who that is and how it ends, and ends it for nobody."""
+    content, descriptors, *_ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
+    if not content:
+        os._exit(0)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid == 0:
-        os.close(status)
-        return True
-    os.write(status, pid.to_bytes(4, "little", signed=True))
-    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.write(status, ended.to_bytes(4, "little", signed=True))
+        connection.close()
+        for place, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, place)
+            os.close(descriptor)
+        return json.loads(content)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    connection.sendall(pid.to_bytes(4, "little", signed=True))
+    ended = os.pidfd_open(pid)
+    ready, *_ = select.select([ended, connection], [], [])
+    if ended not in ready:  # the other end of the connection has gone
+        os.kill(pid, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    connection.sendall(status.to_bytes(4, "little", signed=True))
     os._exit(0)
 
 
-def _run(module: str) -> None:
-    """Run it, and note the exit status of an orderly end."""
+def _run(request: dict[str, Any]) -> None:
+    """Run what is asked for, and note the exit status of an orderly end."""
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    os.sched_setaffinity(0, request["cores"])
+    sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
+    sys.executable = request["executable"]
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115, as are the others, which knew the server's files
+    sys.stdout = open(1, "w", closefd=False, buffering=1 if request["unbuffered"] else -1)  # noqa: SIM115
+    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    option, *words = request["words"]
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if option == "-m":
+            sys.path.insert(0, request["folder"])
+            sys.argv[1:] = words[1:]
+            runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(option).resolve().parent))
+            sys.argv[1:] = words
+            runpy.run_path(option, run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, int):
             _statuses.append(end.code)
@@ -158,4 +265,4 @@ def _end() -> None:
 _statuses: list[int] = []
 
 if __name__ == "__main__":
-    _run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    _run(_serve(sys.argv[1], *(socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[2:])))

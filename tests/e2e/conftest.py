@@ -1,17 +1,25 @@
 """A stranger's copy of the repository."""
 
+import fcntl
+import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from dataloading.dataset.folder import open_dataset, write_dataset
+from dataloading.text.demo import SHARDS, write_demo
 from tests.conftest import REPOSITORY
 from tests.e2e.slurm.slurm_cluster import Cluster
+from tests.programs import write_forked_python
 
 COMMITTED_RESULTS = "cpu_2cores"
+FEW = {"train": 2048, "evaluation": 128}
+"""Of the demo's samples, enough for short runs."""
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
@@ -25,11 +33,53 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
     }
 
 
+def with_forked_python(checkout: Path) -> Path:
+    """Give a copy another ``python``; returns the copy."""
+    programs = checkout / ".venv/bin"
+    programs.unlink()
+    programs.mkdir()
+    for program in Path(sys.prefix, "bin").iterdir():
+        if program.name not in ("python", "torchrun"):
+            (programs / program.name).symlink_to(program)
+    write_forked_python(programs)
+    return checkout
+
+
+@pytest.fixture(scope="session")
+def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``run_and_time.sh`` makes for tiny_cpu, and a few of these samples; whichever worker asks first makes them."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    made = shared / "demo"
+    with (shared / "demo.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            write_demo(made / "tiny_cpu", REPOSITORY / "bert/artifacts/tiny_cpu/vocab.txt")
+            for name, count in FEW.items():
+                whole = open_dataset(made / "tiny_cpu" / name)
+                chosen = np.linspace(0, len(whole) - 1, count).astype(np.int64)
+                write_dataset(made / "few" / name, whole.take(chosen), shards=SHARDS, info=whole.info)
+    return made
+
+
 @pytest.fixture(scope="module")
-def checkout(bare_checkout: Path, demo_data: Path) -> Path:
-    """A copy of the sources that has made the data of tiny_cpu before."""
-    shutil.copytree(demo_data, bare_checkout / "data/tiny_cpu")
+def real_checkout(bare_checkout: Path, demo_data: Path) -> Path:
+    """A copy of the sources that has data for tiny_cpu, of which it need not make any: few, or evaluations take longest."""
+    shutil.copytree(demo_data / "few", bare_checkout / "data/tiny_cpu")
     return bare_checkout
+
+
+@pytest.fixture(scope="module")
+def checkout(real_checkout: Path) -> Path:
+    """Such a copy whose ``python`` starts as a fork, for tests that do not look at processes."""
+    return with_forked_python(real_checkout)
+
+
+@pytest.fixture(scope="module")
+def checkout_with_all_data(bare_checkout: Path, demo_data: Path) -> Path:
+    """A copy of the sources that has made the data of tiny_cpu before."""
+    shutil.copytree(demo_data / "tiny_cpu", bare_checkout / "data/tiny_cpu")
+    return with_forked_python(bare_checkout)
 
 
 @pytest.fixture(scope="module")

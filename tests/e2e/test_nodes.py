@@ -1,6 +1,5 @@
 """Several nodes without a cluster manager: by hand, by mpirun, and what launchers call before and after a run."""
 
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +8,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 from tests.distributed.ranks import free_port
-from tests.e2e.test_scripts import NEVER_REACHED, REACHED_AT_ONCE, SHORT, begin, one_error, start, wait_for
+from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, one_error, start
 from tests.programs import PATIENCE_S
 
 
@@ -27,17 +26,6 @@ def test_two_nodes_by_hand_report_once(checkout: Path, tmp_path: Path) -> None:
     assert [node.returncode for node in nodes] == [0, 0], outputs
     assert ["1 of 1 runs valid" in output for output in outputs] == [True, False]
     assert "# processes: 2 x 1 threads" in (tmp_path / "tiny_cpu/bert/result_0.txt").read_text()
-
-
-def test_a_signal_to_another_node_ends_the_run_in_order(checkout: Path, tmp_path: Path) -> None:
-    nodes = two_nodes(checkout, NEVER_REACHED, "--log.results", str(tmp_path))
-    metrics = tmp_path / "tiny_cpu/bert/metrics_0.jsonl"
-    wait_for(lambda: metrics.exists() and '"event": "step"' in metrics.read_text())
-    nodes[1].terminate()
-    outputs = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [1, 143], outputs
-    assert "ours fail: not a valid result (aborted)" in outputs[0]
-    assert not re.findall("^error: .*", "".join(outputs), re.M)
 
 
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun here: apt-get install openmpi-bin")

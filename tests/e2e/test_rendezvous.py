@@ -55,10 +55,12 @@ def stores(process: int) -> list[TCPStore]:
     return [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)) for port in ports]
 
 
-def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(checkout: Path, tmp_path: Path) -> None:
+def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(
+    real_checkout: Path, tmp_path: Path
+) -> None:
     options_of_torchrun = {"PET_STANDALONE": "1", "PET_RDZV_BACKEND": "c10d"}
     changes = {"NPROC": "2", "CLEAR_CACHES": "1", **options_of_torchrun}
-    process = begin(checkout / "run_and_time.sh", "--", *SETTINGS, cwd=tmp_path, **changes)
+    process = begin(real_checkout / "run_and_time.sh", "--", *SETTINGS, cwd=tmp_path, **changes)
     shown: list[str] = []
     assert process.stdout
     reader = threading.Thread(target=lambda: shown.extend(process.stdout or ()))
@@ -66,7 +68,7 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(che
     wait_for(lambda: any(line.startswith("step ") for line in shown) or process.poll() is not None)
     values: dict[str, bytes] = {}
     hostile = base64.b64encode(pickle.dumps(Opens(tmp_path / "was opened"))).decode()
-    agent = launcher(checkout)
+    agent = launcher(real_checkout)
     ranks = [int(pid) for pid in read(Path(f"/proc/{agent}/task/{agent}/children")).split()]
     for rank in ranks:  # or they would be at their end before the stores have been looked into
         os.kill(rank, signal.SIGSTOP)
@@ -84,11 +86,11 @@ def test_a_run_ends_with_verdict_and_report_and_opens_no_pickle_in_its_store(che
     assert "installing" not in "".join(shown)
     assert "PASS results/tiny_cpu/bert/result_0.txt" in "".join(shown)
     assert "1 of 1 runs valid" in "".join(shown)
-    log = (checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
+    log = (real_checkout / "results/tiny_cpu/bert/result_0.txt").read_text()
     assert "# processes: 2 x " in log
     assert f"# config.log.cache_cleared: {os.access('/proc/sys/vm/drop_caches', os.W_OK)}" in log
-    assert "</html>" in (checkout / "results/tiny_cpu/bert/report.html").read_text()
-    assert json.loads((checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
+    assert "</html>" in (real_checkout / "results/tiny_cpu/bert/report.html").read_text()
+    assert json.loads((real_checkout / "results/systems/tiny_cpu.json").read_text())["division"] == "open"
     assert not (tmp_path / "was opened").is_symlink()
     assert values
     assert not [key for key, value in values.items() if is_pickle(value)]

@@ -8,5 +8,5 @@ from tests.e2e.docs.documented import DATA, assert_works, commands
 
 
 @pytest.mark.parametrize("command", commands(*DATA))
-def test_a_command_works(command: str, bare_checkout: Path) -> None:
-    assert_works(command, bare_checkout)
+def test_a_command_works(command: str, checkout: Path) -> None:
+    assert_works(command, checkout)

@@ -8,5 +8,5 @@ from tests.e2e.docs.documented import TRAINING, assert_works, commands
 
 
 @pytest.mark.parametrize("command", commands(*TRAINING))
-def test_a_command_works(command: str, checkout: Path) -> None:
-    assert_works(command, checkout)
+def test_a_command_works(command: str, checkout_with_all_data: Path) -> None:
+    assert_works(command, checkout_with_all_data)
