@@ -69,12 +69,11 @@ def test_error_where_queries_and_keys_are_not_of_the_same_tokens(lengths_q: list
     assert_accurate(inputs(lengths_q, lengths_k, dropout=dropout_of(0.1)))
 
 
-@pytest.mark.parametrize(("dtype", "p"), [(torch.float32, 0.1), (torch.bfloat16, 0.0)], ids=["fp32", "bf16"])
-def test_empty_slots_are_inert(dtype: torch.dtype, p: float):
+def test_empty_slots_are_inert():
     """Tokens past the last sequence hold anything finite, sequences past it are empty: real rows never see them."""
     lengths, rows = [66, 5], 71
-    real = inputs(lengths, lengths, dtype, dropout=dropout_of(p))
-    padded = [torch.cat([x, torch.full((100, *x.shape[1:]), 1e4, dtype=dtype)]) for x in real[:3]]
+    real = inputs(lengths, lengths, dropout=dropout_of(0.1))
+    padded = [torch.cat([x, torch.full((100, *x.shape[1:]), 1e4)]) for x in real[:3]]
     bounds = cu_seqlens([*lengths, 0, 0])
     found = output_and_gradients(varlen_attention, [*padded, bounds, bounds, *real[5:]])
     for expected, got in zip(output_and_gradients(varlen_attention, real), found, strict=True):

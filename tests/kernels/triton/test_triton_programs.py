@@ -27,7 +27,7 @@ from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
 # pyright: reportArgumentType=false
 
 IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
-SEVERAL_PROGRAMS = Size((70, 0, 33, 41), 70, masked=5, hidden=64, heads=2, intermediate=576, vocabulary=90)
+SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, intermediate=576, vocabulary=90)
 """On each axis of every grid."""
 
 UNDEFINED = {"lamb_step": {"update_P"}}
