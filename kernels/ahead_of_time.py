@@ -31,6 +31,18 @@ SHARED_MEMORY_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Bytes of shared memory that one block may ask for, by compute capability (CUDA C++ Programming Guide, appendix on
 compute capabilities)."""
 
+INSTRUCTIONS = {
+    "mma": r"mma\.sync",
+    "wgmma": r"wgmma\.mma_async",
+    "tcgen05": r"tcgen05\.mma",
+    "cp.async": r"cp\.async\.c[ag]",
+    "TMA": r"cp\.async\.bulk",
+    "vectors": r"(?:ld|st)\.global\S*\.v4\.b32",
+    "f64": r"(?:add|sub|mul|fma|div|sqrt|min|max)\.\S*f64",
+}
+"""Kinds of instruction that a kernel's speed hangs on, and how PTX begins them: products by the tensor cores of sm_80, sm_90
+and sm_100, asynchronous copies, accesses of 16 bytes, and, which are slow, operations in double precision."""
+
 BEGIN, END = "<!-- kernels.ahead_of_time writes from here -->", "<!-- to here -->"
 _ALIGNED = ["tt.divisibility", 16]
 
@@ -94,6 +106,8 @@ class Cost:
     """Bytes of shared memory of a block, static and dynamic."""
     in_flight: int
     """Copies to shared memory that may still be on their way where the kernel waits for others; 0 of one that has none."""
+    instructions: str
+    """The kinds of ``INSTRUCTIONS`` that it has, with spaces between."""
 
     @property
     def fits(self) -> bool:
@@ -137,11 +151,13 @@ def cost(module: str, configuration: Configuration, capability: int) -> Cost:
     Triton compiles integers that are multiples of 16 anew, with other vector widths and pipelines. Each figure is the worse
     of a compilation with all and one with none of the integers so; pointers are aligned in both, as PyTorch's are.
     """
-    figures = [_figures(compiled(configuration, capability, aligned)) for aligned in (("*",), ("*", "i", "u"))]
-    registers, spilled, shared, in_flight = zip(*figures, strict=True)
+    both = [compiled(configuration, capability, aligned) for aligned in (("*",), ("*", "i", "u"))]
+    registers, spilled, shared, in_flight = zip(*map(_figures, both), strict=True)
     names = module, configuration.kernel.__name__, configuration.name
     worst = max(registers), max(spilled), max(shared), min(in_flight)
-    return Cost(*names, capability, configuration.num_warps, *worst)
+    ptx = "".join(each.asm["ptx"] for each in both)
+    kinds = (kind for kind, pattern in INSTRUCTIONS.items() if re.search(rf"^\s*(?:@!?%p\d+ )?{pattern}", ptx, re.M))
+    return Cost(*names, capability, configuration.num_warps, *worst, " ".join(kinds))
 
 
 def compiled(configuration: Configuration, capability: int, aligned_types: tuple[str, ...]) -> "CompiledKernel":

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -94,8 +95,6 @@ class _Tracer(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        from torch._library.custom_ops import OPDEFS
-
         kwargs = kwargs or {}
         if (own := OPDEFS.get(func._schema.name)) is not None:
             before, self._operator = self._operator, own._qualname

@@ -70,7 +70,7 @@ class Program:
         self._server.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST_REQUEST)
         self._server.connect(_server("bert"))
         request = {"words": ["-m", module, *arguments], "environment": variables, "folder": str(REPOSITORY)}
-        request |= {"executable": sys.executable, "cores": sorted(os.sched_getaffinity(0)), "unbuffered": False}
+        request |= {"executable": _forked_python("bert"), "cores": sorted(os.sched_getaffinity(0)), "unbuffered": False}
         with Path(os.devnull).open() as nothing:
             descriptors = [nothing.fileno(), self._output.fileno(), self._output.fileno()]
             socket.send_fds(self._server, [json.dumps(request).encode()], descriptors)
@@ -117,11 +117,19 @@ class Program:
 
 def write_forked_python(folder: Path) -> None:
     """Write ``python`` and ``torchrun`` of a copy into a folder, which have a server fork where its programs are to run."""
-    text = _FORKED_PYTHON.format(python=sys.executable, own=_OWN, path=_server("packages"), largest=LARGEST_REQUEST)
-    torchrun = '#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n'
-    for name, content in (("python", text), ("torchrun", torchrun)):
-        (folder / name).write_text(content)
-        (folder / name).chmod(0o755)
+    (folder / "python").symlink_to(_forked_python("packages"))
+    (folder / "torchrun").write_text('#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n')
+    (folder / "torchrun").chmod(0o755)
+
+
+@cache
+def _forked_python(imported: str) -> str:
+    """The program that has a server fork."""
+    path = Path(_SOCKETS.name, f"python of {imported}")
+    text = _FORKED_PYTHON.format(python=sys.executable, own=_OWN, path=_server(imported), largest=LARGEST_REQUEST)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
 
 
 @cache

@@ -38,7 +38,8 @@ class Fp8Case:
     def results(self, function: Callable[..., object]) -> list[Tensor]:
         """Return what a function gives, beside the transposed copies, which must equal the others."""
         returned = function(*self.arguments)
-        outputs = list(returned) if isinstance(returned, tuple) else [cast("Tensor", returned)]
+        written = self.arguments[-2:] if returned is None else (returned,)
+        outputs = [cast("Tensor", each) for each in (returned if isinstance(returned, tuple) else written)]
         if len(outputs) > 1:
             rows = outputs[0]
             transposed = outputs.pop(1)[:, : len(rows)]
@@ -81,7 +82,7 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
     return [
         case("cast_fp8", _cast, {1: scalar(64.0)}, moved=3 * cells),
         case("cast_transpose_fp8", _cast, {1: scalar(64.0)}, moved=4 * cells),
-        case("cast_transpose_fp8", _cast, {0: weight, 1: scalar(256.0)}, " of a weight", moved=6 * wide * hidden),
+        case("cast_transpose_into_fp8", _cast, {0: weight, 1: scalar(256.0)}, moved=6 * wide * hidden),
         case("cast_transpose_sum_fp8", _cast_sum, {0: gradient(tokens, 3 * hidden), 1: upward}, moved=12 * cells),
         case("bias_gelu_cast_fp8", _gelu, {1: bias, 2: scalar(32.0)}, moved=4 * wide_cells),
         case("bias_gelu_backward_cast_fp8", _gelu_backward, backward, moved=6 * wide_cells),

@@ -46,7 +46,7 @@ LARGE = ModelConfig(num_hidden_layers=3, vocab_size=64)
 """BERT-Large with one layer between the first and the last."""
 
 _TOKENS = 1024
-_GPU_IMPLEMENTATIONS = {"scaled_matmul": "pytorch"}
+_GPU_IMPLEMENTATIONS = {"scaled_matmul": "pytorch", "accumulate_weight_gradient": "pytorch"}
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ PLANNED = (
     "training.in_network",
     "training.reduce_dtype",
     "training.bucket_bytes",
+    "training.shard_gradients",
     "training.recompute",
     "parallel.tensor",
     "parallel.pipeline",
@@ -59,9 +60,8 @@ class RunPlan:
 
     def arguments(self) -> list[str]:
         """Return the settings as a command line. Steps are captured, but for what stages of a copy send one another."""
-        captured = "cuda-graphs" if self.settings["parallel.pipeline"] == "1" else "no-cuda-graphs"
-        settings = (f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items())
-        return [f"--training.{captured}", *settings]
+        captured = str(self.settings["parallel.pipeline"] == "1")
+        return [_argument(*each) for each in [("training.cuda_graphs", captured), *self.settings.items()]]
 
     def require_settings(self, config: Config) -> None:
         """Raise ``ValueError`` where a configuration has other settings than these."""
@@ -84,6 +84,12 @@ class RunPlan:
             raise ValueError(
                 f"{path} is a plan for {planned}, but the run has {here}: plan again for these, or start those"
             )
+
+
+def _argument(name: str, value: str) -> str:
+    section, _, setting = name.replace("_", "-").rpartition(".")
+    off = {"True": "", "False": "no-"}.get(value)
+    return f"--{section}.{setting}={value}" if off is None else f"--{section}.{off}{setting}"
 
 
 def settings_of(config: Config) -> dict[str, str]:

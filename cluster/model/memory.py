@@ -21,7 +21,7 @@ from bert.parallel.reduction.sharded_gradients import gradient_elements
 from cluster.model.computations import layouts_of
 from cluster.model.pipeline import OwnLayers, own_layers, under_way
 from cluster.model.recomputation import kept_bytes
-from cluster.model.strategy import Strategy
+from cluster.model.strategy import SHARDED, Strategy
 from cluster.model.work import MicroBatches, Work
 
 _STEPS = 16
@@ -93,7 +93,7 @@ def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, place: 
     copies = nodes * ranks // strategy.copy_ranks
     here = max(1, ranks // strategy.copy_ranks)
     elements = layout.padded(copies)
-    sharded = strategy.reduction in ("sharded", "sharded_world")
+    sharded = strategy.reduction in SHARDED
     shard = elements / {"sharded": here, "sharded_world": copies}.get(strategy.reduction, 1)
     bucket = max(each.stop - each.start for each in layout.buckets(copies, strategy.bucket_bytes))
     gradients = gradient_elements(elements, copies, strategy.bucket_bytes) if strategy.shard_gradients else elements

@@ -18,7 +18,7 @@ from cluster.model.computations import Computation, Count, Layout, layout_of, la
 from cluster.model.pipeline import own_layers, through_stages
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
-from cluster.model.strategy import Precision, Strategy
+from cluster.model.strategy import SHARDED, Precision, Strategy
 from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
 from cluster.published.calibration import calibration
@@ -221,7 +221,7 @@ def _timeline(
     buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Message] = []
     needs = [0] * len(parts)
-    if strategy.reduction in ("sharded", "sharded_world") and rates.world_size > 1 and strategy.precision != "fp8":
+    if strategy.reduction in SHARDED and rates.world_size > 1 and strategy.precision != "fp8":
         gathered = buckets[::-1]
         messages += [_gather(strategy, rates, 4 * (bucket.stop - bucket.start)) for bucket in gathered]
         stops = [*layout.ends[:-1], layout.elements]

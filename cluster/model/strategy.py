@@ -9,6 +9,8 @@ from bert.configuration.config import Config, ParallelConfig, Recompute, Trainin
 
 Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """As `training.reduction` names them."""
+SHARDED: tuple[Reduction, ...] = ("sharded", "sharded_world")
+"""After which a rank updates a shard."""
 Precision = Literal["fp32", "bf16", "fp8"]
 
 BUCKET_BYTES = TrainingConfig.bucket_bytes
@@ -57,7 +59,7 @@ class Strategy:
         ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)  # refuses what there is not
         if self.reduce_dtype not in ("fp32", "bf16"):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")
-        if self.shard_gradients and self.reduction not in ("sharded", "sharded_world"):
+        if self.shard_gradients and self.reduction not in SHARDED:
             raise ValueError(f"shard_gradients goes with sharded or sharded_world reduction, not with {self.reduction}")
         if self.in_network and self.reduction in ("flat", "sharded_world"):
             raise ValueError(f"in_network goes with hierarchical or sharded reduction, not with {self.reduction}")
@@ -73,6 +75,11 @@ class Strategy:
     def stages(self) -> str:
         """Number of stages, in words: where ranks have several, how many each."""
         return str(self.pipeline) + (f" x {self.virtual_stages}" if self.virtual_stages > 1 else "")
+
+    @property
+    def summing(self) -> str:
+        """The reduction, in words: with a + where ranks keep gradients of their shard alone."""
+        return self.reduction + "+" * self.shard_gradients
 
     @property
     def copy_ranks(self) -> int:

@@ -21,6 +21,8 @@ def as_lines(found: Found, world_size: int) -> Iterator[str]:
     yield _HEAD
     for place, each in enumerate(found.best, 1):
         yield _row(place, each, world_size)
+    if any(each.strategy.shard_gradients for each in found.best):
+        yield " + ranks keep gradients of their shard alone: training.shard_gradients"
     yield ""
     yield f"time to train against the first ({_steps(found.best[0])}), at best with"
     yield from _rivals(found, world_size)
@@ -32,9 +34,10 @@ def _row(place: int, each: Candidate, world_size: int) -> str:
     micro = f"{strategy.gradient_accumulation_steps} x {strategy.sequences(world_size)}"
     milliseconds = [1000 * seconds for seconds in (step.total, step.forward_backward, step.reduce, step.update)]
     total, computing, reduce, update = milliseconds
+    reduction, mebibytes = strategy.summing, strategy.bucket_bytes / 2**20
     return (
         f"{place:>2}{_minutes(each.seconds):>10}{strategy.global_batch_size:>8,}{strategy.stages:>10}{strategy.tensor:>8}{micro:>15}"
-        f"  {strategy.precision:<10}{strategy.reduction:<15}{strategy.reduce_dtype:<6}{strategy.bucket_bytes / 2**20:>5.0f}"
+        f"  {strategy.precision:<10}{reduction:<15}{strategy.reduce_dtype:<6}{mebibytes:>5.0f}"
         f"{total:>10.2f}{computing:>10.2f}{reduce:>9.2f}{update:>9.2f}{each.memory / 1e9:>7.1f}  {strategy.recompute}"
     )
 
@@ -48,7 +51,7 @@ def _values(each: Candidate, world_size: int) -> dict[str, str]:
         "tensor": str(strategy.tensor),
         "micro-batch": f"{strategy.sequences(world_size):,}",
         "precision": strategy.precision,
-        "reduction": strategy.reduction,
+        "reduction": strategy.summing,
         "sums in": strategy.reduce_dtype,
         "recompute": strategy.recompute,
         "buckets of": f"{strategy.bucket_bytes / 2**20:g} MiB",

@@ -2,8 +2,8 @@
 
 All are gone through, but for those that compute longer than the best ones take in all. Micro-batches are as large as memory
 allows, or the next smaller ones: accumulating more often costs launches and saves nothing else. Through stages go as many as
-make a step fastest: the more, the shorter those wait for one another. Layers recompute only where that makes room for larger
-ones.
+make a step fastest: the more, the shorter those wait for one another. Ranks keep gradients of a shard alone, and layers
+recompute, only where that makes room for larger ones.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, takewhile
+from itertools import islice, product, takewhile
 
 from bert.configuration.config import Config, ParallelConfig, Recompute
 from bert.parallel.mesh import are_whole_copies
 from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
-from cluster.model.strategy import Precision, Reduction, Strategy
+from cluster.model.strategy import SHARDED, Precision, Reduction, Strategy
 from cluster.model.work import Work
 from cluster.plan.schedules import Schedule, schedules
 from cluster.plan.target import Target
@@ -129,7 +129,7 @@ class _Search:
         self.refusals += [Refusal("precision", *missing) for missing in target.missing.items()]
         self._samples: dict[int, float | None] = {}
         """To the target, by global batch size; None as `Work.samples` has it."""
-        self._too_many: dict[tuple[Precision, Recompute, ParallelConfig], int] = {}
+        self._too_many: dict[tuple[Precision, Recompute, bool, ParallelConfig], int] = {}
         """Sequences of the smallest micro-batch that does not fit; larger ones are not looked at."""
         self._said: set[tuple[int, Strategy]] = set()
         """Of what does not fit, whatever the buckets are."""
@@ -211,15 +211,20 @@ class _Search:
 
     def _with_micro_batches(self, schedule: Schedule, way: Strategy) -> Iterator[Candidate]:
         """Candidates with the largest micro-batches that fit, and with those that recomputing makes room for."""
-        target, rates = self._target, self._target.rates[way.precision]
-        held = sum(held_by_rank(self._work, way, target.nodes, target.ranks_per_node).values())
-        if held > USABLE_MEMORY * rates.memory_bytes:
-            gigabytes = f"{held / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
+        target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
+        shards = (False, True) if target.world_size > way.copy_ranks else (False,)
+        held = {replace(way, shard_gradients=each): 0.0 for each in shards}
+        for each in held:
+            held[each] = sum(held_by_rank(self._work, each, target.nodes, target.ranks_per_node).values())
+        if min(held.values()) > usable:
+            gigabytes = f"{min(held.values()) / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
             self.refusals.append(Refusal(*_shape(way), f"weights do not fit in {way.precision}: {gigabytes}"))
             return
         enough = way.sequences(target.world_size) + 1
-        for recompute in RECOMPUTES:
-            fitting = self._fitting(schedule, replace(way, recompute=recompute), enough)
+        for recompute, each in product(RECOMPUTES, held):
+            if held[each] > usable:
+                continue
+            fitting = self._fitting(schedule, replace(each, recompute=recompute), enough)
             found = list(islice(fitting, _MICRO_BATCHES) if way.pipeline == 1 else _while_faster(fitting))
             yield from found
             if found:
@@ -244,20 +249,17 @@ class _Search:
         shape = like.strategy.tensor, like.strategy.pipeline, like.strategy.virtual_stages
         vector = 4 * max(layout.elements for layout in layouts_of(self._work.model, *shape))
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
-        for reduction in self._reductions:
-            for reduce_dtype in ("fp32", "bf16"):
-                for bucket_bytes in buckets:
-                    strategy = replace(
-                        like.strategy, reduction=reduction, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes
-                    )
-                    if strategy != like.strategy and (candidate := self.candidate(like.schedule, strategy)):
-                        yield candidate
+        reductions = [each for each in self._reductions if each in SHARDED or not like.strategy.shard_gradients]
+        for reduction, reduce_dtype, bucket_bytes in product(reductions, ("fp32", "bf16"), buckets):
+            strategy = replace(like.strategy, reduction=reduction, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes)
+            if strategy != like.strategy and (candidate := self.candidate(like.schedule, strategy)):
+                yield candidate
 
     def candidate(self, schedule: Schedule, strategy: Strategy) -> Candidate | None:
         """Predict a strategy; None where it is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
         rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
-        memory_by = precision, strategy.recompute, strategy.parallel
+        memory_by = precision, strategy.recompute, strategy.shard_gradients, strategy.parallel
         if sequences >= self._too_many.get(memory_by, sequences + 1):
             return None
         try:
@@ -272,7 +274,7 @@ class _Search:
                 if strategy.pipeline == 1 and alike not in self._said:  # of stages it is said where none fits
                     self._said.add(alike)
                     gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
-                    way = f"{precision}, {strategy.reduction}, recompute {strategy.recompute}, tensor {strategy.tensor}"
+                    way = f"{precision}, {strategy.summing}, recompute {strategy.recompute}, tensor {strategy.tensor}"
                     self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
                 if strategy.reduction == self._reductions[-1]:
                     self._too_many[memory_by] = sequences
@@ -311,6 +313,7 @@ def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config
         in_network="auto",
         reduce_dtype=strategy.reduce_dtype,
         bucket_bytes=strategy.bucket_bytes,
+        shard_gradients=strategy.shard_gradients,
         recompute=strategy.recompute,
         cuda_graphs=strategy.pipeline == 1,  # what stages send one another is not captured
     )

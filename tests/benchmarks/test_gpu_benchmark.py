@@ -368,7 +368,7 @@ def test_the_sanitizer_looks_at_one_call_of_each_kernel(
     tool.write_text('#!/bin/sh\nshift\n"$@" || exit\necho "========= ERROR SUMMARY: 0 errors"\n')
     tool.chmod(0o755)
     row = gpu_correctness.sanitized(context, "memcheck", [str(tool), "--option"])
-    assert row.note == "ERROR SUMMARY: 0 errors, 15 ops called"
+    assert row.note == "ERROR SUMMARY: 0 errors, 16 ops called"
     finding = f"#!/bin/sh\necho '========= Invalid __global__ read'; exit {gpu_correctness._ERRORS_FOUND}\n"
     tool.write_text(finding)
     assert gpu_correctness.sanitized(context, "memcheck", [str(tool)]).note == "WRONG: Invalid __global__ read"

@@ -181,6 +181,7 @@ def settings(small_run: SmallRun, tmp_path: Path) -> tuple[str, ...]:
     return tuple(small_run.arguments(tmp_path / "results")[1:])
 
 
+@pytest.mark.slow
 def test_processes_train_on_demand_and_leave_nothing(settings: tuple[str, ...], tmp_path: Path) -> None:
     config: Config = parse(["tiny_cpu", *settings])
     folder = str(tmp_path / "checkpoints")

@@ -18,35 +18,22 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_is_patched_once() -> None:
-    """The interpreter patches all of Triton's language at each call of a device function, and leaves it so: once is enough.
+def launches_are_watched() -> None:
+    """Every kernel that is interpreted runs on the bench of ``tests.kernels.interpreted``."""
+    if importlib.util.find_spec("triton") is not None:
+        from tests.kernels import interpreted
 
-    A kernel's launch patches what its own module sees.
-    """
-    if importlib.util.find_spec("triton") is None:
-        return
-    from triton.runtime import interpreter
-
-    patched = set()
-
-    def call(function: interpreter.InterpretedFunction, *args, **kwargs):
-        if function.fn.__module__ not in patched:
-            interpreter._patch_lang(function.fn)
-            patched.add(function.fn.__module__)
-        return function.rewrite()(*args, **kwargs)
-
-    interpreter.InterpretedFunction.__call__ = call  # pyright: ignore[reportAttributeAccessIssue]
+        interpreted.install()
 
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a kernel leaves out is not zero by chance: PyTorch fills new tensors with NaN, integers with their largest."""
     in_triton = request.path.name.startswith("test_triton_")
-    if in_triton:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+    if in_triton:  # what torch.use_deterministic_algorithms does, which first imports PyTorch's compiler
+        torch._C._set_deterministic_algorithms(True, warn_only=True)
     yield
-    if in_triton:  # a call takes seconds, for what PyTorch imports in it
-        torch.use_deterministic_algorithms(False)
+    torch._C._set_deterministic_algorithms(False)
 
 
 class _WithoutTriton(pytest.Module):

@@ -55,6 +55,22 @@ def test_every_configuration_compiles_without_spills_and_fits(found: dict[str, A
 
 
 @needs_triton
+def test_kernels_have_the_instructions_that_they_should(found: dict[str, Any]) -> None:
+    """Products by the tensor cores of each generation, of tiles copied meanwhile; memory 16 bytes at a time."""
+    costs = [(Cost(**cost), set(cost["instructions"].split())) for cost in found["own"]["costs"]]
+    products = {80: "mma", 90: "wgmma", 100: "tcgen05"}
+    for cost, kinds in costs:
+        expected = {products[cost.capability]} if cost.kernel.startswith("attention_") else set()
+        assert kinds & set(products.values()) == expected, cost
+        assert not expected or kinds & {"cp.async", "TMA"}, cost
+    assert {(cost.module, cost.kernel) for cost, kinds in costs if "f64" in kinds} == {
+        ("squares", "_kernel"),  # a norm over all parameters, which memory decides
+        ("lamb", "squares_kernel"),
+    }
+    assert {cost.kernel for cost, kinds in costs if "vectors" not in kinds} == {"squares_kernel"}, "of partial sums"
+
+
+@needs_triton
 def test_the_file_of_costs_is_right(found: dict[str, Any]) -> None:
     assert found["own"]["wrong"] == []
     assert found["own"]["lacking"] == [], "nothing is wrong with them: python -m tests.kernels.compiled"
@@ -76,6 +92,8 @@ def test_kernels_that_ask_for_too_much_are_noticed(found: dict[str, Any]) -> Non
     assert lean.spilled == 0
     assert spilling.spilled > 50
     assert not spilling.fits
+    assert lean.instructions == "vectors"
+    assert set(sharing.instructions.split()) >= {"wgmma", "cp.async"}
     assert sharing.spilled == 0
     assert sharing.shared > ahead_of_time.SHARED_MEMORY_LIMITS[90]
     assert not sharing.fits
@@ -97,7 +115,7 @@ def test_missing_triton_is_an_error_that_says_so(
 
 def cost(capability: int, **changes: int) -> Cost:
     figures = {"num_warps": 4, "registers": 40, "spilled": 0, "shared": 1024, "in_flight": 0} | changes
-    return Cost("triton_x", "forward", "small", capability, **figures)
+    return Cost("triton_x", "forward", "small", capability, **figures, instructions="")
 
 
 def test_one_row_a_configuration_and_one_column_an_architecture() -> None:

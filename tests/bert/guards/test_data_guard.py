@@ -62,6 +62,7 @@ def run(code: str, folder: Path, *more: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
 
 
+@pytest.mark.slow
 def test_touching_data_before_the_clock_fails_the_run(small_run: SmallRun, tmp_path: Path) -> None:
     """The shards are the same, whatever leads to them."""
     source, places = small_run.folder / "train", tmp_path / "places"

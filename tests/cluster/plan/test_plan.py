@@ -17,11 +17,13 @@ from cluster.model.work import Work, wikipedia_work
 from cluster.plan.command import run_plan
 from cluster.plan.lines import as_lines
 from cluster.plan.schedules import schedules
-from cluster.plan.search import BUCKETS, REDUCTIONS, USABLE_MEMORY, Found, search
+from cluster.plan.search import BUCKETS, RECOMPUTES, REDUCTIONS, USABLE_MEMORY, Found, search
 from cluster.plan.target import Target, described, device_of, target_of, work_for
 from cluster.view import write_view
 from tests.cluster.conftest import Command
 from tests.cluster.test_view import made_up
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -97,17 +99,23 @@ def test_what_is_found_fits_and_divides(found: Found, target: Target, work: Work
 
 def test_smaller_memory_takes_other_ways_or_none(work: Work) -> None:
     config, target = RECIPES["h100_1x8"](), target_of("h100_1x8", None, 2048)
-    small = {name: replace(rates, memory_bytes=5e9) for name, rates in target.rates.items()}
-    found = search(config, work, replace(target, rates=small))
-    best = found.best[0]
-    assert best.memory <= USABLE_MEMORY * 5e9
-    assert best.strategy.sequences(2048) < 8 or best.strategy.recompute != "none", "as 16,384 sequences take more"
-    strategies = [each.strategy for each in found.ranked]
+
+    def searched(memory: float) -> list[Strategy]:
+        small = {name: replace(rates, memory_bytes=memory) for name, rates in target.rates.items()}
+        found = search(config, work, replace(target, rates=small))
+        assert found.best[0].memory <= USABLE_MEMORY * memory
+        return [each.strategy for each in (*found.best, *found.ranked)]
+
+    [best, *_] = searched(5e9)
+    assert best.shard_gradients, "as 8 sequences take more beside whole gradients"
+    [best, *strategies] = searched(4e9)
+    assert best.recompute != "none", "as they take more even so"
     recomputing = [each for each in strategies if each.recompute != "none"]
-    assert recomputing, "which makes room for larger micro-batches"
     for each in recomputing:
-        rivals = [other for other in strategies if replace(other, recompute="none") == replace(each, recompute="none")]
-        assert rivals == [each], "so large a micro-batch fits with less computed again"
+        less = RECOMPUTES[: RECOMPUTES.index(each.recompute)]
+        assert not {replace(each, recompute=other) for other in less} & set(strategies), (
+            "what fits computes nothing again"
+        )
     none = {name: replace(rates, memory_bytes=1e8) for name, rates in target.rates.items()}
     with pytest.raises(ValueError, match=r"nothing is feasible on 2,048 x H100-SXM-80GB: .*do not fit in bf16"):
         search(config, work, replace(target, rates=none))
@@ -150,13 +158,20 @@ def test_stages_are_chosen_where_nothing_else_fits_and_not_where_a_whole_copy_is
     assert not planned.training.cuda_graphs, "which stages have not"
 
 
-def test_a_large_model_is_shared_as_its_memory_asks() -> None:
+def test_a_large_model_is_shared_as_its_memory_asks(tmp_path: Path) -> None:
     config = RECIPES["bert_3_9b_8x8"]()
     target = target_of(config.recipe, None, None)
     assert (target.device, target.nodes, target.ranks_per_node) == ("A100-SXM-40GB", 8, 8)
-    best = search(config, work_for(config), target).best[0]
+    found = search(config, work_for(config), target)
+    best = found.best[0]
     assert best.strategy.copy_ranks > 1
     assert best.memory <= USABLE_MEMORY * 40e9
+    assert best.strategy.shard_gradients, "which leaves room for all that the backward pass needs"
+    assert all(each.seconds > best.seconds for each in found.ranked if not each.strategy.shard_gradients)
+    assert "sharded_world+" in "\n".join(as_lines(found, 64))
+    path = tmp_path / "plan.json"
+    write_plan(run_plan(config, target, best), path)
+    assert parse([config.recipe, "--plan", str(path)]).training.shard_gradients
 
 
 def test_lines_say_why_every_other_value_loses(found: Found) -> None:

@@ -13,6 +13,8 @@ from cluster.plan.scaling import CAUSES, LARGEST, Point, published_on, scale, wr
 
 DEVICE = device_named("A100-SXM-80GB")
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def points() -> list[Point]:

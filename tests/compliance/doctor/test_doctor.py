@@ -434,6 +434,7 @@ def test_a_bare_machine_and_tools_that_fail_are_no_crash(tmp_path: Path, name: s
     assert "fail" in [one.state for one in found] or not name
 
 
+@pytest.mark.slow
 def test_the_command_on_this_machine() -> None:
     status, text = command.run("doctor", "--recipe", "tiny_cpu", "--quick", "--json")
     entries = json.loads(text)

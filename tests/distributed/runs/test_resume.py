@@ -205,7 +205,8 @@ def test_two_runs_at_a_time_do_not_share_a_folder(
     folder = tmp_path / "checkpoints"
     changes = settings(folder, training__max_samples=10_000_000, checkpoint__every_steps=1_000_000)
     first = Program("bert.train", small_run.arguments(tmp_path / "first", **changes))
-    wait_for(lambda: result_of(tmp_path / "first").exists(), first)
+    metrics = result_of(tmp_path / "first").with_name("metrics_0.jsonl")
+    wait_for(lambda: metrics.exists() and '"event": "step"' in metrics.read_text(), first)
     with Ranks(small_run.arguments(tmp_path / "second", **changes), 1) as second:
         assert second.ends() == [2]
     assert f"{folder} is where another run writes its checkpoints (process {first.pid} on host " in second.output

@@ -1,0 +1,325 @@
+"""What a rank gives a device to do, without device and without other ranks: operators and collectives by stream.
+
+Stands in for what PyTorch has of CUDA's streams, events and graphs, and for its process groups. Tensors need no values: on
+the device "meta" they have none, and a host that reads one fails.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from bert.parallel.reduction import gradients
+
+Clock = Counter["Stream"]
+"""How far each stream has come, by the operators that it was given."""
+
+
+class TimelineError(AssertionError):
+    """Streams that do not wait for one another where one needs what the other makes; or a wait that a capture forbids."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call that all members of a group have to make, each as its next one in this group."""
+
+    name: str
+    group: tuple[int, ...]
+    dtype: torch.dtype
+    elements: int
+    """Of the whole: what a rank has after a gather, or before a scatter."""
+    stream: "Stream" = field(compare=False, repr=False)
+    clock: Clock = field(compare=False, repr=False)
+    """What it comes after, and itself."""
+
+    def comes_after(self, other: "Collective") -> bool:
+        """Tell whether it cannot begin before another of its rank has ended."""
+        return self.clock[other.stream] >= other.clock[other.stream]
+
+
+@dataclass(frozen=True)
+class _Access:
+    """Bytes of a storage that an operator reads or writes."""
+
+    storage: int
+    start: int
+    stop: int
+    writes: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, writes: bool) -> "_Access":
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        length = reach * tensor.element_size() if tensor.numel() else 0
+        return cls(tensor.untyped_storage()._cdata, start, start + length, writes)
+
+    def meets(self, other: "_Access") -> bool:
+        """Tell whether the two need an order."""
+        return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
+
+
+@dataclass(frozen=True)
+class _Past:
+    """An access that has been."""
+
+    access: _Access
+    stream: "Stream"
+    moment: int
+    operator: str
+
+
+@dataclass(eq=False)
+class Stream:
+    """Stand-in for a CUDA stream, and how far it knows the others to have come."""
+
+    timeline: "Timeline"
+    name: str
+    clock: Clock = field(default_factory=Counter)
+    capture: "Graph | None" = None
+    """That it is part of at present."""
+    device = torch.device("cuda", 0)
+
+    def wait_stream(self, other: "Stream") -> None:
+        """Come after all that the other has been given."""
+        self._wait(other.clock, other.capture, other.name)
+
+    def wait_event(self, event: "Event") -> None:
+        """Come after what was given before the event."""
+        self._wait(event.clock, event.capture, "an event")
+
+    def record_event(self) -> "Event":
+        """Return an event after what was given so far."""
+        event = Event(self.timeline)
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self.timeline.host_waits("a stream")
+
+    def _wait(self, clock: Clock, capture: "Graph | None", what: str) -> None:
+        if self.capture is not capture and self.capture is not None:
+            raise TimelineError(f"{self.name} is captured and waits for {what}, which is not")
+        if self.capture is None and capture is not None:
+            self.capture = capture
+            capture.streams.append(self)
+        self.clock |= clock
+
+
+class Event:
+    """Stand-in for a CUDA event."""
+
+    def __init__(self, timeline: "Timeline") -> None:
+        self._timeline = timeline
+        self.clock: Clock = Counter()
+        self.capture: Graph | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        """Be after what the stream, or the current one, was given so far."""
+        stream = stream or self._timeline.current
+        self.clock, self.capture = stream.clock.copy(), stream.capture
+
+    def synchronize(self) -> None:
+        """Let the host wait."""
+        self._timeline.host_waits("an event")
+
+
+class Graph:
+    """Stand-in for a CUDA graph: a replay accesses what was accessed while it was captured."""
+
+    def __init__(self, timeline: "Timeline") -> None:
+        self._timeline = timeline
+        self.streams: list[Stream] = []
+        self.accesses: dict[_Access, None] = {}
+        self.past: dict[int, list[_Past]] = {}
+        """Of the capture alone: what is captured does not run."""
+        self.collectives: list[Collective] = []
+
+    def replay(self) -> None:
+        """Run what was captured on the current stream."""
+        self._timeline.run("replay", self.accesses)
+        self._timeline.collectives += self.collectives
+
+
+class Timeline(TorchDispatchMode):
+    """All that a rank gives its device in a block, in which its streams, events, graphs and groups are these."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.main = self.current = Stream(self, "main")
+        self.streams = [self.main]
+        self.collectives: list[Collective] = []
+        self.operators: Counter[Stream] = Counter()
+        """By stream, how many."""
+        self._past: dict[int, list[_Past]] = {}
+        self._alive: list[torch.UntypedStorage] = []
+        """So that none takes another's place."""
+
+    @contextmanager
+    def watching(self, patch: pytest.MonkeyPatch) -> Iterator["Timeline"]:
+        """Stand in for CUDA and for process groups, and look at all operators in the block."""
+        stream = gradients.CommunicationStream
+        patch.setattr(gradients, "CommunicationStream", lambda _: stream(torch.device("cuda", 0)))
+        patch.setattr(dist, "new_group", lambda ranks, **_: Group(self, tuple(ranks)))
+        for name, stand_in in {
+            "Stream": self._new_stream,
+            "Event": lambda **_: Event(self),
+            "current_stream": lambda _=None: self.current,
+            "stream": self._on,
+            "synchronize": lambda _=None: self.host_waits("the device"),
+            "is_initialized": lambda: True,
+            "is_current_stream_capturing": lambda: self.current.capture is not None,
+            "graph_pool_handle": lambda: None,
+            "CUDAGraph": lambda: Graph(self),
+            "graph": self._capturing,
+        }.items():
+            patch.setattr(torch.cuda, name, stand_in)
+        with self:
+            yield self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator, and note what it reads and writes; a view does neither."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func.is_view:
+            return result
+        accesses = {}
+        for place, argument in enumerate(func._schema.arguments):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            accesses |= {_Access.of(each, writes): None for each in tree_leaves(value) if isinstance(each, Tensor)}
+        known = {access.storage for access in accesses}
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        self._alive += [each.untyped_storage() for each in made]
+        accesses |= {_Access.of(each, True): None for each in made if each.untyped_storage()._cdata not in known}
+        self.run(str(func), accesses)
+        return result
+
+    def run(self, operator: str, accesses: Mapping[_Access, None]) -> None:
+        """Give the current stream an operator. It must come after those of other streams that it shares memory with."""
+        stream = self.current
+        stream.clock[stream] += 1
+        self.operators[stream] += 1
+        pasts = self._past if stream.capture is None else stream.capture.past
+        for access in accesses:
+            past = pasts.setdefault(access.storage, [])
+            for before in past:
+                if before.access.meets(access) and stream.clock[before.stream] < before.moment:
+                    does = "writes" if access.writes else "reads"
+                    did = "wrote" if before.access.writes else "read"
+                    raise TimelineError(
+                        f"{operator} on {stream.name} {does} what {before.operator} on {before.stream.name} {did}, "
+                        "and does not wait for it"
+                    )
+            # What is written over is behind everything that comes after this.
+            past[:] = [each for each in past if not (access.writes and _covers(access, each.access))]
+            past.append(_Past(access, stream, stream.clock[stream], operator))
+            if stream.capture is not None:
+                stream.capture.accesses[access] = None
+
+    def collective(self, name: str, group: tuple[int, ...], whole: Tensor, *others: Tensor) -> None:
+        """Give the current stream a collective, which reads and writes all these."""
+        self._alive += [tensor.untyped_storage() for tensor in (whole, *others)]
+        self.run(name, {_Access.of(tensor, True): None for tensor in (whole, *others)})
+        stream, graph = self.current, self.current.capture
+        made = Collective(name, group, whole.dtype, whole.numel(), stream, stream.clock.copy())
+        (self.collectives if graph is None else graph.collectives).append(made)
+
+    def host_waits(self, what: str) -> None:
+        """Fail: nothing here may let the host wait."""
+        raise TimelineError(f"the host waits for {what}")
+
+    def _new_stream(self, _: object = None) -> Stream:
+        self.streams.append(Stream(self, f"side {len(self.streams)}"))
+        return self.streams[-1]
+
+    @contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def _capturing(self, graph: Graph, stream: Stream, **_: object) -> Iterator[None]:
+        stream.clock |= self.current.clock  # torch.cuda.graph waits for the device first
+        stream.capture = graph
+        graph.streams.append(stream)
+        with self._on(stream):
+            yield
+        for each in graph.streams:
+            each.capture = None
+            if stream.clock[each] < each.clock[each]:
+                raise TimelineError(f"{each.name} is not waited for at the end of the capture")
+
+
+def _covers(access: _Access, other: _Access) -> bool:
+    return access.start <= other.start and other.stop <= access.stop
+
+
+def require_same_order(timelines: Sequence[Timeline]) -> None:
+    """Raise ``TimelineError`` unless the members of each group call the same collectives of it in the same order."""
+    for group in {each.group for timeline in timelines for each in timeline.collectives}:
+        first, *others = ([each for each in timelines[rank].collectives if each.group == group] for rank in group)
+        for rank, own in zip(group[1:], others, strict=True):
+            for number, (theirs, mine) in enumerate(zip_longest(first, own)):
+                if theirs != mine:
+                    raise TimelineError(f"call {number} of group {group} is {theirs}, on rank {rank} {mine}")
+
+
+def require_an_end(timelines: Sequence[Timeline]) -> None:
+    """Raise ``TimelineError`` where ranks wait for one another for ever: what is called comes after what was before it."""
+    left = [list(timeline.collectives) for timeline in timelines]
+    while any(left):
+        ready = [
+            [each for place, each in enumerate(own) if not any(map(each.comes_after, own[:place]))] for own in left
+        ]
+        met = next((each for own in ready for each in own if all(each in ready[rank] for rank in each.group)), None)
+        if met is None:
+            raise TimelineError(f"ranks wait for one another: {[own[:1] for own in ready]}")
+        for rank in met.group:
+            left[rank].remove(met)
+
+
+class Group(dist.ProcessGroup):
+    """Stand-in for a process group of which there is one rank: notes the calls, and leaves tensors as they are."""
+
+    def __init__(self, timeline: Timeline, ranks: tuple[int, ...]) -> None:
+        super().__init__(ranks.index(timeline.rank), len(ranks))  # pyright: ignore[reportCallIssue]
+        self._timeline = timeline
+        self.ranks = ranks
+
+    def allreduce(self, tensors: list[Tensor], *_: Any) -> "Group":
+        return self._note("all_reduce", *tensors)
+
+    def broadcast(self, tensors: list[Tensor], *_: Any) -> "Group":
+        return self._note("broadcast", *tensors)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
+        return self._note("all_gather", output, own)
+
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
+        return self._note("reduce_scatter", own, output)
+
+    def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
+        return self._note("all_to_all", output, own)
+
+    def wait(self, *_: Any) -> None:
+        """As a finished ``Work``, which every call returns."""
+
+    def _note(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
+        self._timeline.collective(name, self.ranks, whole, *others)
+        return self

@@ -1,0 +1,379 @@
+"""Triton's interpreter as a test bench: it walks the programs of a launch in any order, and looks at every access to memory.
+
+Each launch fails, whatever its results, where a program
+
+* reads or writes an element that its argument does not have: there are guard zones without end around every tensor;
+* reads or writes what another one writes, or updates by atomics (but for the arguments named in ``READ_WHILE_UPDATED``):
+  programs run in no order and at the same time, so that such a launch is right by luck alone;
+* reads what it wrote itself with no barrier between, or writes an element twice with one store: the threads of a program run
+  in no order either.
+
+Lanes that a load leaves out without saying what is there instead are NaN, or the largest number; the interpreter's are 0.
+"""
+
+import inspect
+import math
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+from triton.runtime import interpreter
+
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false, reportArgumentType=false
+
+Order = Literal["forward", "reversed", "shuffled", "interleaved"]
+"""``interleaved``: in a few threads, one of which goes on after every access to memory, as a seeded draw says."""
+
+READ_WHILE_UPDATED = {"amax"}
+"""A maximum that is out of date is only ever too small, and then the atomic decides."""
+
+_AT_ONCE = 4
+"""Programs that are interleaved at a time."""
+_NOBODY, _SEVERAL = -1, -2
+_TAG_SHIFT = np.uint64(48)
+"""Addresses of processes end below: the bits above say which argument a pointer is made of."""
+_ADDRESS = np.uint64((1 << 48) - 1)
+
+
+class WrongAccessError(AssertionError):
+    """Access to memory that no program, or not this one, may have."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel that ran, and in how many programs."""
+
+    kernel: str
+    """With its module."""
+    programs: int
+
+
+class _Storage:
+    """Who has accessed the elements of a tensor's memory: a program's number, or nobody."""
+
+    def __init__(self, elements: int) -> None:
+        self._elements = elements
+        self.written = False
+        """Most memory is only read, and then nobody need know by whom."""
+        self._reads: list[tuple[int, np.ndarray]] = []
+
+    def read(self, program: int, cells: np.ndarray) -> None:
+        self._reads.append((program, cells))
+
+    def will_be_written(self) -> None:
+        """Find out who has read what."""
+        if not self.written:
+            self.written = True
+            self.writer, self.updater, self.reader, self.barriers = np.full((4, self._elements), _NOBODY, np.int32)
+            """``barriers``: how many the writer had passed."""
+        for program, cells in self._reads:
+            readers = self.reader[cells]
+            self.reader[cells] = np.where((readers == program) | (readers == _NOBODY), program, _SEVERAL)
+        self._reads.clear()
+
+
+class _Argument:
+    """A tensor that a kernel was given."""
+
+    def __init__(self, name: str, tensor: Tensor, storage: _Storage) -> None:
+        self.name, self.storage = name, storage
+        self.start, self.doublings = tensor.data_ptr(), tensor.element_size().bit_length() - 1
+        self.offset = tensor.storage_offset()
+        reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        self.reach = reach if tensor.numel() else 0
+        self.has: np.ndarray | None = None
+        """Whether an element in its reach is the tensor's, where it has gaps."""
+        if tensor.numel() not in (0, reach):
+            has = torch.zeros(reach, dtype=torch.bool)
+            has.as_strided(tensor.shape, tensor.stride()).fill_(True)
+            self.has = has.numpy()
+
+    def lacks(self, elements: np.ndarray) -> np.ndarray | None:
+        """Return those of the elements, counted from the first, that are not the tensor's, if there are any."""
+        if elements.min() < 0 or elements.max() >= self.reach:
+            return elements[(elements < 0) | (elements >= self.reach)]
+        return None if self.has is None or self.has[elements].all() else elements[~self.has[elements]]
+
+
+class _Memory:
+    """The arguments of a launch, and who accessed what of them."""
+
+    def __init__(self, kernel: str, grid: Sequence[int]) -> None:
+        self.kernel, self.grid = kernel, grid
+        self.program = 0
+        """The number of the one that runs."""
+        self.barriers = [0] * math.prod(grid)
+        """That each has passed."""
+        self.yields: Callable[[], None] = lambda: None
+        """Called before every access."""
+        self._arguments: list[_Argument] = []
+        self._storages: dict[int, tuple[_Storage, int]] = {}
+
+    def pointer(self, name: str, tensor: Tensor) -> Any:
+        """Return what a kernel gets in place of the tensor."""
+        memory, itemsize = tensor.untyped_storage(), tensor.element_size()
+        known = memory.data_ptr() or -len(self._arguments)  # empty ones have no address, and share nothing
+        storage, unit = self._storages.setdefault(known, (_Storage(memory.nbytes() // itemsize), itemsize))
+        assert unit == itemsize, f"{self.kernel}: {name} has elements of another size in the same memory"
+        self._arguments.append(_Argument(name, tensor, storage))
+        tagged = np.uint64(tensor.data_ptr()) | np.uint64(len(self._arguments)) << _TAG_SHIFT
+        kind = tl.str_to_ty(triton.runtime.jit.mangle_type(tensor), None)
+        return tl.tensor(interpreter.TensorHandle(np.array([tagged], np.uint64), kind), kind)
+
+    def access(self, kind: Literal["load", "store", "atomic"], pointers: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """Return the addresses, once the access is found to be right."""
+        self.yields()
+        used = pointers.reshape(-1) if mask.all() else pointers[np.broadcast_to(mask, pointers.shape)]
+        while used.size:
+            tag = used[0] >> _TAG_SHIFT
+            same = used >> _TAG_SHIFT == tag
+            argument = self._arguments[int(tag) - 1]
+            own = used if same.all() else used[same]
+            elements = ((own & _ADDRESS) - np.uint64(argument.start)).view(np.int64) >> argument.doublings
+            self._check(kind, argument, elements)
+            used = used[:0] if own is used else used[~same]
+        return pointers & _ADDRESS
+
+    def _check(self, kind: str, argument: _Argument, elements: np.ndarray) -> None:
+        if (lacking := argument.lacks(elements)) is not None:
+            raise WrongAccessError(
+                f"{self._self(kind)} element {lacking[0]} of {argument.name}, which has {argument.reach}"
+            )
+        cells, storage, own = elements + argument.offset, argument.storage, self.program
+        if kind == "load":
+            storage.read(own, cells)
+            if storage.written:
+                writers = storage.writer[cells]
+                settled = (writers == own) & (storage.barriers[cells] < self.barriers[own])
+                self._refuse(kind, argument, elements, np.where(settled, _NOBODY, writers), "wrote", allow_own=False)
+                if argument.name not in READ_WHILE_UPDATED:
+                    self._refuse(kind, argument, elements, storage.updater[cells], "updated")
+            return
+        storage.will_be_written()
+        self._refuse(kind, argument, elements, storage.writer[cells], "wrote")
+        if argument.name not in READ_WHILE_UPDATED:
+            self._refuse(kind, argument, elements, storage.reader[cells], "read")
+        if kind == "store":
+            self._refuse(kind, argument, elements, storage.updater[cells], "updated")
+            storage.writer[cells] = lanes = np.arange(len(cells), dtype=np.int32)
+            if (storage.writer[cells] != lanes).any():
+                raise WrongAccessError(f"{self._self(kind)} an element of {argument.name} twice")
+            storage.writer[cells], storage.barriers[cells] = own, self.barriers[own]
+        else:
+            storage.updater[cells] = own
+
+    def _refuse(
+        self, kind: str, argument: _Argument, elements: np.ndarray, others: np.ndarray, did: str, allow_own: bool = True
+    ) -> None:
+        conflict = others != _NOBODY
+        if conflict.any() and allow_own:
+            conflict &= others != self.program
+        if conflict.any():
+            element, other = elements[conflict][0], int(others[conflict][0])
+            who = "several" if other == _SEVERAL else self._named(other)
+            raise WrongAccessError(f"{self._self(kind)} element {element} of {argument.name}, which {who} {did}")
+
+    def _self(self, kind: str) -> str:
+        return f"{self.kernel}, {self._named(self.program)}: {kind} of"
+
+    def _named(self, program: int) -> str:
+        return f"program {tuple(map(int, np.unravel_index(program, self.grid)))}"
+
+
+class _Bench:
+    """How launches run, and what ran."""
+
+    def __init__(self) -> None:
+        self.order: Order = "forward"
+        self.seed = 0
+        self.launches: list[Launch] = []
+        self.memory = _Memory("", ())
+        self._patched: set[str] = set()
+
+    def launch(self, executor: interpreter.GridExecutor, *args: Any, **kwargs: Any) -> None:
+        """Take the place of ``GridExecutor.__call__``."""
+        function = executor.fn
+        self.patch(function)
+        known = {name: value for name, value in kwargs.items() if name in executor.arg_names}
+        given = inspect.getcallargs(function, *args, **known)
+        sizes: Any = executor.grid(given) if callable(executor.grid) else executor.grid
+        grid = (*sizes, *(1,) * (3 - len(sizes)))
+        self.memory = memory = _Memory(function.__name__, grid)
+        for name, value in given.items():
+            if isinstance(value, Tensor):
+                given[name] = memory.pointer(name, value)
+            elif name not in executor.constexprs:
+                given[name] = interpreter._implicit_cvt(value)
+        interpreter.interpreter_builder.set_grid_dim(*grid)
+        numbers = list(range(math.prod(grid)))
+        places = list(product(*map(range, grid)))
+        self.launches.append(Launch(f"{function.__module__}.{function.__name__}", len(numbers)))
+
+        def begin(number: int) -> None:
+            memory.program = number
+            interpreter.interpreter_builder.grid_idx = places[number]
+
+        if self.order == "reversed":
+            numbers.reverse()
+        elif self.order != "forward":
+            random.Random(self.seed).shuffle(numbers)
+        if self.order == "interleaved":
+            _Interleaved(memory, begin, lambda: function(**given), self.seed).run(numbers)
+            return
+        for number in numbers:
+            begin(number)
+            function(**given)
+
+    def patch(self, function: Any) -> None:
+        """Patch the language that a kernel's module sees: the interpreter does so at each call, and once is enough."""
+        if function.__module__ not in self._patched:
+            interpreter._patch_lang(function)
+            self._patched.add(function.__module__)
+
+    def load(self, pointers: Any, mask: Any, other: Any, *_: object) -> Any:
+        kind = pointers.get_element_ty()
+        dtype = interpreter._get_np_dtype(kind)
+        if other is not None:
+            rest = other.data
+        elif pointers.data.size == 1:  # or a single 0, which Triton's language takes for nothing where it interprets
+            rest = np.zeros(pointers.data.shape, dtype)
+        else:  # nothing says what is there: on a GPU anything
+            rest = np.full(pointers.data.shape, np.nan if dtype.kind == "f" else _largest(dtype), dtype)
+        addresses = self.memory.access("load", pointers.data, mask.data)
+        return interpreter.TensorHandle(interpreter._interpreter.load(addresses, mask.data, rest, dtype), kind)
+
+    def store(self, pointers: Any, value: Any, mask: Any, *_: object) -> None:
+        addresses = self.memory.access("store", pointers.data, mask.data)
+        interpreter._interpreter.store(addresses, value.data, mask.data)
+
+    def barrier(self) -> None:
+        self.memory.barriers[self.memory.program] += 1
+
+    def atomic(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return an atomic operation of the interpreter that looks at its access."""
+
+        def update(operation: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
+            addresses = self.memory.access("atomic", pointers.data, mask.data)
+            return plain(operation, interpreter.TensorHandle(addresses, pointers.dtype), value, mask, *others)
+
+        return update
+
+
+def _largest(dtype: np.dtype) -> Any:
+    return True if dtype.kind == "b" else np.iinfo(dtype).max
+
+
+class _Interleaved:
+    """Programs in threads, of which one runs at a time: up to its next access to memory."""
+
+    def __init__(self, memory: _Memory, begin: Callable[[int], None], function: Callable[[], None], seed: int) -> None:
+        self._begin, self._function = begin, function
+        self._draw = random.Random(seed)
+        self._turn = threading.Semaphore(0)
+        self._go: dict[int, threading.Semaphore] = {}
+        self._running = 0
+        self._error: BaseException | None = None
+        memory.yields = self._pause
+
+    def run(self, numbers: list[int]) -> None:
+        """Run all; raise what one has raised."""
+        left = iter(numbers)
+        while True:
+            for number in islice(left, _AT_ONCE - len(self._go) if self._error is None else 0):
+                self._go[number] = threading.Semaphore(0)
+                threading.Thread(target=self._program, args=(number,), daemon=True).start()
+            if not self._go:
+                break
+            self._running = self._draw.choice(list(self._go))
+            self._begin(self._running)
+            self._go[self._running].release()
+            self._turn.acquire()
+        if self._error is not None:
+            raise self._error
+
+    def _program(self, number: int) -> None:
+        try:
+            self._go[number].acquire()
+            self._function()
+        except BaseException as error:  # raised by ``run``; the others end at their next access
+            self._error = self._error or error
+        finally:
+            del self._go[number]
+            self._turn.release()
+
+    def _pause(self) -> None:
+        go = self._go[self._running]
+        self._turn.release()
+        go.acquire()
+        if self._error is not None:
+            raise SystemExit  # of this thread
+
+
+_BENCH = _Bench()
+
+
+@contextmanager
+def walked(order: Order, seed: int = 0) -> Iterator[list[Launch]]:
+    """Run the programs of each launch in the block in this order; returns what is launched."""
+    before = _BENCH.order, _BENCH.seed, _BENCH.launches
+    _BENCH.order, _BENCH.seed, _BENCH.launches = order, seed, []
+    try:
+        yield _BENCH.launches
+    finally:
+        _BENCH.order, _BENCH.seed, _BENCH.launches = before
+
+
+def install() -> None:
+    """Let every launch of this process run on the bench, and the interpreter be twice as fast."""
+
+    def call(function: interpreter.InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+        _BENCH.patch(function.fn)
+        return function.rewrite()(*args, **kwargs)
+
+    builder = interpreter.interpreter_builder
+    interpreter.InterpretedFunction.__call__ = call
+    interpreter.GridExecutor.__call__ = lambda executor, *args, **kwargs: _BENCH.launch(executor, *args, **kwargs)
+    builder.create_masked_load, builder.create_masked_store = _BENCH.load, _BENCH.store
+    builder.create_barrier = _BENCH.barrier
+    builder.create_atomic_rmw = _BENCH.atomic(builder.create_atomic_rmw)
+    # Overflows of integers are looked for in every operation, and what is found is told to nobody.
+    builder.options = interpreter.InterpreterOptions(sanitize_overflow=False)
+    _keep_types()
+
+
+def _keep_types() -> None:
+    """Make the type of a tensor once, which the interpreter does for every operation."""
+    np_dtype, init = interpreter._get_np_dtype, tl.block_type.__init__
+    dtypes: dict[str, np.dtype] = {}
+    types: dict[tuple[object, ...], dict[str, Any]] = {}
+    shapes: dict[tuple[int, ...], tuple[Any, Any]] = {}
+
+    def kept_np_dtype(kind: Any) -> np.dtype:
+        kind = kind.element_ty if isinstance(kind, tl.block_type) else kind
+        return dtypes.get(kind.name) or dtypes.setdefault(kind.name, np_dtype(kind))
+
+    def block_type(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
+        key = element_ty.name, tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+        if key not in types:
+            init(self, element_ty, shape)
+            types[key] = dict(vars(self))
+        vars(self).update(types[key])
+
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        sizes = tuple(kind.shape) if kind.is_block() else ()
+        if sizes not in shapes:
+            shapes[sizes] = tl.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
+        self.shape, self.numel = shapes[sizes]
+
+    interpreter._get_np_dtype = kept_np_dtype
+    tl.block_type.__init__, tl.tensor.__init__ = block_type, tensor

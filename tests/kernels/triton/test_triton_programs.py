@@ -1,0 +1,221 @@
+"""Every op that has Triton kernels, whatever they are: in several orders of programs and over all kinds of lengths.
+
+That no program touches what it must not is seen in every test of kernels, see ``tests.kernels.interpreted``; here that it is
+seen, too.
+"""
+
+import dataclasses
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, NamedTuple, get_args
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import kernels.triton
+from kernels import OPS
+from kernels.tuning.examples import Size, example_inputs
+from tests.kernels import faulty_kernels
+from tests.kernels.accuracy import CPU
+from tests.kernels.interpreted import Launch, Order, WrongAccessError, walked
+
+# pyright: reportArgumentType=false
+
+IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
+SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, intermediate=576, vocabulary=90)
+"""On each axis of every grid."""
+
+UNDEFINED = {"lamb_step": {"update_P"}}
+"""Fields in which an op keeps what it needs for itself."""
+
+NO_FORWARD_PASS = {"self_attention_backward_cast_fp8"}
+"""Ops whose examples are not what one forward pass leaves, so that implementations may differ."""
+SAME_KERNELS = "varlen_attention"
+"""As ``varlen_self_attention`` launches, on views of a packed tensor as there."""
+
+
+class Outcome(NamedTuple):
+    """All that a call leaves: what it returns and writes, and of that the gradients of its inputs."""
+
+    results: list[Tensor]
+    gradients: list[Tensor]
+
+
+def tensors_of(value: Any, op: str = "") -> Iterator[Tensor]:
+    """Those in a tuple or a dataclass, but for what ``op`` leaves undefined."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_of(each, op)
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            if field.name not in UNDEFINED.get(op, ()):
+                yield from tensors_of(getattr(value, field.name), op)
+
+
+def outcome(function: Callable[..., Any], op: str, dtype: torch.dtype, size: Size) -> Outcome:
+    """Of a call with example inputs, of which every call gets its own."""
+    args, kwargs = example_inputs(op, CPU, dtype, size)
+    inputs = [*tensors_of(args, op), *tensors_of(tuple(kwargs.values()), op)]
+    before = [tensor.detach().clone() for tensor in inputs]
+    returned = list(tensors_of(function(*args, **kwargs)))
+    written = [now.detach() for now, then in zip(inputs, before, strict=True) if not torch.equal(now, then)]
+    outputs = [output for output in returned if output.requires_grad]
+    leaves = [tensor for tensor in inputs if tensor.requires_grad]
+    generator = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(output.shape, generator=generator).to(output.dtype) for output in outputs]
+    gradients = torch.autograd.grad(outputs, leaves, upstream) if outputs else map(torch.zeros_like, leaves)
+    return Outcome([tensor.detach() for tensor in (*returned, *written)], list(gradients))
+
+
+def in_triton(op: str, dtype: torch.dtype = torch.float32, size: Size = SEVERAL_PROGRAMS) -> Outcome:
+    return outcome(OPS[op].implementations["triton"].function(op), op, dtype, size)
+
+
+def assert_near_the_definition(op: str, found: Outcome, dtype: torch.dtype, size: Size) -> None:
+    """Root mean squares, to a thousandth or a few times what the type rounds: no accuracy, but neither a wrong element."""
+    if op in NO_FORWARD_PASS:
+        return
+    exact = outcome(OPS[op].definition, op, dtype, size)
+    for mine, truth in zip((*found.results, *found.gradients), (*exact.results, *exact.gradients), strict=True):
+        if truth.numel() == 0 and mine.shape != truth.shape:  # kept for a backward pass
+            continue
+        assert (mine.shape, mine.dtype) == (truth.shape, truth.dtype)
+        wide = (
+            mine.is_floating_point() and mine.element_size() > 1
+        )  # of FP8 few are the neighbours of what they should be
+        eps = max(torch.finfo(dtype).eps, torch.finfo(mine.dtype).eps if wide else 0.0)
+        error, unit = (x.norm() / max(1, x.numel()) ** 0.5 for x in (mine.double() - truth.double(), truth.double()))
+        assert error <= max(1e-3, 4 * eps) * unit + eps, op
+
+
+def same_bits(mine: Tensor, theirs: Tensor) -> bool:
+    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (mine, theirs)))
+
+
+@cache
+def one_after_another(op: str) -> tuple[Outcome, list[Launch]]:
+    with walked("forward") as launches:
+        return in_triton(op), launches
+
+
+@pytest.mark.parametrize("op", [op for op in IN_TRITON if op != SAME_KERNELS])
+def test_results_do_not_depend_on_the_order_of_programs(op: str):
+    """To the last bit; but where sums are made by atomics, as of the rows of embeddings, they are rounded in any order."""
+    expected, launches = one_after_another(op)
+    assert_near_the_definition(op, expected, torch.float32, SEVERAL_PROGRAMS)
+    for order in get_args(Order)[1:]:
+        with walked(order, seed=7) as again:
+            found = in_triton(op)
+        assert again == launches
+        assert all(map(same_bits, found.results, expected.results)), order
+        if op == "embedding_layer_norm":
+            torch.testing.assert_close(found.gradients, expected.gradients)
+        else:
+            assert all(map(same_bits, found.gradients, expected.gradients)), order
+
+
+def test_every_kernel_ran_in_several_programs():
+    """Of all that are compiled ahead of time: one that no op above calls, or in one program, has not been tested there."""
+    modules = [
+        importlib.import_module(f"kernels.triton.{each.name}") for each in pkgutil.iter_modules(kernels.triton.__path__)
+    ]
+    known = {
+        f"{configuration.kernel.fn.__module__}.{configuration.kernel.__name__}"
+        for module in modules
+        if hasattr(module, "configurations")
+        for configuration in module.configurations()
+    }
+    launches = [launch for op in IN_TRITON for launch in one_after_another(op)[1]]
+    assert {launch.kernel for launch in launches} == known
+    in_one = {
+        "kernels.triton.lamb_passes.squares_kernel"
+    }  # it has one for each segment that is adapted, and the example one such segment
+    assert {launch.kernel for launch in launches if launch.programs > 1} == known - in_one
+
+
+def of_lengths(*lengths: int) -> Size:
+    """Small in all but the tokens; of these, one in seven is masked."""
+    longest = max(1, *lengths, 1)
+    return Size(lengths, longest, sum(lengths) // 7, hidden=16, heads=1, intermediate=16, vocabulary=40)
+
+
+def takes_tokens(op: str) -> bool:
+    shapes = [[x.shape for x in tensors_of(example_inputs(op, CPU, torch.float32, of_lengths(7 * n)))] for n in (1, 2)]
+    return shapes[0] != shapes[1]
+
+
+@pytest.mark.parametrize("op", [op for op in IN_TRITON if takes_tokens(op) and op != SAME_KERNELS])
+@example([0, 0])
+@example([1])
+@example([512])
+@example([511, 1, 0])
+@example([1, 0, 0, 0, 0, 0, 0, 0] * 32)
+@given(st.lists(st.sampled_from([0, 1, 15, 16, 17]), min_size=1, max_size=5))
+@settings(max_examples=5, derandomize=True, deadline=None)
+def test_lengths(op: str, lengths: list[int]):
+    """Around tiles and draws of 16, the longest sequence, one alone, as many as a batch has, and empty slots at its end."""
+    # Of 16 bits, tiles of scores are larger and fewer; as sums over tokens, gradients would not be exact in the definition.
+    size, dtype = of_lengths(*lengths), torch.float16 if "attention" in op else torch.float32
+    assert_near_the_definition(op, in_triton(op, dtype, size), dtype, size)
+
+
+def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -> tuple[Tensor, int]:
+    """What one of the faulty kernels makes of 0, 1, 2 ...: ``y``, and ``amax``."""
+    x, amax = torch.arange(float(size)), torch.zeros((), dtype=torch.int32)
+    y = torch.empty(size)
+    with walked(order, seed):
+        getattr(faulty_kernels, name)[(-(-size // 8),)](x, y, amax, size, BLOCK=8)
+    return y, int(amax)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("stores_past_the_end", r"program \(5, 0, 0\): store of element 42 of y, which has 42"),
+        ("stores_before_the_start", r"program \(0, 0, 0\): store of element -1 of y, which has 42"),
+        ("loads_past_the_end", "load of element 42 of x, which has 42"),
+        ("stores_what_others_store", r"program \(1, 0, 0\): store of element 0 of y, which program \(0, 0, 0\) wrote"),
+        ("loads_what_others_store", "store of element 8 of y, which program .* read"),
+        ("loads_what_others_add", "load of element 0 of y, which program .* updated"),
+        ("loads_its_own_stores", r"program \(0, 0, 0\): load of element 0 of y, which program \(0, 0, 0\) wrote"),
+        ("stores_an_element_twice", "store of an element of y twice"),
+    ],
+)
+def test_wrong_accesses_are_noticed(name: str, message: str):
+    with pytest.raises(WrongAccessError, match=f"^{name}, .*{message}"):
+        copied(name)
+    with pytest.raises(WrongAccessError, match=name):  # whichever program comes first
+        copied(name, "interleaved")
+
+
+@pytest.mark.parametrize("name", ["leaves_an_element_out", "uses_lanes_that_are_left_out"])
+def test_memory_that_nobody_wrote_reaches_results(name: str):
+    assert copied(name)[0].isnan().any()
+
+
+def test_what_lies_between_a_views_elements_is_not_its_own():
+    """The elements of another head, say, which are in the same memory."""
+    x, y = torch.arange(8.0), torch.zeros(8, 2)[:, 0]
+    with pytest.raises(WrongAccessError, match="store of element 1 of y, which has 15"):
+        faulty_kernels.faultless[(1,)](x, y, torch.zeros(()), 8, BLOCK=8)
+
+
+@pytest.mark.parametrize("order", get_args(Order))
+def test_results_that_depend_on_the_order_differ(order: Order):
+    for right in ("faultless", "loads_its_own_stores_behind_a_barrier"):
+        assert torch.equal(copied(right, order, seed=1)[0], torch.arange(42.0))
+    places, _ = copied("takes_places_as_programs_come", order, seed=1)
+    assert torch.equal(places[:40], torch.arange(40.0)) == (order == "forward")
+
+
+def test_what_only_programs_that_meet_get_wrong():
+    """Which is right one after another, in any order; of five schedules about one shows it."""
+    for order, found in (("shuffled", {41}), ("interleaved", {41, 39})):
+        assert {copied("raises_a_maximum_that_has_changed", order, seed)[1] for seed in range(20)} == found

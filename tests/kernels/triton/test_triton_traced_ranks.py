@@ -1,0 +1,198 @@
+"""The training step of several ranks without a device: the same collectives in the same order, and streams that wait."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from bert.cuda_graphs import CudaCapturer
+from bert.model import BertForPreTraining
+from bert.optimizer import Lamb
+from bert.parallel.mesh import Mesh
+from bert.parallel.reduction.gradients import CommunicationStream
+from bert.reporting.statistics import Statistics
+from bert.reporting.stopwatch import Stopwatch
+from dataloading.batches.loader import inert_batch
+from kernels import OPS
+from tests.bert.timeline import Stream, Timeline, TimelineError, require_an_end, require_same_order
+from tests.kernels.triton.test_triton_traced_step import SHAPE_BUCKET, TracedStep, config, no_autocast
+
+__all__ = ["no_autocast"]
+META = torch.device("meta")
+RANKS = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of four ranks on two hosts."""
+
+    reduction: str
+    tensor: int = 1
+    precision: str = "fp32"
+    reduce_dtype: str = "fp32"
+    shard_gradients: bool = False
+
+    def __str__(self) -> str:
+        sharded = "+" * self.shard_gradients
+        return f"{self.reduction}{sharded}-tensor {self.tensor}-{self.precision}-{self.reduce_dtype}"
+
+
+FLAT = Shape("flat")
+SHAPES = [
+    Shape("hierarchical", reduce_dtype="bf16"),
+    Shape("sharded"),
+    Shape("sharded", shard_gradients=True, reduce_dtype="bf16"),
+    Shape("flat", tensor=2, precision="fp8"),
+    Shape("sharded_world", tensor=2, shard_gradients=True),
+]
+
+
+def step_of(rank: int, shape: Shape) -> TracedStep:
+    recipe = config()
+    training = replace(
+        recipe.training,
+        reduction=shape.reduction,
+        precision=shape.precision,
+        reduce_dtype=shape.reduce_dtype,
+        shard_gradients=shape.shard_gradients,
+        gradient_accumulation_steps=2,
+        bucket_bytes=20_000,
+    )
+    model = replace(recipe.model, hidden_size=64, intermediate_size=128)
+    recipe = replace(recipe, model=model, training=training, parallel=replace(recipe.parallel, tensor=shape.tensor))
+    mesh = Mesh(rank, RANKS, rank % 2, META, ((0, 1), (2, 3)), shape.tensor)
+    return TracedStep(BertForPreTraining(recipe.model).to(META).train(), recipe, mesh, Stopwatch())
+
+
+def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
+    """Of two micro-batches each; captured before, or run."""
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        for op in OPS.values():
+            stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
+        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which "meta" does not have
+        patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads at an evaluation, and after the warm-up
+        timeline = stack.enter_context(Timeline(rank).watching(patch))
+        step, batch = step_of(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
+        if captured:
+            step.warm_up([batch] * 2, 0, CudaCapturer(torch.device("cuda")), [SHAPE_BUCKET])
+            timeline.collectives.clear()
+        for _ in range(2):
+            step([batch] * 2)
+    return timeline
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_ranks_call_the_same_collectives_and_streams_wait(shape: Shape):
+    """A timeline fails where a stream does not wait for what it reads or writes over, and where the host waits."""
+    timelines = [two_steps(rank, shape) for rank in range(RANKS)]
+    require_same_order(timelines)
+    require_an_end(timelines)
+    own = timelines[-1]
+    data, tensor = ((1, 3), (2, 3)) if shape.tensor == 2 else ((0, 1, 2, 3), None)
+    groups = {each.group for each in own.collectives}
+    assert (data in groups) == (shape.reduction in ("flat", "sharded_world"))
+    assert (tensor in groups) == (shape.tensor == 2)
+    reduced = [each.dtype for each in own.collectives if each.stream is not own.main]
+    assert len(reduced) >= 20, "beside the backward pass"
+    assert (torch.bfloat16 in reduced) == (shape.reduce_dtype == "bf16")
+    captured = two_steps(RANKS - 1, shape, captured=True)
+    assert captured.collectives == own.collectives[-len(captured.collectives) :]
+    assert len(captured.collectives) > 30
+    assert captured.operators[captured.main] < 0.7 * own.operators[own.main]
+
+
+def without_arrival(stream: CommunicationStream, work: Callable[[], None], run: Any = CommunicationStream.run) -> Any:
+    """Hand work over, and let nobody wait for it."""
+    run(stream, work)
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "stand_in", "shape", "captured", "message"),
+    [
+        (CommunicationStream, "join", lambda _: None, FLAT, False, "on main reads what all_reduce on side 1 wrote"),
+        (CommunicationStream, "join", lambda _: None, FLAT, True, "on side 2 writes what all_reduce on side 1 wrote"),
+        (
+            CommunicationStream,
+            "run",
+            without_arrival,
+            SHAPES[1],
+            False,
+            "on main reads what all_gather on side 1 wrote",
+        ),
+        (
+            CommunicationStream,
+            "run",
+            without_arrival,
+            SHAPES[2],
+            True,
+            "aten.zero_.* on side 2 writes what .* on side 1",
+        ),
+        (Stream, "wait_stream", lambda *_: None, FLAT, False, "all_reduce on side 1 writes what aten.* on main wrote"),
+        (Lamb, "step", lambda _: torch.cuda.synchronize(), FLAT, False, "the host waits for the device"),
+    ],
+    ids=["sums", "sums in a capture", "weights", "buffers", "gradients", "host"],
+)
+def test_what_does_not_wait_is_noticed(
+    owner: type, name: str, stand_in: Any, shape: Shape, captured: bool, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(owner, name, stand_in)
+    with pytest.raises(TimelineError, match=message):
+        two_steps(0, shape, captured)
+
+
+def capture(function: Callable[[torch.cuda.Stream], None]) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        function(stream)
+
+
+def test_what_ends_a_capture_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    with Timeline(0).watching(monkeypatch):
+        side, event = torch.cuda.Stream(), torch.cuda.Event()
+        event.record()
+
+        def fork(stream: torch.cuda.Stream) -> None:
+            side.wait_stream(stream)
+            with torch.cuda.stream(side):
+                torch.zeros(1)
+
+        with pytest.raises(TimelineError, match="side 2 is captured and waits for an event, which is not"):
+            capture(lambda stream: stream.wait_event(event))
+        with pytest.raises(TimelineError, match="side 1 is not waited for at the end of the capture"):
+            capture(fork)
+
+
+def called(ranks: Sequence[int], calls: Callable[[int], list[tuple[tuple[int, ...], torch.dtype]]]) -> list[Timeline]:
+    """Of ranks that sum 4 elements in the groups and types that ``calls`` says."""
+    timelines = [Timeline(rank) for rank in ranks]
+    for timeline in timelines:
+        with pytest.MonkeyPatch.context() as patch, timeline.watching(patch):
+            for group, dtype in calls(timeline.rank):
+                if timeline.rank in group:
+                    dist.all_reduce(torch.zeros(4, dtype=dtype), group=dist.new_group(group))
+    return timelines
+
+
+def test_ranks_that_call_something_else_are_noticed():
+    whole = (0, 1, 2)
+    timelines = called(whole, lambda rank: [(whole, torch.float32)] * (rank + 1))
+    with pytest.raises(TimelineError, match=r"call 1 of group \(0, 1, 2\) is None, on rank 1 .*all_reduce"):
+        require_same_order(timelines)
+    timelines = called(whole, lambda rank: [(whole, torch.bfloat16 if rank == 2 else torch.float32)])
+    with pytest.raises(TimelineError, match=r"is .*float32.*, on rank 2 .*bfloat16"):
+        require_same_order(timelines)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_ranks_that_wait_for_one_another_are_noticed(swapped: bool):
+    """On one stream, in another group first: the calls of each group have the same order on all ranks."""
+    calls = [((0, 1), torch.float32), ((0, 1, 2), torch.float32)]
+    timelines = called(range(3), lambda rank: calls[::-1] if rank == 1 and swapped else calls)
+    require_same_order(timelines)
+    with pytest.raises(TimelineError, match="ranks wait for one another") if swapped else nullcontext():
+        require_an_end(timelines)
