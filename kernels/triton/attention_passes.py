@@ -14,6 +14,7 @@ Scores are scaled where exp2 takes them, in the one instruction that also subtra
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportUnboundVariable=false
 # ruff: noqa: ANN001, ANN201, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
 
 import triton

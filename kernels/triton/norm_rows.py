@@ -6,6 +6,7 @@ programs that walk over the rows, then over the programs by a second small kerne
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
+# pyright: reportGeneralTypeIssues=false
 # ruff: noqa: ANN001, ANN201  (what a kernel is given, and gives, has types of the compiler's own)
 
 from collections.abc import Mapping
