@@ -104,10 +104,10 @@ def parsed(parse: Callable[[], Result]) -> Result:
 
 
 def _unframed(complaint: str) -> str:
-    """The first paragraph of tyro's framed message, on one line."""
-    framed = [text.strip("│ ") for text in complaint.splitlines() if text.startswith("│")]
-    paragraph = itertools.takewhile(lambda text: not text.startswith("─"), framed)
-    said = " ".join(paragraph).strip() or complaint.strip()
+    """The first paragraph of tyro's framed message, on one line; where output is not UTF-8 it has rules alone."""
+    lines = [text.strip("│ ") for text in complaint.splitlines()[1:]]
+    paragraphs = itertools.groupby(lines, key=lambda text: bool(text.strip("─-╰╯") or not text))
+    said = next((" ".join(paragraph).strip() for is_text, paragraph in paragraphs if is_text), "") or complaint.strip()
     return re.sub(r"^Error parsing \w+: ", "", said)
 
 

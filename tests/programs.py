@@ -236,8 +236,9 @@ def _run(request: dict[str, Any]) -> None:
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     sys.executable = request["executable"]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115, as are the others, which knew the server's files
-    sys.stdout = open(1, "w", closefd=False, buffering=1 if request["unbuffered"] else -1)  # noqa: SIM115
-    sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
+    lines, encoding = 1 if request["unbuffered"] else -1, sys.stdout.encoding
+    sys.stdout = open(1, "w", lines, encoding, sys.stdout.errors, closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", 1, encoding, "backslashreplace", closefd=False)  # noqa: SIM115
     option, *words = request["words"]
     try:
         if option == "-m":

@@ -113,6 +113,17 @@ def test_everything_that_is_said_is_harmless(capsys: pytest.CaptureFixture[str])
     assert out.endswith("}\n")
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii"])
+def test_a_wrong_option_is_one_line_whatever_the_encoding(encoding: str) -> None:
+    command = [sys.executable, "-m", "bert.train", "tiny_cpu", "--parallel.tensor", "3"]
+    variables = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, cwd=REPOSITORY, env=variables, capture_output=True, check=False)
+    assert done.stderr.decode(encoding) == (
+        "error: parallel.tensor is 3, which does not divide model.num_attention_heads 4 and model.intermediate_size 512: "
+        "set it to 2 or 4\n"
+    )
+
+
 def test_there_is_no_other_way_out() -> None:
     for room in ROOMS:
         for path in sorted((REPOSITORY / room).rglob("*.py")):

@@ -15,7 +15,6 @@ import torch
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder
 
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
@@ -69,31 +68,46 @@ class Cache:
 @contextmanager
 def through(cache: Cache) -> Iterator[None]:
     """Send what programs load and store through ``cache``; single numbers are left out."""
-    loading, storing = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    builder, memory = interpreter.interpreter_builder, interpreter._interpreter
+    masked_load, masked_store, plain_load, plain_store = (
+        builder.create_masked_load,
+        builder.create_masked_store,
+        memory.load,
+        memory.store,
+    )
+    policies = [None]
 
-    def note(pointers, mask, policy, store: bool) -> None:
-        addresses = pointers.data[mask.data]
-        if addresses.size > 1:
-            size = pointers.get_element_ty().primitive_bitwidth // 8
-            first = policy == ir.EVICTION_POLICY.EVICT_FIRST
-            cache.access(int(addresses.min()), int(addresses.max()) + size, store, first)
+    def note(addresses: np.ndarray, mask: np.ndarray, size: int, store: bool) -> None:
+        if (inside := addresses[mask]).size > 1:
+            first = policies[-1] == ir.EVICTION_POLICY.EVICT_FIRST
+            cache.access(int(inside.min()), int(inside.max()) + size, store, first)
 
-    def load(self, pointers, mask, other, modifier, policy, volatile):
-        note(pointers, mask, policy, store=False)
-        return loading(self, pointers, mask, other, modifier, policy, volatile)
+    def load(addresses, mask, rest, dtype):
+        note(addresses, mask, dtype.itemsize, store=False)
+        return plain_load(addresses, mask, rest, dtype)
 
-    def store(self, pointers, value, mask, modifier, policy):
-        note(pointers, mask, policy, store=True)
-        return storing(self, pointers, value, mask, modifier, policy)
+    def store(addresses, value, mask):
+        note(addresses, mask, value.dtype.itemsize, store=True)
+        return plain_store(addresses, value, mask)
 
-    def store_all(self, pointers, value, modifier, policy):  # as it is, it forgets the policy
+    def load_by(pointers, mask, other, modifier, policy, volatile):
+        policies.append(policy)
+        return masked_load(pointers, mask, other, modifier, policy, volatile)
+
+    def store_by(pointers, value, mask, modifier, policy):
+        policies.append(policy)
+        return masked_store(pointers, value, mask, modifier, policy)
+
+    def store_all(pointers, value, modifier, policy):  # as it is, it forgets the policy
         mask = interpreter.TensorHandle(np.ones_like(pointers.data, dtype=bool), tl.int1)
-        return self.create_masked_store(pointers, value, mask, modifier, policy)
+        return store_by(pointers, value, mask, modifier, policy)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpreterBuilder, "create_masked_load", load)
-        patch.setattr(InterpreterBuilder, "create_masked_store", store)
-        patch.setattr(InterpreterBuilder, "create_store", store_all)
+        patch.setattr(memory, "load", load)
+        patch.setattr(memory, "store", store)
+        patch.setattr(builder, "create_masked_load", load_by)
+        patch.setattr(builder, "create_masked_store", store_by)
+        patch.setattr(builder, "create_store", store_all)
         yield
 
 
