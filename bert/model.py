@@ -169,7 +169,7 @@ class Embeddings(nn.Module):
 class MatrixProducts:
     """Products of an encoder layer with weights: in the precision of its input or, under autocast, of autocast.
 
-    ``bert.fp8`` has the same in FP8.
+    ``bert.products.fp8`` has the same in FP8.
     """
 
     def with_bias(self, x: Tensor, dense: Dense) -> Tensor:

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from bert.configuration.config import Config, Precision
 from bert.cuda_graphs import BatchGraphs, Capturer
-from bert.fp8 import Fp8State, enable_fp8, require_fp8
-from bert.fp8_layer import fuse_layers
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
@@ -30,9 +28,11 @@ from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
 from bert.parallel.whole_vectors import WholeVectors
+from bert.products.fp8 import Fp8State, enable_fp8, require_fp8
+from bert.products.fp8_layer import fuse_layers
+from bert.products.weight_gradients import WeightGradients, accumulate_products, product_weights
 from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch, is_capturing
-from bert.weight_gradients import WeightGradients, accumulate_products, product_weights
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured

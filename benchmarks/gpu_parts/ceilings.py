@@ -107,7 +107,7 @@ def _operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
 
 
 def _fp8_operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
-    """Build a product as in ``bert.fp8``: gradients in E5M2; those of weights summed in fp32 outside the tensor cores."""
+    """Build a product as in ``bert.products.fp8``: gradients in E5M2, of weights summed in fp32 outside the tensor cores."""
     left = _fp8_operand(context, shape.rows, shape.inner, E4M3 if shape.kind == "forward" else E5M2)
     right = _fp8_operand(context, shape.columns, shape.inner, E4M3)
     of_a_weight = shape.kind == "weight gradient"

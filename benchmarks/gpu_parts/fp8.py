@@ -53,7 +53,7 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
     config, layer = model.config, model.layers[0]
     assert isinstance(layer, EncoderLayer)
     device, hidden, wide = model.decoder_bias.device, config.hidden_size, config.intermediate_size
-    weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as ``bert.fp8`` hands them on
+    weight, bias = layer.intermediate.weight.detach(), layer.intermediate.bias  # as ``bert.products.fp8`` hands them on
     size = Size((tokens,), hidden=hidden, intermediate=wide)
 
     def case(

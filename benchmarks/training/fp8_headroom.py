@@ -29,9 +29,9 @@ from benchmarks.conditions import write_figures
 from bert.checkpoints.weights import load_weights
 from bert.configuration.config import OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
-from bert.fp8 import Fp8State, enable_fp8
 from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts
 from bert.optimizer import FlatParameters, Lamb
+from bert.products.fp8 import Fp8State, enable_fp8
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
 from dataloading.dataset.folder import open_dataset

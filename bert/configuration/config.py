@@ -112,7 +112,7 @@ class TrainingConfig:
     """Seed of sample order and dropout; by default drawn from the system's entropy (rules, section 5.1)."""
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
-    """Of matrix products; parameters are fp32. fp8: bf16, with the encoder's products in FP8 (bert/fp8.py)."""
+    """Of matrix products; parameters are fp32. fp8: bf16, with the encoder's products in FP8 (bert/products/fp8.py)."""
     bad_intervals: int = 10
     """After so many log intervals in a row without one step whose gradients were finite, the run ends as aborted."""
     fault_seconds: float = 60.0

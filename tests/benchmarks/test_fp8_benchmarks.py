@@ -90,7 +90,7 @@ def test_headroom_costs_what_becomes_too_small_and_no_precision() -> None:
 
 
 def test_who_adds_up_follows_from_the_figures() -> None:
-    """As ``bert.fp8`` has it: by more than how much the error would grow if the tensor cores were left alone."""
+    """As ``bert.products.fp8`` has it: by more than how much the error would grow if the tensor cores were left alone."""
     growth: dict[str, float] = {}
     for product in json.loads((FIGURES / "fp8_accumulation.json").read_text())["products"]:
         rounding, kind = product["rounding to FP8"], product["kind"]

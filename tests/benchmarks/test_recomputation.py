@@ -52,7 +52,7 @@ def test_what_is_alive_is_what_autograd_saves() -> None:
         return tensor
 
     layer = Layer(ODD, "none", "fp32", 80, 2)
-    with Storages() as storages, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with Storages(layer.input_TD) as storages, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output_TD = layer.forward()
         kept = storages.alive() - output_TD.nbytes + layer.input_TD.nbytes
     weights = {each.untyped_storage().data_ptr(): each.nbytes for each in layer.layer.parameters()}

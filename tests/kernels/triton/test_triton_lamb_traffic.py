@@ -18,7 +18,7 @@ from triton.runtime import interpreter
 
 from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
-from bert.weight_gradients import product_weights
+from bert.products.weight_gradients import product_weights
 from kernels import LambSegments, LambState
 from kernels.triton import lamb as triton_lamb
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, at

@@ -33,7 +33,7 @@ SEVERAL_PROGRAMS = Size((40, 0, 33, 56), 56, masked=5, hidden=64, heads=2, inter
 UNDEFINED = {"lamb_step": {"update_P"}}
 """Fields in which an op keeps what it needs for itself."""
 
-NO_FORWARD_PASS = {"self_attention_backward_cast_fp8"}
+NO_FORWARD_PASS = {"attention_backward_cast_fp8"}
 """Ops whose examples are not what one forward pass leaves, so that implementations may differ."""
 SAME_KERNELS = "varlen_attention"
 """As ``varlen_self_attention`` launches, on views of a packed tensor as there."""
@@ -87,12 +87,21 @@ def assert_near_the_definition(op: str, found: Outcome, dtype: torch.dtype, size
         if truth.numel() == 0 and mine.shape != truth.shape:  # kept for a backward pass
             continue
         assert (mine.shape, mine.dtype) == (truth.shape, truth.dtype)
-        wide = (
-            mine.is_floating_point() and mine.element_size() > 1
-        )  # of FP8 few are the neighbours of what they should be
-        eps = max(torch.finfo(dtype).eps, torch.finfo(mine.dtype).eps if wide else 0.0)
+        if mine.is_floating_point() and mine.element_size() == 1:
+            assert_mostly_the_same_fp8(op, mine, truth)
+            continue
+        eps = max(torch.finfo(dtype).eps, torch.finfo(mine.dtype).eps if mine.is_floating_point() else 0.0)
         error, unit = (x.norm() / max(1, x.numel()) ** 0.5 for x in (mine.double() - truth.double(), truth.double()))
         assert error <= max(1e-3, 4 * eps) * unit + eps, op
+
+
+def assert_mostly_the_same_fp8(op: str, mine: Tensor, truth: Tensor) -> None:
+    """Few numbers, or two of a handful, are neighbours of what they should be: one rounding more, before that to FP8."""
+    kind, found, expected = torch.finfo(mine.dtype), mine.double(), truth.double()
+    spacing = kind.eps * torch.maximum(found.abs(), expected.abs()).clamp(min=kind.tiny)
+    apart = (found - expected).abs()
+    assert (apart <= spacing).all(), op
+    assert (apart > 0).sum() <= max(2, 0.1 * apart.numel()), op
 
 
 def same_bits(mine: Tensor, theirs: Tensor) -> bool:

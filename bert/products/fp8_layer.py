@@ -1,14 +1,15 @@
 """Encoder layers in FP8 whose casts are made by what computes the tensors.
 
-The same numbers as of ``EncoderLayer.forward`` with ``bert.fp8.Fp8Products``, in fewer passes over memory. A layer's norms
-write their output in FP8 as well, for the products that read it next, and write the gradient of the product before them in
-FP8 alone; so does attention, where its implementation can. The norms' output is handed on twice, because the residual and
-the products each have a gradient of it: the norm's backward pass reads both, which autograd would add in a pass of its own.
+The same numbers as of ``EncoderLayer.forward`` with ``bert.products.fp8.Fp8Products``, in fewer passes over memory. A
+layer's norms write their output in FP8 as well, for the products that read it next, and write the gradient of the product
+before them in FP8 alone; so does attention, where its implementation can. The norms' output is handed on twice, because the
+residual and the products each have a gradient of it: the norm's backward pass reads both, which autograd would add in a pass
+of its own.
 
 For ranks that have a layer to themselves: where ranks share one, sums and copies between them stand between products and
 norms (``bert.parallel.tensor.placement``). Passes without gradients are those of ``EncoderLayer``.
 
-Shape legend in ``bert/fp8.py``.
+Shape legend in ``bert.products.fp8``.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bert.fp8 import FeedForward, Fp8Dense, Fp8State, Site, product_of_casts
 from bert.model import BertForPreTraining, DropoutSites, EncoderLayer, LayerNorm
+from bert.products.fp8 import FeedForward, Fp8Dense, Fp8State, Site, product_of_casts
 from kernels import (
     Dropout,
     add_norm_backward_cast_fp8,
@@ -176,7 +177,7 @@ class _ProjectionNorm(torch.autograd.Function):
         product_TD = fp8.product(quantized_TD, dtype)
         outputs, kept = norm.forward(ctx, product_TD, bias_D, residual_TD, norm_weight_D, norm_bias_D)
         ctx.fp8, ctx.norm, ctx.dtype = fp8, norm, context_TD.dtype
-        ctx.save_for_backward(*kept, context_DT, fp8.weight_KN)  # the last for autograd, as in ``bert.fp8``
+        ctx.save_for_backward(*kept, context_DT, fp8.weight_KN)  # the last for autograd, as in ``bert.products.fp8``
         return outputs
 
     @staticmethod

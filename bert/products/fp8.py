@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts
-from bert.weight_gradients import WeightGradients
+from bert.products.weight_gradients import WeightGradients
 from kernels import (
     bias_gelu_backward_cast_fp8,
     bias_gelu_cast_fp8,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from bert.configuration.config import ModelConfig
-from bert.fp8 import Fp8State, enable_fp8
-from bert.fp8_layer import fuse_layers
 from bert.model import BertForPreTraining
+from bert.products.fp8 import Fp8State, enable_fp8
+from bert.products.fp8_layer import fuse_layers
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS

@@ -16,8 +16,8 @@ import bert.step
 from bert.configuration.config import Recompute
 from bert.model import Dense, EncoderLayer
 from bert.optimizer import Lamb
+from bert.products.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
 from bert.step import TrainingStep
-from bert.weight_gradients import AccumulatingProducts, WeightGradients, product_weights
 from dataloading.batches.loader import Batch, batch_of
 from tests.bert.repeating import Repeating
 from tests.bert.small_models import OF_SMALL_RUN, step_config, training_step

@@ -1,6 +1,6 @@
 """The FP8 encoder, computed by the definitions: gradients, the life of the scales, and training against fp32.
 
-Shape legend in ``bert/fp8.py``.
+Shape legend in ``bert/products/fp8.py``.
 """
 
 import re
@@ -19,9 +19,18 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 
 from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_model
-from bert.fp8 import FeedForward, Fp8Dense, Fp8Products, Fp8State, _FeedForward, _Product, enable_fp8, require_fp8
 from bert.model import BertForPreTraining, Dense, EncoderLayer
 from bert.optimizer import FlatParameters, Lamb
+from bert.products.fp8 import (
+    FeedForward,
+    Fp8Dense,
+    Fp8Products,
+    Fp8State,
+    _FeedForward,
+    _Product,
+    enable_fp8,
+    require_fp8,
+)
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import OPS

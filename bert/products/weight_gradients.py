@@ -4,7 +4,8 @@ Autograd takes three passes over a weight's gradient in every micro-batch: it is
 to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step writes over what the last
 step left, so that nothing need be set to zero. And where the optimizer writes 16-bit copies of weights, nothing is cast.
 
-Under autocast on a GPU; elsewhere the model multiplies as PyTorch does. ``bert.fp8`` hands its gradients over here as well.
+Under autocast on a GPU; elsewhere the model multiplies as PyTorch does. ``bert.products.fp8`` hands its gradients over here,
+too.
 
 Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden.
 """
