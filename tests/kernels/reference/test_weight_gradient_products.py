@@ -34,7 +34,7 @@ def test_the_definition_adds_in_fp32(dtype: torch.dtype, overwrite: bool) -> Non
 
 
 class Calls(TorchDispatchMode):
-    """Operators with what they are given."""
+    """Operators with what they are given; those that write into a tensor, which PyTorch 2.11 has on CUDA alone, do not run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,8 +43,9 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self.found.append((str(func), args, kwargs or {}))
-        return func(*args, **kwargs or {})
+        named = kwargs or {}
+        self.found.append((str(func), args, named))
+        return named["out"] if "out" in named else func(*args, **named)
 
 
 @pytest.mark.oldest_torch
