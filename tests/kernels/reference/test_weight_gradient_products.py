@@ -34,7 +34,7 @@ def test_the_definition_adds_in_fp32(dtype: torch.dtype, overwrite: bool) -> Non
 
 
 class Calls(TorchDispatchMode):
-    """Operators with what they are given; those that write into a tensor, which PyTorch 2.11 has on CUDA alone, do not run."""
+    """Operators with what they are given; those that write into a tensor do not run: PyTorch 2.11 has them on CUDA alone."""
 
     def __init__(self) -> None:
         super().__init__()
