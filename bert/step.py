@@ -9,15 +9,13 @@ forward pass.
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from bert.configuration.config import Config, Precision
+from bert.configuration.config import Config
 from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
@@ -26,35 +24,19 @@ from bert.parallel.reduction.choice import choose
 from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
-from bert.parallel.tensor.shards import TensorParallel, tensor_parallel
+from bert.parallel.tensor.shards import tensor_parallel
 from bert.parallel.whole_vectors import WholeVectors
-from bert.products.fp8 import Fp8State, enable_fp8, require_fp8
-from bert.products.fp8_layer import fuse_layers
+from bert.products.chosen import accumulates_products, fp8_state
 from bert.products.weight_gradients import WeightGradients, accumulate_products, product_weights
 from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch, is_capturing
+from bert.roles import ROLES, Role, roles_of
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
 
 if TYPE_CHECKING:
     from bert.parallel.pipeline.stages import PipelineParallel
-
-
-@dataclass(frozen=True)
-class Role:
-    """Role of a micro-batch for the ranks, besides its forward and backward pass."""
-
-    gathers_weights: bool
-    """The first of a step: weights of a sharded optimizer come while its forward pass runs."""
-    reduces_gradients: bool
-    """The last of a step: buckets of gradients are summed over the ranks as its backward pass fills them. Sharded gradients
-    are so with every micro-batch, and the sums are complete after this one."""
-    overwrites_gradients: bool
-    """The first of a step: products write gradients of weights over those of the step before."""
-
-
-ROLES = [Role(*duties) for duties in product((False, True), repeat=3)]
 
 
 class TrainingStep:
@@ -69,8 +51,9 @@ class TrainingStep:
 
             self._pipeline = pipeline_parallel(model, mesh, config.parallel)
         self._weight_gradients = WeightGradients()
-        self.fp8 = _fp8_state(model, config, mesh, tensor, self._weight_gradients)
         training = config.training
+        agree_ = None if tensor is None else tensor.all_reduce_max_
+        self.fp8 = fp8_state(model, training, mesh.device, agree_, self._weight_gradients)
         self._recomputed: Collection[str] = ()
         if training.recompute != "none":
             from bert.recompute import RECOMPUTED_OPS, recompute_layers
@@ -106,9 +89,7 @@ class TrainingStep:
             copies = self.optimizer.copies() if isinstance(self.optimizer, Lamb) else {}
             accumulate_products(model, self._weight_gradients, copies)
         self.statistics = Statistics(mesh)
-        self._mesh = mesh
-        self._stopwatch = stopwatch
-        self.precision = training.precision
+        self._mesh, self._stopwatch, self.precision = mesh, stopwatch, training.precision
         self._micro_batches = training.gradient_accumulation_steps
         self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
         self._schedule: Callable[[Sequence[Batch]], None] = self._one_by_one
@@ -138,12 +119,8 @@ class TrainingStep:
 
     def _roles(self, count: int) -> list[Role]:
         """The roles of a step's micro-batches, in their order."""
-        gathers, reduces = self._gather is not None and self.fp8 is None, self._mesh.data_size > 1
-        overwrites = bool(self.flat.segments.overwritten)
-        return [
-            Role(gathers and place == 0, reduces and place == count - 1, overwrites and place == 0)
-            for place in range(count)
-        ]
+        gathers, overwrites = self._gather is not None and self.fp8 is None, bool(self.flat.segments.overwritten)
+        return roles_of(count, gathers, self._mesh.data_size > 1, overwrites)
 
     def _forward_backward(self, role: Role, batch: Batch) -> None:
         """Add the micro-batch's gradients to the flat ones, and its losses and tokens to the statistics."""
@@ -209,13 +186,7 @@ class TrainingStep:
         model = self.gather_weights()
         if self._mesh.tensor * self._mesh.pipeline == 1:
             return model
-        whole = BertForPreTraining(model.config)
-        with torch.no_grad():
-            for parameter, (_, part) in zip(
-                whole.parameters(), self.whole.parts(self.whole.gather(self.flat.weights_P)), strict=True
-            ):
-                parameter.copy_(part)
-        return whole
+        return self.whole.gather_model(self.flat.weights_P, model.config)
 
     def refresh_copies_(self) -> None:
         """Copy the weights again for those who compute with copies, after any change but a step's."""
@@ -242,7 +213,6 @@ class TrainingStep:
         is then captured as well, for each of ``shape_buckets``, and replayed from now on; batches of other ones run as
         before. FP8 scales are found last, for the weights that training starts from.
         """
-
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
         with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
@@ -278,25 +248,3 @@ class TrainingStep:
                 replay()
 
         self._update = timed
-
-
-def accumulates_products(device: torch.device, precision: Precision) -> bool:
-    """Tell whether products add gradients of weights where these are summed: in 16 bits, on a GPU."""
-    return device.type == "cuda" and precision != "fp32"
-
-
-def _fp8_state(
-    model: BertForPreTraining,
-    config: Config,
-    mesh: Mesh,
-    tensor: TensorParallel | None,
-    gradients: WeightGradients,
-) -> Fp8State | None:
-    if config.training.precision != "fp8":
-        return None
-    require_fp8(mesh.device)
-    if tensor is not None:
-        return enable_fp8(model, tensor.all_reduce_max_, gradients)
-    state = enable_fp8(model, gradients=gradients)
-    fuse_layers(model, state, casts_between_layers=config.training.recompute == "none")
-    return state

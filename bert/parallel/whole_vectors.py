@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bert.configuration.config import ModelConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from bert.parallel.single import all_gather_single
@@ -75,6 +76,14 @@ class WholeVectors:
             for rank in range(self._pipeline.size):
                 self._bring(whole, rank, self._pipeline)
         return whole
+
+    def gather_model(self, weights_P: Tensor, config: ModelConfig) -> BertForPreTraining:
+        """Make a model of its own with all weights. Every rank must call it at the same time."""
+        model = BertForPreTraining(config)
+        with torch.no_grad():
+            for parameter, (_, part) in zip(model.parameters(), self.parts(self.gather(weights_P)), strict=True):
+                parameter.copy_(part)
+        return model
 
     def shard_(self, vector_P: Tensor, whole: Tensor) -> None:
         """Overwrite a vector by what this rank has of a whole one."""

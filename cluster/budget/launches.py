@@ -131,7 +131,7 @@ def _step(model: ModelConfig, precision: Literal["bf16", "fp8"], stopwatch: Stop
     # bits, which a GPU casts up: a thousandth of the traffic.
     mesh = Mesh(0, 1, 0, torch.device("cpu"))
     # What a step does on a GPU alone.
-    accumulates = patch.object(bert.step, "accumulates_products", lambda _, chosen: chosen != "fp32", create=True)
+    accumulates = patch.object(bert.step, "accumulates_products", lambda _, chosen: chosen != "fp32")
     with accumulates:
         return TrainingStep(BertForPreTraining(model).train(), config, mesh, stopwatch)
 
