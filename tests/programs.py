@@ -31,7 +31,7 @@ _SOCKETS = tempfile.TemporaryDirectory(prefix="mlperf-bert-", ignore_cleanup_err
 _OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 _FORKED_PYTHON = """#!{python} -IS
 # Becomes a fork of the server of tests/programs.py where a program is to run, and {python} for anything else.
-import array, json, os, signal, socket, sys
+import json, os, signal, socket, sys
 
 words = sys.argv[1:]
 unbuffered = words[:1] == ["-u"]

@@ -213,9 +213,10 @@ class _Search:
         """Candidates with the largest micro-batches that fit, and with those that recomputing makes room for."""
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
         shards = (False, True) if target.world_size > way.copy_ranks else (False,)
-        held = {replace(way, shard_gradients=each): 0.0 for each in shards}
-        for each in held:
-            held[each] = sum(held_by_rank(self._work, each, target.nodes, target.ranks_per_node).values())
+        held = {
+            each: sum(held_by_rank(self._work, each, target.nodes, target.ranks_per_node).values())
+            for each in (replace(way, shard_gradients=shard) for shard in shards)
+        }
         if min(held.values()) > usable:
             gigabytes = f"{min(held.values()) / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
             self.refusals.append(Refusal(*_shape(way), f"weights do not fit in {way.precision}: {gigabytes}"))
