@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from bert.batches import ROLES, Role, roles_of
 from bert.configuration.config import Config
 from bert.cuda_graphs import BatchGraphs, Capturer
 from bert.model import BertForPreTraining, PretrainingOutput
@@ -30,7 +31,6 @@ from bert.products.chosen import accumulates_products, fp8_state
 from bert.products.weight_gradients import WeightGradients, accumulate_products, product_weights
 from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch, is_capturing
-from bert.roles import ROLES, Role, roles_of
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured

@@ -106,17 +106,9 @@ def _forward_kernel(product, bias, output, rows, columns, ROWS: tl.constexpr, CO
 
 @triton.jit(do_not_specialize=_VARYING)
 def _backward_kernel(
-    output_gradient,
-    product,
-    bias,
-    product_gradient,
-    bias_partials,
-    rows,
-    columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS_A_PROGRAM: tl.constexpr,
-):
+    output_gradient, product, bias, product_gradient, bias_partials, rows, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_A_PROGRAM: tl.constexpr,
+):  # fmt: skip
     """Gradient of the product over [ROWS_A_PROGRAM, COLUMNS], and its sum over these rows in fp32."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < columns

@@ -103,18 +103,9 @@ def _load(logits, bias, column, vocabulary, width):
 
 @triton.jit
 def _kernel(
-    logits,
-    bias,
-    labels,
-    losses,
-    correct,
-    vocabulary,
-    width,
-    ignore_index,
-    WITH_GRADIENT: tl.constexpr,
-    COUNT_CORRECT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits, bias, labels, losses, correct, vocabulary, width, ignore_index,
+    WITH_GRADIENT: tl.constexpr, COUNT_CORRECT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Compute a row's loss, whether its label is first, and overwrite its logits by the gradient of its loss."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * width

@@ -1,4 +1,4 @@
-"""Self-attention between products in FP8, in Triton: the kernels of ``kernels.triton.attention`` with their casts.
+"""Self-attention between products in FP8, in Triton: the kernels of ``kernels.triton.attention.varlen`` with their casts.
 
 The output is written in bf16, which the backward pass reads, and in FP8 in rows and transposed; the gradient of query, key
 and value in FP8 alone. Definitions in ``kernels.reference.attention_fp8``; shape legend in ``kernels/__init__.py``.
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
 from kernels.reference.random import Dropout
-from kernels.triton import attention
-from kernels.triton.attention import Casts, dropout_arguments, launch_backward, launch_forward, smallest_block
-from kernels.triton.fp8 import POINTERS, fp8_pair
+from kernels.triton.attention import varlen
+from kernels.triton.attention.varlen import Casts, dropout_arguments, launch_backward, launch_forward, smallest_block
+from kernels.triton.quantize import POINTERS, fp8_pair
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
@@ -41,7 +41,7 @@ def _forward(
 @_forward.register_fake
 def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
     query = qkv[:, 0]
-    saved = attention.fake_saved(query, max_seqlen, state)
+    saved = varlen.fake_saved(query, max_seqlen, state)
     return query.new_empty(query.shape), *fp8_pair(query.flatten(1), E4M3), *saved
 
 
@@ -110,7 +110,7 @@ def attention_cast_fp8_unsupported_reasons(
     amax: Tensor,  # noqa: ARG001
 ) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty where they can."""
-    reasons = attention.varlen_self_attention_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    reasons = varlen.varlen_self_attention_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     if (width := qkv_T3HE[0, 0].numel()) % ALIGNMENT:
         reasons.append(f"heads of {width} columns in all, not a multiple of {ALIGNMENT}")
     return reasons + capability_reasons(qkv_T3HE.device)
@@ -134,9 +134,9 @@ def attention_backward_cast_fp8_unsupported_reasons(
 
 
 def configurations() -> "list[Configuration]":
-    """Return the kernels of ``kernels.triton.attention`` as all layers but the last launch them, with casts."""
+    """Return the kernels of ``kernels.triton.attention.varlen`` as all layers but the last launch them, with casts."""
     found = []
-    for plain in attention.configurations():
+    for plain in varlen.configurations():
         if "last layer" in plain.name or 90 not in plain.capabilities:
             continue
         dtype = E4M3 if plain.name.startswith("forward") else E5M2
@@ -149,7 +149,7 @@ def configurations() -> "list[Configuration]":
         signature = {
             name: "constexpr" if name in constexprs else types.get(name, kind) for name, kind in plain.signature.items()
         }
-        narrow = attention.NARROW.get(int(str(constexprs["HEAD_SIZE"]))) if dtype == E4M3 else None
+        narrow = varlen.NARROW.get(int(str(constexprs["HEAD_SIZE"]))) if dtype == E4M3 else None
         fused = replace(plain, name=f"{plain.name}, casts", signature=signature, constexprs=constexprs)
         found.append(replace(fused, max_registers=narrow or plain.max_registers))
     return found

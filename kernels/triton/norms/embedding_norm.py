@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.reference.random import Dropout
-from kernels.triton.norm_rows import (
+from kernels.triton.norms.rows import (
     PLACES,
     VARYING,
     Layout,

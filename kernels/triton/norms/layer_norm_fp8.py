@@ -1,4 +1,4 @@
-"""Dropout, residual and layer norm between products in FP8: the passes of ``kernels.triton.layer_norm`` with their casts.
+"""Dropout, residual and layer norm between products in FP8: the passes of ``layer_norm`` with their casts.
 
 Forward also writes the output in FP8 in rows and transposed; backward takes the two gradients of an output that is both the
 next residual and the input of products, and writes the gradient of x in FP8 only. In rows of D bf16 elements that move,
@@ -23,10 +23,9 @@ from torch import Tensor
 
 from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
 from kernels.reference.random import Dropout
-from kernels.triton.fp8 import POINTERS, SCALARS, fp8_pair, quantized, raise_amax
-from kernels.triton.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
-from kernels.triton.layer_norm import dropout_add_layer_norm_unsupported_reasons as plain_reasons
-from kernels.triton.norm_rows import (
+from kernels.triton.norms.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
+from kernels.triton.norms.layer_norm import dropout_add_layer_norm_unsupported_reasons as plain_reasons
+from kernels.triton.norms.rows import (
     PLACES,
     VARYING,
     Layout,
@@ -39,12 +38,13 @@ from kernels.triton.norm_rows import (
     store_statistics,
     sums_over_programs,
 )
+from kernels.triton.quantize import POINTERS, SCALARS, fp8_pair, quantized, raise_amax
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
 WARPS = 16
-"""As in ``kernels.triton.layer_norm``: four fewer, each with four rows on their way in place of three."""
+"""As in ``layer_norm``: four fewer, each with four rows on their way in place of three."""
 
 _GROUP = 32
 _COLUMNS = 32

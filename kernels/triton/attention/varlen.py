@@ -18,12 +18,9 @@ from torch import Tensor
 
 from kernels.reference.fp8 import LARGEST
 from kernels.reference.random import PLACES_A_DRAW, Dropout
-from kernels.triton.attention_passes import (
-    KEYS_A_GROUP,
-    attention_backward_keys,
-    attention_backward_queries,
-    attention_forward,
-)
+from kernels.triton.attention.backward import attention_backward_keys, attention_backward_queries
+from kernels.triton.attention.forward import attention_forward
+from kernels.triton.attention.tiles import KEYS_A_GROUP
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
