@@ -152,19 +152,9 @@ def _bias_gelu_backward(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: 
     grid = (-(-rows // _ROWS_A_PROGRAM), -(-columns // _COLUMNS))
     bias_partials_RF = product_TF.new_empty((grid[0], columns), dtype=torch.float32)
     _backward_kernel[grid](
-        output_gradient_TF,
-        product_TF,
-        bias_F,
-        product_gradient_TF,
-        bias_partials_RF,
-        rows,
-        columns,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        ROWS_A_PROGRAM=_ROWS_A_PROGRAM,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
+        output_gradient_TF, product_TF, bias_F, product_gradient_TF, bias_partials_RF, rows, columns,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, ROWS_A_PROGRAM=_ROWS_A_PROGRAM, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
     return product_gradient_TF, bias_partials_RF.sum(0).to(bias_F.dtype)
 
 

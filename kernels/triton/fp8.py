@@ -231,19 +231,9 @@ def _launch(
     rows, columns = q_RC.shape
     assert columns % ALIGNMENT == 0  # as unsupported_reasons says
     kernel[(-(-rows // _ROWS) * -(-columns // _COLUMNS),)](
-        *(x.contiguous() for x in inputs),
-        scale,
-        amax.view(torch.int32),
-        q_RC,
-        *results,
-        rows,
-        columns,
-        LARGEST=LARGEST[q_RC.dtype],
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
+        *(x.contiguous() for x in inputs), scale, amax.view(torch.int32), q_RC, *results, rows, columns,
+        LARGEST=LARGEST[q_RC.dtype], ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
 
 
 def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:

@@ -171,20 +171,10 @@ def _masked_lm_loss(
     correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
     tile = _tile(vocabulary)
     _kernel[(rows,)](
-        logits_MW,
-        F.pad(bias_V, (0, width - vocabulary)),
-        labels_M.contiguous(),
-        losses_M,
-        correct_M,
-        vocabulary,
-        width,
-        ignore_index,
-        WITH_GRADIENT=with_gradient,
-        COUNT_CORRECT=count_correct,
-        COLUMNS=tile.columns,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        logits_MW, F.pad(bias_V, (0, width - vocabulary)), labels_M.contiguous(), losses_M, correct_M,
+        vocabulary, width, ignore_index, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
+        COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     kept_MW = logits_MW if with_gradient else logits_MW.new_empty((0, width))
     correct = correct_M.sum() if count_correct else hidden_MD.new_empty(0, dtype=torch.int64)
     return losses_M.sum(), correct, kept_MW

@@ -102,12 +102,7 @@ def attention_backward_cast_fp8(
 
 
 def attention_cast_fp8_unsupported_reasons(
-    qkv_T3HE: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout: Dropout | None,
-    scale: Tensor,  # noqa: ARG001
-    amax: Tensor,  # noqa: ARG001
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, *_: Tensor
 ) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty where they can."""
     reasons = varlen.varlen_self_attention_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
@@ -116,21 +111,11 @@ def attention_cast_fp8_unsupported_reasons(
     return reasons + capability_reasons(qkv_T3HE.device)
 
 
-def attention_backward_cast_fp8_unsupported_reasons(
-    gradient_THE: Tensor,  # noqa: ARG001
-    qkv_T3HE: Tensor,
-    cu_seqlens: Tensor,
-    context_THE: Tensor,  # noqa: ARG001
-    lse_HT: Tensor,
-    kept: Tensor,  # noqa: ARG001
-    max_seqlen: int,
-    dropout: Dropout | None,
-    scale: Tensor,
-    amax: Tensor,
-) -> list[str]:
+def attention_backward_cast_fp8_unsupported_reasons(*arguments: Any) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty where they can."""
+    _gradient, qkv_T3HE, cu_seqlens, _context, lse_HT, _kept, max_seqlen, dropout, *_ = arguments
     reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
-    return reasons + attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout, scale, amax)
+    return reasons + attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
 
 
 def configurations() -> "list[Configuration]":

@@ -82,11 +82,8 @@ _LAUNCHES = {
     80: {"forward": _Launch(64, 64, 4, 3, 168), "dq": _Launch(64, 32, 4, 3), "dkv": _Launch(64, 32, 4, 3)},
     90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
 }
-_FP32_LAUNCHES = {
-    "forward": _Launch(32, 32, 4, 2),
-    "dq": _Launch(32, 32, 4, 1),
-    "dkv": _Launch(32, 32, 4, 1),
-}  # for tests
+# For tests.
+_FP32_LAUNCHES = {"forward": _Launch(32, 32, 4, 2), "dq": _Launch(32, 32, 4, 1), "dkv": _Launch(32, 32, 4, 1)}
 
 
 def varlen_attention(
@@ -197,11 +194,8 @@ def _constants(
     constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
     constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
     constants |= {"HEADS": heads, "HEAD_SIZE": head_size, "DROPOUT": dropout}
-    constants |= {
-        "BLOCK_Q": launch.block_q,
-        "BLOCK_K": launch.block_k,
-        "LARGEST": 0.0 if casts is None else LARGEST[casts.rows.dtype],
-    }
+    constants |= {"BLOCK_Q": launch.block_q, "BLOCK_K": launch.block_k}
+    constants |= {"LARGEST": 0.0 if casts is None else LARGEST[casts.rows.dtype]}
     return {name: value for name, value in constants.items() if name in kernel.arg_names}
 
 
@@ -274,18 +268,9 @@ def launch_forward(
     numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
     constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
+    bounds = cu_seqlens_q, cu_seqlens_k
     attention_forward[grid](
-        *qkv,
-        output,
-        *_written(casts)[:-1],
-        lse,
-        kept,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        state,
-        *numbers,
-        **constants,
-        **launch.options(),
+        *qkv, output, *_written(casts)[:-1], lse, kept, *bounds, state, *numbers, **constants, **launch.options()
     )
     return output, lse, kept
 
