@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from bert.batches import ROLES, Role, roles_of
 from bert.configuration.config import Config
-from bert.cuda_graphs import BatchGraphs, Capturer
+from bert.cuda_graphs import ROLES, BatchGraphs, Capturer, Role, roles_of
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh

@@ -53,7 +53,7 @@ class Settings:
     """Settings: what is summed."""
 
     model: Literal["small", "large"] = "small"
-    vocab: Path = Path(__file__).resolve().parents[2] / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+    vocab: Path = tiny_cpu().data.vocab
     """One token a line."""
     text: tuple[Path, ...] = ()
     """Files with one sentence a line and an empty line between documents."""
