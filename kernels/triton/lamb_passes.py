@@ -44,6 +44,7 @@ def direction_kernel(
     taken = _finite(size)
     if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # of a step's launches the first
         tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
+    # Divisions and roots are rounded to nearest, as the definition's are: Triton's own are approximate.
     clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))
     root_factor = tl.load(root_correction).to(tl.float32)
     epsilon *= tl.load(epsilon_correction).to(tl.float32)
