@@ -57,6 +57,7 @@ bias_gelu = _op(reference.bias_gelu, "kernels.triton.dense")
 embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.embedding_norm", _APEX_NORM, _PYTORCH)
 masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
 _DEFINITION = Implementation("reference", "kernels.reference.ops")
+# No kernel of Triton's: cuBLAS adds to what is there in the epilogue of its product, which no pass behind it can match.
 accumulate_weight_gradient = Op(
     reference.accumulate_weight_gradient,
     {"cuda": (_PYTORCH_PRODUCTS, _DEFINITION), "cpu": (_DEFINITION, _PYTORCH_PRODUCTS)},
@@ -94,6 +95,7 @@ def choose(implementations: Mapping[str, str]) -> None:
     for op, name in implementations.items():
         if op not in OPS:
             raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")
+        # All names before the first change.
         OPS[op].check(name)
     for op, name in implementations.items():
         OPS[op].ask_for(name)

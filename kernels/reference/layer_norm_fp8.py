@@ -59,6 +59,7 @@ def add_norm_backward_cast_fp8(
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     mean_T1, rstd_T1 = statistics_2T[:, :, None]
     dsummed_TD, dweight_D, dnorm_bias_D = torch.ops.aten.native_layer_norm_backward(
+        # In the place of norm_bias, of which only shape and type count, stands the bias that is there.
         dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
     )
     dbiased_TD = dropout_rows(dsummed_TD, dropout)
