@@ -70,6 +70,7 @@ class DaliLoader:
         if not self._built:  # building runs the first read, which must not happen before the clock starts
             self._pipeline.build()
             self._built = True
+        # Planned again for the number of micro-batches alone: what the pipeline gives next is theirs.
         return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
 
     def close(self) -> None:

@@ -135,7 +135,7 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
         "masked_lm_ids": (shape_bucket.masked, -1),
         "next_sentence_labels": (shape_bucket.sequences, -1),
     }
-    assert tokens < shape_bucket.tokens
+    assert tokens < shape_bucket.tokens  # the row that empty masked slots point at is there
     return {
         name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
         for name, (size, empty) in slots.items()
@@ -185,6 +185,7 @@ class Prefetcher(Generic[Item]):
 
     def __next__(self) -> Item:
         """The next item; starts the thread on first use."""
+        # Here, and not when it is made: a loader is built before the clock starts, and must not read until then.
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
             self._thread.start()
@@ -197,6 +198,7 @@ class Prefetcher(Generic[Item]):
     def close(self) -> None:
         """Stop the thread and drop what it has made."""
         self._stop.set()
+        # The thread may be waiting for room, and looks for the stop only after it has found some.
         while self._thread is not None and self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.05)
@@ -229,6 +231,7 @@ class Uploads:
         # A thread begins on the first GPU, and leaving a stream goes back there: that would make a context on it.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
+            # Pinned, here in the loader's thread: a copy from pageable memory would hold the host up.
             copies = [batch.pin().to(self._device) for batch in batches]
             arrived = torch.cuda.Event()
             arrived.record()

@@ -114,7 +114,7 @@ def _stored_bytes(source: Dataset) -> int:
     """Bytes of all samples in flat arrays."""
     tokens = sum(record.tokens for record in source.shards)
     masked = sum(record.masked_tokens for record in source.shards)
-    return 3 * tokens + 4 * masked + 17 * len(source)
+    return 3 * tokens + 4 * masked + 17 * len(source)  # two offsets of 8 bytes and a label a sample
 
 
 def _bucket_count(source: Dataset) -> int:
@@ -145,6 +145,7 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
         report(Progress("read", done, len(source)))
     files.flush()
     complete = {"samples": counts.tolist(), "digest": digest % (1 << 64)}
+    # Last: with it there, whoever goes on takes the buckets for whole.
     write_atomically(spill / "complete.json", json.dumps(complete).encode())
 
 
@@ -185,6 +186,7 @@ def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples,
     samples = _read_bucket(spill / f"{bucket:05d}")
     if len(samples) != count:
         raise ValueError(f"{spill}: bucket {bucket} holds {len(samples):,} of {count:,} samples; delete the folder")
+    # A stream of numbers for each bucket: whoever goes on needs no bucket whose shards are there.
     return samples, np.random.default_rng([seed, 1, bucket]).permutation(count)
 
 
@@ -236,7 +238,7 @@ class _BucketFiles:
             self._write(bucket)
 
     def _write(self, bucket: int) -> None:
-        with self._paths[bucket].open("ab") as file:
+        with self._paths[bucket].open("ab") as file:  # opened each time: there may be more buckets than descriptors
             file.writelines(self._waiting[bucket])
         self._waiting[bucket] = []
         self._sizes[bucket] = 0
