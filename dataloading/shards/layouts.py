@@ -77,6 +77,7 @@ class FixedShard(Shard):
         """Add one sample, unchecked, to ``builder``; False for a mask with gaps, and for integers of another size."""
         rows = {name: column[index] for name, column in self._columns.items() if column.ndim == 2}
         length, masked = (int(np.count_nonzero(rows[name])) for name in ("input_mask", "masked_lm_positions"))
+        # Where they are not, the slow way finds the gap, and names it.
         solid = rows["input_mask"][:length].all() and rows["masked_lm_positions"][:masked].all()
         if not solid or not self._as_in_samples:
             return False
@@ -285,6 +286,7 @@ def open_fixed(path: Path, file: HDF5File) -> Shard:
     if all(array.in_place for array in arrays.values()):
         return FixedShard(path, columns, file.content)
     rows = FixedShard(path, columns, None)
+    # What has been unpacked is kept without its padding.
     blocks = [
         rows.read(start, min(start + _ROWS_AT_A_TIME, len(rows))) for start in range(0, len(rows), _ROWS_AT_A_TIME)
     ]

@@ -221,6 +221,7 @@ class Shard(ABC):
 
     def close(self) -> None:
         """Let go of the file; samples that were read stay valid."""
+        # Dropped and not closed: a map refuses to close while there are views of it, and it goes with the last of them.
         for name in ("_content", "_samples", "_columns", "_bytes", "_labels", "_offsets"):
             vars(self).pop(name, None)
 

@@ -195,7 +195,7 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
         if stop < 0:
             return -_MALFORMED
         place = stop
-        if number < 1 or number > 3:
+        if number < 1 or number > 3:  # unknown fields are skipped, as protobuf has it
             continue
         if number != member or wire != 2:
             return -_KIND
@@ -207,6 +207,7 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
             inner = inner_stop
             if number != 1:
                 continue
+            # A list is packed into one field (wire type 2), or has a field a value: four bytes of a float, or a varint.
             if wire != 2 and wire != (5 if member == 2 else 0):
                 return -_KIND
             while begin_values < inner_stop:
@@ -219,7 +220,7 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
                     begin_values += 4
                 else:
                     value = np.int64(content[begin_values])
-                    if value < 0x80:
+                    if value < 0x80:  # nearly all are flags or padding: no call for a single byte
                         begin_values += 1
                     else:
                         value, begin_values = _varint(content, begin_values, inner_stop)

@@ -63,6 +63,7 @@ class VariableLengthColumn:
         if bad >= 0:
             raise ValueError(f"{self.name}: the reference of row {int(rows[bad])} leads to no such object in the heap")
         firsts = places + starts * size
+        # Objects are padded to 8 bytes: where collections are aligned too, elements are gathered whole.
         if not (firsts % size).any():
             aligned = self._bytes[: len(self._bytes) // size * size].view(self.dtype)
             return _gather(aligned, firsts // size, lengths)
