@@ -114,6 +114,7 @@ def flat_arrays(
         "segment_ids": samples.segment_ids,
         "position_ids": (np.arange(len(samples.input_ids)) - np.repeat(starts, lengths)).astype(np.uint16),
         "cu_seqlens": samples.sequence_offsets.astype(np.int32),
+        # From positions inside samples to places in the stream, where the heads gather their rows.
         "masked_lm_positions": (samples.masked_lm_positions + np.repeat(starts, samples.masked_counts)).astype(
             np.int32
         ),

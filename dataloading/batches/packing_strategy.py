@@ -266,7 +266,7 @@ def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple
             found, value = _best_combinations(mixed, lengths, pieces)
             if mixed @ counts / value > bound:
                 best_prices, bound = mixed / value, mixed @ counts / value
-            fresh = found[prices[found].sum(1) > 1 + 1e-7]
+            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # only these can improve the program
             if len(fresh):
                 break
         if not len(fresh):
@@ -341,6 +341,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     rows = row_of[columns[column, position]]
     cover = sparse.csc_array((np.ones(len(rows)), (rows, column)), shape=(len(lengths), len(columns)))
     steps = len(lengths) - 1
+    # Column i takes a slot from length i + 1, counted among those that occur, and gives it to length i.
     down = sparse.eye_array(len(lengths), steps) - sparse.eye_array(len(lengths), steps, k=-1)
     scale = counts.sum() / 1e5  # to where the solver's absolute tolerances suit
     solved = optimize.linprog(

@@ -175,7 +175,7 @@ class Dataset:
         parts = np.split(rows[order], starts[1:])
         blocks = [shards[shard].take(part) for shard, part in zip(used.tolist(), parts, strict=True)]
         rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
+        rank[order] = np.arange(len(order))  # back to the order asked
         return concatenate(blocks).take(rank)
 
     def blocks(self, samples: int = 1 << 14) -> Iterator[Samples]:
@@ -253,6 +253,7 @@ def _most_open_shards(count: int) -> int:
     """Return how many of ``count`` shards may be open at a time; raise the process's soft limit for it as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
+    # The soft limit is often 1,024, and data sets of 4,320 shards are customary.
     if soft < wanted and hard != soft:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

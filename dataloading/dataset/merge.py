@@ -142,4 +142,4 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-        sync(target)
+        sync(target)  # on disk before a manifest lists it

@@ -166,7 +166,7 @@ def _write_shards(
     for index in range(shards):
         path = out / shard_name(index, shards)
         start, stop = int(bounds[index]), int(bounds[index + 1])
-        if whole_shard(path) != (info, stop - start):
+        if whole_shard(path) != (info, stop - start):  # seed and source are the same, or `begun` had refused
             pieces = []
             while start < stop:
                 needed = int(np.searchsorted(firsts, start, side="right")) - 1

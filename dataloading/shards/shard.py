@@ -44,7 +44,7 @@ class DatasetInfo:
         limits = {"vocab_size": MAX_ID + 1, "max_seq_length": MAX_ID, "max_predictions_per_seq": MAX_ID}
         for name, most in limits.items():
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
+            if type(value) is not int or not 1 <= value <= most:  # JSON's true is an int too, and 1
                 raise ValueError(f"{name} is {value!r}; expected 1 to {most:,}")
         for name in ("vocabulary_md5", "vocabulary_sha256"):
             if not isinstance(getattr(self, name), str):

@@ -123,6 +123,7 @@ def _read_block(
         raise _error(path, start + failed, begin, f"{_PROBLEMS[problem]}; expected the reference's samples")
     sequence_offsets, masked_lm_offsets = offsets_of(counts[:, 0]), offsets_of(counts[:, 1])
     samples = Samples(
+        # Copied, so that the room for the worst case is let go.
         input_ids=tokens[: sequence_offsets[-1]].copy(),
         segment_ids=segments[: sequence_offsets[-1]].copy(),
         sequence_offsets=sequence_offsets,
@@ -165,7 +166,7 @@ def _field(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int, 
     The value of a length-delimited field (wire type 2) begins behind its length.
     """
     tag, begin = _varint(content, place, end)
-    if begin < 0 or tag < 8:
+    if begin < 0 or tag < 8:  # there is no field 0
         return 0, 0, 0, -1
     wire = tag & 7
     if wire == 0:

@@ -121,7 +121,7 @@ def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, 
         return -1
     place = address + 16
     stop = address + collection_size
-    while place + 16 <= stop:
+    while place + 16 <= stop:  # a collection has no index: objects are passed one by one
         found = _little_endian(content, place, 2)
         found_size = _little_endian(content, place + 8, 8)
         if found == 0 or found_size < 0 or found_size > stop - place - 16:

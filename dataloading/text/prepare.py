@@ -85,6 +85,7 @@ def prepare(
         "calls": [[path.as_posix() for path in call] for call in job.calls],
         "compression": job.compression,
     }
+    # Parts may share the folder: what is unfinished there may be another's at work.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         started = time.perf_counter()
         tasks = [(job, info, out, index) for index in mine]

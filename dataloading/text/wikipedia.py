@@ -189,6 +189,7 @@ def _make_part(task: _Task) -> tuple[int, PartRecord, bool]:
             articles_with_text += sum(bool(article.strip()) for article in training)
         made = FileRecord(task.path.name, file.tell(), digest.hexdigest())
     record = PartRecord(made, tuple(sources), articles_with_text, len(evaluation), _sha256(joined(evaluation)))
+    # After the part itself: where a record is, its part is whole.
     write_atomically(task.record_path, json.dumps({"record": asdict(record), "evaluation": evaluation}).encode())
     return task.index, record, False
 

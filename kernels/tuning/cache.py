@@ -114,7 +114,7 @@ class Cache:
         return self.folder / f"{op}-{_digest(json.dumps(key, sort_keys=True).encode())}.json"
 
     def _paths(self, op: str | None = None) -> list[Path]:
-        return sorted(self.folder.glob("*-*.json" if op is None else f"{op}-*.json"))
+        return sorted(self.folder.glob("*-*.json" if op is None else f"{op}-*.json"))  # pins.json has no hyphen
 
 
 def fingerprint(implementation: Implementation) -> str:
