@@ -260,6 +260,7 @@ def signature(*args: Any, **kwargs: Any) -> str:
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The signature, in the form that is quick to make: a call computes it each time."""
+    # Reasons against an implementation are asked once a key: they may depend on nothing that is not in it.
     autocast = [torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)]
     traits = [_trait(value) for value in args]
     traits += [_trait(value) for value in kwargs.values()]

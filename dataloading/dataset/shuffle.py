@@ -88,6 +88,7 @@ def shuffle(
         _write_shards(source.info, out, complete["samples"], shards, seed, compression, report)
         dataset = index_shards(out, [shard_name(index, shards) for index in range(shards)], source.info)
         _check_multiset(dataset, complete["digest"], report)
+    # Buckets first: without the job's file nobody would know whose they are.
     shutil.rmtree(spill)
     (out / JOB_NAME).unlink()
     return dataset
@@ -136,7 +137,7 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
         digest += multiset_digest([block])
         bucket_of = rng.integers(0, buckets, len(block))
         drawn = np.bincount(bucket_of, minlength=buckets)
-        sorted_block = block.take(np.argsort(bucket_of, kind="stable"))
+        sorted_block = block.take(np.argsort(bucket_of, kind="stable"))  # each bucket's in one piece
         ends = offsets_of(drawn)
         for bucket in np.flatnonzero(drawn).tolist():
             files.append(bucket, sorted_block.slice(int(ends[bucket]), int(ends[bucket + 1])))

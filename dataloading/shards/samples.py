@@ -104,6 +104,7 @@ class Samples:
         ):
             for rows in row_blocks(offsets):
                 digests[rows.start : rows.stop] += _ragged_digests(kind, offsets[rows.start : rows.stop + 1], values)
+        # Once more, by samples: the sum of them all would else not say which elements belong together.
         return _mix(digests)
 
 

@@ -68,6 +68,7 @@ def read_tfrecord(path: Path, content: mmap.mmap) -> tuple[Samples, int, int]:
     """
     bounds = _find_records(path, content)
     _, max_seq_length, max_predictions_per_seq = _read_block(path, content, bounds, 0, 1)
+    # In blocks: while a record is decoded there has to be room for a value in every byte of it.
     firsts = range(0, len(bounds), _BLOCK_RECORDS)
     blocks = [_read_block(path, content, bounds, first, first + _BLOCK_RECORDS)[0] for first in firsts]
     return concatenate(blocks), max_seq_length, max_predictions_per_seq
@@ -227,6 +228,7 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
                         value, begin_values = _varint(content, begin_values, inner_stop)
                         if begin_values < 0:
                             return -_MALFORMED
+                # In bounds, which nobody checks: a value takes a byte, and there is a place for each.
                 values[count] = value
                 count += 1
     return count

@@ -213,7 +213,8 @@ def _draw_samples(
         input_ids [T], masked_lm_positions [M] and masked_lm_ids [M], all uint16; then for each of n samples its
         length, the length up to the first [SEP], and its next-sentence label.
     """
-    max_num_tokens = len(masked_count_by_length) - 4
+    max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length less [CLS] and both [SEP]
+    # Rooms to begin with, doubled when they are full: how many samples come of a text is known when all are drawn.
     input_ids = np.empty(1 << 20, np.uint16)
     positions = np.empty(1 << 18, np.uint16)
     labels = np.empty(1 << 18, np.uint16)
@@ -232,7 +233,7 @@ def _draw_samples(
                     twister, sentence_offsets, document_starts, document_ends, document, sentence, target_seq_length
                 )
                 a_start, a_stop, b_start, b_stop = _truncate(twister, a_start, a_stop, b_start, b_stop, max_num_tokens)
-                first_length = a_stop - a_start + 2
+                first_length = a_stop - a_start + 2  # [CLS] and the first [SEP]
                 length = first_length + b_stop - b_start + 1
                 masked = int(masked_count_by_length[length])
                 input_ids = _with_room(input_ids, tokens_used + length)
@@ -360,6 +361,7 @@ def _mask(
     """
     candidates = np.empty(len(row) - 3, np.int64)
     replacements = np.full(len(row), -1)
+    # Drawn in shuffled order, as the reference does, and written in that of the row, into which it sorts them.
     for index in range(len(candidates)):
         candidates[index] = index + 1 if index + 1 < first_length - 1 else index + 2  # neither [CLS] nor a [SEP]
     _shuffle(twister, candidates)

@@ -47,8 +47,8 @@ _CJK_RANGES = (
     (0x2F800, 0x2FA1F),
 )
 
-_ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))
-_ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")
+_ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))  # tab, LF and CR are blanks
+_ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other symbols of ASCII are punctuation
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
             index=index,
             path=out / f"part-{index:05d}-of-{len(groups):05d}",
             inputs=tuple(files[file] for file in group),
+            # The reference's seeds.
             held_out=tuple((drawn_before(file + 1) - drawn_before(file), options.seed + 13 * file) for file in group),
             sentences=options.sentences,
         )

@@ -62,6 +62,7 @@ def lamb_step(
 
     The first call for some segments makes their table of chunks on the device: make one before capturing a graph.
     """
+    # Of the whole gradient, before any of it is touched: each chunk is clipped by it, or left out if it is not finite.
     norm = sum_of_squares(gradients_P).sqrt().float()
     chunks = _chunks(segments, parameters_P.device, GROUP)
     flat = parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P

@@ -37,6 +37,7 @@ def contest(
             samples.setdefault(name, []).append(timed(works[name]))
         except Exception as error:  # whatever one implementation raises must not stop the run
             samples.pop(name, None)
+            # chr(10): before Python 3.12 no backslash may stand inside an f-string's braces.
             errors[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
     for name in works:
