@@ -108,7 +108,6 @@ def _interpolated(old, new, weight, FAST: tl.constexpr):
 
     ``weight`` is beta where FAST (beta below 0.5), else 1 - beta.
 
-
     As sums of two products they drift: fp32(0.999) + fp32(0.001) is not 1, and the variance would become 1.3e-5 too large.
     """
     if FAST:

@@ -235,7 +235,7 @@ def _run(implementation: Implementation, request: Request, args: tuple[Any, ...]
     if outputs:
         leaves = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         upstream = [torch.ones_like(output) for output in outputs]
-        # Backward() would also add to .grad, in the measured time.
+        # Not by backward(), which would also add to .grad in the time that is measured.
         torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
 
 
