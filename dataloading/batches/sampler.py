@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dataloading.dataset.permutation import shuffled
 
 _LINEAR_COST = 6144
-"""6 h of BERT-Large: a layer takes 24 h^2 operations a token and 4 h a pair of tokens, as many as 6 h pairs for a token."""
+"""6 h of BERT-Large: a layer takes 24 h^2 operations a token and 4 h a pair of tokens, so a token weighs 6 h pairs."""
 
 _FEW = 16
 """Sequences a micro-batch up to which whole rounds would not balance; with more they are within 0.1 % of it."""
