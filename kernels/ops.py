@@ -16,6 +16,7 @@ _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 _PYTORCH = Implementation("pytorch", "kernels.libraries.pytorch", repeatable=False)
+# It reads lengths on the host, as the definition does.
 _PYTORCH_ATTENTION = Implementation("pytorch", "kernels.libraries.pytorch", capturable=False, repeatable=False)
 _PYTORCH_PRODUCTS = Implementation("pytorch", "kernels.libraries.pytorch_products")
 _PYTORCH_FP8 = Implementation("pytorch", "kernels.libraries.pytorch_fp8")

@@ -50,6 +50,8 @@ class DaliLoader:
         self._device = device
         self._rank_batches = rank_batches
         self._source = source
+        # DALI calls its source in the thread that runs the pipeline, which is the step's: samples are read ahead by
+        # another.
         self._micro_batches = Prefetcher(self._read(), prefetch)
         self._in_flight: deque[int] = deque()
         """Of each batch in the pipeline, its ``max_seqlen``."""

@@ -383,7 +383,7 @@ def _launch_directions(
     if adapted.start < adapted.stop:
         squares_kernel[(adapted.stop - adapted.start,)](
             partial_sums,
-            squares_2A.view(-1)[adapted.start :],
+            squares_2A.view(-1)[adapted.start :],  # the second row is A further on
             spans_A2[adapted],
             len(table_C4),
             len(spans_A2),

@@ -184,7 +184,7 @@ def _masked_lm_loss(
     tile = _tile(vocabulary)
     _kernel[(rows,)](
         logits_MW,
-        F.pad(bias_V, (0, width - vocabulary)),
+        F.pad(bias_V, (0, width - vocabulary)),  # one mask for both loads
         labels_M.contiguous(),
         losses_M,
         correct_M,
