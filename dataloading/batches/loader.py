@@ -232,7 +232,6 @@ class Uploads:
         # A thread begins on the first GPU, and leaving a stream goes back there: that would make a context on it.
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
-            # Pinned, here in the loader's thread: a copy from pageable memory would hold the host up.
             copies = [batch.pin().to(self._device) for batch in batches]
             arrived = torch.cuda.Event()
             arrived.record()

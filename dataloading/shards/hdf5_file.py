@@ -196,7 +196,7 @@ class HDF5Array:
         """Yield where each chunk begins, and its values."""
         for corner in product(*(range(0, end, size) for end, size in zip(self.shape, shape, strict=True))):
             skipped, content = self._dataset.read_direct_chunk(corner)
-            # Each bit is a filter that was left out of this chunk: gzip is, where nothing would shrink.
+            # Each bit is a filter that this chunk has not passed: an optional one that fails is left out.
             filters = [known for place, known in enumerate(self._pipeline) if not skipped >> place & 1]
             try:
                 yield corner, self._unpacked(content, filters, self._chunk_bytes(shape)).reshape(shape)

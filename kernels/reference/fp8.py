@@ -62,7 +62,7 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
     x_RC = _full(x_RC)
     largest = x_RC.abs().amax() if x_RC.numel() else x_RC.new_zeros(())
     torch.maximum(amax, largest, out=amax)  # hands a NaN on, as fmax would not
-    # PyTorch's cast makes NaN (E4M3) or infinity (E5M2) of what lies beyond.
+    # Clamped, since PyTorch's cast makes infinity of what lies beyond E5M2.
     return (x_RC * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 

@@ -35,7 +35,7 @@ from kernels.triton.squares import sum_of_squares
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
-# With twice as many a thread would take 128 registers for 62, and half the warps would fit on a multiprocessor.
+# A thread has 62 registers, and 32 warps are on a multiprocessor; twice as many elements leave room for 16.
 CHUNK = 2048
 ALIGNMENT = 16
 """Chunks start at multiples of this many elements, so that whole chunks are read in vectors of 16 bytes."""
