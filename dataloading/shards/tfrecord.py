@@ -289,7 +289,7 @@ def _read_example(
         if features_end < 0 or (number == 1 and wire != 2):
             return _MALFORMED
         place = features_end
-        while number == 1 and features < features_end:
+        while number == 1 and features < features_end:  # there may be several: protobuf merges them
             inner, wire, begin, stop = _field(content, features, features_end)
             if stop < 0 or (inner == 1 and wire != 2):
                 return _MALFORMED
@@ -347,6 +347,7 @@ def _decode(
         length, masked = _ones(lists[_MASK], width, 1), _ones(lists[_WEIGHTS], masked_width, _ONE)
         if length < 1 or masked < 0:
             return record, _NOT_PREFIX
+        # Values are stored as they come, cut to 16 bits; where one did not fit, the record is refused after that.
         valid = 0 <= lists[_NEXT, 0] <= 1
         for index in range(length):
             valid &= 0 <= lists[_IDS, index] <= 65535 and 0 <= lists[_SEGMENTS, index] <= 1
