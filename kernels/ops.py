@@ -96,7 +96,6 @@ def choose(implementations: Mapping[str, str]) -> None:
     for op, name in implementations.items():
         if op not in OPS:
             raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")
-        # All names before the first change.
         OPS[op].check(name)
     for op, name in implementations.items():
         OPS[op].ask_for(name)

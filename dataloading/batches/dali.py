@@ -50,8 +50,7 @@ class DaliLoader:
         self._device = device
         self._rank_batches = rank_batches
         self._source = source
-        # DALI calls its source in the thread that runs the pipeline, which is the step's: samples are read ahead by
-        # another.
+        # DALI calls its source in the thread that runs the pipeline, which is the step's: another one reads ahead.
         self._micro_batches = Prefetcher(self._read(), prefetch)
         self._in_flight: deque[int] = deque()
         """Of each batch in the pipeline, its ``max_seqlen``."""

@@ -222,7 +222,7 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
                     begin_values += 4
                 else:
                     value = np.int64(content[begin_values])
-                    if value < 0x80:  # nearly all are flags or padding: no call for a single byte
+                    if value < 0x80:  # flags and padding, which are most of all
                         begin_values += 1
                     else:
                         value, begin_values = _varint(content, begin_values, inner_stop)
