@@ -115,6 +115,7 @@ class CommunicationStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # One thread: all ranks must begin collectives in the same order.
         self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="reduction")
         self._pending: list[Future[None]] = []
 
@@ -125,6 +126,7 @@ class CommunicationStream:
         """
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())  # gradients must be there before they are sent
+            # Without record_stream: what the work reads and writes is allocated once for the run, and never given back.
             with torch.cuda.stream(self._stream):
                 work()
             done = torch.cuda.Event()
@@ -259,6 +261,7 @@ class Reduction:
             for bucket in buckets:
                 self._waiting[bucket] -= 1
             ready = self._started
+            # A bucket that is full waits for those before it.
             while ready < len(self._waiting) and self._waiting[ready] <= 0:
                 ready += 1
             self._start(ready)
@@ -279,6 +282,7 @@ class Reduction:
         if self.strategy == "sharded_world":
             sums.reduce_scatter_(gradients, groups.world)
             return
+        # Between hosts goes a shard of the node's sum alone, by each rank along its rail.
         sums.reduce_scatter_(gradients, groups.node)
         sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
         if self.strategy == "hierarchical":
