@@ -142,6 +142,7 @@ class Checkpoints:
         step.gather_weights()
         vectors = step.flat.weights_P, *step.optimizer.moments()
         assert not self.writing
+        # One whole vector at a time is on the device; ranks but the first only give what they have of it.
         for place, vector_P in enumerate(vectors):
             whole = step.whole.gather(vector_P)
             if self._mesh.is_main:
@@ -176,11 +177,13 @@ class Checkpoints:
             partial.mkdir()
             for name, copy in zip(_FILES, self._copies, strict=True):
                 write_safetensors(partial / name, _weights(self._step, copy), {})
-                sync(partial / name)
+                sync(partial / name)  # on disk before the folder has its name
             files = {name: _digest(partial / name) for name in _FILES}
             text = json.dumps({"format": FORMAT, **asdict(state), "files": files}, indent=1)
             write_atomically(partial / "state.json", text.encode())
             sync(partial)
+            # A folder is not renamed over one that holds files. It is this run's own, which it has passed over as
+            # broken.
             if final in self._removable:
                 shutil.rmtree(final, ignore_errors=True)
         # Those of later steps are not counted: a run that has passed over broken ones still keeps its own.
