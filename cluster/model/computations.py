@@ -148,7 +148,7 @@ def _layout(model: ModelConfig, tensor: int, own_stages: list[Stage]) -> Layout:
         own = padded(parameter.numel() if split is None else math.prod(split.shard_shape))
         if not any(stage.owns(name) for stage in own_stages):
             module, _, last = name.rpartition(".")
-            setattr(made.get_submodule(module), last, None)
+            setattr(made.get_submodule(module), last, None)  # not among the segments that are counted below
             copied += own if name == WORD and own_stages[-1].is_last else 0
             continue
         stop += own

@@ -95,6 +95,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
         reasons = dict.fromkeys(f"{each.setting} {each.value}: {each.reason}" for each in search.refusals)
         raise ValueError(f"nothing is feasible on {target.world_size:,} x {target.device}: {'; '.join(reasons)}")
     ranked = list(first)
+    # No way to sum makes a step faster than one without any reduction: where that is too slow, none is looked at.
     for each in sorted(first, key=lambda candidate: candidate.least_seconds):
         best = _best(ranked)
         if len(best) < BEST or each.least_seconds < best[-1].seconds:
@@ -222,6 +223,7 @@ class _Search:
             self.refusals.append(Refusal(*_shape(way), f"weights do not fit in {way.precision}: {gigabytes}"))
             return
         enough = way.sequences(target.world_size) + 1
+        # From the fastest on: what recomputes or shards more is worth it only with less accumulation than those before.
         for recompute, each in product(RECOMPUTES, held):
             if held[each] > usable:
                 continue
@@ -249,6 +251,7 @@ class _Search:
             return
         shape = like.strategy.tensor, like.strategy.pipeline, like.strategy.virtual_stages
         vector = 4 * max(layout.elements for layout in layouts_of(self._work.model, *shape))
+        # Larger ones would be one as well.
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
         reductions = [each for each in self._reductions if each in SHARDED or not like.strategy.shard_gradients]
         for reduction, reduce_dtype, bucket_bytes in product(reductions, ("fp32", "bf16"), buckets):
@@ -277,7 +280,7 @@ class _Search:
                     gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
                     way = f"{precision}, {strategy.summing}, recompute {strategy.recompute}, tensor {strategy.tensor}"
                     self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
-                if strategy.reduction == self._reductions[-1]:
+                if strategy.reduction == self._reductions[-1]:  # which takes the least memory of all
                     self._too_many[memory_by] = sequences
                 return None
             step = predict_step(work, strategy, rates, steps=1)
