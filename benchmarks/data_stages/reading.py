@@ -124,6 +124,7 @@ class _Rows(TorchDataset):
         return int(self._firsts[-1])
 
     def __getitem__(self, index: int) -> list[torch.Tensor]:
+        # In the worker that reads: what HDF5 has open does not survive a fork.
         if not self._files:
             self._open()
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1

@@ -74,7 +74,7 @@ class WholeVectors:
                 split, own = self._split(name), self._own[name]
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
-            for rank in range(self._pipeline.size):
+            for rank in range(self._pipeline.size):  # all ranks in the same order, or broadcasts would not meet
                 self._bring(whole, rank, self._pipeline)
         return whole
 

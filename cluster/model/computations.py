@@ -91,7 +91,9 @@ def parts_of(
     Q = S + M
     embedding = [Computation("embedding", (1.0, T * D, float(own_V * D)), hidden)]
     each = layer(T, [linear(T, D, 3 * own_D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
+    # Keys and values, queries.
     last = layer(Q, [linear(T, D, 2 * own_D), linear(Q, D, own_D)], S, sizes.last_pairs_AR, False)
+    # Pooler, next sentence, transform.
     last += [linear(S / tensor, D, D), linear(S / tensor, D, 2), linear(M / tensor, D, D)]
     last += [Computation("gelu", (1.0, M * own_D)), Computation("norm", (1.0, M * own_D))]
     last += [linear(M, D, own_V), Computation("loss", (1.0, M * own_V))]

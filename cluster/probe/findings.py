@@ -114,12 +114,14 @@ def find_outliers(
 def _step_of(measured: Measured) -> _Step:
     typical_C = np.median(measured.rates_RTC, axis=(0, 1))
     products = [2.0 * c.size**3 / t for c, t in zip(measured.cells, typical_C, strict=True) if c.quantity == "product"]
+    # Read and written.
     copies = [2.0 * c.size / t for c, t in zip(measured.cells, typical_C, strict=True) if c.quantity == "copy"]
     paths, reduce = measured.between_hosts or measured.in_hosts, 0.0
     if paths is not None:
         ends = len({*paths.source_E.tolist(), *paths.target_E.tolist()})
         many = measured.hosts if measured.between_hosts else ends
         cards = ends / measured.hosts if measured.between_hosts else 1
+        # A ring along every rail, in fp32, with the gradient divided over a host's cards.
         reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
     return _Step(STEP_OPERATIONS / max(products), _UPDATE_BYTES / max(copies), reduce)
 
@@ -173,6 +175,7 @@ def _slow_paths(
 ) -> list[_Found]:
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
+    # Paths through one leaf switch are compared with their like, and so are those through several.
     kind_E = [int(leaf_of[s] != leaf_of[t]) for s, t in zip(paths.source_E, paths.target_E, strict=True)]
     found: list[_Found] = []
     for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):

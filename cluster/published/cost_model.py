@@ -122,6 +122,7 @@ def step_time(p: Parameters, run: Run) -> StepTime:
     matrix, memory, power = sequence_time(p, run, uses_fp8(run))
     sequence = matrix + memory + power
     micro_batches = ceil(share / (_sequences_per_gb(run) * device.memory_gb))
+    # A device that b sequences fill half takes as long for n of them as a full one for n + b.
     launch = micro_batches * (exp(p["launch"]) + exp(p["half_batch"]) * sequence)
     update = PARAMETERS * UPDATE_BYTES / (UPDATE_EFFICIENCY * device.memory_gb_s * 1e9) / machine.group
     inside, between = _reduction(p, machine)

@@ -129,7 +129,7 @@ class Group:
         deadline = time.monotonic() + patience
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
+            process.stdin.close()  # at the end of its input a process ends in order
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -129,6 +129,7 @@ class CommunicationStream:
             # Without record_stream: what the work reads and writes is allocated once for the run, and never given back.
             with torch.cuda.stream(self._stream):
                 work()
+            # An event for each work, so that who waits for a bucket does not wait for those behind it.
             done = torch.cuda.Event()
             done.record(self._stream)
             return lambda: torch.cuda.current_stream().wait_event(done)
@@ -257,7 +258,7 @@ class Reduction:
                 self._waiting[bucket] += 1
 
     def _filled(self, buckets: list[int]) -> None:
-        if self._armed:
+        if self._armed:  # hooks run in the passes of earlier micro-batches, too
             for bucket in buckets:
                 self._waiting[bucket] -= 1
             ready = self._started

@@ -79,6 +79,7 @@ class ShardedLamb:
         Returns the gradients' global norm before clipping, [] on the device, and the same on all ranks.
         """
         config, flat = self.config, self.flat
+        # A rank's shard is scattered over the buckets, and LAMB takes vectors without gaps.
         if self._reduction.own_sums is None:
             self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
