@@ -142,7 +142,6 @@ class Checkpoints:
         step.gather_weights()
         vectors = step.flat.weights_P, *step.optimizer.moments()
         assert not self.writing
-        # One whole vector at a time is on the device; ranks but the first only give what they have of it.
         for place, vector_P in enumerate(vectors):
             whole = step.whole.gather(vector_P)
             if self._mesh.is_main:

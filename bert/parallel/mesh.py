@@ -189,7 +189,7 @@ def join_mesh(
     # Who this is, by the launcher.
     launch = Launch.from_environment()
     set_product_precision()
-    if device == "cuda":  # before the first collective: NCCL takes the current device
+    if device == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("training.device is cuda, but PyTorch sees no GPU here: set training.device to cpu")
         if launch.local_rank >= torch.cuda.device_count():
@@ -197,7 +197,7 @@ def join_mesh(
                 f"LOCAL_RANK={launch.local_rank}, but PyTorch sees {torch.cuda.device_count()} GPUs here: "
                 "start at most one process a GPU"
             )
-        torch.cuda.set_device(launch.local_rank)
+        torch.cuda.set_device(launch.local_rank)  # NCCL takes the current device
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     nodes: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[str, ...] = (socket.gethostname(),)
@@ -217,6 +217,8 @@ def join_mesh(
             # All ranks are on this host. Gloo would listen on the address of the host's name, and lets anybody in.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"
+        # init_process_group would make the store by itself; here the store is asked who is there before there is a
+        # group.
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         attempt = agree_on_attempt(store, launch.rank, launch.world_size, timeout.total_seconds())
         store = PrefixStore(attempt, store)  # keys of earlier attempts are out of sight

@@ -302,7 +302,7 @@ def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
         seconds += sum(_gather(strategy, data_rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)
     if shards > 1:
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
-        # Squares of norms, two in fp64 of each segment; and the global norm's, which costs a call.
+        # Two gatherings of squares, the global norm's and the tensors': of these two fp64 numbers a segment and rank.
         seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * layout.segments * shards)
     if strategy.tensor > 1:  # whose ranks have the gradients of what all of them have together
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * layout.shared / shards)

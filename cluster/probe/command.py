@@ -144,6 +144,7 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
     # Devices and paths; all of it once more where rank 0 finds something suspicious, since every rank takes part in it.
     measured = once()
     suspicious = False
+    # Only where there is time for as much again, and for the collectives that follow.
     if mesh.is_main and 2 * (time.perf_counter() - start) + 0.4 * seconds < limit:
         suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
@@ -229,6 +230,7 @@ def _gather_bytes(content: bytes, mesh: Mesh) -> list[bytes]:
     """Every rank's ``content``, by rank; as bytes of fixed size, so that nothing is unpickled."""
     if mesh.world_size == 1:
         return [content]
+    # Spaces behind JSON are none of it.
     sent = torch.tensor(list(content.ljust(FACTS_BYTES)), dtype=torch.uint8, device=mesh.device)
     received = sent.new_empty(mesh.world_size * FACTS_BYTES)
     all_gather_single(received, sent)

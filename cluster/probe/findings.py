@@ -237,6 +237,7 @@ def _described(measured: Measured, found: Sequence[_Found]) -> list[Outlier]:
         host = measured.host_of[ranks[0]]
         part: Part = "link"
         if kind == "device":
+            # All ranks of a host being slow, it is the host that is slow, and it is named once.
             whole = slow_of[host] > 1 and slow_of[host] == measured.host_of.count(host)
             if whole and host in told:
                 continue

@@ -198,7 +198,7 @@ def network_rate(p: Parameters, machine: Machine) -> float:
     device, network = machine.device, machine.network
     if device.network_gb_s is not None:
         return exp(p["network_efficiency"]) * device.network_gb_s * machine.group * 1e9
-    byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)
+    byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # nanoseconds, of one port
     if network.ports < machine.per_node < SWITCHED:
         byte_seconds = _larger(byte_seconds, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
     return network.ports * machine.group / machine.per_node / byte_seconds * 1e9

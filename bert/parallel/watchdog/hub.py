@@ -164,7 +164,7 @@ class Hub:
         if self.verdict is None and self._now_s >= self._check_s:
             self._check_s = self._now_s + self._beat_s / 2
             self.verdict = self._check()
-            self._tell({"heard": True})
+            self._tell({"heard": True})  # ranks judge the hub by it, as it judges them
         if self.verdict is not None:
             self._tell({"verdict": self.verdict.text, "status": self.verdict.status, "rank": self.verdict.rank})
 
@@ -267,7 +267,7 @@ class Hub:
             member.left = True
         elif "failed" in message:
             verdict = Verdict(f"{member.name}: {message['failed']}", int(message["status"]), member.rank)
-            self._failed.append((self._now_s + _GATHER_S, verdict))  # when to believe that no rank was lost before
+            self._failed.append((self._now_s + _GATHER_S, verdict))  # by then a lost rank would be known
         else:
             step, entered, phase = int(message["step"]), int(message["entered"]), str(message["phase"])
             limit_s = None if message["limit"] is None else float(message["limit"])
