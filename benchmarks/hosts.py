@@ -68,7 +68,7 @@ def _rank(
         "WORLD_SIZE": len(namespaces) * local_size,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_ADDR": "10.77.0.1",  # of the first host, as the network of these benchmarks has it
         "MASTER_PORT": PORT,
         "GLOO_SOCKET_IFNAME": "v0",
     }

@@ -57,7 +57,7 @@ def main(
         native = _make(Path(folder) / "native", samples)
         varlength = convert(native, Path(folder) / "varlength", "varlength")
         paths = [varlength.folder / record.name for record in varlength.shards]
-        some = min(samples, 8000)
+        some = min(samples, 8000)  # of the slowest side
         sides: dict[str, tuple[int, Callable[[int], Iterator[object]]]] = {
             "DataLoader, a sample at a time from the file": (
                 some,

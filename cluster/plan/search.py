@@ -155,7 +155,7 @@ class _Search:
                 elif not shown:
                     found += self._with_micro_batches(schedule, way)
                 shown = True
-                if not may_be:
+                if not may_be:  # nor may any that takes longer at the least
                     break
         return found
 
@@ -163,7 +163,7 @@ class _Search:
         """Ways with so many stages, each after the least that it takes with any number of them a rank."""
         if pipeline > self._config.model.num_hidden_layers:
             return []
-        most = self._virtual_stages(pipeline)[-1]
+        most = self._virtual_stages(pipeline)[-1]  # with which a rank waits least
         ways = [way for tensor in tensors for way in self._ways(tensor, pipeline)]
         timed = [(self._least_seconds(replace(way, virtual_stages=most)), (schedule, way)) for schedule, way in ways]
         return sorted(timed, key=lambda each: each[0])
@@ -195,12 +195,13 @@ class _Search:
         copies = target.world_size // (tensor * pipeline)
         for schedule in self._schedules:
             batch = schedule.global_batch_size
-            if batch % copies == 0 and batch >= copies * pipeline:
+            if batch % copies == 0 and batch >= copies * pipeline:  # a micro-batch for each stage
                 self._samples[batch] = schedule.samples or self._work.samples
                 for precision in target.rates:
                     if precision != "fp8" or pipeline == 1:  # whose scales are of the whole model
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
+            # Said once: of batches that no number of copies divides.
             elif pipeline == 1 and tensor == self._tensors[-1] and batch not in self._samples:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))

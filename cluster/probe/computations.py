@@ -286,6 +286,7 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
     state = LambState.zeros_like(weights)
     layout = LambSegments((size,) * segments, (True,) * segments)
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
+    # At a rate of 0 weights stay as they are, however often it is timed.
     step, rate = torch.ones((), dtype=torch.int64, device=device), torch.zeros((), device=device)
 
     def action() -> None:
