@@ -201,7 +201,7 @@ class _Search:
                     if precision != "fp8" or pipeline == 1:  # whose scales are of the whole model
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
-            # Said once: of batches that no number of copies divides.
+            # Said once, with the last size of tensor groups: with none of them do copies divide the batch.
             elif pipeline == 1 and tensor == self._tensors[-1] and batch not in self._samples:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))

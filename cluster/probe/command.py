@@ -141,7 +141,7 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
             measure_paths(mesh, between, turns, 0.2 * seconds) if between else None,
         )
 
-    # Devices and paths; all of it once more where rank 0 finds something suspicious, since every rank takes part in it.
+    # Devices and paths; where rank 0 finds something suspicious, it has all ranks measure them once more.
     measured = once()
     suspicious = False
     # Only where there is time for as much again, and for the collectives that follow.

@@ -85,6 +85,7 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
         ends, source_E, target_E = _ends(paths)
         host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
         for times_TE in (paths.seconds_per_byte_TE, paths.latency_TE):
+            # What is slow at its end makes no leaf.
             rest_TE = take_apart(np.log(times_TE), source_E, target_E, len(ends)).rest_TE
             leaves = leaves_of(rest_TE, host_E, other_E, measured.hosts)
             if leaves is not None:
@@ -191,6 +192,7 @@ def _slow_paths(
             found.append(_found(members, "part", quantity, judgement, int(k), step))
         # Of a slow end another path is worth a word only if it is slower by as much again.
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
+        # The shares of ends, and the level.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
         slow_paths = []
