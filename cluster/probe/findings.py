@@ -192,7 +192,7 @@ def _slow_paths(
             found.append(_found(members, "part", quantity, judgement, int(k), step))
         # Of a slow end another path is worth a word only if it is slower by as much again.
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
-        # The shares of ends, and the level.
+        # Fitted were the level, and the shares of ends that have paths enough.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
         slow_paths = []

@@ -57,7 +57,7 @@ def log_samples(
     if old_recipe:  # the less, the more a recipe was tuned for the very run
         growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))
         found += (p["old_recipe"] + growth) * exp(-accelerators / TUNED_ACCELERATORS)
-    # Of batches that memory does not take at once.
+    # Batches that memory does not take at once.
     found += p["accumulation"] * max(0.0, log2(batch / accelerators / (SEQUENCES_PER_GB * memory_gb)))
     # The longer a trial takes, the fewer are made.
     minutes = REFERENCE_POINTS[0][1] / sequences_per_second / 60

@@ -143,7 +143,7 @@ def sequence_time(p: Parameters, run: Run, fp8: bool) -> tuple[float, float, flo
     """Return the seconds of a sequence on a device: matrix products, memory traffic, and what the limit of power adds."""
     device = run.machine.device
     rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
-    # Of 2020, halved every so many years.
+    # Joules of a sequence on an architecture of 2020, halved every so many years.
     energy = exp(p["energy"]) * 2 ** (-(device.year - 2020) / exp(p["energy_halving"]))
     matrix = SEQUENCE_FLOPS / rate
     if fp8:
