@@ -90,8 +90,8 @@ def parts_of(
 
     Q = S + M
     embedding = [Computation("embedding", (1.0, T * D, float(own_V * D)), hidden)]
-    # PyTorch's attention on a CPU makes one call of neighbours of one length. In the last layer their numbers of queries
-    # differ, too: there each sequence counts as a call.
+    # PyTorch's attention on a CPU makes one call of neighbours of one length. In the last layer their numbers of
+    # queries differ, too: there each sequence counts as a call.
     each = layer(T, [linear(T, D, 3 * own_D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
     # Keys and values, queries.
     last = layer(Q, [linear(T, D, 2 * own_D), linear(Q, D, own_D)], S, sizes.last_pairs_AR, False)

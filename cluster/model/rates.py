@@ -145,8 +145,8 @@ class Rates:
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
         nodes = copies // ranks
-        # A ring of fewer members sends less of a vector. Between hosts all groups share the links: a group's vector takes
-        # the time of one as many times larger, which was measured alone.
+        # A ring of fewer members sends less of a vector. Between hosts all groups share the links: a group's vector
+        # takes the time of one as many times larger, which was measured alone.
         longer = {
             "world": _share_of_ring(copies, self.world_size),
             "node": _share_of_ring(ranks, self.ranks),
