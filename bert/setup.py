@@ -144,6 +144,7 @@ def _warmed_up_step(
     """
     model = first_model(config, mesh, seed)
     for parameter in model.parameters():
+        # All train from rank 0's weights, whatever each has drawn or read.
         broadcast_(parameter.data)
     step = TrainingStep(model, config, mesh, stopwatch)
     if mesh.world_size > 1:
@@ -151,6 +152,7 @@ def _warmed_up_step(
         log.line(f"# {shape}{step.choice}")
         if mesh.is_main:
             say(f"{shape}{step.choice}")
+    # Each rank drops elements of its own. Stages of a copy have one seed, since their layers have streams of their own.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = made_up_batches(config, train, mesh, shape_buckets)
@@ -163,6 +165,7 @@ def _warmed_up_step(
         shape_buckets,
         lambda run: _choose_implementations(run if measured else None, mesh, log),
     )
+    # After the step: graphs of one pool are made largest first.
     evaluator.warm_up(model, step.autocast(), capturer)
     return step
 
@@ -172,6 +175,7 @@ def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: ML
     with autotune.observed() as requests:
         if step is not None:
             step()
+    # Measured by one rank: others might find something else to be the fastest.
     choices = autotune.tune(requests).to_json() if mesh.is_main else ""
     choices = autotune.Choices.from_json(agreed_text(choices, mesh))
     autotune.apply(choices)

@@ -365,6 +365,7 @@ class Config:
         """Nobody can have half a head; what is left of the vocabulary past the last whole share is filled up."""
         tensor, model = self.parallel.tensor, self.model
         names = ("num_attention_heads", "intermediate_size")
+        # What divides all of them divides their greatest common divisor.
         most = math.gcd(*(getattr(model, name) for name in names))
         if most % tensor:
             near = sorted(
@@ -396,6 +397,7 @@ class Config:
                 f"{pipeline}, but training.gradient_accumulation_steps is {steps}: a step needs at least as many "
                 f"micro-batches as stages, set it to {ranks} or more"
             )
+        # The rounds of torch's ``ScheduleInterleaved1F1B`` are micro-batches // ranks.
         if parallel.virtual_stages > 1 and steps % (steps // ranks):
             raise ValueError(
                 f"{pipeline} with parallel.virtual_stages {parallel.virtual_stages}, whose schedule takes micro-batches in "

@@ -68,9 +68,11 @@ class _AddNorm:
         output_TD, statistics_2T, *casts = add_norm_cast_fp8(
             product_TD, bias_D, residual_TD, weight_D, norm_bias_D, self.eps, self.dropout, *reader
         )
+        # An output that nobody reads has None for its gradient, not a [T, D] of zeros.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         kept = product_TD, bias_D, residual_TD, weight_D, statistics_2T
+        # A view, so that autograd sees two outputs and hands over the gradients of their readers apart.
         return (output_TD, output_TD.view_as(output_TD), *casts), kept
 
     def backward(self, gradients: tuple[Tensor | None, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -102,6 +104,8 @@ class _SelfAttention:
         """Tell whether the implementation that would compute it for such inputs also makes casts."""
         tokens, width = input_TD.shape
         shape = tokens, 3, self.heads, width // self.heads
+        # For the choice alone, which asks for shape, type and device, and for whether there is a backward pass; no
+        # value is read.
         stand_in = input_TD.new_empty(shape, dtype=compute_dtype(input_TD)).requires_grad_()
         chosen = varlen_self_attention.decided(stand_in, self.cu_seqlens, self.max_seqlen, self.dropout)
         return chosen.name in attention_cast_fp8.implementations
