@@ -228,6 +228,7 @@ class MLLog:
         if self._logger is None or run.phase in ("before", "done"):
             return
         self._is_aborting = True
+        # No interval may end before it began.
         samples = max(run.counted_samples, samples or 0)
         if run.phase == "init":
             self.init_stop()
@@ -285,6 +286,8 @@ class MLLog:
     def _check(self, record: Record) -> None:
         """Raise RuleViolation if the record may not follow."""
         for violation in violations(self._run, record):
+            # It may have been cut off inside an evaluation, or have initialised for too long: that makes it no result,
+            # but its log must end.
             if not (self._is_aborting and violation.kind in ("evaluation", "init time")):
                 raise RuleViolation(str(violation))
         _check_fields(record)

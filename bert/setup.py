@@ -100,6 +100,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
     log.hyperparameters(
         {
             "global_batch_size": training.global_batch_size,
+            # Of the copies with the most sequences, where shares are uneven.
             "d_batch_size": -(-training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps)),
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "max_sequence_length": inputs.train.info.max_seq_length,
@@ -113,6 +114,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
             "opt_lamb_learning_rate_decay_poly_power": 1.0,
             "opt_gradient_clip_norm": optimizer.max_grad_norm,
             "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
+            # Rule files ask for the warm-up under both names.
             "opt_learning_rate_warmup_steps": optimizer.num_warmup_steps,
             "num_warmup_steps": optimizer.num_warmup_steps,
             "start_warmup_step": optimizer.start_warmup_step,

@@ -191,6 +191,7 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
         return
     if schedule is None:
         return
+    # Those before the checkpoint are in another log; one that is due right where it was written is in this one.
     done_before = schedule.index_after(run.resumed_samples) - 1 if run.resumed_samples else 0
     index = done_before + run.number_of_evaluations + 1
     due = schedule.samples(index)
