@@ -115,8 +115,8 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
     if not isinstance(key, str):
         raise _RecordError(f"key {_shorten(ascii(key))}", "text")
     if metadata.__class__ is dict:
+        # One string for all records: names and source files repeat, and copies would double what a log takes.
         metadata = {
-            # One string for all records: names and source files repeat, and copies would double what a log takes.
             intern(name): intern(value) if value.__class__ is str else value for name, value in metadata.items()
         }
     is_plain = type(time_ms) is int and 0 <= time_ms < 2**63 and type(metadata) is dict
