@@ -134,6 +134,7 @@ def _timed_run(
                 status = train(timed)
         timed.loader.close()
         if config.save_checkpoint:
+            # All ranks gather, one writes.
             model = timed.step.gather_whole_model()
             metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
             if mesh.is_main:

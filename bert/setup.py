@@ -60,6 +60,7 @@ def build_run(
     step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator)
     start, skipped = Position(), 0
     if resumed:
+        # After the warm-up, which leaves what a first step begins with.
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
     log.weights_initialization(config.model.num_hidden_layers)

@@ -4,7 +4,7 @@ Nothing here reads the device: the rate and the step count live there, losses an
 fetches the sums once an interval. So both halves can be captured (``bert.cuda_graphs``): forward and backward of a
 micro-batch once for each shape bucket, the update once. On several ranks the last micro-batch of a step has graphs of its
 own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its
-forward pass.
+forward pass, or where products write over the gradients of the step before.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence

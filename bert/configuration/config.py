@@ -186,6 +186,7 @@ class TrainingConfig:
                 "two: set reduce_dtype to fp32, or in_network to auto or off"
             )
         if self.leave_out_stragglers is not None:
+            # As many as it takes for a straggler to be named.
             _at_least(3, "training.leave_out_stragglers", self.leave_out_stragglers)
         if self.seed is not None and not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")
@@ -313,6 +314,7 @@ class Config:
     """Check everything that can be checked before the run, and stop."""
 
     def __post_init__(self) -> None:
+        # NaN gets past the comparisons that sections check themselves by.
         for section in (self.model, self.optimizer, self.training, self.evaluation):
             _finite(section)
         if self.log.division == "closed" and self.evaluation.interval_samples is not None:
@@ -356,6 +358,7 @@ class Config:
             self._check_pipeline()
         if self.training.precision == "fp8":
             self._check_fp8()
+        # From about this width on it pays, where the processor multiplies bf16 (docs/training.md).
         if self.training.precision == "bf16" and self.training.device == "cpu" and self.model.hidden_size < 256:
             raise ValueError(
                 "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32"

@@ -77,6 +77,7 @@ class _AddNorm:
 
     def backward(self, gradients: tuple[Tensor | None, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the product's gradient, quantized and transposed, the residual's, and those of the three vectors."""
+        # Of the last of these layers the residual alone is read on.
         output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
         shortcut_TD = other[0] if other else None
         product_TD, bias_D, residual_TD, weight_D, statistics_2T = kept
@@ -132,6 +133,7 @@ class _ProductAttention(torch.autograd.Function):
             qkv_T3HE, attention.cu_seqlens, attention.max_seqlen, attention.dropout, reader.scale, reader.amax
         )
         ctx.fp8, ctx.attention, ctx.dtype = fp8, attention, x_TD.dtype
+        # The product that reads the casts gives its gradient to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
@@ -241,7 +243,7 @@ class FusedLayer:
     def __init__(self, layer: EncoderLayer, denses: list[Fp8Dense], reader: Site | None, is_last: bool) -> None:
         """``reader``: as of ``_AddNorm``, in the next layer. The last layer of its kind hands over a tensor."""
         self._layer = layer
-        self._plain: Callable[..., Tensor] = layer.forward
+        self._plain: Callable[..., Tensor] = layer.forward  # before this takes its place
         self._query_key_value, self._attention_output, *halves = denses
         self._feed_forward = FeedForward(*halves)
         self._reader = reader
@@ -254,6 +256,7 @@ class FusedLayer:
         if not torch.is_grad_enabled():
             return self._plain(hidden, cu_seqlens, max_seqlen, sites)
         if isinstance(hidden, Tensor):
+            # From the embeddings, which make no casts; autograd adds the gradients of both readers.
             hidden = HiddenStates(hidden, hidden, None, None)
         index, heads = self._layer.index, self._layer.config.num_attention_heads
         attention = _SelfAttention(heads, cu_seqlens, max_seqlen, sites.attention(index))
@@ -265,6 +268,7 @@ class FusedLayer:
     def _attention(self, hidden: HiddenStates, attention: _SelfAttention) -> tuple[Tensor, Tensor, Tensor]:
         """[T, D] and its casts."""
         dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self._layer.query_key_value.bias
+        # Casts are a pass of their own where the implementation makes none.
         if not attention.casts(x_TD):
             context_TD = attention.plain(product_of_casts(x_TD, *hidden.casts(dense), dense, bias_N))
             return context_TD, *self._attention_output.cast_input(context_TD)

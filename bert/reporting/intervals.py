@@ -1,4 +1,4 @@
-"""The steps of an interval, reported: the one place of the loop where the host waits for the device."""
+"""The steps of an interval, reported: but for the results of evaluations, where the loop's host waits for the device."""
 
 import time
 from collections.abc import Callable, Sequence

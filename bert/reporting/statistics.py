@@ -50,7 +50,7 @@ class Statistics:
 
         ``skipped_steps`` is a number of steps; ``gradient_norm`` is the mean over the others. ``own_seconds`` is what this
         rank tells all others of its own work.
-        The one place where the host waits for the device; every rank must call it after the same step.
+        The host waits for the device here; every rank must call it after the same step.
         """
         self._sums[-1] = float(stop)
         self._all[self._rank] = own_seconds

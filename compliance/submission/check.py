@@ -192,6 +192,7 @@ def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> No
         apart.add(run.name)
         run.object(_at(record, "TR 12; RCP checker", _unlike(record, usual), remedy, severity))
     departures: dict[str, list[tuple[Record, Record]]] = {}
+    # With another batch size goes much else, which need not be said again.
     alike = [run for run in runs if run.name not in apart]
     for key in HYPERPARAMETERS:
         for run, record, usual in _odd_ones(alike, key):

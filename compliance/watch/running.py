@@ -65,7 +65,7 @@ class RunningLog(LoggedRun):
     """
 
     def __init__(self) -> None:
-        self._head: dict[str, str] = {}
+        self._head: dict[str, str] = {}  # filled as lines come
         super().__init__(self._head)
         self.evaluations: list[Evaluation] = []
         self.step_samples = 0
