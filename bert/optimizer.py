@@ -148,6 +148,7 @@ class Lamb:
 
         A step whose gradients are not all finite changes nothing but ``state.skipped``.
         """
+        # The schedule counts steps from 0, the bias corrections of the moments from 1.
         rate = learning_rate_tensor(self.config, self.steps)
         norm = lamb_step(
             self.flat.weights_P,

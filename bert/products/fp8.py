@@ -182,6 +182,7 @@ class Fp8State:
 
     @torch.no_grad()
     def _update_scales_(self) -> None:
+        # First, as parts of one tensor on several ranks must have one scale.
         self._agree_(self.amax_S)
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
         torch.reciprocal(self.scale_S, out=self.inverse_S)

@@ -107,6 +107,7 @@ class _Product(torch.autograd.Function):
         x_TK, weight_NK = ctx.saved_tensors
 
         def add(gradient_NK: Tensor | None, overwrite: bool) -> Tensor:
+            # Where there is no gradient, the product is written and not added.
             gradient_NK = torch.empty_like(ctx.parameter) if gradient_NK is None else gradient_NK
             return accumulate_weight_gradient(gradient_NK, output_gradient_TN, x_TK, overwrite)
 
