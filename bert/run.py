@@ -126,9 +126,10 @@ def _timed_run(
             log.init_stop()
             # Takes milliseconds, so it comes before the clock.
             guard.require_untouched()
-            # The clock starts when the last rank is ready.
+            # The clock starts when the last rank is ready, and no rank opens data before it has.
             barrier()
             log.run_start()
+            barrier()
             guard.release()
             with watchdog.getting_on(timed.stopwatch.stage):
                 status = train(timed)

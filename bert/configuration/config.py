@@ -58,7 +58,7 @@ class OptimizerConfig:
     weight_decay_rate: float = 0.01
     num_warmup_steps: int = 0
     start_warmup_step: int = 0
-    """Step at which the warm-up line crosses 0; may be negative."""
+    """Step at which the warm-up line crosses 0: 0 or negative."""
     max_grad_norm: float = 1.0
     """Global norm that gradients are clipped to; the rules fix it at 1."""
 
@@ -67,6 +67,10 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.base_learning_rate is {self.base_learning_rate}: expected more than 0")
         _at_least(1, "optimizer.learning_rate_training_steps", self.learning_rate_training_steps)
         _at_least(0, "optimizer.num_warmup_steps", self.num_warmup_steps)
+        if self.start_warmup_step > 0:
+            raise ValueError(
+                f"optimizer.start_warmup_step is {self.start_warmup_step}: expected at most 0, or first rates are negative"
+            )
         for name in ("beta_1", "beta_2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}: expected at least 0 and less than 1")
