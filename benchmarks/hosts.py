@@ -84,7 +84,7 @@ def shape(namespace: str, device: str, rate: str) -> None:
 
 def enter(namespace: str, host: str) -> None:
     """Be on a host, under a name that nobody else sees."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
     with Path(f"/run/netns/{namespace}").open() as file:
         entered = libc.setns(file.fileno(), CLONE_NEWNET) == 0
     if not entered or libc.unshare(CLONE_NEWUTS):
@@ -161,4 +161,4 @@ def _rank(
     with contextlib.suppress(SystemExit):
         status = program()
     sys.stdout.flush()
-    os._exit(status)
+    os._exit(status)  # a fork must not run what its parent has registered for its own end

@@ -120,9 +120,11 @@ def _kernel(
                 tl.store(logits + column, tl.zeros([COLUMNS], tl.float32), mask=column < width)
     else:
         known = (label >= 0) & (label < vocabulary)
+        # Read before the row is overwritten. An unknown label makes it NaN, and so the loss.
         label_logit = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
         label_logit += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
         largest = label_logit
+        # By columns of a tile: added up over the threads once, after the loop.
         total = tl.zeros([COLUMNS], tl.float32)
         beaten = tl.zeros([COLUMNS], tl.int32)
         for start in range(0, width, COLUMNS):
@@ -163,6 +165,7 @@ def _masked_lm_loss(
     rows, vocabulary = len(hidden_MD), len(decoder_VD)
     logits_MW = hidden_MD.new_empty((rows, _width(vocabulary)), dtype=_logits_dtype(hidden_MD, count_correct))
     width = logits_MW.shape[1]
+    # Columns from V to W are left as they are in memory: the kernel takes them for -inf.
     if logits_MW.dtype == hidden_MD.dtype:
         torch.mm(hidden_MD, decoder_VD.t(), out=logits_MW[:, :vocabulary])
     else:
@@ -170,8 +173,9 @@ def _masked_lm_loss(
     losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
     correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
     tile = _tile(vocabulary)
+    padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # one mask for both loads
     _kernel[(rows,)](
-        logits_MW, F.pad(bias_V, (0, width - vocabulary)), labels_M.contiguous(), losses_M, correct_M,
+        logits_MW, padded_bias_W, labels_M.contiguous(), losses_M, correct_M,
         vocabulary, width, ignore_index, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
         COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

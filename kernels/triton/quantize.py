@@ -98,5 +98,5 @@ def _fp8_bits(value, DTYPE: tl.constexpr):
     rounded = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
     steps = rounded.to(tl.int32, bitcast=True) - large
     found = ((exponent - smallest) << MANTISSA) + steps
-    found = tl.where(magnitude > 0x7F800000, 0x7F, found)
+    found = tl.where(magnitude > 0x7F800000, 0x7F, found)  # a NaN of either type
     return (found | ((bits >> 24) & 0x80)).to(tl.uint8)

@@ -76,6 +76,7 @@ def attention_backward_queries(
     context = load_rows(output + output_offset, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
     delta_Q = tl.sum(upstream.to(tl.float32) * context.to(tl.float32), 1)
     if DROPOUT:
+        # The scale is a factor of all that goes into the gradient: it is left out here and multiplied once, at the end.
         delta_Q /= kept_scale
     head_row = head.to(tl.int64) * queries + start_q
     tl.store(delta + head_row + rows, delta_Q, mask=valid_q)
@@ -95,6 +96,7 @@ def attention_backward_queries(
         if DROPOUT:
             drawn = load_kept(of_keys(kept, queries, first_k, BLOCK_K), upper_rows, length_q, BLOCK_K // PLACES)
             weight_gradient = keep_columns(weight_gradient, drawn)
+        # The derivative of softmax; weights are those before dropout, which only the gradient that comes in has passed.
         score_gradient = weights * (weight_gradient - delta_Q[:, None])
         if not INTERPRETED:
             score_gradient = score_gradient.to(key_KE.dtype)
@@ -107,6 +109,7 @@ def attention_backward_queries(
         store_rows(query_gradient, total, rows, length_q, QUERY_GRADIENT_STRIDE, HEAD_SIZE)
     else:
         sums = place_of_sums(sums, start_q, sequence, head * HEAD_SIZE, QUERY_GRADIENT_STRIDE, BLOCK_Q)
+        # Rounded before it is cast, as the output is.
         value = total.to(query.dtype.element_ty).to(tl.float32)
         cast_rows(
             value, scale, amax, cast, transposed, sums, start_q, rows, length_q, queries,
@@ -175,6 +178,7 @@ def attention_backward_keys(
         valid_q = rows < length_q
         query_QE = load_rows(query, rows, length_q, QUERY_STRIDE, HEAD_SIZE)
         upstream = load_rows(output_gradient, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
+        # Of rows past the end the weights are finite, and upstream and delta zero: they add nothing to either sum.
         lse_Q = tl.load(lse + rows, mask=valid_q, other=0.0)
         delta_Q = tl.load(delta + rows, mask=valid_q, other=0.0)
         # Keys are rows here, as in the sums: the next products take weights and gradients from registers. Keys past the
@@ -202,6 +206,7 @@ def attention_backward_keys(
         store_rows(value_gradient, value_total, positions, length_k, VALUE_GRADIENT_STRIDE, HEAD_SIZE)
     else:
         sums = place_of_sums(sums, start_k, sequence, 0, KEY_GRADIENT_STRIDE, BLOCK_K)
+        # A block of keys and values is one row of sums: keys' columns stand before those of values there too.
         values = key_total.to(key.dtype.element_ty).to(tl.float32)
         cast_rows(
             values, scale, amax, cast + key_column, key_transposed, sums + key_column, start_k, positions, length_k,

@@ -55,6 +55,7 @@ def attention_forward(
             cast_zeros(cast, transposed, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
         return
     length_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
+    # The grid is that of the longest sequence: others have programs to spare.
     if first >= length_q:
         return
     start_k = tl.load(cu_seqlens_k + sequence)
@@ -71,6 +72,8 @@ def attention_forward(
         seed, step = tl.load(state), tl.load(state + 1)
         upper_rows = first + upper_rows_of(BLOCK_Q)
         kept = of_sequence(kept, queries, groups, head, start_q)
+    # Every block has a key, so that a maximum is finite after the first: exp2 never gets -inf less -inf, which is NaN.
+    # The first rescaling is by exp2(-inf) = 0.
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     context = tl.zeros((BLOCK_Q, HEAD_SIZE), tl.float32)
@@ -96,7 +99,9 @@ def attention_forward(
     if DROPOUT:
         context *= kept_scale
     context /= total[:, None]
+    # In base 2 and of scaled scores, as the backward passes subtract it inside their exp2.
     tl.store(lse + head.to(tl.int64) * queries + start_q + rows, maximum * SCORE_SCALE + tl.log2(total), mask=valid_q)
+    # Rounded before it is cast: FP8 is then what a pass over the stored output would make.
     context = context.to(output.dtype.element_ty)
     output += start_q.to(tl.int64) * STRIDE
     store_rows(output, context, rows, length_q, STRIDE, HEAD_SIZE)

@@ -34,6 +34,7 @@ VARYING = ["queries", "keys", "groups", "stream", "threshold"]
 def places_of_keys(BLOCK_K: tl.constexpr):
     """Order of a block's keys, as the columns of a product: the 16 of a draw in pairs, a pair of each draw in turn."""
     DRAWS: tl.constexpr = BLOCK_K // PLACES
+    # In a result of mma and of wgmma, thread t of each four has columns 2 t and 2 t + 1 of every eight.
     columns = tl.arange(0, BLOCK_K)
     return columns // 2 % DRAWS * PLACES + columns // (2 * DRAWS) * 2 + columns % 2
 
@@ -103,6 +104,7 @@ def upper_rows_of(ROWS: tl.constexpr):
 
     What is stored or loaded for a half is in the registers where it is drawn or needed; of all rows at once it would not be.
     """
+    # In a result of mma and of wgmma a thread has rows g and g + 8 of every sixteen.
     rows = tl.arange(0, ROWS // 2)
     return rows // 8 * 16 + rows % 8
 
@@ -135,13 +137,14 @@ def product(left, right):
     """Matrix product in fp32."""
     if INTERPRETED:  # the interpreter takes bf16 operands for integers
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    return tl.dot(left, right, input_precision="ieee")
+    return tl.dot(left, right, input_precision="ieee")  # fp32 operands, else in TF32
 
 
 @triton.jit
 def scores_of(query_QE, key_KE, positions, first_k, length_k):
     """Scores of a block of keys from ``first_k`` on, unscaled; in a sequence's last block -inf past its end."""
     scores = product(query_QE, tl.trans(key_KE))
+    # A branch that all threads take alike, in place of a selection for every block.
     if first_k + key_KE.shape[0] > length_k:
         scores = tl.where((positions < length_k)[None, :], scores, float("-inf"))
     return scores
@@ -151,6 +154,7 @@ def scores_of(query_QE, key_KE, positions, first_k, length_k):
 def load_rows(base, rows, stop, STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr):
     """Load a head's ``rows``, 0 from ``stop`` on."""
     pointers = base + rows[:, None] * STRIDE + tl.arange(0, HEAD_SIZE)[None, :]
+    # Zeros and not just anything: these rows take part in products, where a weight of 0 would not undo a NaN.
     return tl.load(pointers, mask=(rows < stop)[:, None], other=0.0)
 
 
@@ -170,6 +174,7 @@ def transposed_rows(row, tokens):
 @triton.jit
 def place_of_sums(sums, start, sequence, column, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Return where a block of a sequence puts its sums of columns: no two put theirs into one row."""
+    # Sequence s has rows start // BLOCK + s to stop // BLOCK + s at most, and the next one begins a row after that.
     return sums + (start // BLOCK + sequence + tl.program_id(0)).to(tl.int64) * STRIDE + column
 
 
