@@ -25,7 +25,7 @@ from benchmarks.conditions import write_figures
 from benchmarks.hosts import Network, go_first, why_not
 from benchmarks.inputs import flags
 from benchmarks.measured_steps import Case, run_together, settings_for, steady
-from bert.configuration.config import ParallelConfig
+from bert.configuration.sections import ParallelConfig
 from bert.train import main as train
 from bert.train import parse
 from cluster.__main__ import main as cluster

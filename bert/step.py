@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bert.configuration.config import Config
+from bert.configuration.sections import SHARDED
 from bert.cuda_graphs import ROLES, BatchGraphs, Capturer, Role, roles_of
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
@@ -79,7 +80,7 @@ class TrainingStep:
         self._reduction = ShardedReduction(*settings, self._waiting) if shards_gradients else Reduction(*settings)
         self.optimizer: Lamb | ShardedLamb
         self._gather: WeightGather | None = None
-        if strategy in ("sharded", "sharded_world"):
+        if strategy in SHARDED:
             self._gather = WeightGather(model, self.flat, self._reduction)
         # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
         if self._gather is None and tensor is None and self._pipeline is None:

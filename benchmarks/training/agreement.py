@@ -39,8 +39,8 @@ from benchmarks.inputs import flags, write_demo_text
 from benchmarks.training.independent import Side, Trained, train
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.weights import save_weights
-from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import ARTIFACTS
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.sampler import Plan
 from dataloading.dataset.folder import Dataset, write_dataset

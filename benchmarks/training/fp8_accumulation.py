@@ -26,8 +26,8 @@ from torch import Tensor
 
 from benchmarks.conditions import write_figures
 from benchmarks.inputs import global_batch
-from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from dataloading.batches.loader import Batch

@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.conditions import write_figures
 from benchmarks.inputs import global_batch
 from bert.checkpoints.weights import load_weights
-from bert.configuration.config import OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts
 from bert.optimizer import FlatParameters, Lamb
 from bert.products.fp8 import Fp8State, enable_fp8

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from bert.configuration.config import ModelConfig, Recompute
+from bert.configuration.sections import ModelConfig, Recompute
 
 _KEYS_A_GROUP = 64
 """Keys whose dropout attention keeps in one group of bits, as `kernels.triton.attention.tiles` has it."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
