@@ -12,7 +12,7 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp8"]
 
 SHARDED = ("sharded", "sharded_world")
-"""Reductions that divide the optimizer among ranks."""
+"""Reductions after which a rank updates a shard of the weights."""
 
 
 @dataclass(frozen=True)

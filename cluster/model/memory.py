@@ -17,11 +17,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from bert.configuration.sections import SHARDED
 from bert.parallel.reduction.sharded_gradients import gradient_elements
 from cluster.model.computations import layouts_of
 from cluster.model.pipeline import OwnLayers, own_layers, under_way
 from cluster.model.recomputation import kept_bytes
-from cluster.model.strategy import SHARDED, Strategy
+from cluster.model.strategy import Strategy
 from cluster.model.work import MicroBatches, Work
 
 _STEPS = 16

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bert.configuration.sections import ModelConfig, ParallelConfig
+from bert.configuration.sections import SHARDED, ModelConfig, ParallelConfig, Precision
 from cluster.model.computations import Computation, Count, Layout, layout_of, layouts_of, parts_of
 from cluster.model.pipeline import own_layers, through_stages
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
-from cluster.model.strategy import SHARDED, Precision, Strategy
+from cluster.model.strategy import Strategy
 from cluster.model.timeline import Ends, Message, Piece, run
 from cluster.model.work import MicroBatches, Work
 from cluster.published.calibration import calibration

@@ -6,13 +6,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from bert.configuration.config import Config
-from bert.configuration.sections import ParallelConfig, Recompute, TrainingConfig
+from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Recompute, TrainingConfig
 
 Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """As `training.reduction` names them."""
-SHARDED: tuple[Reduction, ...] = ("sharded", "sharded_world")
-"""After which a rank updates a shard."""
-Precision = Literal["fp32", "bf16", "fp8"]
 
 BUCKET_BYTES = TrainingConfig.bucket_bytes
 """Of the flat fp32 gradient, unless a run or a plan says otherwise."""

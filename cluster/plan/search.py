@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from itertools import islice, product, takewhile
 
 from bert.configuration.config import Config
-from bert.configuration.sections import ParallelConfig, Recompute
+from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Recompute
 from bert.parallel.mesh import are_whole_copies
 from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
-from cluster.model.strategy import SHARDED, Precision, Reduction, Strategy
+from cluster.model.strategy import Reduction, Strategy
 from cluster.model.work import Work
 from cluster.plan.schedules import Schedule, schedules
 from cluster.plan.target import Target

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.recomputation import Storages
-from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
+from bert.configuration.sections import ModelConfig, OptimizerConfig, Precision, Recompute
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineParallel
@@ -20,7 +20,7 @@ from bert.recompute import recompute_layers
 from cluster.model.computations import layout_of
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
 from cluster.model.pipeline import own_layers, under_way
-from cluster.model.strategy import Precision, Strategy
+from cluster.model.strategy import Strategy
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.synthetic import synthetic_samples
