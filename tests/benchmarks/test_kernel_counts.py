@@ -84,7 +84,7 @@ def test_the_command_and_what_attention_may_take() -> None:
     kept = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(command, cwd=REPOSITORY, env=kept, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    counts = re.findall(r"^attention: attention_(\w+), .*?: (\d+) instructions", done.stdout, re.MULTILINE)
+    counts = re.findall(r"^attention\.launches: attention_(\w+), .*?: (\d+) instructions", done.stdout, re.MULTILINE)
     most = {"forward": 560, "backward_queries": 340, "backward_keys": 480}
     assert {name for name, _ in counts} == set(most)
     assert all(int(count) <= most[name] for name, count in counts)
