@@ -230,7 +230,8 @@ class _Search:
             yield from found
             if found:
                 enough = found[0].strategy.gradient_accumulation_steps
-        if enough > way.sequences(target.world_size) and way.pipeline > 1:
+        too_large = any((key[0], key[3]) == (way.precision, way.parallel) for key in self._too_many)
+        if enough > way.sequences(target.world_size) and way.pipeline > 1 and too_large:
             self.refusals.append(Refusal(*_shape(way), f"no micro-batch fits in {way.precision}"))
 
     def _fitting(self, schedule: Schedule, like: Strategy, enough: int) -> Iterator[Candidate]:
