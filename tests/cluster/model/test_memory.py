@@ -76,15 +76,14 @@ def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: f
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank of two; what it would receive has the right shape and no meaning."""
-    from bert.parallel.tensor import placement, vocabulary
+    from bert.parallel.tensor import exchange
 
     def gather(rows: Tensor, own: Tensor, **_: object) -> None:
         rows.copy_(own.repeat(2, *[1] * (own.ndim - 1)))
 
-    monkeypatch.setattr(placement, "all_gather_single", gather)
-    monkeypatch.setattr(placement, "reduce_scatter_single", lambda own, rows, **_: own.copy_(rows[: len(own)]))
-    for module in (placement, vocabulary):
-        monkeypatch.setattr(module.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(exchange, "all_gather_single", gather)
+    monkeypatch.setattr(exchange, "reduce_scatter_single", lambda own, rows, **_: own.copy_(rows[: len(own)]))
+    monkeypatch.setattr(exchange.dist, "all_reduce", lambda *_, **__: None)
     config = ModelConfig(4, 128, 4, 512, 1024, 128, hidden_dropout=dropout, attention_dropout=dropout)
     model = BertForPreTraining(config)
     initialize_(model, torch.Generator().manual_seed(0))
