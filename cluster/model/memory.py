@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bert.parallel.reduction.sharded_gradients import gradient_elements
 from cluster.model.computations import layouts_of
-from cluster.model.pipeline import OwnLayers, own_layers, under_way
+from cluster.model.pipeline import OwnLayers, hidden_bytes, own_layers, under_way
 from cluster.model.recomputation import kept_bytes
 from cluster.model.strategy import SHARDED, Strategy
 from cluster.model.work import MicroBatches, Work
@@ -84,7 +84,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
     # `recomputed` is what one layer has again while its backward pass runs; logits have been freed by then.
     if strategy.pipeline > 1:  # PyTorch's schedules have a buffer for each micro-batch of a step and neighbour
         buffers = strategy.gradient_accumulation_steps * layers.neighbours
-        found["stage buffers"] = buffers * rows * work.model.hidden_size * (4 if strategy.precision == "fp32" else 2)
+        found["stage buffers"] = buffers * rows * work.model.hidden_size * hidden_bytes(strategy.precision, on_gpu)
     return found
 
 

@@ -19,7 +19,7 @@ from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recompute_layers
 from cluster.model.computations import layout_of
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
-from cluster.model.pipeline import own_layers, under_way
+from cluster.model.pipeline import hidden_bytes, own_layers, under_way
 from cluster.model.strategy import Precision, Strategy
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
@@ -124,6 +124,7 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
         assert place or cast(Any, forward(batch_of(samples))).dtype == pipeline.hidden_dtype(), (
             "which neighbours expect"
         )
+        assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
     two = memory_of_rank(work, replace(strategy, gradient_accumulation_steps=2), 1, 2)
     assert two["stage buffers"] > 0
     assert under_way(replace(strategy, gradient_accumulation_steps=8), 0) == 2
