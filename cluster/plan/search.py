@@ -216,7 +216,9 @@ class _Search:
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
         shards = (False, True) if target.world_size > way.copy_ranks else (False,)
         held = {
-            each: sum(held_by_rank(self._work, each, target.nodes, target.ranks_per_node).values())
+            each: sum(
+                held_by_rank(self._work, each, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values()
+            )
             for each in (replace(way, shard_gradients=shard) for shard in shards)
         }
         if min(held.values()) > usable:

@@ -149,6 +149,19 @@ def test_what_is_divided_and_what_is_not() -> None:
     assert memory_of_rank(work, Strategy(16, reduce_dtype="bf16"), 2, 4)["reduction buffers"] > 0
 
 
+def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_besides() -> None:
+    config = ModelConfig(2, 128, 4, 512, 1024, 128)
+    work, _ = work_and_samples(config)
+    copies = Lamb(FlatParameters.of(BertForPreTraining(config)), OptimizerConfig(1e-3, 10), torch.bfloat16).copies_P
+    assert copies is not None
+    heads = 2 * (2 * 128 * 128 + 1024 * 128 + 2 * 128)
+    strategy = Strategy(SEQUENCES, precision="bf16")
+    by_autocast = held_by_rank(work, strategy, 1, 1)["16-bit weights"]
+    assert held_by_rank(work, strategy, 1, 1, on_gpu=True)["16-bit weights"] == copies.nbytes + heads > by_autocast
+    for other in (replace(strategy, reduction="sharded"), replace(strategy, precision="fp8")):
+        assert held_by_rank(work, other, 1, 1, on_gpu=True)["16-bit weights"] == by_autocast
+
+
 def test_a_gpu_keeps_no_masks_and_no_probabilities() -> None:
     work, _ = work_and_samples(ModelConfig(2, 128, 4, 512, 1024, 128))
     strategy = Strategy(SEQUENCES, precision="bf16")
