@@ -44,7 +44,7 @@ class TrainingStep:
 
     def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
         self.model = model
-        tensor = tensor_parallel(model, mesh)
+        tensor = tensor_parallel(model, mesh, stopwatch.exchanging)
         self._pipeline: PipelineParallel | None = None
         if mesh.pipeline > 1:
             from bert.parallel.pipeline.stages import pipeline_parallel

@@ -83,7 +83,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         means.append(step.statistics.fetch()[0])
         first = first or state(step)
     last = state(step) if len(batches) > 1 else first
-    return {
+    found = {
         "means": means,
         "first": first,
         "last": last,
@@ -94,6 +94,8 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "elements": len(step.flat.weights_P),
         "skips": skips(step, mesh),
     }
+    step._reduction.close()
+    return found
 
 
 if __name__ == "__main__":
