@@ -274,6 +274,7 @@ def test_all_steps_start_from_the_same_weights(context: Context) -> None:
     assert torch.equal(gpu_step.training_step(context, precision="fp8", dropout=False).flat.weights_P, start)
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_run_from_end_to_end(tmp_path: Path) -> None:
     file = tmp_path / "end-to-end.json"
     assert gpu_part.run("benchmarks.gpu_parts.end_to_end:end_to_end", file, "cpu", tiny=True) == 0

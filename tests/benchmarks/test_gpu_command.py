@@ -75,6 +75,7 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert gpu.SECONDS < 540
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_part_whose_process_ends_goes_on_behind_that_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = gpu.Settings([], tmp_path, "cpu", True, 600)
     report = gpu.run_part("unlucky", "tests.benchmarks.gpu_parts:unlucky", settings, 600)
@@ -93,6 +94,7 @@ def test_a_part_whose_process_ends_goes_on_behind_that_row(tmp_path: Path, capfd
     assert "complete: 5 rows, 2 FAILED" in page(tmp_path, ["unlucky"])
 
 
+@pytest.mark.usefixtures("forked_python")
 def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> None:
     settings = gpu.Settings([], tmp_path, "cpu", True, 600)
     for seconds in (4, 16, 64):  # a busy machine starts slowly
