@@ -145,6 +145,8 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Re
         report = Report.load(path)
         if status in (0, 1) and report.error != CUT_OFF:
             return report
+        # Ended amid a row: that one has failed, and the next process goes on behind it. Lost between two rows, the part
+        # is begun once more, but not twice at the same place.
         if report.measuring:
             report.add(Row(report.measuring, note=f"failed: the process ended with {_ending(status)}"))
         elif status != LOST or len(report.rows) == rows:
@@ -156,6 +158,7 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
     """The exit status of one process, or None when its time was up; nothing that it has started is left."""
     command = [sys.executable, str(Path(__file__).parent / "gpu_parts" / "part.py"), function, str(path), str(seconds)]
     command += ["--device", settings.device, *(["--tiny"] if settings.tiny else [])]
+    # In a group of its own, which Ctrl-C does not reach and with which all that the part has started is ended.
     process = subprocess.Popen(command, process_group=0)
     try:
         return process.wait(max(0, seconds))

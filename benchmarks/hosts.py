@@ -15,7 +15,7 @@ PORT = 29600
 
 def enter(namespace: str, host: str) -> None:
     """Be on a host, under a name that nobody else sees."""
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns came with Python 3.12
     with Path(f"/run/netns/{namespace}").open() as file:
         entered = libc.setns(file.fileno(), CLONE_NEWNET) == 0
     if not entered or libc.unshare(CLONE_NEWUTS):
@@ -68,7 +68,7 @@ def _rank(
         "WORLD_SIZE": len(namespaces) * local_size,
         "LOCAL_RANK": local,
         "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": "10.77.0.1",
+        "MASTER_ADDR": "10.77.0.1",  # of the first host, as the network of these benchmarks has it
         "MASTER_PORT": PORT,
         "GLOO_SOCKET_IFNAME": "v0",
     }
@@ -77,4 +77,4 @@ def _rank(
     with contextlib.suppress(SystemExit):
         status = program()
     sys.stdout.flush()
-    os._exit(status)
+    os._exit(status)  # a fork must not run what its parent has registered for its own end

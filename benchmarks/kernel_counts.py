@@ -67,8 +67,8 @@ class Tile:
                 warpgroup, warp = re.match(r"[HQ]GMMA\.(\d+)x(\d+)x(\d+)", each), re.match(r"HMMA\.16816", each)
                 if not (warpgroup or warp):
                     return None
-                sizes = map(int, warpgroup.groups()) if warpgroup else (16, 8, 16)
-                total += 2 * prod(sizes) * self.warps // (4 if warpgroup else 1)
+                sizes = map(int, warpgroup.groups()) if warpgroup else (16, 8, 16)  # HMMA.16816
+                total += 2 * prod(sizes) * self.warps // (4 if warpgroup else 1)  # four warps issue one together
         return total
 
     def bytes(self) -> int:

@@ -110,6 +110,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     view_file = folder / "cluster.json"
     ways = {way: parse(_arguments(common, way)) for way in case.reductions}
     with Network(Hosts(case.hosts, case.ranks, "block", case.rate, 0, 0)) as names:
+        # The command line of the ranks, which are forks of this process.
         sys.argv = ["cluster", "probe", "--out", str(view_file), "--seconds", str(seconds)]
         others_probing = run_together(names, case, cluster, folder)
         rates = rates_of_view(read_view(view_file))

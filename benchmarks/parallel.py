@@ -81,6 +81,7 @@ def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[s
     view = folder / "cluster.json"
     rows = []
     with Network(Hosts(HOSTS, RANKS, "block", case.rate, 0, 0)) as names:
+        # The command line of the ranks, which are forks of this process.
         sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", str(seconds)]
         run_together(names, case, cluster, folder)
         config, target = parse(common), target_of("tiny_cpu", view, None)

@@ -36,6 +36,7 @@ def choose_shapes(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucke
         return []
     micro_batches = mesh.data_size * training.gradient_accumulation_steps
     tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)
+    # Of the copies with the most, where shares are uneven.
     sequences = -(-training.global_batch_size // micro_batches)
     return choose_shape_buckets(tokens, masked, sequences, train.info.max_seq_length)
 

@@ -107,4 +107,5 @@ class BatchGraphs:
 
 def _copy_(static: Batch, batch: Batch) -> None:
     for name, buffer in static.tensors.items():
+        # On the stream of the replays, and so after the one before, which may still be reading the buffer.
         buffer.copy_(batch.tensors[name], non_blocking=True)

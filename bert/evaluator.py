@@ -44,8 +44,10 @@ class PendingAccuracy:
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(counts.device))
             with torch.cuda.stream(stream):
+                # Makes the current stream wait, and not the host: this one, while training's goes on.
                 if self._work is not None:
                     self._work.wait()
+                # Pinned: a copy into other memory would make the host wait.
                 self._host_counts = torch.empty(2, dtype=counts.dtype, pin_memory=True)
                 self._host_counts.copy_(counts, non_blocking=True)
                 self._arrived = torch.cuda.Event()
@@ -69,6 +71,7 @@ class Evaluator:
     """
 
     def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
+        # Stable: equal lengths must have the same order on all ranks, or samples are missed.
         by_length = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
         share = by_length[mesh.data_rank :: mesh.data_size]
         self.samples = len(dataset)
@@ -137,6 +140,7 @@ class Evaluator:
             count(batch)
             report(done / len(self._batches))
         model.train()
+        # A copy: the next evaluation begins with the counts at zero, and graphs add to them in place.
         return PendingAccuracy(self._counts.clone(), self._counts_stream)
 
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:

@@ -52,6 +52,7 @@ def train(run: Run) -> Status:
     at, status = run.start, None
     run.reporter.begin()
     run.interruption.defer()
+    # ``run_start`` has been logged: from here on data may be read.
     run.evaluator.read_ahead()
     intervals = Intervals(run.config, run.step.statistics, run.stopwatch, run.reporter, run.stragglers, at, run.skipped)
     evaluations = Evaluations(run.evaluator, run.step, log, run.reporter, stage, run.config.evaluation.target)
@@ -65,10 +66,14 @@ def train(run: Run) -> Status:
             run.step(micro_batches)
             at = at.after(training.global_batch_size)
 
+            # Of the evaluation before this block, behind a step that keeps the device busy while the counts travel.
             if evaluations.pending:
                 status = _finish(run, evaluations, intervals)
 
+            # Decided by position and settings alone, so that all ranks meet in the same collectives. What one rank
+            # knows by itself, such as a signal, ``report`` makes known to all.
             keep = run.checkpoints.due(at.steps)
+            # Before an evaluation too, whose time is none of the steps'.
             at_interval = at.steps % run.config.log.interval_steps == 0 or at.samples >= due or keep
             if status is None and at_interval:
                 if intervals.report(at, _is_to_stop(run)):
@@ -83,15 +88,18 @@ def train(run: Run) -> Status:
             status = "aborted"  # the samples are used up
         if status is None:
             evaluations.begin(at)
+            # At the sample limit no step follows beside which the counts could travel.
             if not run.overlapping or at.samples >= training.sample_limit:
                 status = _finish(run, evaluations, intervals)
         if status is not None:
             break
 
     assert status is not None
+    # At the target those of the evaluation: the step begun beside it does not count.
     samples = evaluations.samples if status == "success" else at.samples
     log.run_stop(status, samples=samples, eval_samples=run.evaluator.samples)
     seconds = run.reporter.seconds
+    # A checkpoint that is still being written is no part of the timed run.
     run.checkpoints.wait(at)
     run.reporter.end(at.steps, EndRecord(status, seconds, samples, evaluations.accuracy))
     return status

@@ -74,7 +74,7 @@ class MLLog:
         self._run = LoggedRun()
         self._tensors: list[object] = []
         self._is_aborting = False  # an aborted run need not be complete
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # reentrant: `abort` logs records while it holds it
 
     def __enter__(self) -> Self:
         return self
@@ -228,6 +228,7 @@ class MLLog:
         if self._logger is None or run.phase in ("before", "done"):
             return
         self._is_aborting = True
+        # No interval may end before it began.
         samples = max(run.counted_samples, samples or 0)
         if run.phase == "init":
             self.init_stop()
@@ -272,17 +273,21 @@ class MLLog:
         with self._lock:
             time_ms = max(self._clock_ms(), self._run.last_ms)
             record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
+            # Checked before it is written, remembered after: a record that could not be written has not been.
             self._check(record)
             write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
             self._run.add(record)
             if key == "weights_initialization":
                 self._tensors.append(metadata["tensor"])
             elif key == "run_stop":
+                # Of a file that is cut off below, the run is still shown to be whole.
                 self._file.close_stretch()
 
     def _check(self, record: Record) -> None:
         """Raise RuleViolation if the record may not follow."""
         for violation in violations(self._run, record):
+            # It may have been cut off inside an evaluation, or have initialised for too long: that makes it no result,
+            # but its log must end.
             if not (self._is_aborting and violation.kind in ("evaluation", "init time")):
                 raise RuleViolation(str(violation))
         _check_fields(record)

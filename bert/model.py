@@ -49,6 +49,7 @@ class PretrainingOutput:
         Divided by the counts of the whole global batch, so that losses and gradients add up over ranks and accumulation
         steps to those of one mean, however the samples are dealt. What is trained on is their sum.
         """
+        # Divisors are on the device: a captured step is replayed with the counts of other batches.
         sequences, masked = batch.global_counts.unbind()
         return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
 
@@ -95,6 +96,7 @@ class Dense(nn.Module):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
+        # Filled by a checkpoint or by ``initialize_``: drawing BERT-Large's weights takes a CPU half a minute.
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.zeros(outputs))
 
@@ -205,6 +207,7 @@ class EncoderLayer(nn.Module):
     def forward(self, hidden_TD: Tensor, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites) -> Tensor:
         """[T, D] for all tokens."""
         all_TD = self.placement.all_rows(hidden_TD)
+        # One product makes queries, keys and values, which attention reads as they lie: [T, 3 x H x E].
         qkv_T3HE = self.products.with_bias(all_TD, self.query_key_value).unflatten(-1, (3, -1, self._head_size))
         context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, sites.attention(self.index))
         return self._after_attention(context_THE.flatten(1), hidden_TD, sites)
@@ -224,6 +227,7 @@ class EncoderLayer(nn.Module):
         """
         hidden_TD = self.placement.all_rows(hidden_TD)
         weight, bias = self.query_key_value.weight, self.query_key_value.bias
+        # Rows of the fused weight: queries, keys, values. With tensor parallelism they are of this rank's heads alone.
         queries = len(weight) // 3
         keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
         key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
@@ -240,6 +244,7 @@ class EncoderLayer(nn.Module):
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
         projected_TD = self.products.without_bias(context_TD, self.attention_output)
         attended_TD = self._added(
+            # The bias comes after the sum over ranks, which would otherwise hold it once for each.
             self.placement.summed(projected_TD),
             self.attention_output.bias,
             residual_TD,
@@ -277,6 +282,7 @@ class BertForPreTraining(nn.Module):
         self.transform_norm = LayerNorm(hidden)
         self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.placement = Placement()
+        # Seed and step, on the device so that each replay of a captured step draws anew; no part of the weights.
         self.register_buffer("dropout_state", torch.zeros(2, dtype=torch.int64), persistent=False)
 
     @torch.no_grad()
@@ -298,6 +304,7 @@ class BertForPreTraining(nn.Module):
             count_correct=not self.training,
         )
         logits_S2 = self.next_sentence_logits(cls_SD)
+        # Rows past the end get the label -1, as empty slots do, which is in no loss.
         labels_S = self.placement.own_rows(batch.next_sentence_labels, empty=-1)
         next_sentence_loss = self.placement.total(cross_entropy_sum(logits_S2, labels_S))
         return PretrainingOutput(loss, next_sentence_loss, correct)
@@ -316,16 +323,21 @@ class BertForPreTraining(nn.Module):
     def embedded(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """What the first layer is given, [T, D]."""
         embedded_TD = self.embeddings(batch, sites)
+        # The embeddings and their norm are fp32; from here on the residual stream has the type of autocast.
         return embedded_TD.to(compute_dtype(embedded_TD))
 
     def last_layer(self, hidden_TD: Tensor, batch: "Batch", sites: DropoutSites) -> tuple[Tensor, Tensor]:
         """As ``head_inputs``, of what the last layer is given."""
         cls_S = batch.cu_seqlens[:-1].long()
+        # Attention wants the queries of a sequence side by side, so rows ascend. Empty slots point at the first row
+        # that no sequence owns: they come last, past the end of ``cu_seqlens_q``, and shapes stay those of the shape
+        # bucket.
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
         output_QD = last.forward_rows(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites, rows_Q, cu_seqlens_q)
+        # Back in the order of the heads: [CLS] tokens, then masked ones.
         heads_QD = self.placement.all_rows(output_QD).index_select(0, order_Q.argsort())
         cls_SD, masked_MD = heads_QD[: len(cls_S)], heads_QD[len(cls_S) :]
         return self.placement.own_rows(cls_SD), self.placement.own_rows(masked_MD)

@@ -59,6 +59,7 @@ class FlatParameters:
         for parameter in model.parameters():
             places[parameter] = place = slice(start, start + parameter.numel())
             weights_N[place] = parameter.flatten()
+            # The parameter stays the object that modules and hooks know; only its memory moves.
             parameter.data = weights_N[place].view_as(parameter)
             if gradients:
                 parameter.grad = gradients_N[place].view_as(parameter)
@@ -106,8 +107,10 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 def learning_rate_tensor(config: OptimizerConfig, step: Tensor) -> Tensor:
     """``learning_rate`` of the step that a counter, int64 [], has reached: fp32 [] on its device, which is not read."""
+    # In fp64, and rounded once at the end, as the host's ``learning_rate`` is.
     steps = step.double()
     since_start = steps - config.start_warmup_step
+    # ``where`` computes both lines: this one must not divide by zero where there is no warm-up.
     warm_up = config.base_learning_rate * since_start / max(1, config.num_warmup_steps)
     decay = config.base_learning_rate * (1 - steps / config.learning_rate_training_steps).clamp(min=0)
     return torch.where(since_start < config.num_warmup_steps, warm_up, decay).float()
@@ -145,6 +148,7 @@ class Lamb:
 
         A step whose gradients are not all finite changes nothing but ``state.skipped``.
         """
+        # The schedule counts steps from 0, the bias corrections of the moments from 1.
         rate = learning_rate_tensor(self.config, self.steps)
         norm = lamb_step(
             self.flat.weights_P,

@@ -66,6 +66,7 @@ def main(settings: Phase1) -> None:
     options = replace(
         TRAIN_OPTIONS,
         max_seq_length=settings.max_seq_length,
+        # BERT masks 15 % of the tokens.
         max_predictions_per_seq=round(0.15 * settings.max_seq_length),
         dupe_factor=5,
     )
@@ -90,6 +91,7 @@ def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> Non
     from dataloading.batches.sampler import Plan
 
     flat = FlatParameters.of(model)
+    # One tensor for AdamW: the vector that all parameters are views of, with the gradient that theirs are views of.
     weights_P = flat.weights_P.requires_grad_()
     weights_P.grad = flat.gradients_P
     optimizer = torch.optim.AdamW([weights_P], lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
@@ -128,6 +130,7 @@ def _informed_start(model: BertForPreTraining, seed: int, strength: float = 1.4)
     angles = torch.arange(config.max_position_embeddings)[:, None] * frequencies
     positions = torch.cat([angles.sin(), angles.cos()], dim=1)
     with torch.no_grad():
+        # As wide as the random embeddings that they are added to.
         model.embeddings.position.copy_(positions / positions.std() * config.initializer_range)
         first = model.layers[0]
         assert isinstance(first, EncoderLayer)

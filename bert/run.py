@@ -51,6 +51,7 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None, fore
     Raises ``ValueError`` or ``OSError`` where an input or a setting is wrong, and ``Interrupted`` when a signal comes before
     training does. ``leave_mesh`` is for the caller, however it ends.
     """
+    # Before anything else: an audit hook sees only what is opened after it.
     guard = DataGuard([config.data.train, config.data.evaluation])
     interruption = Interruption()
     launch = Launch.from_environment()
@@ -88,6 +89,7 @@ def _timed_run(
     config: Config, inputs: Inputs, mesh: Mesh, guard: DataGuard, interruption: Interruption, look: Look | None
 ) -> str:
     """Initialise, start the clock, train to the target, stop the clock; returns how it ended."""
+    # Where the run starts from, and with which shares, is settled before there is a log to write.
     again = _started_again(config, mesh)
     if config.checkpoint.folder is not None:
         lock(config.checkpoint.folder, mesh, again)
@@ -100,6 +102,7 @@ def _timed_run(
     world = World.of(mesh.hosts, config, before if again else None)
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
+    # Ranks other than 0 have a log that writes nothing.
     log = MLLog(None)
     if mesh.is_main:
         log, files = create_log(result_folder(config), config.log.run)
@@ -121,14 +124,18 @@ def _timed_run(
         timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed)
         with timed.reporter:
             log.init_stop()
+            # Takes milliseconds, so it comes before the clock.
             guard.require_untouched()
+            # The clock starts when the last rank is ready, and no rank opens data before it has.
             barrier()
             log.run_start()
+            barrier()
             guard.release()
             with watchdog.getting_on(timed.stopwatch.stage):
                 status = train(timed)
         timed.loader.close()
         if config.save_checkpoint:
+            # All ranks gather, one writes.
             model = timed.step.gather_whole_model()
             metadata = {"recipe": config.recipe, "commit": commit(), VOCABULARY: inputs.vocabulary_sha256}
             if mesh.is_main:
@@ -176,6 +183,7 @@ def _started_again(config: Config, mesh: Mesh) -> bool:
 
     Where a host comes, agents of torchrun start all ranks again, and count that nowhere; but the job's name is the same.
     """
+    # All ranks must decide alike, but agents need not have counted the same restarts.
     if all_reduce_sum_(torch.tensor([restarts()], device=mesh.device)).item():
         return True
     folder = config.checkpoint.folder
@@ -199,7 +207,7 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunStat
 def _seed(config: Config) -> int:
     if config.training.seed is not None:
         return config.training.seed
-    return int.from_bytes(os.urandom(4), "little") >> 1
+    return int.from_bytes(os.urandom(4), "little") >> 1  # 31 bits, as `training.seed` takes
 
 
 def _say_how_to_go_on(config: Config, arguments: Sequence[str]) -> None:

@@ -60,6 +60,7 @@ def build_run(
     step = _warmed_up_step(config, inputs.train, mesh, seed, stopwatch, shape_buckets, log, evaluator)
     start, skipped = Position(), 0
     if resumed:
+        # After the warm-up, which leaves what a first step begins with.
         restore(step, resumed, mesh)
         start, skipped = Position(resumed.step, resumed.samples), resumed.step - resumed.optimizer_steps
     log.weights_initialization(config.model.num_hidden_layers)
@@ -100,6 +101,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
     log.hyperparameters(
         {
             "global_batch_size": training.global_batch_size,
+            # Of the copies with the most sequences, where shares are uneven.
             "d_batch_size": -(-training.global_batch_size // (mesh.data_size * training.gradient_accumulation_steps)),
             "gradient_accumulation_steps": training.gradient_accumulation_steps,
             "max_sequence_length": inputs.train.info.max_seq_length,
@@ -113,6 +115,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
             "opt_lamb_learning_rate_decay_poly_power": 1.0,
             "opt_gradient_clip_norm": optimizer.max_grad_norm,
             "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
+            # Rule files ask for the warm-up under both names.
             "opt_learning_rate_warmup_steps": optimizer.num_warmup_steps,
             "num_warmup_steps": optimizer.num_warmup_steps,
             "start_warmup_step": optimizer.start_warmup_step,
@@ -144,6 +147,7 @@ def _warmed_up_step(
     """
     model = first_model(config, mesh, seed)
     for parameter in model.parameters():
+        # All train from rank 0's weights, whatever each has drawn or read.
         broadcast_(parameter.data)
     step = TrainingStep(model, config, mesh, stopwatch)
     if mesh.world_size > 1:
@@ -151,6 +155,7 @@ def _warmed_up_step(
         log.line(f"# {shape}{step.choice}")
         if mesh.is_main:
             say(f"{shape}{step.choice}")
+    # Each rank drops elements of its own. Stages of a copy have one seed, since their layers have streams of their own.
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = made_up_batches(config, train, mesh, shape_buckets)
@@ -163,6 +168,7 @@ def _warmed_up_step(
         shape_buckets,
         lambda run: _choose_implementations(run if measured else None, mesh, log),
     )
+    # After the step: graphs of one pool are made largest first.
     evaluator.warm_up(model, step.autocast(), capturer)
     return step
 
@@ -172,6 +178,7 @@ def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: ML
     with autotune.observed() as requests:
         if step is not None:
             step()
+    # Measured by one rank: others might find something else to be the fastest.
     choices = autotune.tune(requests).to_json() if mesh.is_main else ""
     choices = autotune.Choices.from_json(agreed_text(choices, mesh))
     autotune.apply(choices)

@@ -4,7 +4,7 @@ Nothing here reads the device: the rate and the step count live there, losses an
 fetches the sums once an interval. So both halves can be captured (``bert.cuda_graphs``): forward and backward of a
 micro-batch once for each shape bucket, the update once. On several ranks the last micro-batch of a step has graphs of its
 own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its
-forward pass.
+forward pass, or where products write over the gradients of the step before.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -53,6 +53,7 @@ class TrainingStep:
         self._weight_gradients = WeightGradients()
         training = config.training
         agree_ = None if tensor is None else tensor.all_reduce_max_
+        # Before recomputation, which wraps the forward passes that FP8 puts into layers.
         self.fp8 = fp8_state(model, training, mesh.device, agree_, self._weight_gradients)
         self._recomputed: Collection[str] = ()
         if training.recompute != "none":
@@ -60,6 +61,7 @@ class TrainingStep:
 
             recompute_layers(model, training.recompute)
             self._recomputed = RECOMPUTED_OPS
+        # How gradients are summed: groups of ranks, flat vectors, then the way, which may be measured on these vectors.
         communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
         # One copy of the model has no other to share gradients with.
         shards_gradients = training.shard_gradients and communicators.world is not None
@@ -72,6 +74,7 @@ class TrainingStep:
         self.choice = choose(training, self.flat, communicators)
         """How gradients are summed over ranks, and why so."""
         strategy = self.choice.way.strategy
+        # The rail that is not used is given back before the reduction keeps the groups.
         communicators = communicators.settle(self.choice.way)
         settings = self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes
         self._reduction = ShardedReduction(*settings, self._waiting) if shards_gradients else Reduction(*settings)
@@ -79,13 +82,16 @@ class TrainingStep:
         self._gather: WeightGather | None = None
         if strategy in ("sharded", "sharded_world"):
             self._gather = WeightGather(model, self.flat, self._reduction)
+        # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
         if self._gather is None and tensor is None and self._pipeline is None:
+            # Not with FP8, whose layers keep FP8 copies of their weights.
             copied = accumulates and training.precision == "bf16"
             self.optimizer = Lamb(self.flat, config.optimizer, torch.bfloat16 if copied else None)
         else:
             stages = None if self._pipeline is None else self._pipeline.group
             self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor, stages)
         if accumulates:
+            # After FP8 has been enabled: only layers that still multiply as PyTorch does are changed.
             copies = self.optimizer.copies() if isinstance(self.optimizer, Lamb) else {}
             accumulate_products(model, self._weight_gradients, copies)
         self.statistics = Statistics(mesh)
@@ -119,6 +125,7 @@ class TrainingStep:
 
     def _roles(self, count: int) -> list[Role]:
         """The roles of a step's micro-batches, in their order."""
+        # With FP8 all weights have been gathered right after the update.
         gathers, overwrites = self._gather is not None and self.fp8 is None, bool(self.flat.segments.overwritten)
         return roles_of(count, gathers, self._mesh.data_size > 1, overwrites)
 
@@ -162,6 +169,7 @@ class TrainingStep:
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
             self.statistics.add_step(self.optimizer.step())
+            # Before the next forward pass: FP8 casts whole weights, the last stage copies the first one's word table.
             if self.fp8 is not None or self._pipeline is not None:
                 self.gather_weights()
             if self.fp8 is not None:
@@ -215,6 +223,7 @@ class TrainingStep:
         """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
+        # Choices of implementations stay: steps before the capture must choose among what can be captured already.
         with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
             if choose is not None:
                 choose(lambda: self(micro_batches))
@@ -223,12 +232,14 @@ class TrainingStep:
             if capturer is not None:
                 self._capture(capturer, shape_buckets)
             with torch.no_grad():
+                # In place, as all that is restored: captured graphs have these addresses.
                 self.flat.weights_P.copy_(weights_P)
             self.refresh_copies_()
             if self.fp8 is not None:
                 self.fp8.calibrate_(lambda: self._schedule(micro_batches))
             if self._pipeline is not None:
                 self._pipeline.copy_word_()
+        # Sums of the steps, moments, gradients that calibration left, and the dropout steps of all these passes.
         self.statistics.fetch()
         self.optimizer.reset()
         with torch.no_grad():

@@ -74,6 +74,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
         raise ValueError(f"unknown recipe {named!r}: expected one of {known}{did_you_mean(named, list(RECIPES))}")
     file, rest = _config_file(rest)
     recipe, settings = (named, []) if file is None else arguments_of(file, named)
+    # Behind the file's: of a setting that is given twice, the latter counts.
     settings += rest
     plan_file = _plan_file(settings)
     plan = None if plan_file is None else read_plan(plan_file)

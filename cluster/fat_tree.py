@@ -42,7 +42,7 @@ class FatTree:
         down: Counter[Path] = Counter()
         for place, one in enumerate(order):
             other = order[(place + 1) % len(order)]
-            for level in (1, 2):
+            for level in (1, 2):  # uplinks of the pod, and of the leaf
                 if one[:level] != other[:level]:
                     up[one[:level]] += 1
                     down[other[:level]] += 1

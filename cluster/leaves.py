@@ -38,6 +38,7 @@ def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int
     place_E = np.ravel(place_E)
     times_TP = np.stack([np.bincount(place_E, turn) / np.bincount(place_E) for turn in times_TE])
     length_P = np.median(times_TP, axis=0)
+    # Standard error of a median over turns, from median absolute deviations: constants as in cluster/outliers.py.
     noise = 1.4826 * 1.2533 * float(np.median(np.abs(times_TP - length_P))) / np.sqrt(len(times_TP))
     distance = np.full((hosts, hosts), _FAR)
     distance[pairs[0], pairs[1]] = distance[pairs[1], pairs[0]] = length_P - length_P.min()
@@ -45,7 +46,7 @@ def leaves_of(times_TE: Array, one_E: NDArray[np.int64], other_E: NDArray[np.int
     tree = linkage(squareform(distance, checks=False), "single")
     heights = tree[:, 2]
     gaps = np.diff(heights)
-    if not len(gaps) or heights[-1] >= _FAR:
+    if not len(gaps) or heights[-1] >= _FAR:  # measured pairs do not join all hosts
         return None
     cut = int(np.argmax(gaps))
     found = fcluster(tree, (heights[cut] + heights[cut + 1]) / 2, "distance")

@@ -151,7 +151,9 @@ def take_apart(
             for share_TN, paths_NK, of_E in zip(shares, ends, (source_E, target_E), strict=True):
                 padded = np.concatenate([rest_TE, np.full((len(rest_TE), 1), np.nan)], axis=1)
                 step_TN = np.nan_to_num(np.nanmedian(padded[:, paths_NK], axis=2))
+                # Too few paths to tell an end from them: its share stays with these.
                 step_TN[:, (paths_NK < rest_TE.shape[1]).sum(axis=1) < FEWEST_PARTNERS] = 0.0
+                # What all ends of a part have in common is its level, which no end is to take.
                 for inside in members:
                     step_TN[:, inside] -= np.median(step_TN[:, inside], axis=1, keepdims=True)
                 share_TN += step_TN

@@ -50,7 +50,7 @@ def climb(one: Path, other: Path) -> int:
 def cost(order: Sequence[Path], placing: Placing) -> int:
     """Return the sum of the levels that traffic climbs in an order of hosts, given by the switches above each."""
     total = sum(_added_cost(order, place, placing) for place in range(len(order)))
-    return total + (climb(order[-1], order[0]) if len(order) > 2 else 0)
+    return total + (climb(order[-1], order[0]) if len(order) > 2 else 0)  # two are neighbours once
 
 
 def _added_cost(order: Sequence[Path], place: int, placing: Placing) -> int:

@@ -105,7 +105,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class ComputationTime:
-    """Time of a kind of computation of a step, forward and backward, while all ranks compute: the median of the ranks.
+    """Time of a kind of computation of a step, forward and backward, while all ranks compute: their mean.
 
     ``counts`` are those of the terms that its time is a sum of, as ``cluster.model.computations.TERMS`` has them.
     """

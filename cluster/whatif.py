@@ -21,6 +21,7 @@ from console.files import read_bounded, shown
 _LARGEST_BYTES = 512 * 2**20
 _REMEDY = "expected metrics_N.jsonl of a run, beside its result_N.txt"
 PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
+# As bert/reporting/intervals.py words its warnings.
 _SLOW = re.compile(r"rank (\d+) on host (.+) is slow: ([\d.]+) ms a step of its own, ([\d.]+) times the median")
 _FAST = re.compile(r"rank (\d+) on host (.+) is no longer slow")
 

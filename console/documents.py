@@ -122,6 +122,6 @@ def _decoded_number(kind: type, value: Any, where: str) -> int | float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or abs(value) > 1e18 or not math.isfinite(value) or (kind is int and not isinstance(value, int)):
         raise ValueError(f"{where} is {shown(value)}, expected a {'whole' if kind is int else 'finite'} number")
-    if value < 0 and not where.endswith(".numa"):
+    if value < 0 and not where.endswith(".numa"):  # -1: of no node, in /sys
         raise ValueError(f"{where} is {shown(value)}, expected no negative number")
     return kind(value)

@@ -30,6 +30,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         sync(temporary)
         temporary.replace(path)
+        # The folder too, or a loss of power may take the name back.
         sync(path.absolute().parent)
     except OSError as error:
         # Writing to an open file fails without its name, and the temporary one means nothing to anybody.
@@ -65,6 +66,7 @@ def open_regular(path: Path) -> BufferedReader:
     try:
         if not stat.S_ISREG(mode := os.fstat(descriptor).st_mode) and not stat.S_ISDIR(mode):
             raise NotAFileError(errno.EINVAL, "a pipe or a device, expected a file", str(path))
+        # Of a folder this raises IsADirectoryError, which says more than NotAFileError.
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)

@@ -33,7 +33,7 @@ def say_document(text: str) -> None:
 
 def say_json(document: object) -> None:
     """Print a document as JSON; nothing in it is a command to a build server."""
-    print(json_document(document).replace("##", "#\\u0023"), flush=True)
+    print(json_document(document).replace("##", "#\\u0023"), flush=True)  # Azure's commands begin so
 
 
 def say_annotation(level: str, message: object, properties: Mapping[str, object]) -> None:

@@ -154,8 +154,9 @@ def cost(module: str, configuration: Configuration, capability: int) -> Cost:
     both = [compiled(configuration, capability, aligned) for aligned in (("*",), ("*", "i", "u"))]
     registers, spilled, shared, in_flight = zip(*map(_figures, both), strict=True)
     names = module, configuration.kernel.__name__, configuration.name
-    worst = max(registers), max(spilled), max(shared), min(in_flight)
+    worst = max(registers), max(spilled), max(shared), min(in_flight)  # of copies fewer are worse
     ptx = "".join(each.asm["ptx"] for each in both)
+    # Instructions may stand behind a predicate.
     kinds = (kind for kind, pattern in INSTRUCTIONS.items() if re.search(rf"^\s*(?:@!?%p\d+ )?{pattern}", ptx, re.M))
     return Cost(*names, capability, configuration.num_warps, *worst, " ".join(kinds))
 

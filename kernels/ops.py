@@ -16,6 +16,7 @@ _Parameters = ParamSpec("_Parameters")
 _Returned = TypeVar("_Returned")
 
 _PYTORCH = Implementation("pytorch", "kernels.libraries.pytorch", repeatable=False)
+# It reads lengths on the host, as the definition does.
 _PYTORCH_ATTENTION = Implementation("pytorch", "kernels.libraries.pytorch", capturable=False, repeatable=False)
 _PYTORCH_PRODUCTS = Implementation("pytorch", "kernels.libraries.pytorch_products")
 _PYTORCH_FP8 = Implementation("pytorch", "kernels.libraries.pytorch_fp8")
@@ -57,6 +58,7 @@ bias_gelu = _op(reference.bias_gelu, "kernels.triton.dense")
 embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.embedding_norm", _APEX_NORM, _PYTORCH)
 masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
 _DEFINITION = Implementation("reference", "kernels.reference.ops")
+# No kernel of Triton's: cuBLAS adds to what is there in the epilogue of its product, which no pass behind it can match.
 accumulate_weight_gradient = Op(
     reference.accumulate_weight_gradient,
     {"cuda": (_PYTORCH_PRODUCTS, _DEFINITION), "cpu": (_DEFINITION, _PYTORCH_PRODUCTS)},

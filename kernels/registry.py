@@ -83,6 +83,8 @@ class Op(Generic[Parameters, Returned]):
         self._observer: Observer | None = None
         self._captured = self._recomputed = False
         self._supposed: Implementation | None = None
+        # By all of a call that can change the choice. Settings that change it clear this; the end of `captured` does
+        # not, so that what has warmed up is also what is captured.
         self._chosen: dict[tuple[object, ...], Callable[Parameters, Returned]] = {}
 
     @property
@@ -134,6 +136,7 @@ class Op(Generic[Parameters, Returned]):
         measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
         order = self.order(device_type(*args, **kwargs))
         against = []
+        # The sort is stable: the measured one first, the others in their order, in case that one cannot.
         for implementation in sorted(order, key=lambda implementation: implementation.name != measured):
             reasons = self.unsupported_reasons(implementation, *args, **kwargs)
             if not reasons:
@@ -257,6 +260,7 @@ def signature(*args: Any, **kwargs: Any) -> str:
 
 def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """The signature, in the form that is quick to make: a call computes it each time."""
+    # Reasons against an implementation are asked once a key: they may depend on nothing that is not in it.
     autocast = [torch.get_autocast_dtype(device) for device in _DEVICES if torch.is_autocast_enabled(device)]
     traits = [_trait(value) for value in args]
     traits += [_trait(value) for value in kwargs.values()]
@@ -266,6 +270,7 @@ def _key(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
 def _trait(value: object) -> object:
     """Return of a tensor all but the values, its first size up to the next power of two; of a number its type alone."""
     if isinstance(value, Tensor):
+        # Micro-batches all differ in their tokens: exact sizes would each be a choice of their own, and measured.
         shape = value.shape
         doublings = (shape[0] - 1).bit_length() if shape else None
         return value.device.type, value.dtype, doublings, shape[1:], value.requires_grad

@@ -99,6 +99,7 @@ class _Tracer(TorchDispatchMode):
         if (own := OPDEFS.get(func._schema.name)) is not None:
             before, self._operator = self._operator, own._qualname
             try:
+                # A mode is off in its own handler: on again, so that what the operator's body calls is seen.
                 with self:
                     return own._init_fn(*args, **kwargs)
             finally:
@@ -163,9 +164,10 @@ def _of_pytorch(
     written += sum(map(_size, made))
     if not written:
         return None
+    # new_zeros and zeros_like have a tensor for its shape and type alone.
     if name.startswith("new_") or name.endswith("_like"):
         read = 0
-    if name == "index_select":
+    if name == "index_select":  # rows of the table that are not asked for stay where they are
         read = written
     tensors |= {"out": made[0]} if made else {}
     products = 0
@@ -223,8 +225,10 @@ def accesses(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[st
                 loaded.update(given[0])
             if operation == "store" or operation.startswith("atomic"):
                 stored.update(given[0])
+            # What is loaded is a value, whatever pointer it came from: it has no roots.
             if operation in ("load", "store") or operation.startswith("atomic"):
                 return set()
+        # A jitted function is followed; the result of any other is taken to come from all that it was given.
         called = getattr(function.__globals__.get(getattr(node.func, "id", "")), "fn", None)
         if called is None:
             return set().union(of(node.func), *given, *others.values())

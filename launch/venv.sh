@@ -14,6 +14,7 @@ unset PYTHONDONTWRITEBYTECODE
 prepare_venv() {
   venv_is_current "$@" && return
   local lock
+  # A file that is there before .venv is, and stays while that is made anew.
   { exec {lock}>>constraints.txt; } 2>/dev/null || fail "cannot write to $PWD, where .venv is to be made"
   flock "$lock" # another start may be installing at this moment
   local missing

@@ -94,7 +94,7 @@ def _measured(way: Callable[[Path, float], None], source: Path, part: float) -> 
     if dist.get_rank() == 0:
         for path in source.iterdir():
             with path.open("rb") as file:
-                os.fsync(file.fileno())
+                os.fsync(file.fileno())  # the cache keeps what is not on the disk yet
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     dist.barrier()
     before, begin = _read_bytes(), time.perf_counter()

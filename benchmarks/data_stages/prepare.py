@@ -77,7 +77,7 @@ def main(
             "dataloading": lambda: _prepare(paths, vocab, options),
         }
         info = _info(vocab, options)
-        sides["dataloading"]()
+        sides["dataloading"]()  # loads what is compiled
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         with_writing: dict[str, list[float]] = {name: [] for name in sides}
         digests: set[str] = set()

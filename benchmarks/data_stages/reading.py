@@ -57,7 +57,7 @@ def main(
         native = _make(Path(folder) / "native", samples)
         varlength = convert(native, Path(folder) / "varlength", "varlength")
         paths = [varlength.folder / record.name for record in varlength.shards]
-        some = min(samples, 8000)
+        some = min(samples, 8000)  # of the slowest side
         sides: dict[str, tuple[int, Callable[[int], Iterator[object]]]] = {
             "DataLoader, a sample at a time from the file": (
                 some,
@@ -124,6 +124,7 @@ class _Rows(TorchDataset):
         return int(self._firsts[-1])
 
     def __getitem__(self, index: int) -> list[torch.Tensor]:
+        # In the worker that reads: what HDF5 has open does not survive a fork.
         if not self._files:
             self._open()
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1

@@ -39,6 +39,8 @@ class Sample(NamedTuple):
 
 def prepare(paths: Sequence[Path], vocab: dict[str, int], options: PretrainingOptions) -> Samples:
     """The samples for the text files, as the reference script makes and orders them."""
+    # One generator for all, drawn from in the reference's order: one draw more, or another order, changes all that
+    # follows.
     rng = random.Random(options.random_seed)
     documents = list(read_documents(paths, vocab, options.do_lower_case))
     rng.shuffle(documents)
@@ -150,7 +152,7 @@ def samples_of_document(
     documents: list[list[list[str]]], index: int, words: list[str], options: PretrainingOptions, rng: random.Random
 ) -> Iterator[Sample]:
     """Yield the samples of one pass over one document."""
-    room = options.max_seq_length - 3
+    room = options.max_seq_length - 3  # [CLS], and [SEP] twice
     target = rng.randint(2, room) if rng.random() < options.short_seq_prob else room
     document = documents[index]
     position = 0
@@ -166,7 +168,7 @@ def samples_of_document(
         is_random_next = len(chunk) == 1 or rng.random() < 0.5
         if is_random_next:
             second = random_segment(documents, index, target - len(first), rng)
-            position -= len(chunk) - split
+            position -= len(chunk) - split  # the sentences that made way come again
         else:
             second = [token for sentence in chunk[split:] for token in sentence]
         while len(first) + len(second) > room:

@@ -115,6 +115,7 @@ def cases(
         after_norm = F.layer_norm(
             torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
         ).dtype
+    # Products both ways are three times those forward: each has two gradients. Attention has two forward.
     feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
     scores = 4.0 * hidden * sum(length**2 for length in lengths)
     row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, tables.word.element_size()))

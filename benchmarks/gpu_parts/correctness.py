@@ -153,7 +153,7 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
             continue
         scale = exact.abs().max().clamp(min=1e-30)
         errors = [((x.double() - exact).abs().max() / scale).item() for x in (expected, got)]
-        ratios.append(errors[1] / (2 * errors[0] + torch.finfo(dtype).eps))
+        ratios.append(errors[1] / (2 * errors[0] + torch.finfo(dtype).eps))  # plain PyTorch may be exact
     worst = max(range(len(ratios)), key=lambda index: ratios[index] if ratios[index] == ratios[index] else float("inf"))
     place = "output" if worst == 0 else f"result {worst} of {len(ratios) - 1}"
     verdict = "right" if ratios[worst] <= 1 else "WRONG"  # also for a NaN
@@ -179,6 +179,7 @@ def _sum_error_row(context: Context, title: str, name: str) -> Row:
 
     def of_two(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
         first, x, second, y = drawn.bfloat16().to(dtype).unbind()
+        # NaN, which the first of the two is to write over and not to read.
         total = drawn.new_full((width, width), torch.nan, dtype=torch.promote_types(dtype, torch.float32))
         function(total, first, x, True)
         return [function(total, second, y)]

@@ -43,7 +43,7 @@ def _sizes(context: Context) -> list[tuple[Config, int, int]]:
         (with_precision(one, "fp8"), micro, count),
         (one, sequences, 1),
         (RECIPES["h100_1x8"](), sequences, gpus),
-        (RECIPES["dgxa100_1x8"](), max(2, sequences * 56 // 96), gpus),
+        (RECIPES["dgxa100_1x8"](), max(2, sequences * 56 // 96), gpus),  # the recipes have 56 and 96 of them
     ]
 
 

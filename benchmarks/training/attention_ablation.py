@@ -50,7 +50,7 @@ def main(settings: Settings) -> None:
     config = tiny_cpu()
     config = replace(config, training=replace(config.training, max_samples=settings.max_samples))
     curves = {"attention": _accuracies(config, settings.seed)}
-    bert.model.varlen_self_attention = lambda qkv_T3HE, *_: qkv_T3HE[:, 2]
+    bert.model.varlen_self_attention = lambda qkv_T3HE, *_: qkv_T3HE[:, 2]  # who sees nobody else gets its own value
     BertForPreTraining.head_inputs = _head_inputs_of_all_rows
     curves["no attention"] = _accuracies(config, settings.seed)
     if settings.out:

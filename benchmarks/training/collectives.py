@@ -358,6 +358,7 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
             name = f"{place}, {figure['computation']}, exposed communication with overlap over without"
             ratios[name] = figure["exposed_on"] / figure["exposed_off"]
             continue
+        # What a host must send at least: as much as each of a ring of hosts does.
         bound = 2 * (figure["hosts"] - 1) / figure["hosts"] * figure["megabytes"] / (2 if dtype == "bf16" else 1)
         for strategy in STRATEGIES:
             ratios[f"{place}, {strategy} bytes over the bound"] = figure[strategy]["megabytes_per_host"] / bound

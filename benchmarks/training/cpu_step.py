@@ -193,7 +193,7 @@ def measure(settings: Settings) -> tuple[dict[str, list[float]], list[int]]:
     for repeat in range(-1, settings.repeats):  # the first one warms up
         samples = load.samples(1 + repeat)
         names = list(sides)
-        turn = repeat % len(names)
+        turn = repeat % len(names)  # each side goes first in its turn
         for name in names[turn:] + names[:turn]:
             step = sides[name](samples)
             start = time.perf_counter()

@@ -155,7 +155,7 @@ def accumulated(a_MK: Tensor, b_NK: Tensor, bits: int, promoted: int | None) -> 
 
 def cut(x: Tensor, largest: Tensor, bits: int) -> Tensor:
     """``x`` without what lies more than ``bits`` bits below the first bit of ``largest``."""
-    shift = bits + 1 - torch.frexp(largest).exponent
+    shift = bits + 1 - torch.frexp(largest).exponent  # whose first bit is worth 2^(exponent - 1)
     return torch.ldexp(torch.ldexp(x, shift).trunc_(), -shift)
 
 

@@ -190,7 +190,7 @@ def effects(trace: Trace) -> list[dict[str, float | str]]:
     doubled = growth(trace, 2) > 2
     rows: list[dict[str, float | str]] = []
     for name, found in trace.errors.items():
-        errors = torch.stack(found)[1:].flatten()
+        errors = torch.stack(found)[1:].flatten()  # what grew is told from the second step on
         row: dict[str, float | str] = {"inputs weights gradients": name}
         for those, some in {"": errors, ", doubled": errors[doubled]}.items():
             if len(some):

@@ -20,7 +20,7 @@ def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
             num_attention_heads=config.num_attention_heads,
             intermediate_size=config.intermediate_size,
             max_position_embeddings=config.max_position_embeddings,
-            hidden_act="gelu_pytorch_tanh",
+            hidden_act="gelu_pytorch_tanh",  # the form that this model computes
             hidden_dropout_prob=config.hidden_dropout,
             attention_probs_dropout_prob=config.attention_dropout,
         ),
@@ -34,7 +34,7 @@ def padded(samples: Samples, length: int) -> dict[str, Tensor]:
     columns = np.arange(len(rows)) - np.repeat(samples.sequence_offsets[:-1], samples.lengths)
     masked_rows = np.repeat(np.arange(len(samples)), samples.masked_counts)
     input_ids, token_type_ids, attention_mask = (np.zeros((len(samples), length), np.int64) for _ in range(3))
-    labels = np.full((len(samples), length), -100)
+    labels = np.full((len(samples), length), -100)  # which their cross-entropy passes over
     input_ids[rows, columns] = samples.input_ids
     token_type_ids[rows, columns] = samples.segment_ids
     attention_mask[rows, columns] = 1

@@ -53,5 +53,6 @@ class RunCheckpoints:
         error = self._checkpoints.failure()
         if error is not None:
             self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")
+        # The watchdog allows a phase so many times its longest: what the thread took stands for waits that are to come.
         if self._checkpoints.longest_s is not None:
             self._stage.longest["checkpoint_write"] = self._checkpoints.longest_s

@@ -102,6 +102,7 @@ def write_folder(
         folder.mkdir()
         _write_json(folder / "config.json", _configuration(model))
         _write_tokenizer(folder, model, vocabulary)
+        # Without a format in its metadata transformers refuses the file.
         write_safetensors(folder / "model.safetensors", weights, {"format": "pt"} | dict(metadata))
         for path in folder.iterdir():
             sync(path)

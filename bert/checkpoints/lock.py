@@ -30,6 +30,7 @@ def lock_checkpoints(folder: Path, patience_s: float) -> int:
         OSError: the folder cannot be written, or its file system has no locks.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Others may write to the folder: no link of theirs is followed, and no pipe waited for.
     descriptor = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     deadline = time.monotonic() + patience_s
     try:
@@ -43,6 +44,7 @@ def lock_checkpoints(folder: Path, patience_s: float) -> int:
         with suppress(OSError):  # a full disk keeps nobody from having the lock
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
+        # Nobody writes these while this process has the lock.
         for left in filter(is_temporary, folder.glob(".step_*.partial")):
             shutil.rmtree(left)
     except BaseException:

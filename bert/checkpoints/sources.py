@@ -80,11 +80,12 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         if path.suffix != INDEX_SUFFIX:
             raise ValueError(f"{path} is a TensorFlow index under another name: rename it to PREFIX{INDEX_SUFFIX}")
         return _open_tensorflow(path.with_suffix(""), num_attention_heads)
+    # An archive of torch.save, or a bare pickle.
     if start.startswith((b"PK\x03\x04", b"\x80")) or path.suffix in (".bin", ".pt", ".pth", ".pkl"):
         raise ValueError(
             f"{path} is a pickle file, which can run any code when it is read, and is not: save it as safetensors first"
         )
-    if start[8:9] == b"{":
+    if start[8:9] == b"{":  # behind the length of the header, which is JSON
         return _open_safetensors(path, num_attention_heads, whole)
     raise ValueError(
         f"{path} is neither a safetensors file nor the index of a TensorFlow checkpoint; of the latter, name the prefix "
@@ -110,7 +111,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> Source:
         key = variables.get(variable, variable)
         weights[name] = _from_tensorflow(bundle, name, variable, key)
         if name.endswith("query.weight") and len(bundle.entries[key].shape) == 3:
-            heads = heads or bundle.entries[key].shape[1]
+            heads = heads or bundle.entries[key].shape[1]  # TF2: [in, heads, a head's width]
     published = bundle.published()
     note = (
         f"the benchmark's phase-1 checkpoint ({published})"
@@ -136,7 +137,7 @@ def _from_tensorflow(bundle: TensorBundle, name: str, variable: str, key: str) -
         raise ValueError(f"{bundle.index}: {key} is of TensorFlow's type number {entry.dtype}, expected 1 (float32)")
     is_kernel = variable.endswith("/kernel") and len(shape) > 1
     if is_kernel:
-        inputs = len(shape) - 1 if ".attention.output." in name else 1
+        inputs = len(shape) - 1 if ".attention.output." in name else 1  # of these, TF2: [heads, a head's width, out]
         shape = (math.prod(shape[inputs:]), math.prod(shape[:inputs]))
     elif name.endswith(".bias"):
         shape = (math.prod(shape),)
@@ -311,7 +312,7 @@ def _model_of(
             like or ModelConfig(),
             num_hidden_layers=layers,
             hidden_size=hidden,
-            num_attention_heads=hidden // 64 if heads is None else heads,
+            num_attention_heads=hidden // 64 if heads is None else heads,  # TF1 does not say; Google's all have 64
             intermediate_size=math.prod(weights["bert.encoder.layer.0.intermediate.dense.bias"].shape),
             vocab_size=vocab,
             max_position_embeddings=positions,

@@ -155,7 +155,7 @@ class TensorBundle:
         names: dict[str, str] = {}
         try:
             for field, node in message_fields(self._object_graph()):
-                if field == 1:
+                if field == 1:  # TrackableObjectGraph: nodes
                     self._add_variables(message(node), names)
         except UnicodeDecodeError:
             raise ValueError(
@@ -170,8 +170,9 @@ class TensorBundle:
 
     def _add_variables(self, node: bytes, names: dict[str, str]) -> None:
         for field, attribute in message_fields(node):
-            if field != 2:
+            if field != 2:  # TrackableObject: attributes
                 continue
+            # SerializedTensor: full_name, checkpoint_key.
             parts = {number: part for number, part in message_fields(message(attribute)) if number in (2, 3)}
             name, key = (message(parts.get(number, b"")).decode() for number in (2, 3))
             if key not in self.entries:
@@ -197,6 +198,8 @@ class TensorBundle:
             checked, "little"
         ):
             raise ValueError(f"{where}: a string of {length:,} bytes in {len(text):,}, or another checksum; {_REMEDY}")
+        # The tensor's checksum covers the length as four bytes, not as the varint that is in the file
+        # (WriteStringTensor of tensor_bundle.cc).
         checksum = google_crc32c.extend(google_crc32c.value(struct.pack("<I", length)), checked)
         self._compare(_OBJECT_GRAPH, entry, google_crc32c.extend(checksum, text))
         return text
@@ -242,6 +245,7 @@ def _shards(records: dict[bytes, bytes]) -> int:
     if b"" not in records:
         raise ValueError("no header")
     header = dict(message_fields(records[b""]))
+    # BundleHeaderProto: num_shards, endianness, version; in the last, min_consumer. A field that is 0 is not written.
     shards, endianness = header.get(1, 0), header.get(2, 0)
     if endianness != 0:
         raise ValueError("written on a big-endian machine, which is not supported")
@@ -254,6 +258,7 @@ def _shards(records: dict[bytes, bytes]) -> int:
 
 
 def _entry(key: bytes, value: bytes, shards: int) -> Entry:
+    # BundleEntryProto: dtype 1, shape 2, shard_id 3, offset 4, size 5, crc32c 6, slices 7.
     numbers = {3: 0, 4: 0, 5: 0, 6: 0, 1: 0}
     shape: tuple[int, ...] = ()
     sliced = False
@@ -275,7 +280,7 @@ def _entry(key: bytes, value: bytes, shards: int) -> Entry:
 def _shape(content: bytes) -> tuple[int, ...]:
     dimensions = []
     for field, dimension in message_fields(content):
-        if field == 3 and dimension:
+        if field == 3 and dimension:  # TensorShapeProto: unknown_rank; below, dim and its size
             raise ValueError("a shape of unknown rank")
         if field == 2:
             dimensions.append(integer(dict(message_fields(message(dimension))).get(1, 0)))

@@ -23,6 +23,7 @@ def sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
     if len(content) < _FOOTER_BYTES or not content.endswith(MAGIC):
         raise ValueError("not the index of a TensorFlow checkpoint (the mark at its end is missing)")
     blocks_end, footer = len(content) - _FOOTER_BYTES, content[-_FOOTER_BYTES:]
+    # The footer: where the meta index is and where the index of blocks is, offset and size each.
     position, handles = 0, []
     for _ in range(2):
         offset, position = varint(footer, position)
@@ -59,6 +60,8 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     if kind > 1:
         raise ValueError(f"a block of compression type {kind}: expected 0 (none) or 1 (Snappy)")
     block = _unpacked(content[offset:after]) if kind else content[offset:after]
+    # At the end are restart points, for searches, and their number. Before, records: a key is its difference from the
+    # last.
     restarts = int.from_bytes(block[-4:], "little")
     if restarts > len(block) // 4 - 1:
         raise ValueError(f"a block of {len(block):,} bytes with {restarts:,} restart points")
@@ -88,7 +91,7 @@ def _unpacked(packed: bytes) -> bytes:
     result = bytearray()
     while position < len(packed):
         tag = packed[position]
-        kind, count, position = tag & 3, tag >> 2, position + 1
+        kind, count, position = tag & 3, tag >> 2, position + 1  # a literal, or a copy with 1, 2 or 4 bytes of distance
         # How many bytes after the tag belong to it: those of a long literal's length, or of a copy's distance.
         extra = (max(0, count - 59), 1, 2, 4)[kind]
         number = int.from_bytes(packed[position : position + extra], "little")
@@ -116,6 +119,7 @@ def message_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
     position = 0
     while position < len(content):
         tag, position = varint(content, position)
+        # Wire types: 0 varint, 1 and 5 of fixed size, 2 with a length.
         kind, length = tag & 7, {1: 8, 5: 4}.get(tag & 7, 0)
         if kind == 0:
             value, position = varint(content, position)

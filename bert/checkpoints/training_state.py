@@ -70,7 +70,7 @@ class RunState:
     def require_sound(self) -> None:
         """Raise ``TypeError`` where a value is of another type, or a number beyond what a run can have."""
         counts = self.step, self.samples, self.optimizer_steps, self.seed, self.dropout_draws
-        if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):
+        if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):  # isinstance takes True for one
             raise TypeError
         if not isinstance(self.settings, dict) or not all(isinstance(value, str) for value in self.settings.values()):
             raise TypeError
@@ -176,11 +176,13 @@ class Checkpoints:
             partial.mkdir()
             for name, copy in zip(_FILES, self._copies, strict=True):
                 write_safetensors(partial / name, _weights(self._step, copy), {})
-                sync(partial / name)
+                sync(partial / name)  # on disk before the folder has its name
             files = {name: _digest(partial / name) for name in _FILES}
             text = json.dumps({"format": FORMAT, **asdict(state), "files": files}, indent=1)
             write_atomically(partial / "state.json", text.encode())
             sync(partial)
+            # A folder is not renamed over one that holds files. It is this run's own, which it has passed over as
+            # broken.
             if final in self._removable:
                 shutil.rmtree(final, ignore_errors=True)
         # Those of later steps are not counted: a run that has passed over broken ones still keeps its own.
@@ -359,7 +361,7 @@ def _read_state(path: Path) -> RunState:
     for file, digest in whole.items():
         if not (path / file).is_file():
             raise ValueError(f"{path / file} is missing; {_REMEDY}")
-        found = (path / file).stat().st_size
+        found = (path / file).stat().st_size  # before its digest, which reads all of it
         if found != digest["bytes"]:
             raise ValueError(f"{path / file}: {found:,} bytes, expected {digest['bytes']:,}; {_REMEDY}")
         if _digest(path / file) != digest:

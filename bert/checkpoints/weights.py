@@ -82,7 +82,7 @@ def safetensors_header(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[
         start, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight
     return struct.pack("<Q", len(text)) + text, end
 
 
@@ -104,7 +104,7 @@ def require_weights(path: Path) -> None:
 def weight_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shapes of all weights of such a model, by name."""
     with torch.device("meta"):
-        state = BertForPreTraining(replace(model, num_hidden_layers=1)).state_dict()
+        state = BertForPreTraining(replace(model, num_hidden_layers=1)).state_dict()  # layers are alike
     return {
         name.replace("layers.0.", f"layers.{index}."): tuple(tensor.shape)
         for index in range(model.num_hidden_layers)

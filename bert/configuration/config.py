@@ -58,7 +58,7 @@ class OptimizerConfig:
     weight_decay_rate: float = 0.01
     num_warmup_steps: int = 0
     start_warmup_step: int = 0
-    """Step at which the warm-up line crosses 0; may be negative."""
+    """Step at which the warm-up line crosses 0: 0 or negative."""
     max_grad_norm: float = 1.0
     """Global norm that gradients are clipped to; the rules fix it at 1."""
 
@@ -67,6 +67,10 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.base_learning_rate is {self.base_learning_rate}: expected more than 0")
         _at_least(1, "optimizer.learning_rate_training_steps", self.learning_rate_training_steps)
         _at_least(0, "optimizer.num_warmup_steps", self.num_warmup_steps)
+        if self.start_warmup_step > 0:
+            raise ValueError(
+                f"optimizer.start_warmup_step is {self.start_warmup_step}: expected at most 0, or first rates are negative"
+            )
         for name in ("beta_1", "beta_2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}: expected at least 0 and less than 1")
@@ -186,6 +190,7 @@ class TrainingConfig:
                 "two: set reduce_dtype to fp32, or in_network to auto or off"
             )
         if self.leave_out_stragglers is not None:
+            # As many as it takes for a straggler to be named.
             _at_least(3, "training.leave_out_stragglers", self.leave_out_stragglers)
         if self.seed is not None and not 0 <= self.seed < 2**31:
             raise ValueError(f"training.seed is {self.seed}: expected 0 to 2147483647")
@@ -313,6 +318,7 @@ class Config:
     """Check everything that can be checked before the run, and stop."""
 
     def __post_init__(self) -> None:
+        # NaN gets past the comparisons that sections check themselves by.
         for section in (self.model, self.optimizer, self.training, self.evaluation):
             _finite(section)
         if self.log.division == "closed" and self.evaluation.interval_samples is not None:
@@ -356,6 +362,7 @@ class Config:
             self._check_pipeline()
         if self.training.precision == "fp8":
             self._check_fp8()
+        # From about this width on it pays, where the processor multiplies bf16 (docs/training.md).
         if self.training.precision == "bf16" and self.training.device == "cpu" and self.model.hidden_size < 256:
             raise ValueError(
                 "training.precision bf16 is slower than fp32 for so small a model on a CPU: set training.precision to fp32"
@@ -365,6 +372,7 @@ class Config:
         """Nobody can have half a head; what is left of the vocabulary past the last whole share is filled up."""
         tensor, model = self.parallel.tensor, self.model
         names = ("num_attention_heads", "intermediate_size")
+        # What divides all of them divides their greatest common divisor.
         most = math.gcd(*(getattr(model, name) for name in names))
         if most % tensor:
             near = sorted(
@@ -396,6 +404,7 @@ class Config:
                 f"{pipeline}, but training.gradient_accumulation_steps is {steps}: a step needs at least as many "
                 f"micro-batches as stages, set it to {ranks} or more"
             )
+        # The rounds of torch's ``ScheduleInterleaved1F1B`` are micro-batches // ranks.
         if parallel.virtual_stages > 1 and steps % (steps // ranks):
             raise ValueError(
                 f"{pipeline} with parallel.virtual_stages {parallel.virtual_stages}, whose schedule takes micro-batches in "

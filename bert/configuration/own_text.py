@@ -37,6 +37,7 @@ def _from_the_data(config: Config) -> Config:
         model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
     optimizer = replace(config.optimizer, base_learning_rate=_RATE_TIMES_WIDTH / model.hidden_size)
     steps = max(steps, 1)
+    # Divisible, so that all evaluations are equally far apart and the last is at the end.
     steps += -steps % _EVALUATIONS
     training = replace(training, max_samples=steps * training.global_batch_size)
     return replace(config, model=model, optimizer=optimizer, training=training)

@@ -40,6 +40,7 @@ def agreed_integer(value: int, mesh: Mesh) -> int:
 
 def agreed_text(text: str, mesh: Mesh) -> str:
     """Rank 0's ``text``, on every rank. Reads the device: for start-up only."""
+    # Its length first, then its bytes: broadcast_object_list would unpickle what it receives.
     content = text.encode()
     size = agreed_integer(len(content), mesh)
     numbers = list(content) if mesh.is_main else [0] * size

@@ -81,6 +81,7 @@ class Mesh:
         """The ranks with this one's place on their hosts and in their copies, ascending: they share a path, a rail."""
         place = self.node_ranks.index(self.rank)
         data = set(self.data_ranks)
+        # Sorted, as PyTorch 2.11 makes no group in another order. None matters here: only all-reduces go along a rail.
         return tuple(sorted(ranks[place] for ranks in self.nodes if ranks[place] in data)) or (self.rank,)
 
     @cached_property
@@ -185,6 +186,7 @@ def join_mesh(
     Raises ``ValueError`` when the environment, the device, the hosts or the shape do not fit, and ``LeftOut`` on a host that
     sits out.
     """
+    # Who this is, by the launcher.
     launch = Launch.from_environment()
     set_product_precision()
     if device == "cuda":
@@ -195,11 +197,12 @@ def join_mesh(
                 f"LOCAL_RANK={launch.local_rank}, but PyTorch sees {torch.cuda.device_count()} GPUs here: "
                 "start at most one process a GPU"
             )
-        torch.cuda.set_device(launch.local_rank)
+        torch.cuda.set_device(launch.local_rank)  # NCCL takes the current device
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     nodes: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[str, ...] = (socket.gethostname(),)
     absent: Absent | None = None
+    # Meet the others at a store, agree on who takes part, make the group of all, and find out who shares a host.
     if launch.world_size > 1:
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if name not in os.environ:
@@ -214,16 +217,19 @@ def join_mesh(
             # All ranks are on this host. Gloo would listen on the address of the host's name, and lets anybody in.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         backend = "nccl" if device == "cuda" else "gloo"
+        # init_process_group would make the store by itself; here the store is asked who is there before there is a
+        # group.
         store, _, _ = next(rendezvous("env://", launch.rank, launch.world_size, timeout=timeout))
         attempt = agree_on_attempt(store, launch.rank, launch.world_size, timeout.total_seconds())
-        store = PrefixStore(attempt, store)
+        store = PrefixStore(attempt, store)  # keys of earlier attempts are out of sight
         if left_out is not None:
             launch, absent = take_part(store, launch, left_out)
+        # Hosts have been left out before, since the group's size counts those alone who take part.
         dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
         identities = _all_identities(launch, place)
         nodes = group_by_host(identities, one_launcher=device == "cuda")
         hosts = tuple(identity.host for identity in identities)
-    a_host = len(nodes[0]) if nodes else launch.world_size
+    a_host = len(nodes[0]) if nodes else launch.world_size  # all hosts have as many, says group_by_host
     parallel = parallel or ParallelConfig()
     require_whole_groups(parallel.tensor, a_host, "on each host")
     require_whole_copies(parallel, launch.world_size // a_host, a_host)
@@ -276,6 +282,7 @@ def process_group(ranks: Sequence[int], options: Any = None) -> dist.ProcessGrou
         return None
     # PyTorch 2.11 has no sort_ranks; where ranks ascend it does not matter.
     order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    # use_local_synchronization: otherwise every rank of the run would have to create every group, in the same order.
     group = dist.new_group(list(ranks), timeout=TIMEOUT, pg_options=options, use_local_synchronization=True, **order)
     assert isinstance(group, dist.ProcessGroup)
     return group
@@ -371,6 +378,7 @@ def _all_identities(launch: Launch, device: torch.device) -> list[Identity]:
     boot = Path("/proc/sys/kernel/random/boot_id")
     own = (socket.gethostname()[:128], boot.read_text().strip() if boot.exists() else "")
     text = "\n".join((*own, str(launch.local_rank), str(launch.local_size))).encode()
+    # NCCL sends from device memory alone. Name, boot id of 36 characters and two numbers fit into the size.
     sent = torch.tensor(list(text.ljust(_IDENTITY_BYTES)), dtype=torch.uint8, device=device)
     received = sent.new_empty(launch.world_size * _IDENTITY_BYTES)
     all_gather_single(received, sent)

@@ -42,7 +42,7 @@ def model_state(config: Config, world_size: int, local_size: int = 0) -> ModelSt
     data = world_size // parallel.copy_ranks
     a_node = max(1, (local_size or world_size) // parallel.copy_ranks)
     shards = {"sharded": a_node, "sharded_world": data}.get(config.training.reduction, 1)
-    with torch.device("meta"):
+    with torch.device("meta"):  # shapes alone, without memory
         shapes = {name: tuple(each.shape) for name, each in BertForPreTraining(config.model).named_parameters()}
     elements = {}
     for name, shape in shapes.items():
@@ -57,6 +57,8 @@ def model_state(config: Config, world_size: int, local_size: int = 0) -> ModelSt
         whole = padded(count, data)
         is_sharded, bucket_bytes = config.training.shard_gradients, config.training.bucket_bytes
         gradients = gradient_elements(whole, data, bucket_bytes) if is_sharded else whole
+        # Bytes: fp32 weights and gradients; the word table's copy with its gradient; of a shard, the five vectors of
+        # ShardedLamb.
         held.append((4 * (whole + gradients) + 8 * copied + 20 * whole // shards, count + copied))
     state_bytes, most = max(held)
     pipeline = f" x pipeline {parallel.pipeline}" if parallel.pipeline > 1 else ""

@@ -40,7 +40,7 @@ class WholeVectors:
         """Elements of a whole vector."""
         if tensor is None and pipeline is None:
             return
-        with torch.device("meta"):
+        with torch.device("meta"):  # shapes of the undivided model, without its memory
             whole = BertForPreTraining(model.config)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
         self._places, self.size = {}, 0
@@ -62,6 +62,7 @@ class WholeVectors:
         """Bring together what the ranks of a copy have of a vector. Every rank must call it at the same time."""
         if self._tensor is None and self._pipeline is None:
             return vector_P
+        # First the shards of a stage go together, on each of its ranks; then each stage goes to the others.
         shards_RP = vector_P[None]
         if self._tensor is not None:
             group = self._tensor.group
@@ -73,7 +74,7 @@ class WholeVectors:
                 split, own = self._split(name), self._own[name]
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
-            for rank in range(self._pipeline.size):
+            for rank in range(self._pipeline.size):  # all ranks in the same order, or broadcasts would not meet
                 self._bring(whole, rank, self._pipeline)
         return whole
 

@@ -67,6 +67,7 @@ class Fp8Dense:
         self.weight = weight
         self.gradient = gradient
         outputs, width = dense.weight.shape
+        # Both ways round, because FP8 products contract over the last dimension of both operands: K forward, N back.
         self.weight_NK = torch.zeros(outputs, width, dtype=E4M3, device=dense.weight.device)
         self.weight_KN = torch.zeros(width, outputs, dtype=E4M3, device=dense.weight.device)
 
@@ -82,6 +83,8 @@ class Fp8Dense:
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
         """[T, N] of the quantized input."""
         inverses = self.input.inverse, self.weight.inverse
+        # Hopper's tensor cores keep 13 bits of a sum. Emulated on a trained layer, that errs by 0.05 to 0.23 % here, beside
+        # 1.2 to 3.4 % of rounding to FP8, and by 0.04 to 0.16 % beside 4.0 to 5.3 % in the input's gradient.
         return scaled_matmul(input_TK, self.weight_NK, *inverses, dtype, bias_N, use_fast_accum=True)
 
     def input_gradient(self, gradient_TN: Tensor, dtype: torch.dtype) -> Tensor:
@@ -96,6 +99,7 @@ class Fp8Dense:
         """
 
         def add(sum_NK: Tensor | None, overwrite: bool) -> Tensor:
+            # Left to the tensor cores, this sum would err by 1.4 to 2.8 % beside 2.1 to 4.3 % of rounding.
             inverses = self.gradient.inverse, self.input.inverse
             written_NK = sum_NK if overwrite else None  # PyTorch's scaled product adds to nothing but a bias
             product_NK = scaled_matmul(
@@ -130,7 +134,7 @@ class Fp8State:
         """``agree_`` leaves the largest of all magnitudes where several ranks have parts of a tensor."""
         denses = list(denses)
         self._agree_ = agree_
-        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]
+        largest = [largest_scaled(dtype) for dtype in (E4M3, E4M3, E5M2)]  # of input, weight, gradient
         self._largest_S = torch.tensor(largest * len(denses), device=device)
         self.scale_S = torch.ones_like(self._largest_S)
         self.inverse_S = torch.ones_like(self._largest_S)
@@ -162,6 +166,7 @@ class Fp8State:
         say how far numbers reach, drop out of the result but for rounding, and are replaced after the first step. What the
         runs leave in gradients and random states is the caller's to restore; weights are not touched.
         """
+        # The casts find the magnitudes of the weights, which the last update has set to zero.
         self.refresh_weights_()
         for _ in range(_CALIBRATION_ROUNDS):
             self.update_()
@@ -177,6 +182,7 @@ class Fp8State:
 
     @torch.no_grad()
     def _update_scales_(self) -> None:
+        # First, as parts of one tensor on several ranks must have one scale.
         self._agree_(self.amax_S)
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))
         torch.reciprocal(self.scale_S, out=self.inverse_S)
@@ -205,6 +211,7 @@ class Fp8Products(MatrixProducts):
             output_TD = _FeedForward.apply(x_TD, wide.weight, wide.bias, narrow.weight, passes, compute_dtype(x_TD))
             assert isinstance(output_TD, Tensor)
             return output_TD
+        # An evaluation must not move the scales of training.
         unrecorded = torch.zeros_like(fp8_wide.input.amax)
         quantized_TD = cast_fp8(x_TD, fp8_wide.input.scale, unrecorded, E4M3)
         product_TF = fp8_wide.product(quantized_TD, compute_dtype(x_TD))
@@ -357,6 +364,7 @@ def enable_fp8(
     state = Fp8State(denses, model.dropout_state.device, agree_, gradients)
     for index, layer in enumerate(layers):
         layer.products = Fp8Products(state.denses[4 * index : 4 * index + 4])
+    # The first cast finds the magnitudes of the weights, the update makes scales of them and casts again.
     state.refresh_weights_()
     state.update_()
     return state

@@ -68,13 +68,16 @@ class _AddNorm:
         output_TD, statistics_2T, *casts = add_norm_cast_fp8(
             product_TD, bias_D, residual_TD, weight_D, norm_bias_D, self.eps, self.dropout, *reader
         )
+        # An output that nobody reads has None for its gradient, not a [T, D] of zeros.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         kept = product_TD, bias_D, residual_TD, weight_D, statistics_2T
+        # A view, so that autograd sees two outputs and hands over the gradients of their readers apart.
         return (output_TD, output_TD.view_as(output_TD), *casts), kept
 
     def backward(self, gradients: tuple[Tensor | None, ...], kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the product's gradient, quantized and transposed, the residual's, and those of the three vectors."""
+        # Of the last of these layers the residual alone is read on.
         output_gradient_TD, *other = (gradient for gradient in gradients if gradient is not None)
         shortcut_TD = other[0] if other else None
         product_TD, bias_D, residual_TD, weight_D, statistics_2T = kept
@@ -102,6 +105,8 @@ class _SelfAttention:
         """Tell whether the implementation that would compute it for such inputs also makes casts."""
         tokens, width = input_TD.shape
         shape = tokens, 3, self.heads, width // self.heads
+        # For the choice alone, which asks for shape, type and device, and for whether there is a backward pass; no
+        # value is read.
         stand_in = input_TD.new_empty(shape, dtype=compute_dtype(input_TD)).requires_grad_()
         chosen = varlen_self_attention.decided(stand_in, self.cu_seqlens, self.max_seqlen, self.dropout)
         return chosen.name in attention_cast_fp8.implementations
@@ -128,6 +133,7 @@ class _ProductAttention(torch.autograd.Function):
             qkv_T3HE, attention.cu_seqlens, attention.max_seqlen, attention.dropout, reader.scale, reader.amax
         )
         ctx.fp8, ctx.attention, ctx.dtype = fp8, attention, x_TD.dtype
+        # The product that reads the casts gives its gradient to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
@@ -237,7 +243,7 @@ class FusedLayer:
     def __init__(self, layer: EncoderLayer, denses: list[Fp8Dense], reader: Site | None, is_last: bool) -> None:
         """``reader``: as of ``_AddNorm``, in the next layer. The last layer of its kind hands over a tensor."""
         self._layer = layer
-        self._plain: Callable[..., Tensor] = layer.forward
+        self._plain: Callable[..., Tensor] = layer.forward  # before this takes its place
         self._query_key_value, self._attention_output, *halves = denses
         self._feed_forward = FeedForward(*halves)
         self._reader = reader
@@ -250,6 +256,7 @@ class FusedLayer:
         if not torch.is_grad_enabled():
             return self._plain(hidden, cu_seqlens, max_seqlen, sites)
         if isinstance(hidden, Tensor):
+            # From the embeddings, which make no casts; autograd adds the gradients of both readers.
             hidden = HiddenStates(hidden, hidden, None, None)
         index, heads = self._layer.index, self._layer.config.num_attention_heads
         attention = _SelfAttention(heads, cu_seqlens, max_seqlen, sites.attention(index))
@@ -261,6 +268,7 @@ class FusedLayer:
     def _attention(self, hidden: HiddenStates, attention: _SelfAttention) -> tuple[Tensor, Tensor, Tensor]:
         """[T, D] and its casts."""
         dense, x_TD, bias_N = self._query_key_value, hidden.input_TD, self._layer.query_key_value.bias
+        # Casts are a pass of their own where the implementation makes none.
         if not attention.casts(x_TD):
             context_TD = attention.plain(product_of_casts(x_TD, *hidden.casts(dense), dense, bias_N))
             return context_TD, *self._attention_output.cast_input(context_TD)

@@ -77,6 +77,7 @@ class AccumulatingProducts(MatrixProducts):
         dtype = compute_dtype(x_TK)
         weight_NK = self._copies.get(dense.weight)
         if weight_NK is None or weight_NK.dtype != dtype:
+            # In every micro-batch, where the optimizer leaves no copies, as a sharded one.
             weight_NK = dense.weight.detach().to(dtype)
         output_TN = _Product.apply(x_TK.to(dtype), dense.weight, bias_N, weight_NK, self._gradients)
         assert isinstance(output_TN, Tensor)
@@ -106,10 +107,12 @@ class _Product(torch.autograd.Function):
         x_TK, weight_NK = ctx.saved_tensors
 
         def add(gradient_NK: Tensor | None, overwrite: bool) -> Tensor:
+            # Where there is no gradient, the product is written and not added.
             gradient_NK = torch.empty_like(ctx.parameter) if gradient_NK is None else gradient_NK
             return accumulate_weight_gradient(gradient_NK, output_gradient_TN, x_TK, overwrite)
 
         x_gradient_TK = output_gradient_TN @ weight_NK if ctx.needs_input_grad[0] else None
+        # A sum over all tokens: in the fp32 of the parameter, not in 16 bits.
         bias_gradient_N = None if ctx.bias_dtype is None else output_gradient_TN.sum(0, dtype=ctx.bias_dtype)
         return x_gradient_TK, ctx.gradients.add(ctx.parameter, add), bias_gradient_N, None, None
 

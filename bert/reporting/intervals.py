@@ -1,4 +1,4 @@
-"""The steps of an interval, reported: the one place of the loop where the host waits for the device."""
+"""The steps of an interval, reported: but for the results of evaluations, where the loop's host waits for the device."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -130,6 +130,7 @@ class Intervals:
                 loss=means["masked_lm_loss"] + means["next_sentence_loss"],
                 masked_lm_loss=means["masked_lm_loss"],
                 next_sentence_loss=means["next_sentence_loss"],
+                # The schedule counts from 0, and a skipped step not at all.
                 learning_rate=learning_rate(self._config.optimizer, max(0, at.steps - self._skipped - 1)),
                 gradient_norm=means["gradient_norm"],
                 tokens_per_s=means["tokens"] * steps / seconds,
@@ -137,7 +138,9 @@ class Intervals:
                 skipped_steps=skipped,
             )
         )
+        # What follows, and the writing above, counts to the next interval.
         self._since, self._steps = now, at.steps
+        # Made known with the next fetch: telling it at once would be another collective.
         self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"]) / 1000
         for line in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, line)

@@ -46,4 +46,5 @@ class JsonLines:
 def _json_value(value: object) -> object:
     if not isinstance(value, float):
         return value
+    # Nine digits tell every fp32 number from its neighbours.
     return float(f"{value:.9g}") if math.isfinite(value) else None

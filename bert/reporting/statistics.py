@@ -16,6 +16,9 @@ class Statistics:
         self.own_seconds = [0.0] * mesh.world_size
         """What each rank gave at the last fetch, by rank."""
         self._rank, self._counts = mesh.rank, mesh.counts_losses
+        # One vector, so that one all-reduce sums it all: a place for each rank's own seconds, which others leave at 0,
+        # then the sums by name, the number of steps, and the wish to stop. In fp64, so that numbers of
+        # tokens stay exact.
         size = mesh.world_size + len(self.NAMES) + 2
         self._all = torch.zeros(size, dtype=torch.float64, device=mesh.device)
         self._sums = self._all[mesh.world_size :]
@@ -47,7 +50,7 @@ class Statistics:
 
         ``skipped_steps`` is a number of steps; ``gradient_norm`` is the mean over the others. ``own_seconds`` is what this
         rank tells all others of its own work.
-        The one place where the host waits for the device; every rank must call it after the same step.
+        The host waits for the device here; every rank must call it after the same step.
         """
         self._sums[-1] = float(stop)
         self._all[self._rank] = own_seconds
@@ -56,6 +59,7 @@ class Statistics:
         self.own_seconds, (*sums, steps, stopping) = values[:ranks], values[ranks:]
         means = {name: total / max(1, steps) for name, total in zip(self.NAMES, sums, strict=True)}
         skipped = means["skipped_steps"] = sums[self.NAMES.index("skipped_steps")]
+        # It was divided by all steps, but skipped ones have added nothing to it.
         means["gradient_norm"] *= max(1, steps) / max(1, steps - skipped)
         self._all.zero_()
         return means, stopping > 0

@@ -58,6 +58,7 @@ class Stopwatch:
     def time(self, phase: str) -> Iterator[None]:
         """Count the body towards ``phase``, without what it counts towards other phases."""
         self.stage.enter(phase)
+        # ``_inside`` is what bodies within this one count towards their own phases.
         begin, inside = time.perf_counter(), self._inside
         self._inside = 0.0
         try:
@@ -113,6 +114,7 @@ class DeviceStopwatch(Stopwatch):
         """Spans that lie inside another phase, and its name."""
         self._open: list[str] = []
         self._captured: dict[str, Span] = {phase: (mark(True), mark(True)) for phase in PHASES}
+        # Time can only be read between events that have been recorded: these lie before all phases until a replay.
         for begin, end in self._captured.values():
             begin.record()
             end.record()
@@ -137,6 +139,7 @@ class DeviceStopwatch(Stopwatch):
 
     def take(self) -> dict[str, float]:
         """The seconds by phase, which start again from zero. Waits for the device to end the phases."""
+        # The stream passes events in order: behind the last of a phase there is nothing to wait for.
         for spans in self._spans.values():
             if spans:
                 spans[-1][1].synchronize()
@@ -157,6 +160,7 @@ class DeviceStopwatch(Stopwatch):
     def _take_out(self, phase: str, captured: Span) -> None:
         """Move a captured phase's seconds out of the phase whose last span it lies in, if there is one."""
         for around, spans in self._spans.items():
+            # Captured events that no replay has passed of late lie before the last span.
             if around != phase and spans and _lies_in(captured, spans[-1]):
                 seconds = len(spans) * _seconds(captured)
                 self._seconds[phase] += seconds

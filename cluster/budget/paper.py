@@ -186,7 +186,7 @@ def _rows(
                 1e6 * at_peak / sequences,
                 1e6 * at_ceiling / sequences,
                 max(spent, key=lambda name: spent[name]),
-                2e-9 * sum(each.launch.multiply_adds for each in chosen) / sequences,
+                2e-9 * sum(each.launch.multiply_adds for each in chosen) / sequences,  # two operations each
                 1e-6 * sum(each.bytes for each in chosen) / sequences,
                 len(chosen),
             )

@@ -134,6 +134,7 @@ def _heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names:
     for (row, column), link in sorted(slowest.items()):
         over = link.seconds_per_byte / typical
         kind = "slow" if over > 1 else "fast"
+        # Full at half the median and at four times it.
         strength = min(1.0, abs(math.log2(max(over, 1e-9))) / (2 if over > 1 else 1))
         said = (
             f"{names[place_of[link.source]]} to {names[place_of[link.target]]}: {bandwidth(link.seconds_per_byte)}, "

@@ -90,8 +90,12 @@ def parts_of(
 
     Q = S + M
     embedding = [Computation("embedding", (1.0, T * D, float(own_V * D)), hidden)]
+    # PyTorch's attention on a CPU makes one call of neighbours of one length. In the last layer their numbers of
+    # queries differ, too: there each sequence counts as a call.
     each = layer(T, [linear(T, D, 3 * own_D, True)], sizes.lengths_AR, sizes.pairs_AR, True)
+    # Keys and values, queries.
     last = layer(Q, [linear(T, D, 2 * own_D), linear(Q, D, own_D)], S, sizes.last_pairs_AR, False)
+    # Pooler, next sentence, transform.
     last += [linear(S / tensor, D, D), linear(S / tensor, D, 2), linear(M / tensor, D, D)]
     last += [Computation("gelu", (1.0, M * own_D)), Computation("norm", (1.0, M * own_D))]
     last += [linear(M, D, own_V), Computation("loss", (1.0, M * own_V))]
@@ -148,7 +152,7 @@ def _layout(model: ModelConfig, tensor: int, own_stages: list[Stage]) -> Layout:
         own = padded(parameter.numel() if split is None else math.prod(split.shard_shape))
         if not any(stage.owns(name) for stage in own_stages):
             module, _, last = name.rpartition(".")
-            setattr(made.get_submodule(module), last, None)
+            setattr(made.get_submodule(module), last, None)  # not among the segments that are counted below
             copied += own if name == WORD and own_stages[-1].is_last else 0
             continue
         stop += own

@@ -39,6 +39,7 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     Raises:
         ValueError: the global batch does not divide over the ranks.
     """
+    # One value for all that micro-batches do not depend on, so that the cache below serves every way to sum gradients.
     summed = {"reduction": "flat", "in_network": False, "reduce_dtype": "fp32", "shard_gradients": False}
     computing = replace(strategy, bucket_bytes=1, **summed)
     places = [
@@ -74,6 +75,7 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
         worst = np.unravel_index(np.argmax(kept_AR + logits_AR), kept_AR.shape)
         whole_AR = kept_by_forward(work, keeping_all, sizes, on_gpu, layers)
         layer = float(whole_AR[worst] - kept_AR[worst]) / max(1, layers.inner)
+        # The largest that may be under way with it.
         others = np.sort(kept_AR[:, worst[1]])[-whole:-1].sum() if whole > 1 else 0.0
         kept = (float(kept_AR[worst]) + float(others)) * kept_at_once / whole
         largest = max(largest, (kept, float(logits_AR[worst]), layer), key=sum)

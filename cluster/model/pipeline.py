@@ -62,6 +62,7 @@ def through_stages(
     waits_P11 = message_s * neighbours_P[:, None, None]
     busy_PR = (compute_PAR / sharing + waits_P11).sum(1)
     costliest_R = busy_PR.max(0)
+    # One micro-batch through all other ranks fills and drains the pipeline; interleaved, one stage of each.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
 
@@ -71,5 +72,7 @@ def under_way(strategy: Strategy, place: int) -> float:
     stages, virtual = strategy.pipeline, strategy.virtual_stages
     if virtual == 1:
         return min(stages - place, strategy.gradient_accumulation_steps) if stages > 1 else 1
+    # Forward passes of a stage before the first backward pass, as ScheduleInterleaved1F1B counts its warm-up, and one
+    # more.
     parts = (virtual - 1) * stages + 2 * (stages - 1 - place) + 1
     return min(parts / virtual, strategy.gradient_accumulation_steps)

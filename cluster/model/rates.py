@@ -48,7 +48,7 @@ class Curve:
     share: float = 0.0
 
     def seconds(self, size: float) -> float:
-        """Between two points by a line; beyond them by the line through the two nearest, or in proportion."""
+        """Between two points by a line, above them by that of the last two; below them as at the first: latency."""
         sizes = [each for each, _ in self.points]
         at = min(max(bisect.bisect_left(sizes, size), 1), len(sizes) - 1)
         (low, before), (high, after) = self.points[at - 1], self.points[at]
@@ -145,6 +145,8 @@ class Rates:
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
         nodes = copies // ranks
+        # A ring of fewer members sends less of a vector. Between hosts all groups share the links: a group's vector
+        # takes the time of one as many times larger, which was measured alone.
         longer = {
             "world": _share_of_ring(copies, self.world_size),
             "node": _share_of_ring(ranks, self.ranks),
@@ -167,6 +169,8 @@ class Rates:
         Copies that take several hosts wait for the links between those.
         """
         scope: Scope = "node" if self.ranks // tensor % pipeline == 0 else "rail"
+        # A rank of a ring of n sends (n - 1) / n of an all-gather's vector: this is the vector of which it sends
+        # ``size``.
         return self.collective_seconds("all-gather", scope, size / (1 - 1 / self.members(scope)))
 
     def last_of(self, work_R: Sequence[float]) -> float:
@@ -180,6 +184,7 @@ class Rates:
             now += (work - done) * max(1.0, slowness * (many - place) / many) / slowness
             done = work
         mean = sum(ordered) / many
+        # Expected largest of so many normal deviates (Blom, 1958).
         order_statistic = NormalDist().inv_cdf((many - 0.375) / (many + 0.25)) if many > 1 else 0.0
         return max(now, mean * self.last, mean * (1 + self.noise * order_statistic))
 
@@ -202,6 +207,7 @@ def costs_of(
     """
     sixteen = max(flops.get("bf16", 0.0), flops.get("fp32", 0.0))
     size = 2 if "bf16" in flops else 4
+    # 8 bytes: the fp32 gradient of a weight is read and written.
     costs: dict[str, tuple[float, ...]] = {
         f"linear {name}": (6 * launch_s, LINEAR_FLOPS / rate, 0.0, 8 / bytes_per_s) for name, rate in flops.items()
     }
@@ -209,6 +215,7 @@ def costs_of(
         traffic = accesses * size / bytes_per_s
         calls = 8 * launch_s
         costs[kind] = (calls, traffic, 0.0)[: len(TERMS[kind])]
+    # Two products of queries, keys and values.
     costs["attention"] = (8 * launch_s, _ACCESSES["attention"] * size / bytes_per_s, 0.0, 2 * LINEAR_FLOPS / sixteen)
     costs["lamb"] = (0.0, launch_s, UPDATE_BYTES / update_bytes_per_s)
     costs["batch"] = (0.0, 0.0)
@@ -243,6 +250,8 @@ def fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
         seconds_K = np.array([each.seconds for each in timed])
         counts_KT = np.array([each.counts for each in timed])
         largest_T = counts_KT.max(axis=0)
+        # Rows over their seconds make errors relative; columns over their largest count keep the matrix well scaled. No
+        # cost is below zero.
         found_T, _ = nnls(counts_KT / largest_T / seconds_K[:, None], np.ones(len(timed)))
         costs[kind] = tuple((found_T / largest_T).tolist())
     return costs
@@ -272,6 +281,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         raise ValueError(f"{device.name} has no FP8: set training.precision to bf16")
     run = Run(machine, machine.accelerators)
     matrix, memory, power = sequence_time(p, run, precision == "fp8")
+    # The limit of power slows all of a sequence alike.
     stretch = (matrix + memory + power) / (matrix + memory)
     sixteen = SEQUENCE_FLOPS / (sequence_time(p, run, False)[0] * stretch)
     flops = {"bf16": sixteen}
@@ -279,7 +289,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         eight = sequence_time(p, run, True)[0] * stretch - (1 - FP8_SHARE) * SEQUENCE_FLOPS / sixteen
         flops["fp8"] = FP8_SHARE * SEQUENCE_FLOPS / eight
     update = UPDATE_EFFICIENCY * device.memory_gb_s * 1e9
-    bytes_per_s = _traffic() / (memory * stretch)
+    bytes_per_s = _traffic() / (memory * stretch)  # at which the traffic counted here takes the fit's time
     return Rates(
         machine.groups,
         machine.group,
@@ -326,6 +336,6 @@ def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
     ]
     for scope, members, per_byte, wait in scopes:
         for operation in get_args(Operation):
-            rate = (2 if operation == "all-reduce" else 1) * (1 - 1 / members) * per_byte
+            rate = (2 if operation == "all-reduce" else 1) * (1 - 1 / members) * per_byte  # of a ring
             curves[operation, scope] = Curve(((0.0, wait), (2.0**30, wait + rate * 2**30)))
     return curves

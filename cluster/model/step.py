@@ -68,6 +68,8 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
     parts = _computing(work.model, strategy, rates, work.typical(sequences))
     stages = [rates.micro_batch_s + float(each.sum()) for each in _of_stages(parts, work.model, strategy)]
     if strategy.pipeline > 1:
+        # In M micro-batches: the work of the costliest stage, M times what each takes whatever its size, and an M-th of
+        # the other stages' work at both ends. The root is where that is least.
         seconds, once = max(stages) - rates.micro_batch_s, max(rates.micro_batch_s, 1e-9)
         rest = (sum(stages) - max(stages)) / strategy.virtual_stages
         many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
@@ -92,17 +94,19 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     sizes = work.micro_batches(strategy, rates.world_size, step)
     embedding, layer, last = _computing(work.model, strategy, rates, sizes)
     layers = work.model.num_hidden_layers - 1
+    # What every rank computes, by the plan.
     compute_AR = rates.micro_batch_s + embedding + layers * layer + last
     assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))
     # Where processors compute, they assemble batches as well; beside devices of their own they have time for it.
     compute_R = compute_AR.sum(0) + (assembly if rates.demand >= 1 else 0.0)
     compute = float(compute_R.mean())
     data_wait = max(0.0, assembly - compute) if rates.demand < 1 else 0.0
+    # A mean rank's step beside its messages, in pieces that hold the assembly of batches as well.
     scale = compute / float(compute_AR.sum(0).mean())
     means = [float(part.mean()) * scale for part in (embedding, layer, last)]
     constant = rates.micro_batch_s * scale
     ends, reducing = _timeline(strategy, data_rates, layout, (*means, constant), layers)
-    straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)
+    straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)  # a mean rank waits so long
     exposed = ends.arrived - ends.computed + ends.waited
     reduce = exposed + (straggling if rates.world_size > 1 else 0.0)
     return PredictedStep(
@@ -120,6 +124,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     So what a micro-batch takes whatever its size counts on each stage. Computing is that of the first stage, as rank 0's
     records have it; what goes on elsewhere meanwhile is waiting.
     """
+    # Reductions of all stages begin together: the one with the most elements is the last.
     layouts = layouts_of(work.model, *_shape(strategy))
     layout = max(layouts, key=lambda each: each.elements)
     data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
@@ -138,8 +143,10 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
         through_R = through_R + assembly
     through = rates.last_of(through_R.tolist())
     computing = min(rates.mean * float(compute_PAR[0].sum(0).mean()), through)
+    # Twice on the way: the gradient of the last stage's word table before the sums, the table itself after the update.
     word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * layouts[-1].copied)
     buckets = layout.buckets(data_rates.world_size, strategy.bucket_bytes)
+    # Along rails go the sums of all micro-batches, with the last one.
     lasts = [False] * (strategy.gradient_accumulation_steps - 1 if strategy.shard_gradients else 0) + [True]
     sizes_B = [4 * (bucket.stop - bucket.start) for bucket in buckets]
     reducing = sum(_reduce(strategy, data_rates, size, last)[0] for last in lasts for size in sizes_B)
@@ -181,7 +188,7 @@ def _computing(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: Micr
     ]
     again = [each for each in parts[1] if each.kind in REPEATED[strategy.recompute]]
     found[1] += FORWARD * _seconds(again, rates, strategy.precision, sizes)
-    found[1] += exchanged[1] / 2 if strategy.recompute == "full" else 0.0
+    found[1] += exchanged[1] / 2 if strategy.recompute == "full" else 0.0  # those of the forward pass once more
     return found
 
 
@@ -200,6 +207,7 @@ def _exchanged(
         return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", "reduce-scatter"))
 
     element = 4 if precision == "fp32" else 2
+    # As docs/scaling.md counts them, under "Bytes that ranks send": the embeddings' sum travels in fp32.
     T, M = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
     Q = M + sizes.sequences
     return both(T, 4), 4 * both(T, element), both(T, element) + 4 * both(Q, element) + both(M, element)
@@ -221,10 +229,11 @@ def _timeline(
     buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Message] = []
     needs = [0] * len(parts)
+    # FP8's copies are cast from gathered weights: there the update gathers them, beside nothing.
     if strategy.reduction in SHARDED and rates.world_size > 1 and strategy.precision != "fp8":
         gathered = buckets[::-1]
         messages += [_gather(strategy, rates, 4 * (bucket.stop - bucket.start)) for bucket in gathered]
-        stops = [*layout.ends[:-1], layout.elements]
+        stops = [*layout.ends[:-1], layout.elements]  # the last layer and the heads wait for all
         needs = [sum(bucket.start < stop for bucket in gathered) for stop in stops]
     pieces = [Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True)]
     if messages:
@@ -293,6 +302,7 @@ def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
         seconds += sum(_gather(strategy, data_rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)
     if shards > 1:
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
+        # Two gatherings of squares, the global norm's and the tensors': of these two fp64 numbers a segment and rank.
         seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * layout.segments * shards)
     if strategy.tensor > 1:  # whose ranks have the gradients of what all of them have together
         seconds += rates.tensor_seconds("all-reduce", strategy.tensor, 4.0 * layout.shared / shards)

@@ -53,6 +53,7 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
         computing = piece < len(pieces) and pieces[piece].needs <= message
         sending = message < len(messages) and messages[message].after <= piece
         assert computing or sending, "pieces and messages wait for each other"
+        # Go on to where the piece, or the message, ends next: until then speeds are the same.
         speed_piece = speed_message = 1.0
         if computing and sending:
             speed_piece, speed_message = _speeds(demand, messages[message].share)

@@ -135,6 +135,7 @@ class Work:
 
 
 def _sizes(lengths_ARS: NDArray[np.float64], masked_ARS: NDArray[np.float64]) -> MicroBatches:
+    # In order, a length is one sequence's alone where it differs from both neighbours.
     ordered_ARS = np.sort(lengths_ARS, axis=-1)
     is_new = np.diff(ordered_ARS, axis=-1) > 0
     edge = np.ones_like(is_new, shape=(*is_new.shape[:-1], 1))

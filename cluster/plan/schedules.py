@@ -51,7 +51,7 @@ def schedules(config: Config) -> list[Schedule]:
     found: dict[int, Schedule] = {}
     for schedule in [*_of_recipes(published), *_stated(published)]:
         best = found.get(schedule.global_batch_size)
-        if best is None or (schedule.samples or 0) < (best.samples or 0):
+        if best is None or (schedule.samples or 0) < (best.samples or 0):  # of one size, what took the fewest samples
             found[schedule.global_batch_size] = schedule
     samples = _samples(published, training.global_batch_size, config.optimizer)
     found[training.global_batch_size] = Schedule(

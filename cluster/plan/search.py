@@ -95,6 +95,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
         reasons = dict.fromkeys(f"{each.setting} {each.value}: {each.reason}" for each in search.refusals)
         raise ValueError(f"nothing is feasible on {target.world_size:,} x {target.device}: {'; '.join(reasons)}")
     ranked = list(first)
+    # No way to sum makes a step faster than one without any reduction: where that is too slow, none is looked at.
     for each in sorted(first, key=lambda candidate: candidate.least_seconds):
         best = _best(ranked)
         if len(best) < BEST or each.least_seconds < best[-1].seconds:
@@ -154,7 +155,7 @@ class _Search:
                 elif not shown:
                     found += self._with_micro_batches(schedule, way)
                 shown = True
-                if not may_be:
+                if not may_be:  # nor may any that takes longer at the least
                     break
         return found
 
@@ -162,7 +163,7 @@ class _Search:
         """Ways with so many stages, each after the least that it takes with any number of them a rank."""
         if pipeline > self._config.model.num_hidden_layers:
             return []
-        most = self._virtual_stages(pipeline)[-1]
+        most = self._virtual_stages(pipeline)[-1]  # with which a rank waits least
         ways = [way for tensor in tensors for way in self._ways(tensor, pipeline)]
         timed = [(self._least_seconds(replace(way, virtual_stages=most)), (schedule, way)) for schedule, way in ways]
         return sorted(timed, key=lambda each: each[0])
@@ -194,12 +195,13 @@ class _Search:
         copies = target.world_size // (tensor * pipeline)
         for schedule in self._schedules:
             batch = schedule.global_batch_size
-            if batch % copies == 0 and batch >= copies * pipeline:
+            if batch % copies == 0 and batch >= copies * pipeline:  # a micro-batch for each stage
                 self._samples[batch] = schedule.samples or self._work.samples
                 for precision in target.rates:
                     if precision != "fp8" or pipeline == 1:  # whose scales are of the whole model
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
+            # Said once, with the last size of tensor groups: with none of them do copies divide the batch.
             elif pipeline == 1 and tensor == self._tensors[-1] and batch not in self._samples:
                 reason = "is no multiple of" if batch > copies else "is less than"
                 self.refusals.append(Refusal("batch", batch, f"{reason} {self._target.world_size:,} ranks"))
@@ -222,6 +224,7 @@ class _Search:
             self.refusals.append(Refusal(*_shape(way), f"weights do not fit in {way.precision}: {gigabytes}"))
             return
         enough = way.sequences(target.world_size) + 1
+        # From the fastest on: what recomputes or shards more is worth it only with less accumulation than those before.
         for recompute, each in product(RECOMPUTES, held):
             if held[each] > usable:
                 continue
@@ -249,6 +252,7 @@ class _Search:
             return
         shape = like.strategy.tensor, like.strategy.pipeline, like.strategy.virtual_stages
         vector = 4 * max(layout.elements for layout in layouts_of(self._work.model, *shape))
+        # Larger ones would be one as well.
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
         reductions = [each for each in self._reductions if each in SHARDED or not like.strategy.shard_gradients]
         for reduction, reduce_dtype, bucket_bytes in product(reductions, ("fp32", "bf16"), buckets):
@@ -277,7 +281,7 @@ class _Search:
                     gigabytes = f"{memory / 1e9:,.1f} of {USABLE_MEMORY * rates.memory_bytes / 1e9:,.1f} GB"
                     way = f"{precision}, {strategy.summing}, recompute {strategy.recompute}, tensor {strategy.tensor}"
                     self.refusals.append(Refusal("micro-batch", sequences, f"does not fit in {way}: {gigabytes}"))
-                if strategy.reduction == self._reductions[-1]:
+                if strategy.reduction == self._reductions[-1]:  # which takes the least memory of all
                     self._too_many[memory_by] = sequences
                 return None
             step = predict_step(work, strategy, rates, steps=1)

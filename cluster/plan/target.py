@@ -76,7 +76,7 @@ def device_of(recipe: str, accelerator: str | None) -> tuple[Device, int]:
     name = accelerator or (_ACCELERATORS.get(sized[1]) if sized else None)
     if name is None:
         raise ValueError(f"{recipe} names no device: give --cluster, which `python -m cluster probe` measures")
-    return device_named(name), max(8, int(sized[3])) if sized else 8
+    return device_named(name), max(8, int(sized[3])) if sized else 8  # a recipe of fewer has a part of such a node
 
 
 def described(device: Device, count: int, per_node: int, networking: str = "") -> Target:

@@ -93,7 +93,7 @@ def _reach(deadline: float, seconds: float) -> None:
 
 def _answer(store: Store, deadline: float, seconds: float) -> None:
     while not store.check(["complete"]):
-        if store.check(["missing"]) or time.monotonic() > deadline + 5:
+        if store.check(["missing"]) or time.monotonic() > deadline + 5:  # rank 0 is to speak first
             raise ValueError(f"not all ranks have come within {seconds:g} s: rank 0 says which")
         time.sleep(_PAUSE_S)
 

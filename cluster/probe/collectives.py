@@ -139,6 +139,7 @@ class _Trial:
         """
         took, busy, wrong_elements, source = [], 0.0, 0, -1
         for repeat in range(repeats + 1):  # the first one connects
+            # What the repetition before left there would pass for right.
             self._out.copy_(self._own) if self._operation == "all-reduce" else self._out.zero_()
             dist.barrier()
             start, before = time.perf_counter(), time.process_time()

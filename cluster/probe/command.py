@@ -95,7 +95,7 @@ def probe(request: Request) -> int:
         raise ValueError(f"rank {launch.rank}: another rank was lost, or the device failed ({reason})") from None
     finally:
         leave_mesh()
-        del store
+        del store  # last of all: rank 0 serves it to the others
 
 
 def short_probe(mesh: Mesh) -> list[str]:
@@ -122,6 +122,7 @@ def report(view: View) -> list[str]:
 def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, limit: float = math.inf) -> View | None:
     """The view, on rank 0; None on the others."""
     start = time.perf_counter()
+    # Who is where, and who is measured with whom.
     every = [Facts.decoded(content) for content in _gather_bytes(facts_of(mesh).encoded(), mesh)]
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
@@ -140,12 +141,15 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
             measure_paths(mesh, between, turns, 0.2 * seconds) if between else None,
         )
 
+    # Devices and paths; where rank 0 finds something suspicious, it has all ranks measure them once more.
     measured = once()
     suspicious = False
+    # Only where there is time for as much again, and for the collectives that follow.
     if mesh.is_main and 2 * (time.perf_counter() - start) + 0.4 * seconds < limit:
         suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
+    # What all ranks do at once.
     computations, contention = [], UNKNOWN
     if limit == math.inf:  # many kinds, each of which takes its time; they are for predictions, and name nothing slow
         contention = measure_contention(mesh, _processors(every), 0.1 * seconds)
@@ -184,6 +188,7 @@ def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[
     place_rounds = rounds_of_pairs(len(nodes[0]))
     within = [[_ordered(ranks[a], ranks[b]) for ranks in nodes for a, b in pairs] for pairs in place_rounds]
     by_name = sorted(nodes, key=lambda ranks: _natural(every[ranks[0]].host))
+    # Reversed: of a card's ranks the first one stays.
     at_cards = [list({every[rank].card: rank for rank in reversed(ranks)}.values())[::-1] for ranks in by_name]
     rails = list(zip(*at_cards, strict=False))  # as many as every host has cards
     between = [
@@ -225,6 +230,7 @@ def _gather_bytes(content: bytes, mesh: Mesh) -> list[bytes]:
     """Every rank's ``content``, by rank; as bytes of fixed size, so that nothing is unpickled."""
     if mesh.world_size == 1:
         return [content]
+    # Spaces behind JSON are none of it.
     sent = torch.tensor(list(content.ljust(FACTS_BYTES)), dtype=torch.uint8, device=mesh.device)
     received = sent.new_empty(mesh.world_size * FACTS_BYTES)
     all_gather_single(received, sent)

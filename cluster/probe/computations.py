@@ -116,7 +116,7 @@ def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[Co
     trials = trials_of(mesh.device)
     window = max(seconds / (_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
     turns = max(1, round(seconds / (window * len(trials))))
-    for trial in trials:
+    for trial in trials:  # memory is allocated, and implementations are chosen
         trial.action()
     barrier()
     own_TK = np.array([[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(turns)])
@@ -156,6 +156,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
         barrier()
         begun.append(work())
         barrier()
+    # Of rank 0 alone: the others send numbers of the same shape, which are not looked at.
     first_T = gather_numbers(np.array(alone if mesh.rank == 0 else together), mesh)[0]
     together_RT, begun_RT = (gather_numbers(np.array(times), mesh) for times in (together, begun))
     times = (first_T, together_RT.mean(axis=0), begun_RT.mean(axis=0), begun_RT.max(axis=0))
@@ -163,7 +164,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
 
 
 def _backward_of(make: Callable[[], Callable[[], Tensor]], kind: str, counts: tuple[float, ...]) -> Trial:
-    """Time ``_COPIES`` of an computation forward, and then backward in the opposite order."""
+    """Time ``_COPIES`` of a computation forward, and then backward in the opposite order."""
     computations = [make() for _ in range(_COPIES)]
     with torch.enable_grad():
         gradient = torch.ones_like(computations[0]())
@@ -286,6 +287,7 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
     state = LambState.zeros_like(weights)
     layout = LambSegments((size,) * segments, (True,) * segments)
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
+    # At a rate of 0 weights stay as they are, however often it is timed.
     step, rate = torch.ones((), dtype=torch.int64, device=device), torch.zeros((), device=device)
 
     def action() -> None:

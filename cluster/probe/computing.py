@@ -148,7 +148,7 @@ def measure_rates(
     weights = [_JUDGED_WINDOW if cell.judged else 1.0 for cell in cells]
     window = min(0.1, seconds / (turns * every * sum(weights)))
     times_TC = np.empty((turns, len(cells)))
-    for cell in cells:
+    for cell in cells:  # the first time something is allocated or loaded, which no turn is to show
         cell.action()
     for turn in range(turns):
         for group in range(every):

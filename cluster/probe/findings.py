@@ -85,6 +85,7 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
         ends, source_E, target_E = _ends(paths)
         host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
         for times_TE in (paths.seconds_per_byte_TE, paths.latency_TE):
+            # What is slow at its end makes no leaf.
             rest_TE = take_apart(np.log(times_TE), source_E, target_E, len(ends)).rest_TE
             leaves = leaves_of(rest_TE, host_E, other_E, measured.hosts)
             if leaves is not None:
@@ -114,12 +115,14 @@ def find_outliers(
 def _step_of(measured: Measured) -> _Step:
     typical_C = np.median(measured.rates_RTC, axis=(0, 1))
     products = [2.0 * c.size**3 / t for c, t in zip(measured.cells, typical_C, strict=True) if c.quantity == "product"]
+    # Read and written.
     copies = [2.0 * c.size / t for c, t in zip(measured.cells, typical_C, strict=True) if c.quantity == "copy"]
     paths, reduce = measured.between_hosts or measured.in_hosts, 0.0
     if paths is not None:
         ends = len({*paths.source_E.tolist(), *paths.target_E.tolist()})
         many = measured.hosts if measured.between_hosts else ends
         cards = ends / measured.hosts if measured.between_hosts else 1
+        # A ring along every rail, in fp32, with the gradient divided over a host's cards.
         reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
     return _Step(STEP_OPERATIONS / max(products), _UPDATE_BYTES / max(copies), reduce)
 
@@ -173,6 +176,7 @@ def _slow_paths(
 ) -> list[_Found]:
     ends, source_E, target_E = _ends(paths)
     leaf_of = [switches[host][-1:] for host in measured.host_of]
+    # Paths through one leaf switch are compared with their like, and so are those through several.
     kind_E = [int(leaf_of[s] != leaf_of[t]) for s, t in zip(paths.source_E, paths.target_E, strict=True)]
     found: list[_Found] = []
     for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
@@ -188,6 +192,7 @@ def _slow_paths(
             found.append(_found(members, "part", quantity, judgement, int(k), step))
         # Of a slow end another path is worth a word only if it is slower by as much again.
         slow = {each.ranks[0]: each.ratio for each in found if each.quantity == quantity}
+        # Fitted were the level, and the shares of ends that have paths enough.
         fitted = 1 + sum(int((np.bincount(of_E) >= FEWEST_PARTNERS).sum()) for of_E in (source_E, target_E))
         judgement = judge(parts.rest_TE, comparisons, chance, fitted=fitted)
         slow_paths = []
@@ -234,6 +239,7 @@ def _described(measured: Measured, found: Sequence[_Found]) -> list[Outlier]:
         host = measured.host_of[ranks[0]]
         part: Part = "link"
         if kind == "device":
+            # All ranks of a host being slow, it is the host that is slow, and it is named once.
             whole = slow_of[host] > 1 and slow_of[host] == measured.host_of.count(host)
             if whole and host in told:
                 continue

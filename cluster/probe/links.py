@@ -118,6 +118,7 @@ class _Messages:
         sizes = [_SMALLEST_BYTES, _SMALLEST_BYTES]
         while True:
             _, *rates = self.both_ways(pair, (sizes[0], sizes[1]), round_trips=1)
+            # Each rank timed one way, and has 0 for the other: the sum has both.
             own = torch.tensor(rates, dtype=torch.float64, device=self._mesh.device).nan_to_num()
             theirs = torch.empty_like(own)
             _exchange(self._mesh, own, theirs, pair)

@@ -87,7 +87,7 @@ def facts_of(mesh: Mesh, sys: Path = Path("/sys")) -> Facts:
         card, clique = nearest_card(sys, address, cards), nvlink_clique(address)
     else:
         name, memory, numa = processor_name(), host_memory(), _own_numa(sys)
-        usual = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+        usual = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]  # where gloo is told to talk
         card = usual if usual in [each.name for each in cards] else next((each.name for each in cards), "")
         clique = ""
     cpus = list(sys.glob("devices/system/cpu/cpu[0-9]*"))

@@ -86,7 +86,7 @@ def fit(observed: Sequence[Result], start: Parameters | None = None, tolerance: 
     def residuals(x: np.ndarray) -> np.ndarray:
         parameters = dict(zip(names, x.tolist(), strict=True))
         found = [
-            _saturated(value) * alike[result.kind] ** -0.25
+            _saturated(value) * alike[result.kind] ** -0.25  # squared: n alike count as the root of n
             for result in observed
             for value in _misfits(parameters, result)
         ]
@@ -94,7 +94,7 @@ def fit(observed: Sequence[Result], start: Parameters | None = None, tolerance: 
 
     begin = mean if start is None else np.array([start.get(name, prior_of(name).mean) for name in names])
     solution = least_squares(residuals, begin, x_scale=deviation, diff_step=1e-4, ftol=tolerance, xtol=1e-8)
-    covariance = np.linalg.inv(solution.jac.T @ solution.jac)
+    covariance = np.linalg.inv(solution.jac.T @ solution.jac)  # as Gauss and Newton take the curvature of the loss
     return dict(zip(names, solution.x.tolist(), strict=True)), tuple(map(tuple, covariance.tolist()))
 
 
@@ -118,6 +118,7 @@ def spread(calibration: Calibration, run: Run) -> float:
     """Standard deviation of the logarithm of a run's time: of results about the model, and of the model's parameters."""
     names = list(calibration.parameters)
     base = math.log(run_time(calibration.parameters, run).total)
+    # To first order, what the covariance of the parameters makes of the logarithm of the time.
     slopes = []
     for name in names:
         step = 1e-3

@@ -52,11 +52,14 @@ def log_samples(
     """
     found = log(_line(REFERENCE_POINTS, batch))
     practice = [(log(knot), p[f"practice_{knot}"]) for knot in BATCH_KNOTS]
+    # How practice differs from the reference.
     found += _line(practice, min(max(log(batch), practice[0][0]), practice[-1][0]))
-    if old_recipe:
+    if old_recipe:  # the less, the more a recipe was tuned for the very run
         growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))
         found += (p["old_recipe"] + growth) * exp(-accelerators / TUNED_ACCELERATORS)
+    # Batches that memory does not take at once.
     found += p["accumulation"] * max(0.0, log2(batch / accelerators / (SEQUENCES_PER_GB * memory_gb)))
+    # The longer a trial takes, the fewer are made.
     minutes = REFERENCE_POINTS[0][1] / sequences_per_second / 60
     return found + p["tuning"] * max(0.0, log2(minutes / LONG_RUN_MINUTES))
 

@@ -122,6 +122,7 @@ def step_time(p: Parameters, run: Run) -> StepTime:
     matrix, memory, power = sequence_time(p, run, uses_fp8(run))
     sequence = matrix + memory + power
     micro_batches = ceil(share / (_sequences_per_gb(run) * device.memory_gb))
+    # A device that b sequences fill half takes as long for n of them as a full one for n + b.
     launch = micro_batches * (exp(p["launch"]) + exp(p["half_batch"]) * sequence)
     update = PARAMETERS * UPDATE_BYTES / (UPDATE_EFFICIENCY * device.memory_gb_s * 1e9) / machine.group
     inside, between = _reduction(p, machine)
@@ -142,6 +143,7 @@ def sequence_time(p: Parameters, run: Run, fp8: bool) -> tuple[float, float, flo
     """Return the seconds of a sequence on a device: matrix products, memory traffic, and what the limit of power adds."""
     device = run.machine.device
     rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
+    # Joules of a sequence on an architecture of 2020, halved every so many years.
     energy = exp(p["energy"]) * 2 ** (-(device.year - 2020) / exp(p["energy_halving"]))
     matrix = SEQUENCE_FLOPS / rate
     if fp8:
@@ -197,7 +199,7 @@ def network_rate(p: Parameters, machine: Machine) -> float:
     device, network = machine.device, machine.network
     if device.network_gb_s is not None:
         return exp(p["network_efficiency"]) * device.network_gb_s * machine.group * 1e9
-    byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)
+    byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # nanoseconds, of one port
     if network.ports < machine.per_node < SWITCHED:
         byte_seconds = _larger(byte_seconds, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
     return network.ports * machine.group / machine.per_node / byte_seconds * 1e9

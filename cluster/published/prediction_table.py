@@ -71,7 +71,7 @@ def predict_table(source: Path, out: Path) -> list[Row]:
 def _read(source: Path) -> Iterator[tuple[int, dict[str, str]]]:
     content = read_bounded(source, MOST_BYTES, "give --table a CSV file with the columns of published_results.csv")
     try:
-        text = content.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")  # spreadsheets put a byte order mark in front
     except UnicodeDecodeError:
         raise ValueError(f"{source}: no text in UTF-8, expected a CSV file") from None
     reader = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True)

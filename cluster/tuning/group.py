@@ -111,7 +111,7 @@ class Group:
             if not ready:
                 raise self._failed("was not ready in time")
             for pipe in ready:
-                line = os.read(pipe, _LONGEST_ANSWER)
+                line = os.read(pipe, _LONGEST_ANSWER)  # one write of at most PIPE_BUF bytes comes whole
                 if not line:
                     raise self._failed("has ended")
                 answers[pending.pop(pipe)] = json.loads(line)
@@ -129,7 +129,7 @@ class Group:
         deadline = time.monotonic() + patience
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
+            process.stdin.close()  # at the end of its input a process ends in order
         for process in self._processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
@@ -143,6 +143,7 @@ class Group:
 
 def _environments(choice: Choice) -> list[dict[str, str]]:
     """The environment of each process; one alone is in no launcher's."""
+    # This program may have been started by a launcher itself.
     own = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     own["OMP_NUM_THREADS"] = str(choice.threads)
     if choice.processes == 1:

@@ -38,6 +38,7 @@ class Comparison:
         mean, many = statistics.fmean(logarithms), len(logarithms)
         error = statistics.stdev(logarithms) / math.sqrt(many) if many > 1 else math.inf
         reach = -float(stdtrit(max(1, many - 1), DOUBT)) * error
+        # After few turns the reach may be infinite, or beyond what exp takes.
         return cls(math.exp(mean), math.exp(mean - reach), math.exp(min(mean + reach, 700.0)), many)
 
     @property

@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _leaving_nothing(config: Config, folder: Path) -> Config:
-    seed = 0 if config.training.seed is None else config.training.seed
+    seed = 0 if config.training.seed is None else config.training.seed  # all choices train on the same batches
     return replace(
         config,
         training=replace(config.training, seed=seed),

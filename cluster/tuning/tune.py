@@ -184,6 +184,8 @@ class _Search:
             return []
         parameters = sum(torch.Size(shape).numel() for shape in weight_shapes(self._config.model).values())
         usual = self._config.training.bucket_bytes
+        # Of sizes that make equally many buckets one is enough; the usual size is last, and stands for those that do as
+        # it does.
         by_count = {math.ceil(4 * parameters / size): size for size in (*_BUCKETS_BYTES, usual)}
         return [self._with("training.bucket_bytes", size) for size in by_count.values() if size != usual]
 

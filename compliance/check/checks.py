@@ -72,6 +72,7 @@ def _check_chain(context: Context) -> Iterator[Finding]:
     elif not chain.ended and not context.aborted:
         found = f"no digest at the end; expected one below line {chain.covered}: the log was cut off, or the run was"
         stop = context.log.last("run_stop")
+        # The digest below run_stop bears out the run; what is missing was written after it.
         severity: Severity = "warning" if stop and stop.line < chain.covered else "error"
         yield Finding(chain.covered, "", rule, found, remedy, severity=severity)
 
@@ -92,6 +93,7 @@ def _check_presence(context: Context) -> Iterator[Finding]:
             continue  # an early end explains what an aborted log lacks, and the run is no result anyway
         name, _, end = rule.key.partition("_")
         if name == "eval" and end in ("start", "stop"):
+            # Rule files take blocks for evaluations: only where epochs are all there is must evaluations be logged.
             due = not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
         else:
             due = rule.required_in(context.ruleset, context.run.division)
@@ -100,6 +102,7 @@ def _check_presence(context: Context) -> Iterator[Finding]:
             times = "one record" if rule.once else "at least one record"
             remedy = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
             severity: Severity = "error"
+            # TR 5.1 asks for it since that round.
             if rule.key == "seed" and not context.is_at_least_4_1:
                 severity = "warning"
             found = f"no record; expected {times}"
@@ -126,6 +129,8 @@ def _check_time(context: Context) -> Iterator[Finding]:
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
             yield at(record, found, expected, remedy, "TR 11", "error" if is_error else "warning")
+        # From run_start on, times are held against its own: what another process's clock had put ahead before is
+        # forgotten.
         if latest is None or record.time_ms >= latest.time_ms or record.line == run_line:
             latest = record
         if record.key in TIMELINE:

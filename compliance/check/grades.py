@@ -32,6 +32,7 @@ class Context:
 
     @cached_property
     def _followed(self) -> tuple[LoggedRun, list[tuple[Record, Violation]]]:
+        # Others' settings may stand below what depends on them, as the batch size below the evaluations.
         settings = {key: records[0] for key, records in self.log.by_key.items()}
         run, broken = LoggedRun(self.log.header, settings), []
         for record in self.log.records:
@@ -114,6 +115,8 @@ def _grade(context: Context, record: Record, violation: Violation) -> Severity |
         case "place":
             return _grade_of_place(context, record)
         case "repeat":
+            # As the official checker: equal values are a warning, different ones of a key that is asked for once an
+            # error. Seeds are compared over all logs of a folder (``compliance.submission.check``).
             needed = rule.required_in(context.ruleset, context.run.division) and rule.key != "seed"
             same = record.value == context.run.first[record.key].value
             return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"
@@ -181,6 +184,7 @@ def _check_evaluations(context: Context) -> Iterator[Finding]:
         remedy = "log the true count; the RCP checker reads it, unless it is told to take train_samples"
         yield at(run.accuracies[0], found, "the sequences trained so far", remedy, "TR 24.6", "warning")
         return
+    # The untrained model is no evaluation of the schedule.
     is_regular = _is_regular(samples[1:] if samples[0] == 0 else samples, run)
     for record, violation in context.broken:
         if record.key == "eval_accuracy" and violation.kind in ("schedule", "count"):

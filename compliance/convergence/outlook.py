@@ -166,6 +166,7 @@ def _first_evaluation(found: Reference, values: list[float], remaining: int, bou
     def reaches(index: int) -> bool:
         return olympic_mean(values + [_evaluation(found, index).samples] * remaining) >= bound
 
+    # The mean rises with the index: doubled until it reaches the bound, then halved in between.
     high = 1
     while not reaches(high):
         high *= 2
@@ -205,9 +206,12 @@ def _predicted_means(found: Reference, values: list[float], remaining: int) -> l
     known = [value for value in values if value != NOT_CONVERGED]
     centre = statistics.fmean(known) if known else found.mean
     degrees_of_freedom = found.runs - 1 + max(len(known) - 1, 0)
+    # Spread around the means of either side, pooled.
     squares = found.stdev**2 * (found.runs - 1) + sum((value - centre) ** 2 for value in known)
     means: list[float] = []
     for _ in range(PREDICTION_DRAWS):
+        # The variance is the squares over a draw of chi-squared, which is twice a draw of gamma with half the degrees
+        # of freedom; the mean is then normal around what was seen, and so is each missing run around the mean.
         stdev = math.sqrt(squares / (2 * draw.gammavariate(degrees_of_freedom / 2, 1)))
         shifted = draw.gauss(centre, stdev / math.sqrt(len(known) or found.runs))
         means.append(olympic_mean(values + [draw.gauss(shifted, stdev) for _ in range(remaining)]))

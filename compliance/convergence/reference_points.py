@@ -122,6 +122,7 @@ def points(ruleset: str) -> tuple[Point, ...]:
             "(the project's requirements name it)"
         ) from error
     read = [(entry["BS"], entry["Epochs to converge"]) for entry in json.loads(text).values()]
+    # As the official checker: the spread is of all runs, though the mean is without the extremes.
     found = [Point(batch, olympic_mean(runs), statistics.pstdev(runs), len(runs) - 2) for batch, runs in read]
     return tuple(sorted(found, key=lambda point: point.global_batch_size))
 
@@ -192,6 +193,7 @@ def student_t_quantile(probability: float, degrees_of_freedom: int) -> float:
     low, high = 0.0, 1.0
     while (1 + _t_between(high, degrees_of_freedom)) / 2 < probability:
         high *= 2
+    # Until no floating-point number lies between them.
     while low < (middle := (low + high) / 2) < high:
         low, high = (middle, high) if (1 + _t_between(middle, degrees_of_freedom)) / 2 < probability else (low, middle)
     return high
@@ -201,6 +203,8 @@ def _t_between(t: float, degrees_of_freedom: int) -> float:
     """Probability that a t variable lies between -t and t."""
     angle = math.atan(t / math.sqrt(degrees_of_freedom))
     sine, cosine = math.sin(angle), math.cos(angle)
+    # With x the angle: sin x (1 + cos^2 x / 2 + 3 cos^4 x / 8 + ...) for an even number, and 2 / pi times x + sin x
+    # (cos x + 2 cos^3 x / 3 + ...) for an odd one.
     odd = degrees_of_freedom % 2
     term = cosine if odd else 1.0
     total = 0.0

@@ -322,6 +322,7 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
         given |= {"data.train": about.folder("train"), "data.evaluation": about.folder("evaluation")}
     for name, value in given.items():
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
+    # One process, which checks the shares of as many as the run will have.
     environment = {"WORLD_SIZE": str(about.plan.world_size)}
     output = about.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
     remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"

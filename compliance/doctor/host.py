@@ -82,7 +82,7 @@ class Host:
                 errors="replace",
                 env={**self.environment, "LC_ALL": "C", **(environment or {})},
                 cwd=REPOSITORY,
-                start_new_session=True,
+                start_new_session=True,  # a group of its own, to be killed as one
             )
         except FileNotFoundError:
             return Output(trouble=f"no command {command[0]} here", missing=True)

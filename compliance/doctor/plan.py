@@ -97,6 +97,7 @@ def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
     nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
     if not intended.recipe:
         return Plan(nodes=nodes, ranks=max(1, gpus_here))
+    # In a process of its own: no module here may import bert, nor PyTorch with it.
     output = host.python("-c", _ASK_RECIPE, intended.recipe, timeout_s=RECIPE_TIMEOUT_S)
     try:
         config = json.loads(output.answer)

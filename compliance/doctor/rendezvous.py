@@ -71,6 +71,7 @@ def ports_open_to_all(host: Host, pid: int) -> list[int]:
     for table in ("tcp", "tcp6"):
         for line in host.read(f"/proc/{pid}/net/{table}").splitlines()[1:]:
             fields = line.split()
+            # Fields of /proc/net/tcp: 1 local address and port, in hex, 3 state, 9 inode. All zeros is any address.
             if len(fields) > 9 and fields[3] == LISTENING and fields[9] in sockets:
                 address, _, port = fields[1].partition(":")
                 if not address.strip("0"):
@@ -85,6 +86,7 @@ def _processes(host: Host) -> list[int]:
 def _elastic_agent(host: Host, pid: int) -> str:
     """Return what makes a process an elastic agent; "" when it is none."""
     words = host.read(f"/proc/{pid}/cmdline").strip("\0").split("\0")
+    # Behind the interpreter, its options and -m.
     start = next((place for place, word in enumerate(words[:4]) if _is_torchrun(word)), None)
     if start is None:
         return ""

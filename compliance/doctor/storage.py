@@ -91,6 +91,7 @@ def _storage(path: Path, mounts: list[Mount], host: Host, depth: int) -> Storage
         return Storage("memory", f"memory ({named})", mount.is_read_only)
     # A file system on a layer or in a file is as durable as what holds that.
     backing = mount.options.get("upperdir", "") if mount.kind in LAYERED else _loop_file(mount.device, host)
+    # Layers and files may lie in one another, but not without end.
     if backing and depth < 4:
         below = _storage(Path(backing), mounts, host, depth + 1)
         if below.durability == "memory":

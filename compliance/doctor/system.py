@@ -27,6 +27,7 @@ RESEARCH = "Research, Development, or Internal (RDI)"
 
 PYTORCH_TIMEOUT_S = 90.0
 
+# cuDNN counts 8.9.7 as 8907, and 9.1.0 as 90100.
 _ASK_PYTORCH = """
 import json, torch
 cudnn = torch.backends.cudnn.version()

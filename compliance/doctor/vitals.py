@@ -62,6 +62,7 @@ def read_clock() -> ClockReading:
         state = ctypes.CDLL(None).adjtimex(timex)
     except (OSError, AttributeError):
         state = -1
+    # It begins with modes, offset, freq and maxerror; 5 is TIME_ERROR, a clock that is not synchronized.
     max_error_us = struct.unpack_from("@Illl", timex.raw)[3]
     return ClockReading(time.time(), drift, None if state < 0 else state != 5, max_error_us / 1e6)
 
@@ -280,7 +281,7 @@ def memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
 def _cgroup_limit(host: Host) -> int | None:
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = host.read(name)
-        if text.isdecimal() and int(text) < 2**60:
+        if text.isdecimal() and int(text) < 2**60:  # cgroup v1 has nearly 2**63 for no limit
             return int(text)
     return None
 
@@ -401,6 +402,7 @@ def _meeting(host: Host) -> Iterator[Diagnosis]:
         yield fail("port", f"MASTER_PORT is {port!r}", "expected a number from 1 to 65535")
         return
     with socket.socket() as probe:
+        # Connections of an earlier run that have not been forgotten yet do not keep the port from being listened on.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", int(port)))

@@ -85,6 +85,7 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
 
     It has the points' slope by least squares and goes through the last one.
     """
+    # In units of the last point, so that no power overflows, and with a sign that makes x rise with the samples.
     scale = points[-1][0]
     sign = math.copysign(1.0, power)
     xs = [sign * (samples / scale) ** power for samples, _ in points]
@@ -94,6 +95,7 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     if spread == 0 or rise <= 0:
         return None
     x = xs[-1] + (target - points[-1][1]) * spread / rise
+    # a - b / n has its limit a at x = 0: the target lies at or above it.
     if sign < 0 and x >= 0:
         return None
     try:

@@ -109,6 +109,7 @@ def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iter
         remedy = "correct the value that is logged"
         yield Violation("value", key, f"value {shown(record.value)}", rule.value.wording, remedy, rule.source)
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
+    # Some rulesets take another count in the place of all of these.
     if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
         return
     for name, wanted in wrong:
@@ -191,6 +192,7 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
         return
     if schedule is None:
         return
+    # Those before the checkpoint are in another log; one that is due right where it was written is in this one.
     done_before = schedule.index_after(run.resumed_samples) - 1 if run.resumed_samples else 0
     index = done_before + run.number_of_evaluations + 1
     due = schedule.samples(index)

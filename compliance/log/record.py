@@ -73,6 +73,7 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
         number: line in the file, from 1.
     """
     problems: list[Problem] = []
+    # The last token, as the official parser: of several records on a line it keeps that one.
     start = line.rindex(_TOKEN)
     if line.find(_TOKEN) != start:
         keys = _keys_in(line[:start])
@@ -93,6 +94,7 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
 
 def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Record:
     """The record in what follows the token; adds the problems that leave it readable."""
+    # Decoded and stripped as by the official parser; what is UTF-8 is then read as that.
     text = content.decode("latin-1").rstrip()
     if not text.isascii():
         try:
@@ -113,6 +115,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
     if not isinstance(key, str):
         raise _RecordError(f"key {_shorten(ascii(key))}", "text")
     if metadata.__class__ is dict:
+        # One string for all records: names and source files repeat, and copies would double what a log takes.
         metadata = {
             intern(name): intern(value) if value.__class__ is str else value for name, value in metadata.items()
         }

@@ -120,6 +120,7 @@ def read_log(path: Path) -> Log:
             for number, line in enumerate(() if given_up else _lines(source.file), start=1):
                 if number == 1:
                     chain.open(line)
+                # Every line of a log that carries the chain goes into its digests.
                 if chain.opened and chain.take(number, line):
                     continue
                 if _TOKEN not in line:
@@ -259,6 +260,7 @@ class _Evidence:
         if record and key in self.THINNED and not is_odd and self._counts[key] > self.MAX_REPEATS:
             value = record.value
             reached = value >= rules.QUALITY_TARGET if rules.is_number(value) else None
+            # Lines that differ in numbers alone are of one kind; zeros and signs are told apart.
             kind = (_NUMBER.sub(b"1", line), reached, self._counts["run_start"] > 0)
             if kind in self._kinds:
                 self.left_out[key] += 1

@@ -67,6 +67,7 @@ class LoggedRun:
             return
         self.counts[key] += 1
         self.last[key] = record
+        # A phase begins with its first record: one that is logged again is a violation, and no new phase.
         is_first = self.first.setdefault(key, record) is record
         if is_first and key in rules.NEXT_PHASE:
             self.phase = rules.NEXT_PHASE[key]
@@ -77,6 +78,7 @@ class LoggedRun:
         if key == "init_start":
             self.init_start_ms = time_ms if self.init_start_ms is None else min(self.init_start_ms, time_ms)
         elif key == "run_stop":
+            # The RCP checker reads the last accuracy above run_stop, and none below it.
             self._at_end = self.last.get("eval_accuracy")
         elif self.phase == "run":
             self._train(record)

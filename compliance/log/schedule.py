@@ -39,6 +39,8 @@ class Schedule:
 
     def index_after(self, samples: float) -> int:
         """The first evaluation at so many samples or more."""
+        # A quotient that is whole but for its rounding is that whole number. Rounding up to a batch may have put the
+        # evaluation before it late enough.
         index = max(1, math.ceil(samples / self.interval - 1e-9))
         return index - 1 if index > 1 and self.samples(index - 1) >= samples else index
 

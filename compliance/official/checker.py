@@ -80,7 +80,9 @@ def _parse_message(key: str | None, message: str, places: Sequence[int], severit
         test = re.search(r"^failed test: (.*)$", message, re.MULTILINE)
         condition = test[1] if test else ""
         text = visible(f"{match[1]} fails the condition {condition}", MAX_TEXT_CHARACTERS)
+        # What the message calls a line is the record's index, from 0.
         line = places[int(match[2])]
+        # In the rule files' conditions s is what earlier records have left.
         return Complaint(text, keys, line=line, about_state="s[" in condition, severity=severity)
     if "initialized_tensors" in message:
         text = "the list of initialised tensors is wrong"

@@ -81,7 +81,7 @@ def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
         for entry in (folder.path / "power").glob("*/*"):
             target = here / entry.relative_to(folder.path)
             target.parent.mkdir(parents=True, exist_ok=True)
-            target.touch()
+            target.touch()  # of measurements the tool looks at names only
     for given, copied in ((folder.path, here), (absolute(folder.path).parent, here.parent)):
         if (given / PARAMETERS).is_file():
             (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))

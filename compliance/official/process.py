@@ -65,6 +65,7 @@ class Worker:
     def answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answer to a request, {"crash": why} where there is none."""
         line = json.dumps(request).encode() + b"\n"
+        # A process that died before, or over what was asked last, leaves the question a second try.
         for _ in range(2):
             answer = self._exchange(self.process or self._start(), line, timeout_s)
             if answer is None:
@@ -84,6 +85,7 @@ class Worker:
             requests.flush()
         except BrokenPipeError:
             return b""
+        # One line answers one request, so that nothing waits in the buffer, which select does not see.
         ready, _, _ = select.select([answers], [], [], timeout_s)
         return answers.readline() if ready else None
 

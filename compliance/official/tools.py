@@ -131,6 +131,7 @@ def _convergence_checker(place: Path, results: Path, ruleset: str, division: str
     tool = "convergence (RCP) checker"
     if division == "open":
         return Report(tool, True, "not asked: no reference in the open division", ())
+    # Started by itself, it resets the scaling of a folder without a name, which is that of /.
     if Path("/scaling.json").exists():
         return Report(tool, True, "not asked: it would delete the file /scaling.json", ())
     status, said = _run(place, "rcp_checker", results, "--rcp_usage", "training", "--rcp_version", ruleset)

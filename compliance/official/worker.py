@@ -164,8 +164,8 @@ def _status_of(main: Callable[[], object]) -> int:
 def _shorten(text: str) -> str:
     if len(text) <= MAX_MESSAGE_CHARACTERS:
         return text
-    # The condition stands after the record, which may be long.
-    test = re.search(r"^failed test: .*$", text[-MAX_MESSAGE_CHARACTERS:], re.MULTILINE)
+    # The condition stands between the record and the checker's state, of which either may be long.
+    test = re.search(r"^failed test: .*$", text, re.MULTILINE)
     return text[: MAX_MESSAGE_CHARACTERS // 2] + ("\n" + test[0] if test else "")
 
 

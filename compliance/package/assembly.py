@@ -1,4 +1,4 @@
-"""Decides whether the runs in a folder make a submission and which of them it holds, and has its tree written.
+"""Decide whether the runs in a folder make a submission and which of them it holds, and have its tree written.
 
 What stops it is a ValueError, before anything is written; what does not is a finding of the package.
 """

@@ -136,7 +136,7 @@ def write_tree(package: Package, description: Mapping[str, Any], source: Source)
     except OSError as error:
         raise ValueError(f"{request.out} cannot be written: {error.strerror}; choose another --out") from error
     try:
-        aside.chmod(0o755)
+        aside.chmod(0o755)  # mkdtemp lets nobody else in
         _fill(aside, package, description, source)
         _sync_all(aside)
         _put_in_place(aside, request.tree)
@@ -151,6 +151,7 @@ def _put_in_place(new: Path, tree: Path) -> None:
     if not tree.exists():
         new.replace(tree)
         return
+    # A folder that is not empty cannot be renamed over: the old tree steps aside, and comes back if the new one fails.
     old = Path(tempfile.mkdtemp(prefix=f"{tree.name}.replaced-", dir=tree.parent))
     tree.replace(old / tree.name)
     try:

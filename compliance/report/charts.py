@@ -226,6 +226,7 @@ def ticks(low: float, high: float) -> list[float]:
     if span < 1e-9 * max(abs(low), abs(high), 1e-3):
         span = max(abs(high), 1.0)  # all points at one height
     magnitude = 10.0 ** math.floor(math.log10(span / 5))
+    # The smallest round step of which five span it, or nearly.
     step = magnitude * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude * 5 >= span * 0.999)
     first = math.floor(low / step + 1e-9)
     last = max(math.ceil(high / step - 1e-9), first + 1)

@@ -85,6 +85,7 @@ def family(accelerator: str) -> str | None:
     if match := re.search(r"\b(GAUDI|TPU)[ -]?V?(\d*)", text):
         return " ".join(filter(None, match.groups()))
     for word in re.findall(r"[A-Z]+\d*[A-Z]?", text):
+        # Parts of a name that look like a model and are none: form, memory, generation.
         if word == "BOW" or re.fullmatch(r"(?!SXM|HBM|OAM|GEN)[A-Z]{1,3}\d{1,4}[A-Z]?", word):
             return word
     return None

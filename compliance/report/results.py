@@ -227,6 +227,7 @@ def _lines(path: Path) -> Iterator[bytes]:
             left, within = MAX_METRICS_BYTES, False
             while left > 0 and (line := file.readline(MAX_METRICS_LINE_BYTES)):
                 left -= len(line)
+                # A line beyond the bound comes in pieces: none of them is whole.
                 whole, within = not within, not line.endswith(b"\n")
                 if whole and (not within or len(line) < MAX_METRICS_LINE_BYTES):
                     yield line

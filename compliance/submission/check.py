@@ -114,6 +114,7 @@ def accepted(verdicts: Sequence[Verdict]) -> bool:
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
     runs = [[_read_run(log, ruleset) for log in folder.logs] for folder in tree.benchmarks]
     divisions: list[rules.Division] = [_division(of_folder) for of_folder in runs]
+    # Bare results may still be growing, which the package checker does not allow for.
     asked = [*zip(tree.benchmarks, divisions, strict=True)] if tree.submission else []
     root = tree.path if tree.is_submission else None
     folder_answers, system_answers, root_answer = official_package.ask(asked, tree.descriptions, root, ruleset)
@@ -191,6 +192,7 @@ def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> No
         apart.add(run.name)
         run.object(_at(record, "TR 12; RCP checker", _unlike(record, usual), remedy, severity))
     departures: dict[str, list[tuple[Record, Record]]] = {}
+    # With another batch size goes much else, which need not be said again.
     alike = [run for run in runs if run.name not in apart]
     for key in HYPERPARAMETERS:
         for run, record, usual in _odd_ones(alike, key):
@@ -212,6 +214,7 @@ def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, 
     counts = Counter(_comparable(record.value) for _, record in holders)
     if len(counts) < 2:
         return
+    # The majority is taken for what was meant.
     most, _ = counts.most_common(1)[0]
     usual = next(record for _, record in holders if _comparable(record.value) == most)
     for run, record in holders:

@@ -120,13 +120,13 @@ def find(path: Path) -> Tree:
     """
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
-    if (path / "results").is_dir():
+    if (path / "results").is_dir():  # a submission, or what holds results/
         submission = path if any((path / name).is_dir() for name in ("systems", "benchmarks")) else None
         found = _of_results(path / "results", submission)
-    elif any(map(_is_benchmark, _folders(path, None))):
+    elif any(map(_is_benchmark, _folders(path, None))):  # results/<system>
         submission = _submission_above(path, 2)
         found = _of_system(path, submission)
-    elif _is_benchmark(path):
+    elif _is_benchmark(path):  # results/<system>/bert
         submission = _submission_above(path, 3)
         found = [_benchmark_folder(path, submission)]
     else:

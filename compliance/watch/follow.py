@@ -56,6 +56,7 @@ class Follower(AbstractContextManager["Follower"]):
                 return
             assert self._file is not None
             status = os.fstat(self._file.fileno())
+            # Cut short, and begun again in place.
             if status.st_size < self._file.tell():
                 self._forget()
                 self._file.seek(0)

@@ -65,7 +65,7 @@ class RunningLog(LoggedRun):
     """
 
     def __init__(self) -> None:
-        self._head: dict[str, str] = {}
+        self._head: dict[str, str] = {}  # filled as lines come
         super().__init__(self._head)
         self.evaluations: list[Evaluation] = []
         self.step_samples = 0
@@ -166,6 +166,7 @@ class RunningLog(LoggedRun):
             return
         spacing = max(second.time_ms - first.time_ms for first, second in pairwise(self.evaluations))
         late_s = (now_ms - self.evaluations[-1].time_ms - spacing) / 1000
+        # By half the longest spacing so far, and a minute at least.
         if late_s > max(60.0, spacing / 2000):
             number = len(self.evaluations) + 1
             minutes = (late_s + spacing / 1000) / 60
@@ -247,6 +248,7 @@ class RunningLog(LoggedRun):
             return
         schedule, samples = self.schedule, samples_of(record.metadata)
         before = self.evaluations[-1].samples if self.evaluations else 0
+        # Numbers of epochs or of evaluations are far below those of sequences.
         if schedule and (samples is None or samples <= max(before, schedule.interval // 100)):
             samples = schedule.samples(self.number_of_evaluations + 1)
         self.evaluations.append(Evaluation(samples or before, float(record.value), record.time_ms))

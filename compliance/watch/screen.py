@@ -74,6 +74,7 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
             watched.look()
             run = watched.run
             run.watch_the_time(time.time() * 1000)
+            # The other logs of the folder are read when there is something to compare, and not each second.
             if (run.phase, len(run.evaluations)) != known:
                 known = (run.phase, len(run.evaluations))
                 watched.look_around()

@@ -67,6 +67,7 @@ class Watch:
         """Take in what has come; returns whether anything has."""
         before = self.log.bytes_read
         for line in self.log.lines():
+            # A restart shows between two lines: those that follow are another run's.
             self._begin_again_if_needed()
             if line != self._taken_early:
                 self.run.take(line)

@@ -50,6 +50,7 @@ class DaliLoader:
         self._device = device
         self._rank_batches = rank_batches
         self._source = source
+        # DALI calls its source in the thread that runs the pipeline, which is the step's: another one reads ahead.
         self._micro_batches = Prefetcher(self._read(), prefetch)
         self._in_flight: deque[int] = deque()
         """Of each batch in the pipeline, its ``max_seqlen``."""
@@ -70,6 +71,7 @@ class DaliLoader:
         if not self._built:  # building runs the first read, which must not happen before the clock starts
             self._pipeline.build()
             self._built = True
+        # Planned again for the number of micro-batches alone: what the pipeline gives next is theirs.
         return [self._next_batch() for _ in self._rank_batches(next(self._steps))]
 
     def close(self) -> None:

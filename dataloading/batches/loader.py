@@ -114,6 +114,7 @@ def flat_arrays(
         "segment_ids": samples.segment_ids,
         "position_ids": (np.arange(len(samples.input_ids)) - np.repeat(starts, lengths)).astype(np.uint16),
         "cu_seqlens": samples.sequence_offsets.astype(np.int32),
+        # From positions inside samples to places in the stream, where the heads gather their rows.
         "masked_lm_positions": (samples.masked_lm_positions + np.repeat(starts, samples.masked_counts)).astype(
             np.int32
         ),
@@ -135,7 +136,7 @@ def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[
         "masked_lm_ids": (shape_bucket.masked, -1),
         "next_sentence_labels": (shape_bucket.sequences, -1),
     }
-    assert tokens < shape_bucket.tokens
+    assert tokens < shape_bucket.tokens  # the row that empty masked slots point at is there
     return {
         name: np.concatenate([arrays[name], np.full(size - len(arrays[name]), empty, arrays[name].dtype)])
         for name, (size, empty) in slots.items()
@@ -185,6 +186,7 @@ class Prefetcher(Generic[Item]):
 
     def __next__(self) -> Item:
         """The next item; starts the thread on first use."""
+        # Here, and not when it is made: a loader is built before the clock starts, and must not read until then.
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
             self._thread.start()
@@ -197,6 +199,7 @@ class Prefetcher(Generic[Item]):
     def close(self) -> None:
         """Stop the thread and drop what it has made."""
         self._stop.set()
+        # The thread may be waiting for room, and looks for the stop only after it has found some.
         while self._thread is not None and self._thread.is_alive():
             try:
                 self._ready.get(timeout=0.05)

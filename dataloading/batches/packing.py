@@ -55,6 +55,8 @@ def pack_samples(
     slots = flat[ragged_indices(offsets_of(sizes)[packs], sizes[packs])]
     offsets = offsets_of(sizes[packs])
     del packs
+    # Slots and samples are both sorted by length, and pair up in that order. Samples are shuffled before, and the sort
+    # is stable, so that chance decides which of a length goes where.
     shuffled = rng.permutation(len(lengths))
     by_length = shuffled[np.argsort(lengths[shuffled], kind="stable")]
     samples = np.empty(len(lengths), np.int64)

@@ -185,13 +185,13 @@ def _exact_fits(counts: NDArray[np.int64], limit: int) -> Counter[Combination]:
         """Packs of ``base`` and a pair (or one) of ``room`` tokens in all; returns how many, at most ``packs``."""
         shorter = np.arange(room // 2 + 1)
         usable = np.minimum(left[shorter], left[room - shorter])
-        usable[0] = left[room] if room else packs
+        usable[0] = left[room] if room else packs  # one sequence that fills the room alone, or nothing to fill
         if room and room % 2 == 0:
-            usable[-1] = left[room // 2] // 2
+            usable[-1] = left[room // 2] // 2  # a pair of equals takes two
         drawn = _proportional(usable, packs)
         left[shorter] -= drawn
         left[room - shorter] -= drawn
-        left[0] = 0
+        left[0] = 0  # stands for no sequence, of which there are none to take
         for pair in np.flatnonzero(drawn).tolist():
             others = tuple(other for other in (room - pair, pair) if other)
             packing[tuple(sorted(base + others, reverse=True))] += int(drawn[pair])
@@ -230,6 +230,7 @@ def _proportional(usable: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
     drawn = (share * (wanted / int(share.sum()))).astype(np.int64)
     before = np.cumsum(share - drawn) - (share - drawn)
     result = np.zeros_like(usable)
+    # What rounding down has left is taken from the first ones that have more.
     result[largest] = drawn + np.clip(wanted - int(drawn.sum()) - before, 0, share - drawn)
     return result
 
@@ -259,27 +260,31 @@ def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple
         if amounts.sum() - bound <= _CLOSE_ENOUGH * bound:
             break
         fresh = columns[:0]
+        # Ever closer to the program's own prices, until some combination is worth more than a pack at them.
         for weight in (0.6, 0.3, 0.0):
             mixed = weight * best_prices + (1 - weight) * prices
             found, value = _best_combinations(mixed, lengths, pieces)
             if mixed @ counts / value > bound:
                 best_prices, bound = mixed / value, mixed @ counts / value
-            fresh = found[prices[found].sum(1) > 1 + 1e-7]
+            fresh = found[prices[found].sum(1) > 1 + 1e-7]  # only these can improve the program
             if len(fresh):
                 break
         if not len(fresh):
             break
+        # Those worth clearly less than a pack go, which keeps the program small; at other prices they are found again.
         columns = np.unique(np.concatenate([columns[prices[columns].sum(1) > 0.98], fresh]), axis=0)
+    # More pieces may be worth more than any combination priced so far: the bound has to hold for them too.
     if pieces < limit:
         bound = best_prices @ counts / _best_combinations(best_prices, lengths, limit)[1]
     chosen = _at_own_lengths(used, amounts, counts)
+    # Less a little: an error of rounding must not raise the bound to the next integer.
     return _rounded(chosen, counts, limit), int(np.ceil(bound * (1 - 1e-9)))
 
 
 def _starting_columns(prices: NDArray[np.float64], lengths: NDArray[np.int64], limit: int) -> NDArray[np.int64]:
     """[C, K] each length alone, and good combinations at prices a little off the given ones."""
     rng = np.random.default_rng(0)
-    alone = np.zeros((len(lengths), limit), np.int64)
+    alone = np.zeros((len(lengths), limit), np.int64)  # with these alone every histogram can be packed
     alone[:, 0] = lengths
     shaken = [np.where(prices > 0, prices + rng.uniform(0, 1e-3, len(prices)), 0.0) for _ in range(4)]
     return np.unique(np.concatenate([alone, *(_best_combinations(each, lengths, limit)[0] for each in shaken)]), axis=0)
@@ -300,6 +305,7 @@ def _best_combinations(
                 first_of_value = np.append(True, values[1:] > values[:-1])
                 tables[1] = values, np.maximum.accumulate(np.where(first_of_value, np.arange(capacity + 1), 0))
             else:
+                # Two tables of half as many pieces make one: some log2(pieces) of them, in place of one a piece.
                 one, other = table(pieces - pieces // 2), table(pieces // 2)
                 padded = np.concatenate([np.full(capacity, -np.inf), other])
                 # [L, L]: row s, column a holds the value of the space s - a
@@ -335,6 +341,7 @@ def _solve(columns: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArr
     rows = row_of[columns[column, position]]
     cover = sparse.csc_array((np.ones(len(rows)), (rows, column)), shape=(len(lengths), len(columns)))
     steps = len(lengths) - 1
+    # Column i takes a slot from length i + 1, counted among those that occur, and gives it to length i.
     down = sparse.eye_array(len(lengths), steps) - sparse.eye_array(len(lengths), steps, k=-1)
     scale = counts.sum() / 1e5  # to where the solver's absolute tolerances suit
     solved = optimize.linprog(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from dataloading.dataset.permutation import shuffled
 
 _LINEAR_COST = 6144
-"""A layer takes 24 h^2 operations a token and 4 h a pair of tokens: 6 h tokens weigh as much as one; BERT-Large's 6 h."""
+"""6 h of BERT-Large: a layer takes 24 h^2 operations a token and 4 h a pair of tokens, so a token weighs 6 h pairs."""
 
 _FEW = 16
 """Sequences a micro-batch up to which whole rounds would not balance; with more they are within 0.1 % of it."""
@@ -79,6 +79,7 @@ class Plan:
         samples = len(self.lengths)
         positions = np.arange(step * self.global_batch_size, (step + 1) * self.global_batch_size)
         epochs = positions // samples
+        # A batch may reach over the end of an epoch, and of a set smaller than itself over several.
         return np.concatenate(
             [
                 shuffled(positions[epochs == epoch] % samples, samples, self.seed, epoch)
@@ -93,6 +94,7 @@ class Plan:
         """
         batch = self.global_batch(step)
         micro_batches = deal(self.lengths[batch], self.micro_batches)
+        # Of the whole batch, from the index: the step need not add up counts over the ranks before it divides by them.
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
         return [MicroBatch(batch[rows[rows >= 0]], len(batch), masked) for rows in mine]
@@ -118,7 +120,7 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     if empty:
         dealt = deal(np.append(lengths, np.zeros(empty, lengths.dtype)), micro_batches)
         return np.where(dealt < len(lengths), dealt, -1)
-    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")
+    longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")  # 16 bits are sorted by radix
     cost_N = cost(lengths)
     sequences = len(lengths) // micro_batches
     at_once = max(1, micro_batches // 2) if sequences <= _FEW else micro_batches
@@ -127,6 +129,7 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     start = 0
     while start < len(lengths):
         with_room = np.flatnonzero(filled < sequences)
+        # Cheapest first, as sequences are longest first: the longest of a round goes where there is the least.
         least = with_room[np.argsort(sums[with_room], kind="stable")[:at_once]]
         given = longest_first[start : start + at_once][: len(least)]
         least = least[: len(given)]
@@ -137,6 +140,7 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     if 1 < sequences <= _FEW and micro_batches > 1:
         for number in range(_MATCHINGS):
             dealt = _match(dealt, cost_N, number)
+        # Matching has mixed them: longest first again.
         dealt = np.take_along_axis(dealt, np.argsort(-cost_N[dealt], axis=1, kind="stable"), axis=1)
     return dealt
 

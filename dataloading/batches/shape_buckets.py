@@ -75,6 +75,7 @@ def choose_shape_buckets(
     counts_U[-1] -= 1  # nothing that was drawn
     ratio = float((masked_N / tokens_N).max())
     return [
+        # around() adds the spare row, which these sizes have already.
         ShapeBucket.around(tokens - 1, sequences, int(np.ceil(ratio * tokens)), max_seqlen)
         for tokens in _boundaries(sizes_U, counts_U, most).tolist()
     ]
@@ -93,7 +94,7 @@ def draw_sizes(
     generator = np.random.default_rng(0)
     tokens, masked = [], []
     for _ in range(max(_GLOBAL_BATCHES, -(-_MICRO_BATCHES // micro_batches))):
-        batch = generator.integers(0, len(lengths), global_batch_size)
+        batch = generator.integers(0, len(lengths), global_batch_size)  # no epoch's order: only lengths matter
         dealt = deal(lengths[batch], micro_batches)
         for sums, sizes in ((tokens, lengths), (masked, masked_counts)):
             drawn = np.append(sizes[batch], 0)  # an empty place, -1, takes the last
@@ -107,6 +108,8 @@ def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: i
     # slots_UU[i, j]: what sizes i to j take in slots of size j.
     slots_UU = (sizes_U * (below[1:] - below[:-1, None])).astype(np.float64)
     slots_UU[np.tril_indices(len(sizes_U), -1)] = np.inf
+    # best_U[j]: the fewest slots for sizes up to j, the last boundary at j, with one boundary, then with one more a
+    # round; firsts: where that last bucket begins, to find the way back.
     best_U, firsts = slots_UU[0], [np.zeros(len(sizes_U), np.int64)]
     for _ in range(min(most, len(sizes_U)) - 1):
         totals_UU = np.concatenate([[0.0], best_U[:-1]])[:, None] + slots_UU

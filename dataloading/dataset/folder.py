@@ -151,11 +151,13 @@ class Dataset:
             ValueError: a shard is missing, is not the one of the manifest, or has bad content.
         """
         check_indices(indices, len(self), self.folder)
+        # side: an empty shard begins where the next one does, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
         rows = indices - self._first_samples[shard_of]
         shards = {index: self._shard(index) for index in np.unique(shard_of).tolist()}
         self._forget_now_and_then(len(indices))
         builder = SampleBuilder()
+        # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
         if all(shards[shard].add_to(builder, row) for shard, row in zip(shard_of.tolist(), rows.tolist(), strict=True)):
             samples = builder.samples()
             try:
@@ -173,7 +175,7 @@ class Dataset:
         parts = np.split(rows[order], starts[1:])
         blocks = [shards[shard].take(part) for shard, part in zip(used.tolist(), parts, strict=True)]
         rank = np.empty_like(order)
-        rank[order] = np.arange(len(order))
+        rank[order] = np.arange(len(order))  # back to the order asked
         return concatenate(blocks).take(rank)
 
     def blocks(self, samples: int = 1 << 14) -> Iterator[Samples]:
@@ -215,6 +217,7 @@ class Dataset:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:
             raise ValueError(f"{shard.path}: not the shard that {MANIFEST_NAME} lists; {REMEDY}")
+        # Content is held against what the manifest promises: files of other layouts promise nothing.
         shard.info = self.info
         return shard
 
@@ -228,10 +231,10 @@ class Dataset:
             shard = self.open_listed(index)
             if self._verified_in_passing:
                 shard.verify(self.shards[index].digest)
-            shard.expect_random_reads()
+            shard.expect_random_reads()  # after verifying, which reads in order
             held = shard.held_bytes + sum(other.held_bytes for other in self._open_shards.values())
             while self._open_shards and (len(self._open_shards) >= self._most_open or held > _MAX_HELD_BYTES):
-                held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes
+                held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes  # a dict is in order of opening
             self._open_shards[index] = shard
         shard = self._open_shards[index]
         shard.require_whole()
@@ -250,6 +253,7 @@ def _most_open_shards(count: int) -> int:
     """Return how many of ``count`` shards may be open at a time; raise the process's soft limit for it as far as it may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = count + _OTHER_DESCRIPTORS
+    # The soft limit is often 1,024, and data sets of 4,320 shards are customary.
     if soft < wanted and hard != soft:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -26,7 +26,7 @@ TRAINING_SAMPLES_4320 = 156_725_280
 EVALUATION_CONTENT_MD5 = "611d8bae26646145e1c33338a27ba124"
 
 _LONG_ENOUGH = 64
-"""Tokens from which two samples cannot be equal by chance: 64 tokens have 9 masked ones, of more than 10^10 choices, while
+"""Tokens from which two samples cannot be equal by chance: 64 tokens have 10 masked ones, of more than 10^10 choices, while
 a document of two or three words, drawn ten times, honestly repeats itself."""
 
 
@@ -136,7 +136,7 @@ class Census:
         Raises:
             ValueError: some of them cannot do so by chance: the set was put together wrongly.
         """
-        self._digests.sort()
+        self._digests.sort()  # in place: 1.3 GB for the benchmark's training set
         repeated = self._digests[1:][self._digests[1:] == self._digests[:-1]]
         long = repeated[repeated & _LONG_MARK != 0]
         if len(long):

@@ -114,7 +114,7 @@ def _remedy_without_manifest(folder: Path) -> str:
 
 def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     """The length index [count, 2], checked against its digest: a memory map, which the processes of a machine share."""
-    limit = 4 * count + 4096
+    limit = 4 * count + 4096  # two numbers of 16 bits a sample, and NumPy's header
     try:
         if (size := path.stat().st_size) > limit:
             raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {REMEDY}")

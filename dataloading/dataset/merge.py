@@ -85,7 +85,7 @@ def check_records(records: list[ShardRecord], folder: Path) -> None:
     """ValueError where two shards hold the same samples."""
     seen: dict[str, str] = {}
     for record in records:
-        if record.digest in seen and record.samples:
+        if record.digest in seen and record.samples:  # empty shards are all alike
             raise ValueError(f"{folder}: {record.name} holds the same samples as {seen[record.digest]}; name each once")
         seen[record.digest] = record.name
 
@@ -142,4 +142,4 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
-        sync(target)
+        sync(target)  # on disk before a manifest lists it

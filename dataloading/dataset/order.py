@@ -21,6 +21,7 @@ _MOST_ALIKE = 64
 """Samples of one beginning, above which it is a common phrase and not one document's."""
 _FEWEST_PAIRS = 400
 """Of fewer the median is too uncertain: its standard error is 0.35 / sqrt(pairs), 0.018."""
+# Two random places are farther apart than d with probability (1 - d)^2.
 _BY_CHANCE = 1 - math.sqrt(0.5)
 """Median distance of two random places, as a share of the whole."""
 _NEAR = 0.75 * _BY_CHANCE
@@ -35,6 +36,7 @@ class OrderCheck:
         """Begin a check of a data set of ``samples``."""
         self._samples = samples
         self._seen = 0
+        # Chosen by the digest: of a text either all samples are kept or none.
         self._last_kept = np.uint64(((1 << 64) - 1) * min(_MOST_HELD, samples) // max(samples, 1))
         self._texts = [np.empty(0, np.uint64)]
         self._places = [np.empty(0, np.int64)]

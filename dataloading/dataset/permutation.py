@@ -59,6 +59,7 @@ def _network(cells: NDArray[np.uint64], rows: int, columns: int, keys: NDArray[n
 def _added(digit: NDArray[np.uint64], other: NDArray[np.uint64], key: np.uint64, base: int) -> NDArray[np.uint64]:
     """``digit`` plus a random function of ``other``, modulo ``base``, which is at most 2**32."""
     base_64 = np.uint64(base)
+    # 32 random bits times the base, the upper half of it: below the base without a division.
     total = (_stream(key, other) >> np.uint64(32)) * base_64 >> np.uint64(32)
     total += digit
     total -= base_64 * (total >= base_64)

@@ -88,6 +88,7 @@ def shuffle(
         _write_shards(source.info, out, complete["samples"], shards, seed, compression, report)
         dataset = index_shards(out, [shard_name(index, shards) for index in range(shards)], source.info)
         _check_multiset(dataset, complete["digest"], report)
+    # Buckets first: without the job's file nobody would know whose they are.
     shutil.rmtree(spill)
     (out / JOB_NAME).unlink()
     return dataset
@@ -114,7 +115,7 @@ def _stored_bytes(source: Dataset) -> int:
     """Bytes of all samples in flat arrays."""
     tokens = sum(record.tokens for record in source.shards)
     masked = sum(record.masked_tokens for record in source.shards)
-    return 3 * tokens + 4 * masked + 17 * len(source)
+    return 3 * tokens + 4 * masked + 17 * len(source)  # two offsets of 8 bytes and a label a sample
 
 
 def _bucket_count(source: Dataset) -> int:
@@ -136,7 +137,7 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
         digest += multiset_digest([block])
         bucket_of = rng.integers(0, buckets, len(block))
         drawn = np.bincount(bucket_of, minlength=buckets)
-        sorted_block = block.take(np.argsort(bucket_of, kind="stable"))
+        sorted_block = block.take(np.argsort(bucket_of, kind="stable"))  # each bucket's in one piece
         ends = offsets_of(drawn)
         for bucket in np.flatnonzero(drawn).tolist():
             files.append(bucket, sorted_block.slice(int(ends[bucket]), int(ends[bucket + 1])))
@@ -145,6 +146,7 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
         report(Progress("read", done, len(source)))
     files.flush()
     complete = {"samples": counts.tolist(), "digest": digest % (1 << 64)}
+    # Last: with it there, whoever goes on takes the buckets for whole.
     write_atomically(spill / "complete.json", json.dumps(complete).encode())
 
 
@@ -165,7 +167,7 @@ def _write_shards(
     for index in range(shards):
         path = out / shard_name(index, shards)
         start, stop = int(bounds[index]), int(bounds[index + 1])
-        if whole_shard(path) != (info, stop - start):
+        if whole_shard(path) != (info, stop - start):  # seed and source are the same, or `begun` had refused
             pieces = []
             while start < stop:
                 needed = int(np.searchsorted(firsts, start, side="right")) - 1
@@ -185,6 +187,7 @@ def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples,
     samples = _read_bucket(spill / f"{bucket:05d}")
     if len(samples) != count:
         raise ValueError(f"{spill}: bucket {bucket} holds {len(samples):,} of {count:,} samples; delete the folder")
+    # A stream of numbers for each bucket: whoever goes on needs no bucket whose shards are there.
     return samples, np.random.default_rng([seed, 1, bucket]).permutation(count)
 
 
@@ -236,7 +239,7 @@ class _BucketFiles:
             self._write(bucket)
 
     def _write(self, bucket: int) -> None:
-        with self._paths[bucket].open("ab") as file:
+        with self._paths[bucket].open("ab") as file:  # opened each time: there may be more buckets than descriptors
             file.writelines(self._waiting[bucket])
         self._waiting[bucket] = []
         self._sizes[bucket] = 0

@@ -39,7 +39,7 @@ def info_of(folder: Path, names: list[str], vocab: Path) -> DatasetInfo:
             if shard.digest is not None:
                 return shard.info.without_sources()
             promised = shard.info.max_seq_length, shard.info.max_predictions_per_seq
-            if shard.layout in ("fixed", "tfrecord"):
+            if shard.layout in ("fixed", "tfrecord"):  # the width of their rows is the promise: one file tells
                 most_tokens, most_masked = promised
                 break
             most_tokens = max(most_tokens, int(shard.lengths.max(initial=1)))

@@ -184,10 +184,10 @@ class HDF5Array:
             raise ValueError(
                 f"{self.name} claims {self._size:,} bytes, but {found:,} of {expected:,} chunks were written"
             )
-        if (stored := self._dataset.get_storage_size()) > file_bytes:
+        if (stored := self._dataset.get_storage_size()) > file_bytes:  # chunks share their bytes
             raise ValueError(f"{self.name} claims {stored:,} bytes in a file of {file_bytes:,}")
         self._chunk = chunk
-        self._file.reserve(self._chunk_bytes(chunk), self.name)
+        self._file.reserve(self._chunk_bytes(chunk), self.name)  # of the chunk that is being unpacked
 
     def _chunk_bytes(self, chunk: tuple[int, ...]) -> int:
         return math.prod(chunk) * self._stored.itemsize
@@ -196,6 +196,7 @@ class HDF5Array:
         """Yield where each chunk begins, and its values."""
         for corner in product(*(range(0, end, size) for end, size in zip(self.shape, shape, strict=True))):
             skipped, content = self._dataset.read_direct_chunk(corner)
+            # Each bit is a filter that this chunk has not passed: an optional one that fails is left out.
             filters = [known for place, known in enumerate(self._pipeline) if not skipped >> place & 1]
             try:
                 yield corner, self._unpacked(content, filters, self._chunk_bytes(shape)).reshape(shape)
@@ -204,13 +205,15 @@ class HDF5Array:
 
     def _unpacked(self, content: bytes, filters: list[int], size: int) -> NDArray[Any]:
         """The ``size`` bytes that a chunk stands for, as a flat array."""
+        # In the reverse of the order in which they were applied.
         if h5py.h5z.FILTER_FLETCHER32 in filters:
             content = _without_checksum(content)
         if h5py.h5z.FILTER_DEFLATE in filters:
-            content = zlib.decompressobj().decompress(content, size + 1)
+            content = zlib.decompressobj().decompress(content, size + 1)  # a byte more shows that there is more
         if len(content) != size:
             raise ValueError(f"it does not hold the {size:,} bytes that were expected")
         if h5py.h5z.FILTER_SHUFFLE in filters:
+            # The filter puts the first bytes of all elements first, then their second ones.
             content = np.frombuffer(content, np.uint8).reshape(self._stored.itemsize, -1).T.tobytes()
         return np.frombuffer(content, self._stored)
 
@@ -222,6 +225,7 @@ def _without_checksum(content: bytes) -> bytes:
     words = np.frombuffer(content + bytes(len(content) % 2), ">u2").astype(np.uint64)
     weights = np.arange(len(words), 0, -1, dtype=np.uint64) % np.uint64(0xFFFF)
     sums = int((words * weights).sum()), int(words.sum())
+    # Compared modulo 65,535: which of 0 and 65,535 a writer stores is its own affair.
     if any((found - said) % 0xFFFF for found, said in zip(sums, (stored >> 16, stored & 0xFFFF), strict=True)):
         raise ValueError("another checksum")
     return content

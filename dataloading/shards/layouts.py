@@ -77,6 +77,7 @@ class FixedShard(Shard):
         """Add one sample, unchecked, to ``builder``; False for a mask with gaps, and for integers of another size."""
         rows = {name: column[index] for name, column in self._columns.items() if column.ndim == 2}
         length, masked = (int(np.count_nonzero(rows[name])) for name in ("input_mask", "masked_lm_positions"))
+        # Where they are not, the slow way finds the gap, and names it.
         solid = rows["input_mask"][:length].all() and rows["masked_lm_positions"][:masked].all()
         if not solid or not self._as_in_samples:
             return False
@@ -129,6 +130,7 @@ class RaggedShard(Shard):
         self._row_of = np.repeat(np.arange(rows), counts)
         self._starts = self._inside_rows(self._lengths)
         self._masked_starts = self._inside_rows(self._masked_counts)
+        # A row is as long as its samples together. bincount adds weights up in float64, exact to 2^53.
         tokens, masked = (
             np.bincount(self._row_of, lengths, minlength=rows) for lengths in (self._lengths, self._masked_counts)
         )
@@ -175,7 +177,7 @@ class RaggedShard(Shard):
             raise ValueError(f"{self.path}: {error}; {REMEDY}") from None
         # Positions count from the beginning of the row.
         inside = np.repeat(tokens[1], masked[2])
-        values["masked_lm_positions"] = values["masked_lm_positions"].astype(np.int64) - inside
+        values["masked_lm_positions"] = values["masked_lm_positions"].astype(np.int64) - inside  # below 0: refused next
         return _samples(values, tokens[2], masked[2], self._labels[indices], self.path)
 
     def _inside_rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -285,6 +287,7 @@ def open_fixed(path: Path, file: HDF5File) -> Shard:
     if all(array.in_place for array in arrays.values()):
         return FixedShard(path, columns, file.content)
     rows = FixedShard(path, columns, None)
+    # What has been unpacked is kept without its padding.
     blocks = [
         rows.read(start, min(start + _ROWS_AT_A_TIME, len(rows))) for start in range(0, len(rows), _ROWS_AT_A_TIME)
     ]
@@ -293,6 +296,8 @@ def open_fixed(path: Path, file: HDF5File) -> Shard:
 
 def _may_have_wrapped(lengths: NDArray[np.int64]) -> bool:
     """Tell whether these may be lengths of padded rows of 512 cut at int8: a negative one counts from the end."""
+    # Of n tokens int8 keeps n, n - 256 or n - 512, and what is negative cuts a row of 512 from its end: neither leaves
+    # 128 to 383 tokens.
     return bool((lengths > 383).any() and (lengths < 512).all() and ((lengths < 128) | (lengths > 383)).all())
 
 

@@ -104,6 +104,7 @@ class Samples:
         ):
             for rows in row_blocks(offsets):
                 digests[rows.start : rows.stop] += _ragged_digests(kind, offsets[rows.start : rows.stop + 1], values)
+        # Once more, by samples: the sum of them all would else not say which elements belong together.
         return _mix(digests)
 
 
@@ -198,6 +199,7 @@ def _ragged_digests(kind: int, offsets: NDArray[np.int64], values: tuple[NDArray
     start, stop = int(offsets[0]), int(offsets[-1])
     first, second = (array[start:stop].astype(np.uint64) for array in values)
     place = (np.arange(start, stop) - np.repeat(offsets[:-1], np.diff(offsets))).astype(np.uint64)
+    # 16 bits each, so that none covers another.
     mixed = _mix(first | second << np.uint64(16) | place << np.uint64(32) | np.uint64(kind << 48))
     # reduceat takes the next element for an empty row, so those are left out.
     filled = np.flatnonzero(np.diff(offsets))

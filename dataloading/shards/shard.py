@@ -44,7 +44,7 @@ class DatasetInfo:
         limits = {"vocab_size": MAX_ID + 1, "max_seq_length": MAX_ID, "max_predictions_per_seq": MAX_ID}
         for name, most in limits.items():
             value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= most:
+            if type(value) is not int or not 1 <= value <= most:  # JSON's true is an int too, and 1
                 raise ValueError(f"{name} is {value!r}; expected 1 to {most:,}")
         for name in ("vocabulary_md5", "vocabulary_sha256"):
             if not isinstance(getattr(self, name), str):
@@ -221,6 +221,7 @@ class Shard(ABC):
 
     def close(self) -> None:
         """Let go of the file; samples that were read stay valid."""
+        # Dropped and not closed: a map refuses to close while there are views of it, and it goes with the last of them.
         for name in ("_content", "_samples", "_columns", "_bytes", "_labels", "_offsets"):
             vars(self).pop(name, None)
 
@@ -232,7 +233,7 @@ class FlatShard(Shard):
         self, path: Path, info: DatasetInfo, layout: str, samples: Samples, content: mmap.mmap | None = None
     ) -> None:
         super().__init__(path, info)
-        check_offsets(samples, path)
+        check_offsets(samples, path)  # slices beyond an end are short, and say nothing
         self.layout = layout
         self._samples = samples
         self._content = content

@@ -68,6 +68,7 @@ def read_tfrecord(path: Path, content: mmap.mmap) -> tuple[Samples, int, int]:
     """
     bounds = _find_records(path, content)
     _, max_seq_length, max_predictions_per_seq = _read_block(path, content, bounds, 0, 1)
+    # In blocks: while a record is decoded there has to be room for a value in every byte of it.
     firsts = range(0, len(bounds), _BLOCK_RECORDS)
     blocks = [_read_block(path, content, bounds, first, first + _BLOCK_RECORDS)[0] for first in firsts]
     return concatenate(blocks), max_seq_length, max_predictions_per_seq
@@ -123,6 +124,7 @@ def _read_block(
         raise _error(path, start + failed, begin, f"{_PROBLEMS[problem]}; expected the reference's samples")
     sequence_offsets, masked_lm_offsets = offsets_of(counts[:, 0]), offsets_of(counts[:, 1])
     samples = Samples(
+        # Copied, so that the room for the worst case is let go.
         input_ids=tokens[: sequence_offsets[-1]].copy(),
         segment_ids=segments[: sequence_offsets[-1]].copy(),
         sequence_offsets=sequence_offsets,
@@ -165,7 +167,7 @@ def _field(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int, 
     The value of a length-delimited field (wire type 2) begins behind its length.
     """
     tag, begin = _varint(content, place, end)
-    if begin < 0 or tag < 8:
+    if begin < 0 or tag < 8:  # there is no field 0
         return 0, 0, 0, -1
     wire = tag & 7
     if wire == 0:
@@ -195,7 +197,7 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
         if stop < 0:
             return -_MALFORMED
         place = stop
-        if number < 1 or number > 3:
+        if number < 1 or number > 3:  # unknown fields are skipped, as protobuf has it
             continue
         if number != member or wire != 2:
             return -_KIND
@@ -207,6 +209,7 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
             inner = inner_stop
             if number != 1:
                 continue
+            # A list is packed into one field (wire type 2), or has a field a value: four bytes of a float, or a varint.
             if wire != 2 and wire != (5 if member == 2 else 0):
                 return -_KIND
             while begin_values < inner_stop:
@@ -219,12 +222,13 @@ def _read_list(content: NDArray[np.uint8], place: int, end: int, member: int, va
                     begin_values += 4
                 else:
                     value = np.int64(content[begin_values])
-                    if value < 0x80:
+                    if value < 0x80:  # flags and padding, which are most of all
                         begin_values += 1
                     else:
                         value, begin_values = _varint(content, begin_values, inner_stop)
                         if begin_values < 0:
                             return -_MALFORMED
+                # In bounds, which nobody checks: a value takes a byte, and there is a place for each.
                 values[count] = value
                 count += 1
     return count
@@ -285,7 +289,7 @@ def _read_example(
         if features_end < 0 or (number == 1 and wire != 2):
             return _MALFORMED
         place = features_end
-        while number == 1 and features < features_end:
+        while number == 1 and features < features_end:  # there may be several: protobuf merges them
             inner, wire, begin, stop = _field(content, features, features_end)
             if stop < 0 or (inner == 1 and wire != 2):
                 return _MALFORMED
@@ -343,6 +347,7 @@ def _decode(
         length, masked = _ones(lists[_MASK], width, 1), _ones(lists[_WEIGHTS], masked_width, _ONE)
         if length < 1 or masked < 0:
             return record, _NOT_PREFIX
+        # Values are stored as they come, cut to 16 bits; where one did not fit, the record is refused after that.
         valid = 0 <= lists[_NEXT, 0] <= 1
         for index in range(length):
             valid &= 0 <= lists[_IDS, index] <= 65535 and 0 <= lists[_SEGMENTS, index] <= 1

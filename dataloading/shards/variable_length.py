@@ -63,6 +63,7 @@ class VariableLengthColumn:
         if bad >= 0:
             raise ValueError(f"{self.name}: the reference of row {int(rows[bad])} leads to no such object in the heap")
         firsts = places + starts * size
+        # Objects are padded to 8 bytes: where collections are aligned too, elements are gathered whole.
         if not (firsts % size).any():
             aligned = self._bytes[: len(self._bytes) // size * size].view(self.dtype)
             return _gather(aligned, firsts // size, lengths)
@@ -120,7 +121,7 @@ def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, 
         return -1
     place = address + 16
     stop = address + collection_size
-    while place + 16 <= stop:
+    while place + 16 <= stop:  # a collection has no index: objects are passed one by one
         found = _little_endian(content, place, 2)
         found_size = _little_endian(content, place + 8, 8)
         if found == 0 or found_size < 0 or found_size > stop - place - 16:

@@ -59,7 +59,7 @@ def begun(
         if new:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(description, indent=1).encode())
-        _check_same(path, description)
+        _check_same(path, description)  # also of what another process has just written
         for leftover in filter(is_temporary, folder.rglob(".*.partial")) if alone else ():
             leftover.unlink()
         yield

@@ -85,6 +85,7 @@ def prepare(
         "calls": [[path.as_posix() for path in call] for call in job.calls],
         "compression": job.compression,
     }
+    # Parts may share the folder: what is unfinished there may be another's at work.
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         started = time.perf_counter()
         tasks = [(job, info, out, index) for index in mine]
@@ -148,7 +149,7 @@ def _check_texts(texts: Sequence[Path]) -> None:
             by_size.setdefault(file.seek(0, os.SEEK_END), []).append(path)
     for path in by_size.get(0, []):
         raise ValueError(f"{path}: no text found; expected one sentence a line, an empty line between documents")
-    for alike in by_size.values():
+    for alike in by_size.values():  # only texts of one size can be copies: no other is read
         first: dict[str, Path] = {}
         for path in alike if len(alike) > 1 else []:
             if (other := first.setdefault(sha256_of(path), path)) != path:

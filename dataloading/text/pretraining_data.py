@@ -98,6 +98,7 @@ def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, v
     The first call in a process compiles the core, or loads it from Numba's cache (``__pycache__`` or
     ``NUMBA_CACHE_DIR``). Needs about 10 bytes of memory for each token of the result, of which the result itself is 3.
     """
+    # The order of draws is the reference's: documents are shuffled, then samples drawn, then these shuffled.
     twister = np.array(random.Random(options.random_seed).getstate()[1], np.uint32)
     document_order = np.arange(len(documents.document_offsets) - 1)
     _shuffle(twister, document_order)
@@ -212,7 +213,8 @@ def _draw_samples(
         input_ids [T], masked_lm_positions [M] and masked_lm_ids [M], all uint16; then for each of n samples its
         length, the length up to the first [SEP], and its next-sentence label.
     """
-    max_num_tokens = len(masked_count_by_length) - 4
+    max_num_tokens = len(masked_count_by_length) - 4  # max_seq_length less [CLS] and both [SEP]
+    # Rooms to begin with, doubled when they are full: how many samples come of a text is known when all are drawn.
     input_ids = np.empty(1 << 20, np.uint16)
     positions = np.empty(1 << 18, np.uint16)
     labels = np.empty(1 << 18, np.uint16)
@@ -224,14 +226,14 @@ def _draw_samples(
         for document in range(len(document_starts)):
             target_seq_length = max_num_tokens
             if _random(twister) < short_seq_prob:
-                target_seq_length = 2 + _random_below(twister, max_num_tokens - 1)
+                target_seq_length = 2 + _random_below(twister, max_num_tokens - 1)  # randint(2, max_num_tokens)
             sentence = document_starts[document]
             while sentence < document_ends[document]:
                 a_start, a_stop, b_start, b_stop, is_random_next, sentence = _draw_pair(
                     twister, sentence_offsets, document_starts, document_ends, document, sentence, target_seq_length
                 )
                 a_start, a_stop, b_start, b_stop = _truncate(twister, a_start, a_stop, b_start, b_stop, max_num_tokens)
-                first_length = a_stop - a_start + 2
+                first_length = a_stop - a_start + 2  # [CLS] and the first [SEP]
                 length = first_length + b_stop - b_start + 1
                 masked = int(masked_count_by_length[length])
                 input_ids = _with_room(input_ids, tokens_used + length)
@@ -289,9 +291,11 @@ def _draw_pair(
     if stop - first >= 2:
         split += _random_below(twister, stop - first - 1)
     a_start, a_stop = sentence_offsets[first], sentence_offsets[split]
+    # A single sentence has no half to go on with: the reference does not draw for it either.
     if stop - first >= 2 and _random(twister) >= 0.5:
         return a_start, a_stop, a_stop, sentence_offsets[stop], False, stop
     other = document
+    # A document alone, or ten unlucky draws: the segment is then of this one, and still counts as random.
     for _ in range(_DRAWS_OF_ANOTHER_DOCUMENT):
         other = _random_below(twister, len(document_starts))
         if other != document:
@@ -357,8 +361,9 @@ def _mask(
     """
     candidates = np.empty(len(row) - 3, np.int64)
     replacements = np.full(len(row), -1)
+    # Drawn in shuffled order, as the reference does, and written in that of the row, into which it sorts them.
     for index in range(len(candidates)):
-        candidates[index] = index + 1 if index + 1 < first_length - 1 else index + 2
+        candidates[index] = index + 1 if index + 1 < first_length - 1 else index + 2  # neither [CLS] nor a [SEP]
     _shuffle(twister, candidates)
     for position in candidates[: len(positions)]:
         if _random(twister) < 0.8:
@@ -366,7 +371,7 @@ def _mask(
         elif _random(twister) < 0.5:
             replacements[position] = row[position]
         else:
-            replacements[position] = _random_below(twister, vocab_size)
+            replacements[position] = _random_below(twister, vocab_size)  # special tokens included
     masked = 0
     for position in range(len(row)):
         if replacements[position] >= 0:

@@ -35,6 +35,7 @@ _CACHED_WORDS = 1 << 20
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
+# The reference's: ideographs that Unicode has added since do not stand alone there either.
 _CJK_RANGES = (
     (0x3400, 0x4DBF),
     (0x4E00, 0x9FFF),
@@ -46,8 +47,8 @@ _CJK_RANGES = (
     (0x2F800, 0x2FA1F),
 )
 
-_ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))
-_ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")
+_ASCII_CONTROLS = dict.fromkeys((*range(9), 11, 12, *range(14, 32), 127))  # tab, LF and CR are blanks
+_ASCII_WORD = re.compile(r"[0-9A-Za-z]+|\S")  # all other symbols of ASCII are punctuation
 
 
 @dataclass(frozen=True)
@@ -156,6 +157,7 @@ def _pieces_of(path: Path) -> list[str]:
     tokenizer = read_json(path, _MAX_VOCABULARY_BYTES, "expected a tokenizer of Hugging Face's")
     model = tokenizer.get("model") if isinstance(tokenizer, dict) else None
     ids = model.get("vocab") if isinstance(model, dict) and model.get("type") == "WordPiece" else None
+    # By repr, since 1.0 and true equal 1.
     if not isinstance(ids, dict) or set(map(repr, ids.values())) != {str(index) for index in range(len(ids))}:
         raise ValueError(f"{path}: no WordPiece vocabulary with an id for each token; expected a tokenizer of BERT's")
     return sorted(ids, key=ids.__getitem__)
@@ -261,7 +263,7 @@ class _CharacterMap(dict[int, str | None]):
 
 def _clean(character: str) -> str | None:
     """Drop control and format characters and U+FFFD; blanks become a space; CJK ideographs get spaces around them."""
-    if character in "\t\n\r":
+    if character in "\t\n\r":  # control characters, but blanks to the reference
         return " "
     category = unicodedata.category(character)
     if category in ("Cc", "Cf") or character == "\ufffd":

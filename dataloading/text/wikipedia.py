@@ -160,6 +160,7 @@ def _plan(files: Sequence[Path], out: Path, options: ExtractionOptions) -> list[
             index=index,
             path=out / f"part-{index:05d}-of-{len(groups):05d}",
             inputs=tuple(files[file] for file in group),
+            # The reference's seeds.
             held_out=tuple((drawn_before(file + 1) - drawn_before(file), options.seed + 13 * file) for file in group),
             sentences=options.sentences,
         )
@@ -189,6 +190,7 @@ def _make_part(task: _Task) -> tuple[int, PartRecord, bool]:
             articles_with_text += sum(bool(article.strip()) for article in training)
         made = FileRecord(task.path.name, file.tell(), digest.hexdigest())
     record = PartRecord(made, tuple(sources), articles_with_text, len(evaluation), _sha256(joined(evaluation)))
+    # After the part itself: where a record is, its part is whole.
     write_atomically(task.record_path, json.dumps({"record": asdict(record), "evaluation": evaluation}).encode())
     return task.index, record, False
 

@@ -37,6 +37,7 @@ def on_owned_rows(attention: VarlenAttention) -> Callable[..., Tensor]:
         max_seqlen: int,
         dropout: Dropout | None = None,
     ) -> Tensor:
+        # Of the inputs too: where's backward pass puts zeros into their gradients' rows that the library leaves alone.
         query_QHE = owned_rows(query_QHE, cu_seqlens_q)
         key_THE, value_THE = owned_rows(key_THE, cu_seqlens_k), owned_rows(value_THE, cu_seqlens_k)
         output = attention(query_QHE, key_THE, value_THE, cu_seqlens_q, cu_seqlens_k, max_seqlen, dropout)

@@ -61,7 +61,7 @@ def dropout_add_layer_norm(
     if dropout is None or x_TD.is_cuda:
         summed_TD = residual_TD + drop(biased_TD, dropout)
     else:
-        summed_TD = torch.addcmul(residual_TD, biased_TD, _kept(biased_TD, dropout))
+        summed_TD = torch.addcmul(residual_TD, biased_TD, _kept(biased_TD, dropout))  # a pass less than product and sum
     return F.layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
 
 
@@ -96,7 +96,7 @@ def _kept(x: Tensor, dropout: Dropout) -> Tensor:
     to within 1 / 131072.
     """
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
-    kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15
+    kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15  # signed
     return kept.to(x.dtype).mul_(dropout.scale)
 
 

@@ -26,7 +26,7 @@ def scaled_matmul(
     """
     return torch._scaled_mm(
         a_MK,
-        b_NK.t(),
+        b_NK.t(),  # column-major, as cuBLASLt wants the right operand in FP8
         scale_a=inverse_a,
         scale_b=inverse_b,
         bias=None if bias_N is None else bias_N.detach().to(out_dtype),

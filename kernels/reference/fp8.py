@@ -61,7 +61,8 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
     """
     x_RC = _full(x_RC)
     largest = x_RC.abs().amax() if x_RC.numel() else x_RC.new_zeros(())
-    torch.maximum(amax, largest, out=amax)
+    torch.maximum(amax, largest, out=amax)  # hands a NaN on, as fmax would not
+    # Clamped, since PyTorch's cast makes infinity of what lies beyond E5M2.
     return (x_RC * scale).clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype)
 
 
@@ -137,9 +138,10 @@ def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     """
     amax_fraction_N, amax_exponent_N = torch.frexp(amax_N)
     largest_fraction_N, largest_exponent_N = torch.frexp(largest_N)
+    # Fractions are from 0.5 to 1: where amax has the larger one, one power less is the last that keeps below the limit.
     exponent_N = largest_exponent_N - amax_exponent_N - (amax_fraction_N > largest_fraction_N).int()
     exponent_N = exponent_N.clamp(1 - _EXPONENT_BIAS, _EXPONENT_BIAS - 1)
-    power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)
+    power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # 2^exponent by its bits
     return torch.where(amax_N.isfinite() & (amax_N > 0), power_N, scale_N)
 
 

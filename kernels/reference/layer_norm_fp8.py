@@ -58,6 +58,7 @@ def add_norm_backward_cast_fp8(
     dy_TD = dy_TD if shortcut_dy_TD is None else dy_TD + shortcut_dy_TD
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     mean_T1, rstd_T1 = statistics_2T[:, :, None]
+    # bias_D stands for the norm's bias, of which only shape and type count.
     dsummed_TD, dweight_D, dnorm_bias_D = torch.ops.aten.native_layer_norm_backward(
         dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
     )

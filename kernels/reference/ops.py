@@ -36,6 +36,7 @@ def varlen_attention(
     """
     heads = query_QHE.shape[1]
     outputs = []
+    # Lengths come to the host, which is why no CUDA graph can capture the definition.
     bounds_q, bounds_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for start_q, stop_q, start_k, stop_k in zip(bounds_q, bounds_q[1:], bounds_k, bounds_k[1:], strict=False):
         assert max(stop_q - start_q, stop_k - start_k) <= max_seqlen
@@ -88,6 +89,7 @@ def accumulate_weight_gradient(
     The operands are in any type and the gradient in at least fp32, in which the product is added up: that of two numbers of
     16 bits is exact there. What is overwritten may be NaN. T is the tokens of the micro-batch.
     """
+    # Autocast would bring operands in fp32 back to 16 bits.
     with torch.autocast(gradient_NK.device.type, enabled=False):
         transposed_NT, input_TK = output_gradient_TN.t().to(gradient_NK.dtype), input_TK.to(gradient_NK.dtype)
         if overwrite:
@@ -160,6 +162,7 @@ def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> T
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
     wide = torch.promote_types(dtype, torch.float32)
+    # A product with out_dtype has no derivative; casting up is as right, and keeps fp32 copies of both operands.
     differentiable = torch.is_grad_enabled() and (hidden_MD.requires_grad or decoder_VD.requires_grad)
     with torch.autocast(hidden_MD.device.type, enabled=False):
         if dtype != wide and not differentiable:

@@ -64,6 +64,7 @@ class Dropout:
         words = philox(
             seed, [draws[None, :], torch.full_like(draws, self.stream)[None, :], rows[:, None], step & _WORD]
         )
+        # int64 has no room for the product of two words, and wraps: its lower 32 bits are right all the same.
         tie = (((words[0] ^ words[1] ^ words[2] ^ words[3]) * TIE_MULTIPLIER & _WORD) >> 24)[..., None]
         least = (self.threshold // 256 + (tie < self.threshold % 256)).to(torch.int16)
         lanes = torch.arange(PLACES_A_DRAW, dtype=torch.int16, device=rows.device)

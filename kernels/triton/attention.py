@@ -28,8 +28,9 @@ from kernels.triton.attention_passes import (
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
+# A tile's extent is a power of two, and tl.dot wants 16 at least.
 _HEAD_SIZES = (16, 32, 64)
-_GRID_LIMIT = 65535
+_GRID_LIMIT = 65535  # programs along the second and the third axis of a CUDA grid
 
 
 @dataclass(frozen=True)
@@ -276,6 +277,7 @@ def launch_forward(
     threshold = 0 if state is None else Dropout(p, state, stream).threshold
     numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
     constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)
+    # Only the device knows the lengths: the grid is for the longest, in S + 1 layers, the last for rows of no sequence.
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
     attention_forward[grid](
         *qkv,
@@ -315,6 +317,7 @@ def launch_backward(
     delta, upstream = torch.empty_like(lse), output_gradient.contiguous()
     drawn, sizes = kept.numel() > 0, (heads, head_size)
     bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), 1 / (1 - p))
+    # Queries first: their kernel writes delta, which that of the keys reads.
     launch = _launch("dq", output)
     options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch, of_queries)
     grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
@@ -330,6 +333,7 @@ def launch_backward(
     )
 
 
+# The schema of a custom op has tensors and plain numbers only: dropout comes as state, probability and stream.
 @torch.library.custom_op("mlperf_bert::varlen_attention", mutates_args=())
 def _attention(
     query: Tensor,
@@ -366,6 +370,7 @@ def _attention_backward(
     p: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     qkv = [query, key, value]
+    # Contiguous, as the fake says: empty_like would keep the order of an input's strides.
     d_query, d_key, d_value = gradients = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in qkv]
     bounds = cu_seqlens_q, cu_seqlens_k
     launch_backward(output_gradient, qkv, output, lse, kept, gradients, *bounds, max_seqlen, p)
@@ -426,7 +431,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(*tensors, *output)
     ctx.scalars = max_seqlen, p
     ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # else zeros would be written as gradients of what is saved
 
 
 def _differentiate(ctx: Any, output_gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:

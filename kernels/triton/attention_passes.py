@@ -34,6 +34,7 @@ _VARYING = ["queries", "keys", "groups", "stream", "threshold"]
 def _places(BLOCK_K: tl.constexpr):
     """Order of a block's keys, as the columns of a product: the 16 of a draw in pairs, a pair of each draw in turn."""
     DRAWS: tl.constexpr = BLOCK_K // PLACES
+    # In a result of mma and of wgmma, thread t of each four has columns 2 t and 2 t + 1 of every eight.
     columns = tl.arange(0, BLOCK_K)
     return columns // 2 % DRAWS * PLACES + columns // (2 * DRAWS) * 2 + columns % 2
 
@@ -103,6 +104,7 @@ def _upper_rows(ROWS: tl.constexpr):
 
     What is stored or loaded for a half is in the registers where it is drawn or needed; of all rows at once it would not be.
     """
+    # In a result of mma and of wgmma a thread has rows g and g + 8 of every sixteen.
     rows = tl.arange(0, ROWS // 2)
     return rows // 8 * 16 + rows % 8
 
@@ -135,13 +137,14 @@ def _product(left, right):
     """Matrix product in fp32."""
     if _INTERPRETED:  # the interpreter takes bf16 operands for integers
         return tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-    return tl.dot(left, right, input_precision="ieee")
+    return tl.dot(left, right, input_precision="ieee")  # fp32 operands, else in TF32
 
 
 @triton.jit
 def _scores(query_QE, key_KE, positions, first_k, length_k):
     """Scores of a block of keys from ``first_k`` on, unscaled; in a sequence's last block -inf past its end."""
     scores = _product(query_QE, tl.trans(key_KE))
+    # A branch that all threads take alike, in place of a selection for every block.
     if first_k + key_KE.shape[0] > length_k:
         scores = tl.where((positions < length_k)[None, :], scores, float("-inf"))
     return scores
@@ -151,6 +154,7 @@ def _scores(query_QE, key_KE, positions, first_k, length_k):
 def _load_rows(base, rows, stop, STRIDE: tl.constexpr, HEAD_SIZE: tl.constexpr):
     """Load a head's ``rows``, 0 from ``stop`` on."""
     pointers = base + rows[:, None] * STRIDE + tl.arange(0, HEAD_SIZE)[None, :]
+    # Zeros and not just anything: these rows take part in products, where a weight of 0 would not undo a NaN.
     return tl.load(pointers, mask=(rows < stop)[:, None], other=0.0)
 
 
@@ -170,6 +174,7 @@ def _transposed_rows(row, tokens):
 @triton.jit
 def _sums(sums, start, sequence, column, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
     """Return where a block of a sequence puts its sums of columns: no two put theirs into one row."""
+    # Sequence s has rows start // BLOCK + s to stop // BLOCK + s at most, and the next one begins a row after that.
     return sums + (start // BLOCK + sequence + tl.program_id(0)).to(tl.int64) * STRIDE + column
 
 
@@ -234,6 +239,7 @@ def attention_forward(
             cast_zeros(cast, transposed, start_q + first, queries, step, STRIDE, HEAD_SIZE, BLOCK_Q)
         return
     length_q = tl.load(cu_seqlens_q + sequence + 1) - start_q
+    # The grid is that of the longest sequence: others have programs to spare.
     if first >= length_q:
         return
     start_k = tl.load(cu_seqlens_k + sequence)
@@ -250,6 +256,8 @@ def attention_forward(
         seed, step = tl.load(state), tl.load(state + 1)
         upper_rows = first + _upper_rows(BLOCK_Q)
         kept = _of_sequence(kept, queries, groups, head, start_q)
+    # Every block has a key, so that a maximum is finite after the first: exp2 never gets -inf less -inf, which is NaN.
+    # The first rescaling is by exp2(-inf) = 0.
     maximum = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_Q,), tl.float32)
     context = tl.zeros((BLOCK_Q, HEAD_SIZE), tl.float32)
@@ -275,7 +283,9 @@ def attention_forward(
     if DROPOUT:
         context *= kept_scale
     context /= total[:, None]
+    # In base 2 and of scaled scores, as the backward passes subtract it inside their exp2.
     tl.store(lse + head.to(tl.int64) * queries + start_q + rows, maximum * SCORE_SCALE + tl.log2(total), mask=valid_q)
+    # Rounded before it is cast: FP8 is then what a pass over the stored output would make.
     context = context.to(output.dtype.element_ty)
     output += start_q.to(tl.int64) * STRIDE
     _store_rows(output, context, rows, length_q, STRIDE, HEAD_SIZE)
@@ -356,6 +366,7 @@ def attention_backward_queries(
     context = _load_rows(output + output_offset, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
     delta_Q = tl.sum(upstream.to(tl.float32) * context.to(tl.float32), 1)
     if DROPOUT:
+        # The scale is a factor of all that goes into the gradient: it is left out here and multiplied once, at the end.
         delta_Q /= kept_scale
     head_row = head.to(tl.int64) * queries + start_q
     tl.store(delta + head_row + rows, delta_Q, mask=valid_q)
@@ -375,6 +386,7 @@ def attention_backward_queries(
         if DROPOUT:
             drawn = _load_kept(_of_keys(kept, queries, first_k, BLOCK_K), upper_rows, length_q, BLOCK_K // PLACES)
             weight_gradient = _keep_columns(weight_gradient, drawn)
+        # The derivative of softmax; weights are those before dropout, which only the gradient that comes in has passed.
         score_gradient = weights * (weight_gradient - delta_Q[:, None])
         if not _INTERPRETED:
             score_gradient = score_gradient.to(key_KE.dtype)
@@ -387,6 +399,7 @@ def attention_backward_queries(
         _store_rows(query_gradient, total, rows, length_q, QUERY_GRADIENT_STRIDE, HEAD_SIZE)
     else:
         sums = _sums(sums, start_q, sequence, head * HEAD_SIZE, QUERY_GRADIENT_STRIDE, BLOCK_Q)
+        # Rounded before it is cast, as the output is.
         value = total.to(query.dtype.element_ty).to(tl.float32)
         cast_rows(
             value, scale, amax, cast, transposed, sums, start_q, rows, length_q, queries,
@@ -481,6 +494,7 @@ def attention_backward_keys(
         valid_q = rows < length_q
         query_QE = _load_rows(query, rows, length_q, QUERY_STRIDE, HEAD_SIZE)
         upstream = _load_rows(output_gradient, rows, length_q, OUTPUT_STRIDE, HEAD_SIZE)
+        # Of rows past the end the weights are finite, and upstream and delta zero: they add nothing to either sum.
         lse_Q = tl.load(lse + rows, mask=valid_q, other=0.0)
         delta_Q = tl.load(delta + rows, mask=valid_q, other=0.0)
         # Keys are rows here, as in the sums: the next products take weights and gradients from registers. Keys past the
@@ -508,6 +522,7 @@ def attention_backward_keys(
         _store_rows(value_gradient, value_total, positions, length_k, VALUE_GRADIENT_STRIDE, HEAD_SIZE)
     else:
         sums = _sums(sums, start_k, sequence, 0, KEY_GRADIENT_STRIDE, BLOCK_K)
+        # A block of keys and values is one row of sums: keys' columns stand before those of values there too.
         values = key_total.to(key.dtype.element_ty).to(tl.float32)
         cast_rows(
             values, scale, amax, cast + key_column, key_transposed, sums + key_column, start_k, positions, length_k,

@@ -73,7 +73,7 @@ def gelu_gates(y):
 
     Both to full relative precision, without the cancellation of ``1 - sigmoid`` and without an exponential that overflows.
     """
-    exponent = 1.5957691216057308 * y * (1.0 + 0.044715 * y * y)
+    exponent = 1.5957691216057308 * y * (1.0 + 0.044715 * y * y)  # 2 u; the first factor is 2 sqrt(2 / pi)
     small = tl.exp(-tl.abs(exponent))
     large_gate = 1.0 / (1.0 + small)
     small_gate = small * large_gate
@@ -85,6 +85,7 @@ def gelu_derivative(y):
     """Derivative of ``gelu(y)`` by ``y``."""
     gate, rest = gelu_gates(y)
     slope = 1.5957691216057308 * (1.0 + 3.0 * 0.044715 * y * y)
+    # The product rule on y sigmoid(2 u), where sigmoid' = sigmoid(2 u) sigmoid(-2 u).
     return gate * (1.0 + y * rest * slope)
 
 
@@ -133,7 +134,7 @@ def _backward_kernel(
         upstream = tl.load(output_gradient + place, mask=inside, other=0.0).to(tl.float32)
         y = tl.load(product + place, mask=inside, other=0.0).to(tl.float32) + b
         gradient = upstream * gelu_derivative(y)
-        total += gradient
+        total += gradient  # in fp32, before the gradient is rounded
         tl.store(product_gradient + place, gradient, mask=inside)
     tl.store(bias_partials + tl.program_id(0) * columns + column, tl.sum(total, axis=0), mask=in_columns)
 

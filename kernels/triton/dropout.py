@@ -28,6 +28,7 @@ def draw_kept(seed, step, stream, threshold, rows, draws):
     """
     word_0, word_1, word_2, word_3 = _philox(seed, draws, stream, rows, step)
     # Bits 16 to 31 of the words are the low halves of the numbers, bits 0 to 15 the high ones, both from low to high.
+    # The definition compares the tie's highest eight bits. So do all 32, as those of the limit after the eighth are 0.
     tie = (word_0 ^ word_1 ^ word_2 ^ word_3) * tl.cast(_TIE_MULTIPLIER, tl.uint32)
     reached = tl.where(tie >= (threshold & 0xFF).to(tl.uint32) << 24, tl.cast(-1, tl.int32), 0).to(tl.uint32)
     limits = ~threshold
@@ -35,7 +36,7 @@ def draw_kept(seed, step, stream, threshold, rows, draws):
     limit_2, limit_3 = _limit(limits, 2), _limit(limits, 3)
     for half in tl.static_range(2):
         if half == 1:
-            reached >>= 16
+            reached >>= 16  # to the columns' places in the words' other halves
         reached = _majority(reached, word_0, limit_0)
         reached = _majority(reached, word_1, limit_1)
         reached = _majority(reached, word_2, limit_2)

@@ -176,6 +176,7 @@ def _embedding_norm_gradients(
     (tokens, columns), layout = dy.shape, Layout.of(dy.shape[1])
     programs = backward_programs(dy.device, tokens, layout, WARPS)
     inputs = (dy, input_ids, position_ids, segment_ids, word, position, segment, weight, statistics)
+    # In fp32 whatever the tables are: atomics in 16 bits would round at every token that has the word.
     dword, dposition = (table.new_zeros(table.shape, dtype=torch.float32) for table in (word, position))
     partials = dy.new_empty(programs, 4, columns, dtype=torch.float32)
     scalars, options = (tokens, threshold, scale, stream), layout.options(columns, state is not None)

@@ -162,6 +162,7 @@ def _write(
 ):
     """Write everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
+    # Outside, GELU of a bias is not zero, and must count for no amax and no sum; the transpose is filled up with zeros.
     value = tl.where(inside, value, 0.0)
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
     cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
@@ -172,11 +173,11 @@ def _write(
     in_columns = first_column + column < columns
     if transposed is not None:
         transposed += first_column.to(tl.int64) * padded_rows
-        inside = in_columns[:, None] & (row < padded_rows)[None, :]
+        inside = in_columns[:, None] & (row < padded_rows)[None, :]  # products contract over the padding too
         tl.store(transposed + (column[:, None] * padded_rows + row[None, :]), tl.trans(cast), mask=inside)
     if partials is not None:
         partials += (first_row // ROWS).to(tl.int64) * columns + first_column
-        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)
+        tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # of what FP8 has not rounded
 
 
 @triton.jit
@@ -248,7 +249,7 @@ def _fp8_bits(value, DTYPE: tl.constexpr):
     rounded = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
     steps = rounded.to(tl.int32, bitcast=True) - large
     found = ((exponent - smallest) << MANTISSA) + steps
-    found = tl.where(magnitude > 0x7F800000, 0x7F, found)
+    found = tl.where(magnitude > 0x7F800000, 0x7F, found)  # a NaN of either type
     return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 

@@ -35,6 +35,7 @@ from kernels.triton.squares import sum_of_squares
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
+# A thread has 62 registers, and 32 warps are on a multiprocessor; twice as many elements leave room for 16.
 CHUNK = 2048
 ALIGNMENT = 16
 """Chunks start at multiples of this many elements, so that whole chunks are read in vectors of 16 bytes."""
@@ -61,6 +62,7 @@ def lamb_step(
 
     The first call for some segments makes their table of chunks on the device: make one before capturing a graph.
     """
+    # Of the whole gradient, before any of it is touched: each chunk is clipped by it, or left out if it is not finite.
     norm = sum_of_squares(gradients_P).sqrt().float()
     chunks = _chunks(segments, parameters_P.device, GROUP)
     flat = parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P
@@ -214,12 +216,13 @@ def _chunks(segments: LambSegments, device: torch.device, group: int | None = No
             groups += [len(rows), len(spans)]
             filled = stop - start
         before = len(rows)
+        # From the last aligned place before the segment: what the chunk then has of its neighbour is masked.
         for chunk in range(start // ALIGNMENT * ALIGNMENT, stop, CHUNK):
             rows.append((segment, chunk // ALIGNMENT, max(start - chunk, 0), min(stop - chunk, CHUNK)))
         overwritten = bool(segments.overwritten) and segments.overwritten[segment]
         traits.append((len(spans) if segments.adapted[segment] else -1, overwritten))
         if segments.adapted[segment]:
-            spans.append((before - groups[-2], len(rows) - groups[-2]))
+            spans.append((before - groups[-2], len(rows) - groups[-2]))  # partial sums are written anew for each group
     tables = (torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, traits, spans))
     table_C4, traits_G2, flat_spans = tables
     return _Chunks(table_C4, traits_G2, flat_spans.view(-1, 2), [*groups, len(rows), len(spans)])
@@ -253,6 +256,7 @@ def _lamb_step(
     """Step group by group; directions of all groups are at the start of ``update_P``."""
     flat = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
     numbers = _Numbers.of(norm, step, beta_1, beta_2, epsilon, weight_decay, max_grad_norm)
+    # Scratch for the largest group serves all: launches of one stream run one after another.
     squares_2A = parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
     bounds = list(pairwise(zip(groups[::2], groups[1::2], strict=True)))
     partial_sums = parameters_P.new_empty(2 * max(stop - start for (start, _), (stop, _) in bounds))
@@ -339,6 +343,7 @@ class _Numbers(NamedTuple):
     @classmethod
     def of(cls, norm: Tensor, step: Tensor, beta_1: float, beta_2: float, *others: float) -> "_Numbers":
         fast_1, fast_2 = beta_1 < 0.5, beta_2 < 0.5
+        # Subtracted here, in double precision; the nearer end is chosen as torch.lerp does, by its weight.
         weights = beta_1 if fast_1 else 1 - beta_1, beta_2 if fast_2 else 1 - beta_2
         return cls(norm, *bias_corrections(step, beta_1, beta_2), *weights, *others, fast_1, fast_2)
 
@@ -378,7 +383,7 @@ def _launch_directions(
     if adapted.start < adapted.stop:
         squares_kernel[(adapted.stop - adapted.start,)](
             partial_sums,
-            squares_2A.view(-1)[adapted.start :],
+            squares_2A.view(-1)[adapted.start :],  # the second row is A further on
             spans_A2[adapted],
             len(table_C4),
             len(spans_A2),

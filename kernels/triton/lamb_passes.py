@@ -44,6 +44,7 @@ def direction_kernel(
     taken = _finite(size)
     if tl.program_id(0) == 0 and tl.load(table + 1) == 0:  # of a step's launches the first
         tl.store(skipped, tl.load(skipped) + tl.where(taken, 0, 1))
+    # Divisions and roots are rounded to nearest, as the definition's are: Triton's own are approximate.
     clip = tl.div_rn(max_grad_norm, tl.maximum(size, max_grad_norm))
     root_factor = tl.load(root_correction).to(tl.float32)
     epsilon *= tl.load(epsilon_correction).to(tl.float32)
@@ -106,7 +107,6 @@ def _interpolated(old, new, weight, FAST: tl.constexpr):
     """Interpolate ``beta * old + (1 - beta) * new`` from the nearer end.
 
     ``weight`` is beta where FAST (beta below 0.5), else 1 - beta.
-
 
     As sums of two products they drift: fp32(0.999) + fp32(0.001) is not 1, and the variance would become 1.3e-5 too large.
     """

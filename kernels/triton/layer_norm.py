@@ -77,6 +77,7 @@ def add_norm_row_gradients(
     if DROPOUT:
         kept = kept_places(rows, state, threshold, stream, BLOCK)
         summed = tl.where(kept, summed * scale, 0.0)
+    # Past the last column it is not zero. The gain and upstream are, and with them all that is made of it there.
     normalised = (summed + shortcut - mean) * rstd
     dresidual = norm_gradient(upstream, normalised, gain, rstd, D)
     dx = dresidual

@@ -75,6 +75,7 @@ def _add_norm_cast_forward(
             x, offset, residual, gain, shift, rows, places, live, inside,
             state, eps, threshold, kept_scale, stream, D, BLOCK, DROPOUT,
         )  # fmt: skip
+        # Zeros outside, for amax; rounded before it is cast, as a pass over the stored output would find it.
         output = tl.where(live & inside, output, 0.0).to(y.dtype.element_ty)
         tl.store(y + places, output, mask=live & inside)
         store_statistics(statistics, mean, rstd, rows, tokens)
@@ -105,6 +106,7 @@ def _add_norm_cast_backward(
     largest = tl.zeros([ROWS, BLOCK // PLACES], tl.int32)
     multiplier = tl.load(scale)
     STAGES: tl.constexpr = PREFETCH if ROWS == 1 else 1
+    # Whole groups for each program: only who has written a group's rows can transpose them without waiting for others.
     for group in range(tl.program_id(0), tl.cdiv(tokens, GROUP), tl.num_programs(0)):
         for row in tl.range(0, GROUP, ROWS, num_stages=STAGES):
             rows = group * GROUP + row + tl.arange(0, ROWS)

@@ -129,9 +129,11 @@ def _kernel(
                 tl.store(logits + column, tl.zeros([COLUMNS], tl.float32), mask=column < width)
     else:
         known = (label >= 0) & (label < vocabulary)
+        # Read before the row is overwritten. An unknown label makes it NaN, and so the loss.
         label_logit = tl.load(logits + label, mask=known, other=float("nan")).to(tl.float32)
         label_logit += tl.load(bias + label, mask=known, other=0.0).to(tl.float32)
         largest = label_logit
+        # By columns of a tile: added up over the threads once, after the loop.
         total = tl.zeros([COLUMNS], tl.float32)
         beaten = tl.zeros([COLUMNS], tl.int32)
         for start in range(0, width, COLUMNS):
@@ -172,6 +174,7 @@ def _masked_lm_loss(
     rows, vocabulary = len(hidden_MD), len(decoder_VD)
     logits_MW = hidden_MD.new_empty((rows, _width(vocabulary)), dtype=_logits_dtype(hidden_MD, count_correct))
     width = logits_MW.shape[1]
+    # Columns from V to W are left as they are in memory: the kernel takes them for -inf.
     if logits_MW.dtype == hidden_MD.dtype:
         torch.mm(hidden_MD, decoder_VD.t(), out=logits_MW[:, :vocabulary])
     else:
@@ -181,7 +184,7 @@ def _masked_lm_loss(
     tile = _tile(vocabulary)
     _kernel[(rows,)](
         logits_MW,
-        F.pad(bias_V, (0, width - vocabulary)),
+        F.pad(bias_V, (0, width - vocabulary)),  # one mask for both loads
         labels_M.contiguous(),
         losses_M,
         correct_M,

@@ -65,6 +65,7 @@ def kept_places(rows, state, threshold, stream, BLOCK: tl.constexpr):
 def normalised_rows(summed, inside, eps, D: tl.constexpr):
     """Normalise rows; return them, their means and their reciprocal deviations, both [ROWS, 1, 1]."""
     mean = row_means(summed, D)
+    # Deviations, while the row is in registers: the mean of squares less the squared mean would cancel in fp32.
     centred = tl.where(inside, summed - mean, 0.0)
     rstd = tl.rsqrt(row_means(centred * centred, D) + eps)
     return centred * rstd, mean, rstd
@@ -126,6 +127,7 @@ class Layout:
     def of(cls, columns: int) -> "Layout":
         """Choose the layout for rows of so many columns: at least 1024 values a tile, eight of them a thread's."""
         block = max(64, triton.next_power_of_2(columns))
+        # 256: a warp's threads with eight columns each.
         return cls(block, max(1, 1024 // block), max(4, block // 256))
 
     def options(self, columns: int, dropout: bool) -> dict[str, Any]:
@@ -140,6 +142,7 @@ SUM_PIPELINE = {"num_warps": 4, "num_stages": 1}
 
 def backward_programs(device: torch.device, tokens: int, layout: Layout, warps: int) -> int:
     """Return how many programs share the rows."""
+    # No more than are on the device at once: a program more would be one more row of partial sums.
     return max(1, min(multiprocessors(device) * (warps // layout.num_warps), triton.cdiv(tokens, layout.rows)))
 
 

@@ -66,5 +66,6 @@ def _kernel(vector, partial_sums, size, BLOCK: tl.constexpr):
     """Sum the squares of a block."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = start + tl.arange(0, BLOCK)
+    # evict_first: of BERT-Large's 1.3 GB nothing stays in the cache until it is read again.
     x = tl.load(vector + offsets, mask=offsets < size, other=0.0, eviction_policy="evict_first").to(tl.float64)
     tl.store(partial_sums + tl.program_id(0), tl.sum(x * x))

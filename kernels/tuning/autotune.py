@@ -168,12 +168,13 @@ def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
     op = OPS[request.op]
     devices = [request.device] if request.device.type == "cuda" else []
     try:
+        # Random states are those of the run, and dropout draws from them: measuring must not move them.
         with torch.random.fork_rng(devices):
             args, kwargs = request.arguments()
             usable, errors = _usable(request, args, kwargs)
             works = {each.name: partial(_run, each, request, args, kwargs) for each in usable}
             times, failed = contest(works, Timer(request.device), seconds)
-            del works, args, kwargs
+            del works, args, kwargs  # else empty_cache below would find their memory in use
     except torch.OutOfMemoryError:
         _LOG.warning("%s is not measured: its arguments do not fit into the memory that is left", request.label)
         return None
@@ -234,6 +235,7 @@ def _run(implementation: Implementation, request: Request, args: tuple[Any, ...]
     if outputs:
         leaves = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
         upstream = [torch.ones_like(output) for output in outputs]
+        # Not by backward(), which would also add to .grad in the time that is measured.
         torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
 
 
@@ -260,6 +262,7 @@ def _cached(cache: Cache, request: Request) -> Choice | None:
     except ValueError as error:
         _LOG.warning("what was measured for %s earlier is ignored: %s", request.op, error)
         return None
+    # Chosen again among the times: the file may be of a run that captured nothing, and this one may capture.
     taken = _taken(request, choice.milliseconds)
     return None if taken is None else dataclasses.replace(choice, taken=taken)
 

@@ -114,7 +114,7 @@ class Cache:
         return self.folder / f"{op}-{_digest(json.dumps(key, sort_keys=True).encode())}.json"
 
     def _paths(self, op: str | None = None) -> list[Path]:
-        return sorted(self.folder.glob("*-*.json" if op is None else f"{op}-*.json"))
+        return sorted(self.folder.glob("*-*.json" if op is None else f"{op}-*.json"))  # pins.json has no hyphen
 
 
 def fingerprint(implementation: Implementation) -> str:
@@ -169,7 +169,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 def _write(path: Path, content: Mapping[str, object]) -> None:
     """Put a file in place at once; nothing is left of an attempt that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".")
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".")  # the same file system, where replacing is atomic
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({"format": _FORMAT} | dict(content), file, indent=1)

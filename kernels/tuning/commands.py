@@ -35,7 +35,7 @@ def table(chosen: Namespace) -> None:
 def autotune(chosen: Namespace) -> None:
     """Measure ops at the size of BERT-Large, keep what is found and print it."""
     device, dtype, where = _device_and_dtype(chosen)
-    set_product_precision()
+    set_product_precision()  # as training does: it changes which products cuBLAS has
     for op in chosen.ops:
         tuning.check_names(op)
     counts = chosen.sequences or [96 if device.type == "cuda" else 1]

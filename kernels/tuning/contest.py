@@ -37,12 +37,13 @@ def contest(
             samples.setdefault(name, []).append(timed(works[name]))
         except Exception as error:  # whatever one implementation raises must not stop the run
             samples.pop(name, None)
+            # chr(10): before Python 3.12 no backslash may stand inside an f-string's braces.
             errors[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
 
     for name in works:
         call(name)
         if name in samples:
-            samples[name].clear()
+            samples[name].clear()  # the first call compiles
             call(name)
     best = min((each[0] for each in samples.values()), default=0.0)
     for name in list(samples):
@@ -82,6 +83,7 @@ class Timer:
             begun = time.perf_counter()
             work()
             return time.perf_counter() - begun
+        # Before the start is recorded: it empties the cache, and belongs to no time. So does the waiting.
         self._cache.zero_()
         torch.cuda._sleep(HEAD_START_CYCLES)
         self._start.record()

@@ -68,6 +68,7 @@ class _Like:
 
     def make(self) -> Tensor:
         """Such a tensor, a leaf."""
+        # Strides as they were: some implementations copy what is not contiguous, and that belongs to their time.
         reach = sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         numbers = torch.rand(0 if 0 in self.shape else reach + 1, device=self.device).to(self.dtype)
         return numbers.as_strided(self.shape, self.stride).requires_grad_(self.requires_grad)
@@ -76,6 +77,7 @@ class _Like:
 def _template(value: Any) -> Any:
     """The value to keep in a request: numbers that steer a call, such as lengths and rates, stay as they are."""
     if isinstance(value, Tensor):
+        # Scalars, such as rates and scales, and integers, such as ids and lengths, must have values that make sense.
         if value.dim() and value.is_floating_point():
             return _Like(tuple(value.shape), value.stride(), value.dtype, value.device, value.requires_grad)
         return value.detach().clone()

@@ -1,9 +1,12 @@
 """What a rank gives a device to do, without device and without other ranks: operators and collectives by stream.
 
 Stands in for what PyTorch has of CUDA's streams, events and graphs, and for its process groups. Tensors need no values: on
-the device "meta" they have none, and a host that reads one fails.
+the device "meta" they have none, and a host that reads one fails. Memory goes back to the stream that it was taken on as
+soon as nobody has it, as with PyTorch's allocator, and other streams must be through with it by the time that one goes on.
 """
 
+import itertools
+import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,13 +58,6 @@ class _Access:
     stop: int
     writes: bool
 
-    @classmethod
-    def of(cls, tensor: Tensor, writes: bool) -> "_Access":
-        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        start = int(tensor.storage_offset()) * tensor.element_size()
-        length = reach * tensor.element_size() if tensor.numel() else 0
-        return cls(tensor.untyped_storage()._cdata, start, start + length, writes)
-
     def meets(self, other: "_Access") -> bool:
         """Tell whether the two need an order."""
         return (self.writes or other.writes) and self.start < other.stop and other.start < self.stop
@@ -86,6 +82,8 @@ class Stream:
     clock: Clock = field(default_factory=Counter)
     capture: "Graph | None" = None
     """That it is part of at present."""
+    freed: list[tuple[int, "Graph | None"]] = field(default_factory=list)
+    """Storages that were made on it, and while it was captured into what; its next operator may be given their memory."""
     device = torch.device("cuda", 0)
 
     def wait_stream(self, other: "Stream") -> None:
@@ -162,8 +160,11 @@ class Timeline(TorchDispatchMode):
         self.operators: Counter[Stream] = Counter()
         """By stream, how many."""
         self._past: dict[int, list[_Past]] = {}
-        self._alive: list[torch.UntypedStorage] = []
-        """So that none takes another's place."""
+        self._numbers = itertools.count()
+        self._storages: dict[int, int] = {}
+        """Numbers by address: another storage may be there later."""
+        self._recorded: dict[int, set[Stream]] = {}
+        """For which the allocator waits before it gives a storage's memory away."""
 
     @contextmanager
     def watching(self, patch: pytest.MonkeyPatch) -> Iterator["Timeline"]:
@@ -184,6 +185,7 @@ class Timeline(TorchDispatchMode):
             "graph": self._capturing,
         }.items():
             patch.setattr(torch.cuda, name, stand_in)
+        patch.setattr(Tensor, "record_stream", lambda tensor, stream: self._record(tensor, stream))
         with self:
             yield self
 
@@ -199,11 +201,10 @@ class Timeline(TorchDispatchMode):
         for place, argument in enumerate(func._schema.arguments):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             writes = argument.alias_info is not None and argument.alias_info.is_write
-            accesses |= {_Access.of(each, writes): None for each in tree_leaves(value) if isinstance(each, Tensor)}
+            accesses |= {self._access(each, writes): None for each in tree_leaves(value) if isinstance(each, Tensor)}
         known = {access.storage for access in accesses}
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        self._alive += [each.untyped_storage() for each in made]
-        accesses |= {_Access.of(each, True): None for each in made if each.untyped_storage()._cdata not in known}
+        made = [self._access(each, True) for each in tree_leaves(result) if isinstance(each, Tensor)]
+        accesses |= {each: None for each in made if each.storage not in known}
         self.run(str(func), accesses)
         return result
 
@@ -213,6 +214,14 @@ class Timeline(TorchDispatchMode):
         stream.clock[stream] += 1
         self.operators[stream] += 1
         pasts = self._past if stream.capture is None else stream.capture.past
+        freed, stream.freed = stream.freed, []
+        for storage, capture in freed:
+            for before in pasts.pop(storage, ()) if capture is stream.capture else ():
+                if stream.clock[before.stream] < before.moment and before.stream not in self._recorded.get(storage, ()):
+                    raise TimelineError(
+                        f"{operator} on {stream.name} may be given memory that {before.operator} on {before.stream.name} "
+                        "has, and does not wait for it"
+                    )
         for access in accesses:
             past = pasts.setdefault(access.storage, [])
             for before in past:
@@ -231,8 +240,7 @@ class Timeline(TorchDispatchMode):
 
     def collective(self, name: str, group: tuple[int, ...], whole: Tensor, *others: Tensor) -> None:
         """Give the current stream a collective, which reads and writes all these."""
-        self._alive += [tensor.untyped_storage() for tensor in (whole, *others)]
-        self.run(name, {_Access.of(tensor, True): None for tensor in (whole, *others)})
+        self.run(name, {self._access(tensor, True): None for tensor in (whole, *others)})
         stream, graph = self.current, self.current.capture
         made = Collective(name, group, whole.dtype, whole.numel(), stream, stream.clock.copy())
         (self.collectives if graph is None else graph.collectives).append(made)
@@ -240,6 +248,28 @@ class Timeline(TorchDispatchMode):
     def host_waits(self, what: str) -> None:
         """Fail: nothing here may let the host wait."""
         raise TimelineError(f"the host waits for {what}")
+
+    def _access(self, tensor: Tensor, writes: bool) -> _Access:
+        reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        length = reach * tensor.element_size() if tensor.numel() else 0
+        return _Access(self._number(tensor.untyped_storage()), start, start + length, writes)
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        address = storage._cdata
+        if address not in self._storages:
+            self._storages[address] = number = next(self._numbers)
+            stream = self.current
+
+            def free(capture: Graph | None = stream.capture) -> None:
+                del self._storages[address]
+                stream.freed.append((number, capture))
+
+            weakref.finalize(storage, free).atexit = False
+        return self._storages[address]
+
+    def _record(self, tensor: Tensor, stream: Stream) -> None:
+        self._recorded.setdefault(self._number(tensor.untyped_storage()), set()).add(stream)
 
     def _new_stream(self, _: object = None) -> Stream:
         self.streams.append(Stream(self, f"side {len(self.streams)}"))

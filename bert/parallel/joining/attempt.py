@@ -27,7 +27,7 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -
     missing = [f"{name}/{other}" for other in range(1, world_size)]
 
     def heard() -> bool:
-        while missing and store.check([missing[-1]]):
+        while missing and store.check([missing[-1]]):  # one key a request, and none again that has been seen
             missing.pop()
         return not missing
 
@@ -52,6 +52,8 @@ def _follow(store: Store, rank: int, seconds: float) -> str:
             return False
         name = store.get("attempt").decode()
         if store.check([f"{name}/complete"]):
+            # If not, the attempt was complete before this process came: it is an earlier one, and a new name will
+            # follow.
             return name in answered
         if name not in answered:
             store.set(f"{name}/{rank}", "")

@@ -69,7 +69,7 @@ def may_start_again() -> bool:
 def job() -> str:
     """The name that agents of torchrun meet under (``--rdzv-id``), the same after every restart; "" where there is none."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return "" if name == "none" else name[:256]
+    return "" if name == "none" else name[:256]  # torchrun says "none" where no --rdzv-id was given
 
 
 def _environment(name: str, default: int) -> int:

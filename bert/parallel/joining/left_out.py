@@ -54,6 +54,7 @@ class Absent:
 
     def release(self) -> None:
         """Tell them, from one rank, that the run is over, and wait until they have heard it."""
+        # The store may end with this process, and who has not heard by then would take that for a fault.
         self.store.set("over", "")
         deadline = time.monotonic() + _PATIENCE_S
         while time.monotonic() < deadline and not self.store.check([f"heard/{rank}" for rank in self.ranks]):

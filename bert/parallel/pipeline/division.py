@@ -50,9 +50,9 @@ def layer_costs(config: ModelConfig) -> list[float]:
     heads read; the embeddings multiply nothing.
     """
     hidden, wide = config.hidden_size, config.intermediate_size
-    rows = _MASKED_SHARE * hidden * (2 * hidden + 2 * wide)
-    heads = _MASKED_SHARE * hidden * (hidden + config.vocab_size)
-    layer = hidden * (4 * hidden + 2 * wide)
+    rows = _MASKED_SHARE * hidden * (2 * hidden + 2 * wide)  # query, attention output, fc1, fc2
+    heads = _MASKED_SHARE * hidden * (hidden + config.vocab_size)  # transform, decoder
+    layer = hidden * (4 * hidden + 2 * wide)  # query, key, value, attention output, fc1, fc2
     return [float(layer)] * (config.num_hidden_layers - 1) + [2 * hidden**2 + rows + heads]
 
 
@@ -69,7 +69,7 @@ def divided(costs: list[float], count: int) -> list[range]:
             cost = sum(costs[start:stop])
             highest, squares, stops = best(stop, ranges - 1)
             choices.append((max(cost, highest), squares + cost**2, (stop, *stops)))
-        return min(choices)
+        return min(choices)  # of equal ones the earliest stops, so that all ranks divide alike
 
     stops = best(0, count)[2]
     return [range(start, stop) for start, stop in zip((0, *stops), stops, strict=False)]

@@ -45,6 +45,9 @@ class PipelineSchedule:
         self.rows = 0
         """W of what is sent: no micro-batch so far has more."""
         self._stopwatch = stopwatch
+        # PyTorch splits the inputs of a step by their first dimension: what each micro-batch gets of these is its
+        # number, by which a stage finds the batch that its rank has loaded. On the host, so that reading it waits for
+        # nothing.
         self._micro_batches = torch.arange(micro_batches)
         self._schedule: Schedule1F1B | ScheduleInterleaved1F1B | None = None
 
@@ -53,12 +56,16 @@ class PipelineSchedule:
         self.batches = micro_batches
         self.sites = [self.pipeline.model.next_sites() for _ in micro_batches]
         rows = max(map(self.pipeline.rows, micro_batches))
+        # PyTorch's stages have buffers of one shape. The ranks of a copy have the same micro-batches, and so grow at
+        # once.
         if self._schedule is None or rows > self.rows:
             self.rows = -(-rows // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
             self._schedule = self._torch_schedule()
         with self._stopwatch.time("reduce"):
-            numbers = self._micro_batches
+            numbers = self._micro_batches  # as the target too: PyTorch computes no loss without one
             self._schedule.step(target=numbers, return_outputs=False, micro_batch=numbers)
+            # The table's gradient was not there when its own backward passes ended: sharded gradients go out here once
+            # more.
             with self.reduction.overlapped(False, self.pipeline.shared_parameters):
                 self.pipeline.add_word_gradient_()
 
@@ -71,6 +78,8 @@ class PipelineSchedule:
 
     def _torch_schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
         stages: list[Any] = [_TimedStage(self, stage) for stage in self.pipeline.stages]
+        # The last stage returns its loss already, divided by the counts of the global batch: not by micro-batches once
+        # more.
         settings: dict[str, Any] = {"loss_fn": lambda loss, _: loss, "scale_grads": False}
         if len(stages) == 1:
             return Schedule1F1B(stages[0], len(self._micro_batches), **settings)
@@ -86,6 +95,7 @@ class _TimedStage(PipelineStage):
         with schedule.autocast():
             dtype = pipeline.hidden_dtype()
         shape = schedule.rows, pipeline.model.config.hidden_size
+        # Shapes that are given spare PyTorch a pass through the stages to find them.
         hidden_WD = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         loss = torch.empty((), dtype=weight.dtype, device="meta")
         super().__init__(
@@ -98,6 +108,7 @@ class _TimedStage(PipelineStage):
             group=pipeline.group,
         )
         self._schedule = schedule
+        # With several stages a rank, each backward pass has gradients for one of them.
         self._parameters = [each for name, each in pipeline.model.named_parameters() if stage.owns(name)]
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,4 +138,4 @@ class _StageModule(nn.Module):
             output = pipeline.through(self._stage, hidden_WD, batch, schedule.sites[number])
         if isinstance(output, PretrainingOutput):
             return schedule.mean_loss(output, batch)
-        return F.pad(output, (0, 0, 0, schedule.rows - rows))
+        return F.pad(output, (0, 0, 0, schedule.rows - rows))  # to the shape that is sent; the next stage cuts it off

@@ -29,18 +29,20 @@ class PipelineParallel:
         names = [name for name, _ in model.named_parameters()]
         self.owners = {name: next(s.index for s in stages if s.owns(name)) % self.size for name in names}
         """Rank of the group that updates each parameter."""
-        word = model.embeddings.word.detach()
+        word = model.embeddings.word.detach()  # the last stage's copy, kept from what goes next
         for name in names:
             if self.owners[name] != self.rank:
                 module, _, own = name.rpartition(".")
+                # None in its place frees it, while modules keep their names and layers their numbers.
                 setattr(model.get_submodule(module), own, None)
         self._gradient: Tensor | None = None
         if self.has_losses:
             del model.embeddings.word
             self._gradient = torch.zeros_like(word)
+            # Autograd adds up in this buffer, which the optimizer does not know and ``add_word_gradient_`` sends.
             word.requires_grad_().grad = self._gradient
             model.embeddings.register_buffer("word", word, persistent=False)  # a parameter would be updated here too
-        model.forward = self.forward
+        model.forward = self.forward  # whoever evaluates the model goes through all stages
 
     @property
     def has_losses(self) -> bool:
@@ -83,6 +85,7 @@ class PipelineParallel:
             if not stage.is_first:
                 shape = self.rows(batch), self.model.config.hidden_size
                 hidden_WD = torch.empty(shape, dtype=self.hidden_dtype(), device=batch.input_ids.device)
+                # With several stages a rank, the first rank goes on with what the last one sends.
                 dist.recv(hidden_WD, group=self.group, group_src=(self.rank - 1) % self.size)
             computed = self.through(stage, hidden_WD, batch, sites)
             if isinstance(computed, Tensor):
@@ -101,7 +104,7 @@ class PipelineParallel:
             word = self.model.embeddings.word
             received = torch.empty_like(word)
             dist.recv(received, group=self.group, group_src=self.size - 1)
-            if word.grad is None:
+            if word.grad is None:  # sharded gradients are freed when they are packed
                 word.grad = received
             else:
                 word.grad += received

@@ -99,7 +99,7 @@ def measured_choice(
         times = torch.zeros(len(ways), dtype=torch.float64, device=device)
         for place, reduction in enumerate(reductions):
             if communicators.world:
-                dist.barrier(group=communicators.world)
+                dist.barrier(group=communicators.world)  # so that ranks that are late do not count as a slow sum
             begin = time.perf_counter()
             reduction.finish()
             if device.type == "cuda":

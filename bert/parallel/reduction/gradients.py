@@ -115,6 +115,7 @@ class CommunicationStream:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # One thread: all ranks must begin collectives in the same order.
         self._thread = None if self._stream else ThreadPoolExecutor(1, thread_name_prefix="reduction")
         self._pending: list[Future[None]] = []
 
@@ -125,8 +126,10 @@ class CommunicationStream:
         """
         if self._stream:
             self._stream.wait_stream(torch.cuda.current_stream())  # gradients must be there before they are sent
+            # Without record_stream: what the work reads and writes is allocated once for the run, and never given back.
             with torch.cuda.stream(self._stream):
                 work()
+            # An event for each work, so that who waits for a bucket does not wait for those behind it.
             done = torch.cuda.Event()
             done.record(self._stream)
             return lambda: torch.cuda.current_stream().wait_event(done)
@@ -255,10 +258,11 @@ class Reduction:
                 self._waiting[bucket] += 1
 
     def _filled(self, buckets: list[int]) -> None:
-        if self._armed:
+        if self._armed:  # hooks run in the passes of earlier micro-batches, too
             for bucket in buckets:
                 self._waiting[bucket] -= 1
             ready = self._started
+            # A bucket that is full waits for those before it.
             while ready < len(self._waiting) and self._waiting[ready] <= 0:
                 ready += 1
             self._start(ready)
@@ -279,6 +283,7 @@ class Reduction:
         if self.strategy == "sharded_world":
             sums.reduce_scatter_(gradients, groups.world)
             return
+        # Between hosts goes a shard of the node's sum alone, by each rank along its rail.
         sums.reduce_scatter_(gradients, groups.node)
         sums.all_reduce_(shard_of(gradients, groups.node), groups.rail)
         if self.strategy == "hierarchical":

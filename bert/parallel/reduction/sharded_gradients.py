@@ -98,6 +98,8 @@ class ShardedReduction(Reduction):
         self._started, self._along_rails = 0, last
         if not last:
             with self._wait():
+                # The next pass takes both buffers for free, and a capture must join what it forked; the last has
+                # ``finish`` for both.
                 self.stream.join()
 
     @torch.no_grad()
@@ -125,14 +127,14 @@ class ShardedReduction(Reduction):
     def _pack(self, bucket: int, buffer: Tensor) -> Tensor:
         """Put a bucket's gradients into their places, and free those of which no part is left to send."""
         size = self.buckets[bucket].stop - self.buckets[bucket].start
-        packed_B = buffer[:size].zero_()
+        packed_B = buffer[:size].zero_()  # padding, and parameters without a gradient, add zeros
         for parameter, start in self._parts[bucket]:
             if parameter.grad is None:
                 continue
             stop = start + parameter.numel()
             gradient = parameter.grad.reshape(-1)[max(0, -start) : min(size, stop) - start]
             packed_B[max(0, start) : min(size, stop)] = gradient
-            if bucket == self._touched[parameter][-1]:
+            if bucket == self._touched[parameter][-1]:  # buckets go from the vector's end to its start
                 parameter.grad = None
         return packed_B
 

@@ -79,11 +79,15 @@ class ShardedLamb:
         Returns the gradients' global norm before clipping, [] on the device, and the same on all ranks.
         """
         config, flat = self.config, self.flat
+        # A rank's shard is scattered over the buckets, and LAMB takes vectors without gaps.
         if self._reduction.own_sums is None:
             self._collect(flat.gradients_N, self._gradient_W)
         self._collect(flat.weights_N, self._weight_W)
         gradient_W, weight_W = self._gradient_W, self._weight_W
+        # The global norm, by which gradients are clipped, over all that any rank has.
         norm = _summed(self._over_shards(self._squares_with_sums_()), self._pipeline).sqrt().to(gradient_W.dtype)
+        # Trust ratios need the norms of whole tensors: so the update stops halfway, for sums over those who share a
+        # tensor. Stages share none.
         squares_2K = lamb_directions(
             weight_W,
             gradient_W,

@@ -44,6 +44,7 @@ class Fp32Sums:
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
         """Reduce and scatter as ``Sums`` has it."""
         if group is not None:
+            # In place, as NCCL allows for the own shard.
             reduce_scatter_single(shard_of(vector_N, group), vector_N, group=group)
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:

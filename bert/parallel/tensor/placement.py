@@ -49,6 +49,8 @@ class SharedPlacement(Placement):
 
     def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
         """Return a table of the own rows' words in their order, brought together from the shards that have them."""
+        # One shard alone has a word, and the others add zeros. Places outside of this one are clamped only to be read
+        # safely.
         places_T = input_ids_T - len(word_VD) * self._group.rank()
         here_T = (places_T >= 0) & (places_T < len(word_VD))
         found_TD = torch.where(here_T[:, None], F.embedding(places_T.clamp(0, len(word_VD) - 1), word_VD), 0.0)
@@ -59,7 +61,7 @@ class SharedPlacement(Placement):
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
     ) -> tuple[Tensor, Tensor | None]:
         """As ``kernels.masked_lm_loss``, from logits of which each rank has those of its words; the same on all ranks."""
-        hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]
+        hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # without the inert rows
         start = len(word_VD) * self._group.rank()
         known = min(max(0, self._vocab_size - start), len(word_VD))
         if known < len(word_VD):  # rows past the vocabulary must not win

@@ -67,8 +67,9 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
     match name.split("."):
         case ["layers", _, "query_key_value", _]:  # whole heads of each of the three
             return Split(shape, ranks, 0, blocks=3)
-        case ["layers", _, "intermediate", _]:
+        case ["layers", _, "intermediate", _]:  # columns of the product: its bias goes with them
             return Split(shape, ranks, 0)
+        # Rows of the product. Its bias is added once, after the sum over ranks, and so is whole on each.
         case ["layers", _, "attention_output" | "output", "weight"]:
             return Split(shape, ranks, 1)
     return None

@@ -23,6 +23,7 @@ def shard_loss(
         return loss, None
     label_logits_M1, words_V = label_logits_M[:, None], torch.arange(logits_MV.shape[1], device=labels_M.device)
     level_MV = (logits_MV == label_logits_M1) & (words_V >= (labels_M - start)[:, None])
+    # Negated, since a NaN compares as false with anything: so its row is beaten.
     beaten_M = (~((logits_MV < label_logits_M1) | level_MV)).any(1).int()
     dist.all_reduce(beaten_M, group=group)
     return loss, ((beaten_M == 0) & (labels_M >= 0)).sum()
@@ -36,10 +37,12 @@ class _ShardLoss(torch.autograd.Function):
         ctx: Any, logits_MV: Tensor, labels_M: Tensor, start: int, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         wide_MV = logits_MV.to(torch.promote_types(logits_MV.dtype, torch.float32))
+        # The largest of all columns, so that no exponential overflows and the sums of all ranks are on one scale.
         largest_M = wide_MV.amax(1)
         dist.all_reduce(largest_M, dist.ReduceOp.MAX, group=group)
         here_M, columns_M1 = _places(labels_M, start, logits_MV.shape[1])
         label_logits_M = torch.where(here_M, wide_MV.gather(1, columns_M1).squeeze(1), 0.0)
+        # Both in one message. The rank that has the label's column adds its logit, the others zeros.
         sums_2M = torch.stack([(wide_MV - largest_M[:, None]).exp().sum(1), label_logits_M])
         dist.all_reduce(sums_2M, group=group)
         total_M, label_logits_M = sums_2M.unbind()
@@ -52,6 +55,7 @@ class _ShardLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, loss_gradient: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
         logits_MV, labels_M, log_sum_M = ctx.saved_tensors
+        # Softmax, less one at the label.
         gradient_MV = (logits_MV - log_sum_M[:, None]).exp_()  # in the wider type, by promotion
         here_M, columns_M1 = _places(labels_M, ctx.start, logits_MV.shape[1])
         gradient_MV.scatter_add_(1, columns_M1, -here_M[:, None].to(gradient_MV.dtype))

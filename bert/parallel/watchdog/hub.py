@@ -164,7 +164,7 @@ class Hub:
         if self.verdict is None and self._now_s >= self._check_s:
             self._check_s = self._now_s + self._beat_s / 2
             self.verdict = self._check()
-            self._tell({"heard": True})
+            self._tell({"heard": True})  # ranks judge the hub by it, as it judges them
         if self.verdict is not None:
             self._tell({"verdict": self.verdict.text, "status": self.verdict.status, "rank": self.verdict.rank})
 
@@ -182,7 +182,7 @@ class Hub:
                     return
                 continue  # it is gone already
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # beats are small
             stranger = _Stranger(connection, self._now_s + _GREETING_S)
             self._strangers[connection] = stranger
             self._selector.register(connection, selectors.EVENT_READ, stranger)
@@ -248,6 +248,7 @@ class Hub:
         self._selector.unregister(source)
         source.close()
         member.connection = None
+        # One that has not said where it is may have given up waiting for an answer, and comes again.
         if member.beating and not member.left:
             self._lost.append(member)
 
@@ -266,7 +267,7 @@ class Hub:
             member.left = True
         elif "failed" in message:
             verdict = Verdict(f"{member.name}: {message['failed']}", int(message["status"]), member.rank)
-            self._failed.append((self._now_s + _GATHER_S, verdict))
+            self._failed.append((self._now_s + _GATHER_S, verdict))  # by then a lost rank would be known
         else:
             step, entered, phase = int(message["step"]), int(message["entered"]), str(message["phase"])
             limit_s = None if message["limit"] is None else float(message["limit"])
@@ -324,6 +325,7 @@ class Hub:
         return Verdict(f"{_names(behind)}: standing still {where}{ahead}", rank=behind[0].rank)
 
 
+# In the order of a step, so that ranks compare as further ahead or behind; what is unknown counts as furthest ahead.
 _ORDER = {phase: place for place, phase in enumerate((*PHASES, "statistics", "checkpoint", "evaluation"))}
 
 

@@ -50,12 +50,12 @@ class Watchdog:
         self._beat_s = min(seconds / 10, max(1.0, mesh.world_size / 500))  # the hub can hear some hundreds a second
         self._closing = threading.Event()
         self._decided = threading.Event()
-        self._sending = threading.Lock()
+        self._sending = threading.Lock()  # the main thread sends as well, and lines must stay whole
         self._error: BaseException | None = None
         self._hub: Hub | None = None
         if mesh.world_size == 1:
             return
-        alone = len(mesh.node_ranks) == mesh.world_size
+        alone = len(mesh.node_ranks) == mesh.world_size  # then no other host can reach the port
         listener = listen("127.0.0.1" if alone else "") if mesh.is_main else None
         port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
         token = agreed_text(os.urandom(16).hex() if mesh.is_main else "", mesh)
@@ -179,10 +179,12 @@ class Watchdog:
             sys.stdout.flush()
 
         words = threading.Thread(target=last_words, name="last-words", daemon=True)
+        # In time or not at all: a full disk or a stuck file system must not keep this process alive.
         words.start()
         words.join(_GRACE_S)
         if self._hub:
             self._hub.join(1.0)  # the verdict is out
+        # sys.exit ends a thread alone, and the interpreter's way out would wait for a main thread that is stuck.
         os._exit(verdict.status)
 
     def _send(self, message: dict[str, object]) -> None:
@@ -216,4 +218,4 @@ def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple
                 error = refused
         if time.monotonic() > deadline:
             raise OSError(f"rank 0's watchdog at {address[0]}:{address[1]} does not answer: {error}")
-        time.sleep(random.uniform(0.01, 0.2))
+        time.sleep(random.uniform(0.01, 0.2))  # so that not all ranks come back at once

@@ -37,6 +37,7 @@ def test_settings_are_changed_by_name() -> None:
         (["tiny_cpu", "--optimizer.beta-1", "1"], "optimizer.beta_1"),
         (["tiny_cpu", "--optimizer.base-learning-rate", "0"], "optimizer.base_learning_rate"),
         (["tiny_cpu", "--optimizer.learning-rate-training-steps", "0"], "optimizer.learning_rate_training_steps"),
+        (["tiny_cpu", "--optimizer.start-warmup-step", "5"], "optimizer.start_warmup_step is 5: expected at most 0"),
         (["tiny_cpu", "--optimizer.weight-decay-rate", "inf"], "optimizer.weight_decay_rate is inf: expected a finite"),
         (["tiny_cpu", "--evaluation.target", "72"], "evaluation.target"),
         (["tiny_cpu", "--training.max-samples", "8"], "training.max_samples"),

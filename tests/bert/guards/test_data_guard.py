@@ -109,3 +109,19 @@ assert len(dataset.take(__import__('numpy').arange(5))) == 5
 """
     done = run(code, small_run.folder / "train")
     assert done.returncode == 0, done.stderr
+
+
+def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(small_run: SmallRun, tmp_path: Path) -> None:
+    """Between the two barriers rank 0 writes: a rank without a log would otherwise open data while it does."""
+    code = """
+import bert.run, bert.train
+from bert.mllog import MLLog
+start = MLLog.run_start
+bert.run.barrier = lambda: print("barrier")
+MLLog.run_start = lambda log: (start(log), print("run_start"))
+DataGuard.release = lambda _: print("release")
+bert.run.train = lambda _: print("train") or "success"
+sys.exit(bert.train.main(sys.argv[2:]))
+"""
+    done = run(code, small_run.folder, *small_run.arguments(tmp_path))
+    assert "barrier\nrun_start\nbarrier\nrelease\ntrain\n" in done.stdout, done.stderr

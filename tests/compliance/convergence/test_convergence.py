@@ -281,6 +281,17 @@ def test_the_prediction_holds_as_often_as_it_says() -> None:
         assert 0.8 <= held / 60 <= 0.99, (done, held)
 
 
+def test_runs_that_are_alike_narrow_the_prediction() -> None:
+    found = reference("5.0.0", 448)
+    assert found is not None
+    widths = []
+    for done in (0, 6):
+        needed = outlook([round(found.mean)] * done, 448, "5.0.0").needed
+        assert needed is not None
+        widths.append(needed.predicted_mean[1] - needed.predicted_mean[0])
+    assert widths[1] < 0.5 * widths[0]
+
+
 # Input
 
 

@@ -421,6 +421,15 @@ def test_a_description_that_is_no_json(tmp_path: Path, content: str) -> None:
     expect(compare(tmp_path / "none", PLAN, fake_host(tmp_path)), "warn system file: the first run writes one")
 
 
+def test_the_description_is_that_of_the_results_or_the_one_named(tmp_path: Path) -> None:
+    answers: Answers = {RECIPES: recipe(log={"system": "vm"})}
+    write(tmp_path / "results" / "systems" / "vm.json", FULL | {"status": "of the results"})
+    write(tmp_path / "mine.json", FULL | {"status": "of the request"})
+    for named, words in ((None, "of the results"), (tmp_path / "mine.json", "of the request")):
+        said = look(tmp_path, answers=answers, results=tmp_path / "results", system=named)
+        assert any(words in str(each) for each in said), said
+
+
 # The whole
 
 

@@ -17,7 +17,7 @@ from compliance.official import checker as official
 from compliance.official import process
 from compliance.official.checker import Opinion, opinion
 from compliance.official.worker import token_lines
-from tests.compliance.log_edits import Edit, delete, in_turn, log_after, repeat, value
+from tests.compliance.log_edits import Edit, delete, in_turn, log_after, metadata, repeat, value
 
 RULE_FILES = Path(mlp_compliance.__file__).parent
 Lines = list[tuple[int, bytes]]
@@ -167,6 +167,13 @@ def test_long_records_take_no_quadratic_time(ask: Ask) -> None:
     began = time.monotonic()
     assert ask(value("seed", "x" * 900_000)).outcome == "pass"  # minutes, at the package's own pace
     assert time.monotonic() - began < 60
+
+
+def test_of_a_long_failure_the_condition_is_kept(ask: Ask) -> None:
+    change = value("gradient_accumulation_steps", 0)
+    (brief,) = ask(change).complaints
+    (long,) = ask(in_turn(change, metadata("gradient_accumulation_steps", "note", "x" * 100_000))).complaints
+    assert long.text == brief.text != "gradient_accumulation_steps fails the condition "
 
 
 @pytest.mark.parametrize("ruleset", rules.RULESETS)

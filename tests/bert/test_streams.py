@@ -1,0 +1,90 @@
+"""What a GPU is given beside the step: copies of the next step's batches, and the counts of an evaluation."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bert.evaluator import PendingAccuracy
+from dataloading.batches.loader import Uploads, inert_batch
+from dataloading.batches.shape_buckets import ShapeBucket
+from tests.bert.timeline import Stream, Timeline, TimelineError
+
+META = torch.device("meta")
+
+
+@pytest.fixture
+def timeline(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A device with a host whose memory needs no CUDA to be page-locked, nor values."""
+    empty = torch.empty
+
+    def stand_in(*sizes: Any, pin_memory: bool = False, **settings: Any) -> Tensor:
+        return empty(*sizes, **settings | ({"device": META} if pin_memory else {}))
+
+    monkeypatch.setattr(torch, "empty", stand_in)
+    monkeypatch.setattr(Tensor, "pin_memory", Tensor.clone)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    with Timeline(0).watching(monkeypatch) as timeline:
+        yield timeline
+
+
+def three_steps() -> None:
+    """Each reads batches that have been copied beside the one before."""
+    uploads, batch = Uploads(META), inert_batch(ShapeBucket(192, 5, 32, 48))
+    ahead = uploads.start([batch])
+    for _ in range(3):
+        step, ahead = ahead, uploads.start([batch])
+        for copy in uploads.finish(step):
+            copy.input_ids.add_(1)
+
+
+def test_batches_are_copied_beside_the_step(timeline: Timeline):
+    three_steps()
+    main, side = timeline.streams
+    assert timeline.operators[side] > timeline.operators[main] == 3
+    assert side.clock[main] == 0, "copies wait for no step"
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (Stream, "wait_event", "add_.* on main writes what .*_to_copy.* on side 1 wrote"),
+        (Tensor, "record_stream", "on side 1 may be given memory that .*add_.* on main has"),
+    ],
+    ids=["arrival", "memory"],
+)
+@pytest.mark.usefixtures("timeline")
+def test_batches_that_are_read_too_early_or_too_late_are_noticed(
+    owner: type, name: str, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(owner, name, lambda *_: None)
+    with pytest.raises(TimelineError, match=message):
+        three_steps()
+
+
+def evaluated() -> PendingAccuracy:
+    counts = torch.zeros(2, dtype=torch.int64, device=META)
+    counts += 1
+    pending = PendingAccuracy(counts, torch.cuda.Stream())
+    torch.zeros(1, device=META)
+    return pending
+
+
+def test_the_step_does_not_wait_for_an_evaluation(timeline: Timeline):
+    evaluated()
+    main, side = timeline.streams
+    assert timeline.operators[side] > 0
+    assert main.clock[side] == 0
+    assert side.clock[main] == 2, "counts, and nothing that comes after them"
+
+
+@pytest.mark.usefixtures("timeline")
+def test_counts_that_are_read_too_early_or_kept_too_briefly_are_noticed(monkeypatch: pytest.MonkeyPatch):
+    pending = evaluated()
+    del pending._counts
+    with pytest.raises(TimelineError, match=r"on main may be given memory that .*copy_.* on side 1 has"):
+        torch.zeros(1, device=META)
+    monkeypatch.setattr(Stream, "wait_stream", lambda *_: None)
+    with pytest.raises(TimelineError, match=r"on side 2 reads what .*add_.* on main wrote"):
+        evaluated()
