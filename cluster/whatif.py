@@ -11,7 +11,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,9 @@ from console.files import read_bounded, shown
 _LARGEST_BYTES = 512 * 2**20
 _REMEDY = "expected metrics_N.jsonl of a run, beside its result_N.txt"
 PARTS = ("data_wait_ms", "forward_backward_ms", "reduce_ms", "update_ms")
-# As bert/reporting/intervals.py words its warnings.
-_SLOW = re.compile(r"rank (\d+) on host (.+) is slow: ([\d.]+) ms a step of its own, ([\d.]+) times the median")
-_FAST = re.compile(r"rank (\d+) on host (.+) is no longer slow")
+# As bert/reporting/intervals.py words its warnings, where a rank's place may come behind its host.
+_SLOW = re.compile(r"rank (\d+) on host (\S+)(?: \(.*\))? is slow: ([\d.]+) ms a step of its own, ([\d.]+) times")
+_FAST = re.compile(r"rank (\d+) on host .+ is no longer slow")
 
 
 @dataclass(frozen=True)
@@ -119,9 +119,7 @@ def _note(run: Recorded, text: str, step: int) -> None:
     elif fast := _FAST.match(text):
         for place, each in enumerate(run.stragglers):
             if each.rank == int(fast[1]) and each.last_step == math.inf:
-                run.stragglers[place] = Straggler(
-                    each.rank, each.host, each.first_step, step, each.own_ms, each.median_ms
-                )  # fmt: skip
+                run.stragglers[place] = replace(each, last_step=step)
 
 
 def savings(run: Recorded, view: View | None = None) -> list[Saving]:

@@ -117,9 +117,9 @@ class Program:
         return int.from_bytes(self._server.recv(4), "little", signed=True)
 
 
-def write_forked_python(folder: Path) -> None:
+def write_forked_python(folder: Path, imported: str = "packages") -> None:
     """Write ``python`` and ``torchrun`` of a copy into a folder, which have a server fork where its programs are to run."""
-    (folder / "python").symlink_to(_forked_python("packages"))
+    (folder / "python").symlink_to(_forked_python(imported))
     (folder / "torchrun").write_text('#!/bin/bash\nexec "${0%/*}/python" -m torch.distributed.run "$@"\n')
     (folder / "torchrun").chmod(0o755)
 

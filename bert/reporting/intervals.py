@@ -117,6 +117,7 @@ class Intervals:
         means, stopping = self._statistics.fetch(stop, self._own_seconds)
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
+        exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
         skipped = round(means["skipped_steps"])
         self._skipped += skipped
@@ -141,7 +142,7 @@ class Intervals:
         # What follows, and the writing above, counts to the next interval.
         self._since, self._steps = now, at.steps
         # Made known with the next fetch: telling it at once would be another collective.
-        self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"]) / 1000
+        self._own_seconds = (phases["data_wait_ms"] + phases["forward_backward_ms"] - exchanged_ms) / 1000
         for line in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, line)
         self.bad = self.bad + 1 if skipped == steps else 0

@@ -5,6 +5,8 @@ from typing import Protocol
 
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
 """Parts of a step."""
+EXCHANGE = "exchange in "
+"""What a phase's name begins with while a rank waits, in the midst of it, for those that share its stage of the model."""
 
 
 @dataclass(frozen=True)

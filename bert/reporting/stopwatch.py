@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bert.reporting.records import PHASES
+from bert.reporting.records import EXCHANGE, PHASES
 
 
 def cuda_event(captured: bool) -> torch.cuda.Event:
@@ -51,6 +51,8 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.stage = Stage()
+        self.exchanged = 0.0
+        """Seconds of ``exchanging`` in forward and backward passes since the last ``take``: none of the rank's own work."""
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
         self._inside = 0.0
 
@@ -68,6 +70,18 @@ class Stopwatch:
             self._seconds[phase] += seconds - self._inside
             self._inside = inside + seconds
 
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Count the body towards the phase around it, and as waiting for ranks that compute the same micro-batch."""
+        phase, begin = self.stage.phase, time.perf_counter()
+        self.stage.enter(EXCHANGE + phase)
+        try:
+            yield
+        finally:
+            self.stage.enter(phase)
+            if phase == "forward_backward":
+                self.exchanged += time.perf_counter() - begin
+
     def take(self) -> dict[str, float]:
         """The seconds by phase, which start again from zero."""
         taken = self._seconds
@@ -77,6 +91,7 @@ class Stopwatch:
     def reset(self) -> None:
         """Forget what was counted."""
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self.exchanged = 0.0
 
 
 class Mark(Protocol):
@@ -136,6 +151,11 @@ class DeviceStopwatch(Stopwatch):
                 self._spans[phase].append((begin, end))
                 if self._open:
                     self._inside_of.append((self._open[-1], (begin, end)))
+
+    @contextmanager
+    def exchanging(self) -> Iterator[None]:
+        """Count nothing: the host does not wait, and a step has hundreds of these."""
+        yield
 
     def take(self) -> dict[str, float]:
         """The seconds by phase, which start again from zero. Waits for the device to end the phases."""

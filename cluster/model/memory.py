@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from bert.parallel.reduction.sharded_gradients import gradient_elements
 from cluster.model.computations import layouts_of
-from cluster.model.pipeline import OwnLayers, own_layers, under_way
+from cluster.model.pipeline import OwnLayers, hidden_bytes, own_layers, under_way
 from cluster.model.recomputation import kept_bytes
 from cluster.model.strategy import SHARDED, Strategy
 from cluster.model.work import MicroBatches, Work
@@ -43,7 +43,7 @@ def memory_of_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, on_gp
     summed = {"reduction": "flat", "in_network": False, "reduce_dtype": "fp32", "shard_gradients": False}
     computing = replace(strategy, bucket_bytes=1, **summed)
     places = [
-        held_by_rank(work, strategy, nodes, ranks, place)
+        held_by_rank(work, strategy, nodes, ranks, place, on_gpu)
         | _largest_micro_batch(work, computing, nodes * ranks, on_gpu, place)
         for place in _largest_places(work, strategy)
     ]
@@ -84,11 +84,13 @@ def _largest_micro_batch(work: Work, strategy: Strategy, ranks: int, on_gpu: boo
     # `recomputed` is what one layer has again while its backward pass runs; logits have been freed by then.
     if strategy.pipeline > 1:  # PyTorch's schedules have a buffer for each micro-batch of a step and neighbour
         buffers = strategy.gradient_accumulation_steps * layers.neighbours
-        found["stage buffers"] = buffers * rows * work.model.hidden_size * (4 if strategy.precision == "fp32" else 2)
+        found["stage buffers"] = buffers * rows * work.model.hidden_size * hidden_bytes(strategy.precision, on_gpu)
     return found
 
 
-def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0) -> dict[str, float]:
+def held_by_rank(
+    work: Work, strategy: Strategy, nodes: int, ranks: int, place: int = 0, on_gpu: bool = False
+) -> dict[str, float]:
     """Return the bytes of the parts that a rank holds whatever its micro-batches are; ``place``: in its pipeline."""
     layout = layouts_of(work.model, strategy.tensor, strategy.pipeline, strategy.virtual_stages)[place]
     layers = own_layers(work.model, strategy.pipeline, strategy.virtual_stages)[place]
@@ -99,6 +101,9 @@ def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, place: 
     shard = elements / {"sharded": here, "sharded_world": copies}.get(strategy.reduction, 1)
     bucket = max(each.stop - each.start for each in layout.buckets(copies, strategy.bucket_bytes))
     gradients = gradient_elements(elements, copies, strategy.bucket_bytes) if strategy.shard_gradients else elements
+    # There LAMB on whole vectors leaves copies of all weights, and autocast casts those of the heads alone.
+    leaves_copies = on_gpu and strategy.precision == "bf16" and not sharded and strategy.copy_ranks == 1
+    cast = _cast_weights(work, layers, elements if leaves_copies else None)
     return {
         "weights": 4.0 * (elements + layout.copied),
         "gradients": 4.0 * (gradients + layout.copied),
@@ -106,7 +111,7 @@ def held_by_rank(work: Work, strategy: Strategy, nodes: int, ranks: int, place: 
         # The shard's own gradients and weights lie without gaps beside the update.
         "update": (12.0 if sharded else 4.0) * shard,
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
-        "16-bit weights": 0.0 if strategy.precision == "fp32" else _cast_weights(work, layers) / strategy.tensor,
+        "16-bit weights": 0.0 if strategy.precision == "fp32" else cast / strategy.tensor,
     }
 
 
@@ -155,9 +160,12 @@ def kept_by_forward(
     return whole + (embedding + inner + own.has_last * (last + heads) - whole) / strategy.tensor
 
 
-def _cast_weights(work: Work, own: OwnLayers) -> float:
-    """Copies in 16 bits that autocast makes of the weights of products, kept from the forward to the backward pass."""
+def _cast_weights(work: Work, own: OwnLayers, copied: int | None) -> float:
+    """Copies in 16 bits of the weights of products, which autocast keeps from the forward to the backward pass.
+
+    ``copied``: elements of the optimizer's own copies, if those serve the layers.
+    """
     model = work.model
     D, F = model.hidden_size, model.intermediate_size
-    layers = (own.inner + own.has_last) * (4 * D * D + 2 * D * F)
+    layers = (own.inner + own.has_last) * (4 * D * D + 2 * D * F) if copied is None else copied
     return 2.0 * (layers + own.has_last * (2 * D * D + model.vocab_size * D + 2 * D))

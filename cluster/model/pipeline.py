@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.parallel.pipeline.division import stages_of
-from cluster.model.strategy import Strategy
+from cluster.model.strategy import Precision, Strategy
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,11 @@ def through_stages(
     # One micro-batch through all other ranks fills and drains the pipeline; interleaved, one stage of each.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
+
+
+def hidden_bytes(precision: Precision, on_gpu: bool) -> int:
+    """Bytes of an element of what stages send one another: on CPUs autocast's norms give fp32."""
+    return 2 if precision != "fp32" and on_gpu else 4
 
 
 def under_way(strategy: Strategy, place: int) -> float:

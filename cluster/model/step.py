@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bert.configuration.config import ModelConfig, ParallelConfig
+from bert.configuration.sections import ModelConfig, ParallelConfig
 from cluster.model.computations import Computation, Count, Layout, layout_of, layouts_of, parts_of
-from cluster.model.pipeline import own_layers, through_stages
+from cluster.model.pipeline import hidden_bytes, own_layers, through_stages
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
 from cluster.model.strategy import SHARDED, Precision, Strategy
@@ -131,7 +131,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     sizes = work.micro_batches(strategy, rates.world_size, step)
     compute_PAR = np.stack(_of_stages(_computing(work.model, strategy, rates, sizes), work.model, strategy))
     compute_PAR += rates.micro_batch_s
-    element = 4 if strategy.precision == "fp32" else 2
+    element = hidden_bytes(strategy.precision, on_gpu=rates.demand == 0)
     rows = float(sizes.tokens_AR.mean()) / strategy.tensor
     message_s = rates.message_seconds(strategy.tensor, strategy.pipeline, rows * work.model.hidden_size * element)
     neighbours_P = np.array(

@@ -111,10 +111,15 @@ def write_table(points: Sequence[Point], path: Path) -> None:
     strategy_names = (
         "global_batch_size",
         "gradient_accumulation_steps",
+        "tensor",
+        "pipeline",
+        "virtual_stages",
         "precision",
+        "recompute",
         "reduction",
         "reduce_dtype",
         "bucket_bytes",
+        "shard_gradients",
     )
     header = (
         "accelerators",

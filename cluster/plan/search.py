@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product, takewhile
 
-from bert.configuration.config import Config, ParallelConfig, Recompute
+from bert.configuration.config import Config
+from bert.configuration.sections import ParallelConfig, Recompute
 from bert.parallel.mesh import are_whole_copies
 from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
@@ -216,7 +217,9 @@ class _Search:
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
         shards = (False, True) if target.world_size > way.copy_ranks else (False,)
         held = {
-            each: sum(held_by_rank(self._work, each, target.nodes, target.ranks_per_node).values())
+            each: sum(
+                held_by_rank(self._work, each, target.nodes, target.ranks_per_node, on_gpu=target.on_gpu).values()
+            )
             for each in (replace(way, shard_gradients=shard) for shard in shards)
         }
         if min(held.values()) > usable:
@@ -233,7 +236,8 @@ class _Search:
             yield from found
             if found:
                 enough = found[0].strategy.gradient_accumulation_steps
-        if enough > way.sequences(target.world_size) and way.pipeline > 1:
+        too_large = any((key[0], key[3]) == (way.precision, way.parallel) for key in self._too_many)
+        if enough > way.sequences(target.world_size) and way.pipeline > 1 and too_large:
             self.refusals.append(Refusal(*_shape(way), f"no micro-batch fits in {way.precision}"))
 
     def _fitting(self, schedule: Schedule, like: Strategy, enough: int) -> Iterator[Candidate]:

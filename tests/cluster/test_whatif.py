@@ -40,7 +40,8 @@ def test_parts_are_seconds_of_the_result(tmp_path: Path) -> None:
 
 def test_stragglers_cost_what_others_waited_for_them(tmp_path: Path) -> None:
     """With the words in which a run warns: two ranks of a host, the slower of which gets fast again."""
-    stragglers, records = Stragglers(["h0", "h0", "h1", "h1", "h2"]), []
+    hosts, places = ["h0", "h0", "h1", "h1", "h2"], [f" (data {rank}, tensor 0)" for rank in range(5)]
+    stragglers, records = Stragglers(hosts, places=places), []
     for number, record in enumerate(steps(20), 1):
         times = [0.04, 0.04, 0.08 if number <= 10 else 0.04, 0.06, 0.04]
         records += [record]

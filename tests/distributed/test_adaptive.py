@@ -1,50 +1,101 @@
-"""Hosts that are lost, come back, or are left out: real agents of torchrun and processes, under host names of their own."""
+"""Hosts that are lost and come back, by ``launch/elastic.sh``, or are left out: processes under host names of their own."""
 
 import json
 import os
 import re
+import shutil
 import signal
 import socket
+import subprocess
 from pathlib import Path
+from typing import Self
 
 import pytest
-from torch._C._distributed_c10d import TCPStore
 
 from compliance.check.checker import check_log
 from compliance.log.records import read_log
 from console.text import counted
-from tests.conftest import SmallRun
+from tests.conftest import REPOSITORY, SmallRun
 from tests.distributed.ranks import Ranks, free_port, wait_for
 from tests.distributed.workers.elastic_worker import HOSTS
-from tests.programs import PATIENCE_S, Program
+from tests.programs import PATIENCE_S, Program, write_forked_python
 
 STEPS, EVERY = 40, 5
 PARTS = ("masked_lm_loss", "next_sentence_loss", "gradient_norm", "learning_rate")
 
 
-def agent(number: int, port: int, folder: Path, arguments: list[str]) -> Program:
-    """The agent of a host; its address decides its place among the ranks."""
-    place = ["--nnodes=2:4", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d", "--rdzv-id=adaptive"]
-    place += [f"--rdzv-endpoint=127.0.0.1:{port}", f"--local-addr=127.0.0.{number + 1}"]
-    place += [
-        "--rdzv-conf=last_call_timeout=5,keep_alive_interval=4,is_host=0",
-        "-m",
-        "tests.distributed.workers.elastic_worker",
-    ]
-    return Program(
-        "tests.distributed.workers.elastic_worker",
-        [f"h{number}", "agent", *place, f"h{number}", "rank", str(folder), *arguments],
-        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1,
-        GLOO_SOCKET_IFNAME="lo",
-        OMP_NUM_THREADS=1,
-    )
+PYTHON = """#!/bin/bash
+[[ "$1 $2" != "-m torch.distributed.run" ]] ||
+  set -- -m tests.distributed.workers.elastic_worker "$HOST" agent "$FOLDER" "${@:3}"
+exec "${0%/*}/forked/python" "$@"
+"""
+"""That of the checkout, in whose place agents are the worker's."""
 
 
-def kill_host(agent: int) -> None:
-    """Kill an agent and its ranks, as when a machine loses its power."""
-    ranks = [int(number) for number in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
-    for process in (agent, *ranks):
-        os.kill(process, signal.SIGKILL)
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """What ``launch/elastic.sh`` needs of one, installed."""
+    root = tmp_path / "checkout"
+    programs, installed = root / ".venv/bin", root / ".venv/installed"
+    for folder in (programs / "forked", installed):
+        folder.mkdir(parents=True)
+    for name in ("tests", "bert", "cluster", "compliance", "console", "dataloading", "kernels"):
+        (root / name).symlink_to(REPOSITORY / name)
+    shutil.copytree(REPOSITORY / "launch", root / "launch")
+    for name in ("constraints.txt", "pyproject.toml"):
+        shutil.copy(REPOSITORY / name, root)
+    (programs / "python").write_text(PYTHON)
+    (programs / "python").chmod(0o755)
+    write_forked_python(programs / "forked", "bert")
+    mark = "source launch/venv.sh; for part in run dali; do venv_pins >.venv/installed/$part; done"
+    subprocess.run(["bash", "-c", mark], cwd=root, check=True)
+    return root
+
+
+class Elastic:
+    """``launch/elastic.sh`` on hosts and where they meet, ended with the block in which it is used."""
+
+    def __init__(self, checkout: Path, folder: Path, arguments: list[str]) -> None:
+        recipe, *settings = arguments
+        self.port, self.folder = free_port(), folder
+        self._script = checkout / "launch/elastic.sh"
+        self._started: list[subprocess.Popen[str]] = []
+        self._arguments = ["2:4", f"127.0.0.1:{self.port}", recipe, "--", *settings]
+        self._start("meet", "--meet", str(self.port))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for started in self._started:
+            started.kill()
+            started.wait(PATIENCE_S)
+
+    def add_host(self, number: int) -> subprocess.Popen[str]:
+        """Start it on a host, whose address decides its place among the ranks."""
+        return self._start(f"h{number}", *self._arguments, ADDRESS=f"127.0.0.{number + 1}")
+
+    def kill_host(self, number: int) -> None:
+        """Kill an agent and its ranks, as when a machine loses its power."""
+        agent = int((self.folder / f"h{number}.agent").read_text())
+        ranks = [int(pid) for pid in Path(f"/proc/{agent}/task/{agent}/children").read_text().split()]
+        for process in (agent, *ranks):
+            os.kill(process, signal.SIGKILL)
+
+    @property
+    def output(self) -> str:
+        """What all have written, host after host."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*.output")))
+
+    def _start(self, name: str, *arguments: str, **changes: str) -> subprocess.Popen[str]:
+        variables = {"HOST": name, "FOLDER": str(self.folder), "NPROC": "1", "OMP_NUM_THREADS": "1", "LAST_CALL": "5"}
+        variables |= {"GLOO_SOCKET_IFNAME": "lo"} | changes
+        with (self.folder / f"{name}.output").open("a") as output:
+            started = subprocess.Popen(
+                [self._script, *arguments], env=os.environ | variables, stdout=output, stderr=output, text=True
+            )
+        self._started.append(started)
+        return started
 
 
 def curve(results: Path) -> dict[int, dict[str, float]]:
@@ -55,28 +106,23 @@ def curve(results: Path) -> dict[int, dict[str, float]]:
 
 
 @pytest.mark.measured
-def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, tmp_path: Path) -> None:
+def test_a_run_goes_on_without_a_host_and_with_it_again(small_run: SmallRun, checkout: Path, tmp_path: Path) -> None:
     settings = {"training__max_samples": 16 * STEPS, "evaluation__interval_samples": 16 * 10}
-    with Ranks(small_run.arguments(tmp_path / "unbroken", **settings), HOSTS) as unbroken:
+    with Ranks(small_run.arguments(tmp_path / "unbroken", **settings), 1) as unbroken:
         settings |= {"checkpoint__folder": tmp_path / "checkpoints", "checkpoint__every_steps": EVERY}
-        arguments = small_run.arguments(tmp_path, **settings, training__fault_seconds=600)
-        store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)  # outlives every host
-        agents = [agent(number, store.port, tmp_path, arguments) for number in range(HOSTS)]
-        try:
-            wait_for((tmp_path / "whole").exists, agents[1])
+        settings |= {"training__fault_seconds": 600, "log__division": "open"}
+        with Elastic(checkout, tmp_path, small_run.arguments(tmp_path, **settings)) as elastic:
+            hosts = [elastic.add_host(number) for number in range(HOSTS)]
+            wait_for((tmp_path / "whole").exists, hosts[1])
             (tmp_path / "whole-is-done").touch()
             (tmp_path / "fewer").unlink(missing_ok=True)  # where some came late
-            kill_host(agents[0].pid)
-            wait_for((tmp_path / "fewer").exists, agents[1])
+            elastic.kill_host(0)
+            wait_for((tmp_path / "fewer").exists, hosts[1])
             (tmp_path / "fewer-is-done").touch()
-            agents.append(agent(0, store.port, tmp_path, arguments))
-            statuses = [each.wait(PATIENCE_S) for each in agents]
-        finally:
-            for each in agents:
-                each.kill()
-        assert unbroken.ends() == [1] * HOSTS, unbroken.output
-    output = "".join(each.output for each in agents)
-    assert statuses == [-signal.SIGKILL, *[0] * HOSTS], output
+            hosts.append(elastic.add_host(0))
+            statuses = [each.wait(PATIENCE_S) for each in hosts]
+        assert unbroken.ends() == [1], unbroken.output
+    assert statuses == [-signal.SIGKILL, *[0] * HOSTS], elastic.output
     check_curve(curve(tmp_path / "unbroken"), curve(tmp_path))
     check_logs(sorted((tmp_path / "tiny_cpu" / "bert").glob("result_*.txt")))
 

@@ -8,42 +8,41 @@ Shape legend in ``bert/model.py``; besides R ranks of the group, W = N / R own r
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from bert.model import BertForPreTraining, EncoderLayer, Placement
-from bert.parallel.single import all_gather_single, reduce_scatter_single
+from bert.parallel.tensor.exchange import Exchange
 from bert.parallel.tensor.vocabulary import shard_loss
 from kernels import masked_lm_logits
 
 
 class SharedPlacement(Placement):
-    """``Placement`` where each rank of ``group`` has a shard of the weights and its own rows of hidden states.
+    """``Placement`` where each rank of a group has a shard of the weights and its own rows of hidden states.
 
     Dropout falls on own rows and own heads only, so that it is as random as on one rank where every rank has a seed of its
     own.
     """
 
-    def __init__(self, group: dist.ProcessGroup, vocab_size: int) -> None:
-        self._group = group
+    def __init__(self, exchange: Exchange, vocab_size: int) -> None:
+        self._exchange = exchange
         self._vocab_size = vocab_size
 
     def all_rows(self, own: Tensor) -> Tensor:
         """[R W, ...] from each rank's [W, ...]; gradients are summed, and scattered back."""
-        rows = _AllRows.apply(own, self._group)
+        rows = _AllRows.apply(own, self._exchange)
         assert isinstance(rows, Tensor)
         return rows
 
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
         """[W, ...] of [N, ...]."""
         own = self._each(len(rows))
-        start = own * self._group.rank()
+        start = own * self._exchange.rank
         return _lengthened(rows[start : start + own], own, empty)
 
     def summed(self, product: Tensor) -> Tensor:
         """[W, D] of the sum over ranks of [N, D]; gradients are gathered."""
-        rows = _SummedRows.apply(_lengthened(product, self._each(len(product)) * self._group.size()), self._group)
+        rows = _SummedRows.apply(_lengthened(product, self._each(len(product)) * self._exchange.size), self._exchange)
         assert isinstance(rows, Tensor)
         return rows
 
@@ -51,7 +50,7 @@ class SharedPlacement(Placement):
         """Return a table of the own rows' words in their order, brought together from the shards that have them."""
         # One shard alone has a word, and the others add zeros. Places outside of this one are clamped only to be read
         # safely.
-        places_T = input_ids_T - len(word_VD) * self._group.rank()
+        places_T = input_ids_T - len(word_VD) * self._exchange.rank
         here_T = (places_T >= 0) & (places_T < len(word_VD))
         found_TD = torch.where(here_T[:, None], F.embedding(places_T.clamp(0, len(word_VD) - 1), word_VD), 0.0)
         table_WD = self.summed(found_TD)
@@ -62,21 +61,21 @@ class SharedPlacement(Placement):
     ) -> tuple[Tensor, Tensor | None]:
         """As ``kernels.masked_lm_loss``, from logits of which each rank has those of its words; the same on all ranks."""
         hidden_MD = self.all_rows(hidden_MD)[: len(labels_M)]  # without the inert rows
-        start = len(word_VD) * self._group.rank()
+        start = len(word_VD) * self._exchange.rank
         known = min(max(0, self._vocab_size - start), len(word_VD))
         if known < len(word_VD):  # rows past the vocabulary must not win
             bias_V = torch.cat([bias_V[:known], bias_V.new_full((len(bias_V) - known,), -torch.inf)])
         product = masked_lm_logits if count_correct else F.linear
-        return shard_loss(product(hidden_MD, word_VD, bias_V), labels_M, start, self._group, count_correct)
+        return shard_loss(product(hidden_MD, word_VD, bias_V), labels_M, start, self._exchange, count_correct)
 
     def total(self, loss: Tensor) -> Tensor:
         """[] the sum over ranks, on all of them."""
-        total = _Total.apply(loss, self._group)
+        total = _Total.apply(loss, self._exchange)
         assert isinstance(total, Tensor)
         return total
 
     def _each(self, rows: int) -> int:
-        return -(-rows // self._group.size())
+        return -(-rows // self._exchange.size)
 
 
 def place(model: BertForPreTraining, placement: Placement) -> None:
@@ -95,47 +94,35 @@ def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
 
 class _AllRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gathered(own, group)
+    def forward(ctx: Any, own: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.gathered(own)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _scattered(gradient, ctx.group), None
+        return ctx.exchange.scattered(gradient), None
 
 
 class _SummedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, product: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scattered(product, group)
+    def forward(ctx: Any, product: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.scattered(product)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gathered(gradient, ctx.group), None
+        return ctx.exchange.gathered(gradient), None
 
 
 class _Total(torch.autograd.Function):
     """Sum whose gradient each rank has already: the loss is the same on all of them."""
 
     @staticmethod
-    def forward(_: Any, own: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(_: Any, own: Tensor, exchange: Exchange) -> Tensor:
         total = own.clone()
-        dist.all_reduce(total, group=group)
+        exchange.all_reduce_(total)
         return total
 
     @staticmethod
     def backward(_: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    rows = own.new_empty((group.size() * len(own), *own.shape[1:]))
-    all_gather_single(rows, own.contiguous(), group=group)
-    return rows
-
-
-def _scattered(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    own = rows.new_empty((len(rows) // group.size(), *rows.shape[1:]))
-    reduce_scatter_single(own, rows.contiguous(), group=group)
-    return own

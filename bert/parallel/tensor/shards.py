@@ -3,6 +3,7 @@
 Shape legend: R ranks of the group.
 """
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, process_group, require_order
+from bert.parallel.tensor.exchange import Exchange, Waiting
 from bert.parallel.tensor.placement import SharedPlacement, place
 
 _WORDS_MULTIPLE = 8
@@ -78,7 +80,7 @@ def split_of(name: str, shape: tuple[int, ...], ranks: int) -> Split | None:
 class TensorParallel:
     """A model divided among the ranks of a tensor group: each parameter is a rank's shard, or what all have."""
 
-    def __init__(self, model: BertForPreTraining, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: BertForPreTraining, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
         """Divide the whole model that each rank has, in place."""
         self.group = group
         self.rank = group.rank()
@@ -91,7 +93,7 @@ class TensorParallel:
                 module, _, own = name.rpartition(".")
                 shard = nn.Parameter(split.shard(parameter.detach(), self.rank))
                 setattr(model.get_submodule(module), own, shard)
-        place(model, SharedPlacement(group, model.config.vocab_size))
+        place(model, SharedPlacement(Exchange(group, waiting), model.config.vocab_size))
 
     def all_reduce_max_(self, values: Tensor) -> None:
         """Leave the largest of the ranks' values on each."""
@@ -105,11 +107,11 @@ class TensorParallel:
         return [start in starts for start in [0, *ends[:-1]]]  # of parameters that are divided, no segment begins there
 
 
-def tensor_parallel(model: BertForPreTraining, mesh: Mesh) -> TensorParallel | None:
+def tensor_parallel(model: BertForPreTraining, mesh: Mesh, waiting: Waiting = nullcontext) -> TensorParallel | None:
     """Divide the model among the tensor group of this rank; None where that has no other. Every rank must call it."""
     if mesh.tensor == 1:
         return None
     require_order(mesh)
     group = process_group(mesh.tensor_ranks)
     assert group is not None
-    return TensorParallel(model, group)
+    return TensorParallel(model, group, waiting)

@@ -235,6 +235,9 @@ def test_a_rank_that_never_comes_is_silent_too(play: Play) -> None:
     [
         (("data_wait", 5), ("forward_backward", 5)),
         (("forward_backward", 5), ("reduce", 5)),
+        (("forward_backward", 5), ("exchange in forward_backward", 5)),
+        (("exchange in forward_backward", 5), ("reduce", 5)),
+        (("exchange in evaluation", 5), ("data_wait", 6)),
         (("update", 5), ("statistics", 5)),
         (("statistics", 5), ("evaluation", 5)),
         (("update", 5), ("data_wait", 6)),

@@ -19,6 +19,21 @@ def test_the_stopwatch_counts_each_phase_until_taken() -> None:
     assert stopwatch.take()["reduce"] == 0
 
 
+def test_an_exchange_is_part_of_its_phase_and_in_a_pass_told_apart() -> None:
+    stopwatch, phases = Stopwatch(), []
+    for phase in ("forward_backward", "update"):
+        with stopwatch.time(phase):
+            with stopwatch.exchanging():
+                phases.append(stopwatch.stage.phase)
+                time.sleep(0.01)
+            phases.append(stopwatch.stage.phase)
+    assert phases == ["exchange in forward_backward", "forward_backward", "exchange in update", "update"]
+    exchanged, taken = stopwatch.exchanged, stopwatch.take()
+    assert 0.01 <= exchanged <= taken["forward_backward"]
+    assert exchanged < taken["forward_backward"] + taken["update"] - 0.01
+    assert stopwatch.exchanged == 0
+
+
 class Device:
     """A device's timeline, in milliseconds; its marks are passed when they are captured, or replayed."""
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.recomputation import Storages
-from bert.configuration.config import ModelConfig, OptimizerConfig, Recompute
+from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineParallel
@@ -19,7 +19,7 @@ from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recompute_layers
 from cluster.model.computations import layout_of
 from cluster.model.memory import held_by_rank, kept_by_forward, memory_of_rank
-from cluster.model.pipeline import own_layers, under_way
+from cluster.model.pipeline import hidden_bytes, own_layers, under_way
 from cluster.model.strategy import Precision, Strategy
 from cluster.model.work import Work
 from dataloading.batches.loader import Batch, batch_of
@@ -76,15 +76,14 @@ def test_a_real_model_keeps_what_is_predicted(shape: tuple[int, ...], dropout: f
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_rank_that_shares_a_copy_keeps_what_is_predicted(dropout: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank of two; what it would receive has the right shape and no meaning."""
-    from bert.parallel.tensor import placement, vocabulary
+    from bert.parallel.tensor import exchange
 
     def gather(rows: Tensor, own: Tensor, **_: object) -> None:
         rows.copy_(own.repeat(2, *[1] * (own.ndim - 1)))
 
-    monkeypatch.setattr(placement, "all_gather_single", gather)
-    monkeypatch.setattr(placement, "reduce_scatter_single", lambda own, rows, **_: own.copy_(rows[: len(own)]))
-    for module in (placement, vocabulary):
-        monkeypatch.setattr(module.dist, "all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(exchange, "all_gather_single", gather)
+    monkeypatch.setattr(exchange, "reduce_scatter_single", lambda own, rows, **_: own.copy_(rows[: len(own)]))
+    monkeypatch.setattr(exchange.dist, "all_reduce", lambda *_, **__: None)
     config = ModelConfig(4, 128, 4, 512, 1024, 128, hidden_dropout=dropout, attention_dropout=dropout)
     model = BertForPreTraining(config)
     initialize_(model, torch.Generator().manual_seed(0))
@@ -125,6 +124,7 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
         assert place or cast(Any, forward(batch_of(samples))).dtype == pipeline.hidden_dtype(), (
             "which neighbours expect"
         )
+        assert hidden_bytes("bf16", on_gpu=False) == pipeline.hidden_dtype().itemsize
     two = memory_of_rank(work, replace(strategy, gradient_accumulation_steps=2), 1, 2)
     assert two["stage buffers"] > 0
     assert under_way(replace(strategy, gradient_accumulation_steps=8), 0) == 2
@@ -147,6 +147,19 @@ def test_what_is_divided_and_what_is_not() -> None:
     accumulated = memory_of_rank(work, Strategy(16, 2), nodes=2, ranks=4)
     assert accumulated["activations"] < flat["activations"]
     assert memory_of_rank(work, Strategy(16, reduce_dtype="bf16"), 2, 4)["reduction buffers"] > 0
+
+
+def test_on_gpus_whole_updates_leave_copies_of_all_weights_and_heads_are_cast_besides() -> None:
+    config = ModelConfig(2, 128, 4, 512, 1024, 128)
+    work, _ = work_and_samples(config)
+    copies = Lamb(FlatParameters.of(BertForPreTraining(config)), OptimizerConfig(1e-3, 10), torch.bfloat16).copies_P
+    assert copies is not None
+    heads = 2 * (2 * 128 * 128 + 1024 * 128 + 2 * 128)
+    strategy = Strategy(SEQUENCES, precision="bf16")
+    by_autocast = held_by_rank(work, strategy, 1, 1)["16-bit weights"]
+    assert held_by_rank(work, strategy, 1, 1, on_gpu=True)["16-bit weights"] == copies.nbytes + heads > by_autocast
+    for other in (replace(strategy, reduction="sharded"), replace(strategy, precision="fp8")):
+        assert held_by_rank(work, other, 1, 1, on_gpu=True)["16-bit weights"] == by_autocast
 
 
 def test_a_gpu_keeps_no_masks_and_no_probabilities() -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert.configuration.config import ModelConfig, Recompute
 from bert.configuration.recipes import tiny_model
+from bert.configuration.sections import ModelConfig, Recompute
 from cluster.devices import device_named
 from cluster.model.computations import TERMS, Computation, layout_of, layouts_of, parts_of
 from cluster.model.pipeline import through_stages
@@ -104,8 +104,12 @@ def test_stages_share_the_layers_and_wait_for_each_other() -> None:
     assert layouts[3].copied == work.model.vocab_size * work.model.hidden_size
     few, many = (predict_step(work, Strategy(256, steps, pipeline=4), wide) for steps in (4, 32))
     assert few.forward_backward == pytest.approx(many.forward_backward, rel=0.1)
-    slow = predict_step(work, Strategy(256, 32, pipeline=4), rates(4, 2, seconds_per_byte=1e-7))
+    links = rates(4, 2, seconds_per_byte=1e-7)
+    slow = predict_step(work, Strategy(256, 32, pipeline=4), links)
     assert slow.reduce > many.reduce + 0.5, "hidden states and gradients take longer, and nothing hides them"
+    narrow = Strategy(256, 32, precision="bf16", pipeline=4)
+    on_gpus, on_cpus = (predict_step(work, narrow, replace(links, demand=demand)) for demand in (0.0, 0.5))
+    assert on_cpus.reduce > on_gpus.reduce + 0.3, "which send hidden states in fp32"
     launching = replace(wide, micro_batch_s=1.0)
     assert predict_step(work, Strategy(256, 32, pipeline=4), launching).total > 32
     assert predict_run(work, Strategy(256, 4, pipeline=4), wide).parts["evaluation"] > 0

@@ -1,4 +1,6 @@
-"""A rank that shares a copy of the model is killed: it is named with its place, and the run goes on from its checkpoint."""
+"""A rank that shares a copy of the model is slow, and another killed: each is named with its place, and the run goes on from
+its checkpoint.
+"""
 
 import re
 import signal
@@ -14,10 +16,12 @@ from tests.distributed.test_tensor_parallel import same_steps, without_dropout
 
 EVERY, LENGTH = 4, 14
 SHAPES = {
-    "data 0, pipeline 1, tensor 1": ["--parallel.pipeline=2", "--parallel.tensor=2"],
-    "data 1, tensor 1": ["--parallel.tensor=2", "--training.reduction=sharded", "--training.shard-gradients"],
+    ("data 0, pipeline 0, tensor 1", "data 0, pipeline 1, tensor 1"): ["--parallel.pipeline=2", "--parallel.tensor=2"],
+    ("data 0, tensor 1", "data 1, tensor 1"): [
+        *("--parallel.tensor=2", "--training.reduction=sharded", "--training.shard-gradients")
+    ],
 }
-"""By the place of rank 3 of four."""
+"""By the places of ranks 1 and 3 of four."""
 
 
 def settings(folder: Path) -> dict[str, object]:
@@ -34,23 +38,28 @@ def unbroken(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
-@pytest.mark.parametrize("place", SHAPES)
-def test_a_killed_rank_is_named_with_its_place_and_the_run_goes_on(
-    small_run: SmallRun, tmp_path: Path, unbroken: Path, place: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("places", SHAPES)
+def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
+    small_run: SmallRun, tmp_path: Path, unbroken: Path, places: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AT_STEP", str(LENGTH))  # of which two are the warm-up's
     broken, resumed = tmp_path / "broken", tmp_path / "resumed"
     changes = settings(tmp_path)
-    arguments = small_run.arguments(broken, **changes) + SHAPES[place]
-    with Ranks(["die:3", *arguments], 4, "tests.distributed.workers.faulty_worker") as started:
+    arguments = small_run.arguments(broken, **changes) + SHAPES[places]
+    with Ranks(["drag:1,die:3", *arguments], 4, "tests.distributed.workers.faulty_worker") as started:
         assert started.ends() == [FAULT_STATUS] * 3 + [-signal.SIGKILL], started.output
     [message] = started.errors
-    named = rf"rank 3 on host {re.escape(socket.gethostname())} \({place}\)"
+    host = re.escape(socket.gethostname())
+    named = rf"rank 3 on host {host} \({places[1]}\)"
     assert re.fullmatch(rf"error: {named}: ended without a word, last in \w+ of step \d+", message)
     assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(broken).read_text()
+    slow = re.findall(r"rank (\d) on .* is slow: .*, ([\d.]+) times the median", result_of(broken).read_text())
+    times = {int(rank): float(ratio) for rank, ratio in slow}
+    assert times[1] > times.get(0, 0), "which waits for it"
+    assert f" ({places[0]}) is slow: " in result_of(broken).read_text()
     same_steps(unbroken, broken)
     changes |= {"resume": tmp_path / "checkpoints", "training__seed": None}
-    with Ranks(small_run.arguments(resumed, **changes) + SHAPES[place], 4) as again:
+    with Ranks(small_run.arguments(resumed, **changes) + SHAPES[places], 4) as again:
         assert again.ends() == [1] * 4, again.output  # random tokens: the target is missed
     found = re.search(r"# resumed from: .*/step_(\d{8})\n", result_of(resumed).read_text())
     assert found

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from benchmarks.training.collectives import sent_bytes
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, ParallelConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from bert.reporting.stopwatch import Stopwatch

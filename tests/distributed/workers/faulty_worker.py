@@ -14,6 +14,7 @@ from typing import Any
 
 import bert.train
 from bert.mllog import MLLog
+from bert.model import EncoderLayer
 from bert.parallel.pipeline.stages import PipelineParallel
 from bert.parallel.watchdog import watchdog
 from bert.step import TrainingStep
@@ -84,6 +85,18 @@ def slow_down() -> None:
     _before_each(NumpyLoader, "__next__", late)
 
 
+def drag() -> None:
+    """Layers that begin late: each time, four times as late as the one before took."""
+    came = time.monotonic()
+
+    def late(_: int) -> None:
+        nonlocal came
+        time.sleep(4 * (time.monotonic() - came))
+        came = time.monotonic()
+
+    _before_each(EncoderLayer, "forward", late)
+
+
 def overflow() -> None:
     """Gradients that are not finite, from a step on: those of a rank that has lost its weights."""
     original, count = TrainingStep._forward_backward, 0
@@ -140,6 +153,7 @@ WAYS = {
     "hang": hang_in_loader,
     "compute": hang_in_stage,
     "slow": slow_down,
+    "drag": drag,
     "overflow": overflow,
     "linger": linger,
 }

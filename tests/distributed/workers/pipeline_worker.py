@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from bert.parallel.mesh import Mesh
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep

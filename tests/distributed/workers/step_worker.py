@@ -17,8 +17,9 @@ import torch.distributed as dist
 
 import bert.step
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig, Recompute
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.gradients import Strategy
 from bert.reporting.stopwatch import Stopwatch

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep

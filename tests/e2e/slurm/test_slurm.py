@@ -116,6 +116,34 @@ def test_requeued_job_repeats_what_was_cut_off(cluster: Cluster, checkout: Path,
     assert not list((checkout / "results").glob(f"slurm-{job}.claim*"))
 
 
+def test_requeued_job_goes_on_with_the_nodes_that_are_left(
+    cluster: Cluster, checkout: Path, small_run: SmallRun
+) -> None:
+    """A node is taken down while the job waits: Slurm starts it on the other one, and the run shares its batch anew."""
+    checkpoints = {"log__division": "open", "checkpoint__folder": "results/checkpoints", "checkpoint__every_steps": 5}
+    job = submit(cluster, checkout, "tiny_cpu", "1", *small(small_run, **checkpoints), options=("-N1-2",))
+    cluster.wait_for(lambda: any((checkout / "results").glob("checkpoints/step_*/state.json")))
+    cluster.run("scontrol", "requeue", job)
+    cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING")
+    cluster.run("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=broken")
+    try:
+        cluster.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+        cluster.wait_for(lambda: (checkout / RESULTS / "result_0.txt.cut-off-1").exists())
+        training(cluster, checkout, 0)
+        cluster.run("scancel", job)
+        cluster.finish(job)
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n2", "State=RESUME")
+    text = (checkout / RESULTS / "result_0.txt").read_text()
+    resumed = re.search(r"^# resumed from: results/checkpoints/step_(\d{8})$", text, re.M)
+    assert resumed, output(checkout, job)
+    assert re.search(rf"^step +{int(resumed[1]) + 1} ", text, re.M)
+    assert re.search(r"^# lost: host \S+ \(1 rank\)$", text, re.M)
+    shares = "1 rank on 1 host, a step of each with at most 2 x 8 sequences; before 2 ranks on 1 host, a step of each"
+    assert f"# shares of the global batch: {shares} with at most 1 x 8 sequences\n" in text
+    assert re.search(r"^# probe: 1 host\(s\), 1 rank\(s\), none, measured in \d+ s$", text, re.M)
+
+
 def test_notes_of_an_earlier_job_with_the_same_number_are_left_alone(cluster: Cluster, checkout: Path) -> None:
     earlier = submit(cluster, checkout, "nothing", options=("-N1", "--hold"))
     cluster.run("scancel", earlier)

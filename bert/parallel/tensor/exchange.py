@@ -1,0 +1,42 @@
+"""What ranks of a tensor group exchange in the midst of a forward or backward pass."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+import torch.distributed as dist
+from torch import Tensor
+
+from bert.parallel.single import all_gather_single, reduce_scatter_single
+
+Waiting = Callable[[], AbstractContextManager[object]]
+"""Makes the context of a collective, in which a rank waits for the one that comes last."""
+
+
+class Exchange:
+    """Collectives of a group.
+
+    Shape legend: R ranks of the group, W rows of each.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, waiting: Waiting = nullcontext) -> None:
+        self.rank, self.size = group.rank(), group.size()
+        self._group, self._waiting = group, waiting
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """[R W, ...] of each rank's [W, ...]."""
+        rows = own.new_empty((self.size * len(own), *own.shape[1:]))
+        with self._waiting():
+            all_gather_single(rows, own.contiguous(), group=self._group)
+        return rows
+
+    def scattered(self, rows: Tensor) -> Tensor:
+        """[W, ...] of the sum over ranks of [R W, ...]."""
+        own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
+        with self._waiting():
+            reduce_scatter_single(own, rows.contiguous(), group=self._group)
+        return own
+
+    def all_reduce_(self, values: Tensor, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+        """Leave the sum of the ranks' values on each, or what else is asked for."""
+        with self._waiting():
+            dist.all_reduce(values, operation, group=self._group)
