@@ -35,7 +35,7 @@ FOUR = [
     "1,2,2,sharded,block,4,4,3,fp64",
     "1,2,2,sharded+,block,4,4,3,fp64",
 ]
-TWO = ["1,2,1,flat,block,1,2,20,fp64", "1,2,2,sharded,block,2,4,3,dropout"]
+TWO = ["1,2,1,flat,block,1,2,6,fp64", "1,2,2,sharded,block,2,4,3,dropout"]
 ALONE = {
     shape: f"1,1,1,flat,block,1,{accumulation},{shape.split(',')[7]},{precision}"
     for shape in EIGHT + FOUR + TWO

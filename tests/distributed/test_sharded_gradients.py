@@ -7,7 +7,7 @@ import pytest
 from tests.distributed.ranks import run_worker
 
 CASES = [
-    "sharded,fp32,2,1,20,captured",
+    "sharded,fp32,2,1,8,captured",
     "sharded_world,bf16,4,2,5,plain",
 ]
 

@@ -70,7 +70,7 @@ def test_every_shape_trains_as_one_rank(
         found_differences = differences(one[when], found[when])
         worst = {name: each for name, each in found_differences.items() if precise or name.startswith("weight ")}
         assert max(worst.values()) < (1e-10 if precise else 1e-5), (when, max(worst, key=worst.__getitem__))
-    assert found["correct"] == one["correct"] > 50
+    assert found["correct"] == one["correct"] > 10
     assert found["agreed"], "all ranks bring the same together, to the last bit"
     assert found["returns"], "shards of a whole vector are what they were"
     for name, tensor in found["saved"].items():
@@ -87,7 +87,7 @@ def test_dropout_is_as_random_as_on_one_rank(
     """The mean loss of a batch over many draws, and how far draws lie apart; not that of no dropout, nor always the same."""
     one, other = (torch.tensor(found["dropped"]) for found in (alone[ALONE], shared[DROPPING]))
     error = ((one.var() + other.var()) / len(other)).sqrt()
-    assert abs(other.mean() - one.mean()) < 4 * error
+    assert abs(other.mean() - one.mean()) < 3 * error
     assert 0.6 < other.std() / one.std() < 1.6
     assert len(set(other.tolist())) == len(other)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -34,6 +33,8 @@ MODEL = replace(OF_SMALL_RUN, hidden_dropout=0.0, attention_dropout=0.0, layer_n
 
 def save_pretrained(folder: Path, vocab: Path | None, kind: str = "BertForPreTraining", rows: int = VOCAB_SIZE) -> Path:
     """A folder as ``transformers`` writes it, with its fast tokenizer, which brings no vocab.txt."""
+    import transformers  # here, as it takes longer to load than most files of tests
+
     torch.manual_seed(5)
     config = transformers.BertConfig(
         vocab_size=rows,

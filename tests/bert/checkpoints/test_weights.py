@@ -12,7 +12,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
@@ -135,6 +134,8 @@ def theirs(saved: Path, tmp_path: Path) -> Path:
 
 
 def from_pretrained(folder: Path) -> Any:
+    import transformers  # here and below, as it takes longer to load than most files of tests
+
     load: Any = transformers.BertForPreTraining.from_pretrained
     model, report = load(folder, output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -251,6 +252,8 @@ def one_sample(ids: list[int], masked: int) -> Samples:
 
 def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
     """With heads of an odd width, and the tokenizer that comes along."""
+    import transformers
+
     model = drawn_model(FOUR_HEADS, 3).eval()
     with torch.no_grad():
         for parameter in model.parameters():

@@ -76,7 +76,8 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
     step = TrainingStep(model, chosen, mesh, Stopwatch())
     model.seed_dropout(7)
     batches = global_batches(mesh, int(accumulation), padded=order == "cyclic", count=int(steps))
-    step.warm_up(batches[0], 1)
+    if precision != "deep":  # a warm-up is no other for that
+        step.warm_up(batches[0], 1)
     means, first = [], {}
     for micro_batches in batches:
         step(micro_batches)

@@ -1,4 +1,4 @@
-"""One rank of ``test_reduction.py``: trains 10 steps and writes what it saw.
+"""One rank of ``test_reduction.py``: trains some steps and writes what it saw.
 
 python -m tests.distributed.workers.reduction_worker OUT.json STRATEGY REDUCE_DTYPE ORDER RANKS_OF_A_NODE
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
@@ -25,7 +26,7 @@ from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import Plan
 from tests.convergence.golden import predictable_samples
 
-STEPS = 10
+STEPS = 6
 MICRO_BATCHES = 2
 
 
@@ -46,15 +47,15 @@ def end_groups() -> None:
 
     Those of a ``TrainingStep`` end where its reduction is closed, whose hooks keep all of it alive.
     """
-    if not dist.is_initialized():
+    if (world := dist.group.WORLD) is None:
         return
     dist.barrier()
-    world, groups = dist.group.WORLD, dist.distributed_c10d._world.pg_map
+    groups = dist.distributed_c10d._world.pg_map
     for group in groups.keys() - {world}:
         dist.destroy_process_group(group)
     gc.collect()
     backend, store = groups[world]
-    groups[world] = backend, dist.PrefixStore("next", store)  # groups that come may be called as those that were here
+    groups[world] = backend, PrefixStore("next", store)  # groups that come may be called as those that were here
 
 
 def fresh_model() -> BertForPreTraining:

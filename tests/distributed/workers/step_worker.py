@@ -8,6 +8,7 @@ import json
 import sys
 import threading
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from tests.bert.repeating import Repeating
 from tests.convergence.golden import predictable_samples
 from tests.distributed.workers.reduction_worker import end_groups, regrouped
 
-STEPS = 5
+STEPS = 4
 BUCKET_BYTES = 60_000
 """Small enough for so small a model to have more than one."""
 
@@ -49,6 +50,7 @@ def config(strategy: Strategy | Literal["auto"], accumulation: int, recompute: R
     return replace(recipe, model=model, optimizer=OptimizerConfig(1e-2, 100), training=training)
 
 
+@cache
 def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[list[list[Batch]], list[ShapeBucket]]:
     """This rank's micro-batches, padded to one of two captured sizes or, one in seven, to one that is not captured."""
     samples = predictable_samples()

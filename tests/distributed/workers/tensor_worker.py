@@ -28,8 +28,8 @@ from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 from tests.distributed.workers.reduction_worker import end_groups, regrouped
 
-STEPS = 6
-DRAWS = 40
+STEPS = 4
+DRAWS = 20
 ALONE, ALONE_FP32, ALONE_FP8 = (f"1,flat,block,1,1,{precision}" for precision in ("fp64", "fp32", "fp8"))
 DROPPING = "4,flat,block,4,1,fp64"
 """The shape in which dropout is drawn."""
@@ -101,7 +101,7 @@ def train(mesh: Mesh, shape: str) -> dict[str, Any]:
         "means": means,
         "first": first,
         "last": last,
-        "correct": correct_predictions(step, mesh, batches),
+        "correct": correct_predictions(step, mesh, batches[:2]),
         "agreed": agreed(list(last.values())),
         "scales": scales,
         "words": len(model.embeddings.word),
