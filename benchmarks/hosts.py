@@ -1,16 +1,85 @@
-"""Ranks on hosts that are network namespaces of this machine, forked from one process that has imported what they run."""
+"""Hosts that are network namespaces of this machine; ranks on them, forked from a process that knows what they run."""
 
 import contextlib
 import ctypes
 import multiprocessing
 import os
+import shutil
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 PORT = 29600
+
+
+class Network:
+    """Namespaces as hosts on one bridge, for the body of a ``with``; ``tc tbf`` shapes what each sends to a ``rate``."""
+
+    def __init__(self, hosts: int, rate: str | None = None) -> None:
+        # Those of a process that was killed stay, and process numbers return.
+        name = _unique_name()
+        self._names = [f"{name}h{host}" for host in range(hosts)]
+        self._rate = rate
+        self.switch = f"{name}sw"
+
+    def __enter__(self) -> list[str]:
+        switch = self.switch
+        try:
+            ip("netns", "add", switch)
+            ip("-n", switch, "link", "add", "br0", "type", "bridge")
+            ip("-n", switch, "link", "set", "br0", "up")
+            for host, name in enumerate(self._names):
+                ip("netns", "add", name)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
+                ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
+                ip("-n", name, "link", "set", "v0", "up")
+                ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
+                ip("-n", switch, "link", "set", f"p{host}", "up")
+                if self._rate:
+                    shape(name, "v0", self._rate)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self._names
+
+    def __exit__(self, *_: object) -> None:
+        for name in (*self._names, self.switch):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def why_not() -> str | None:
+    """Return what is missing to make hosts here, or None."""
+    if os.geteuid() != 0:
+        return "network namespaces need root: run it with sudo"
+    absent = [program for program in ("ip", "tc") if shutil.which(program) is None]
+    if absent:
+        return f"{absent[0]} is not installed: install iproute2"
+    name = f"{_unique_name()}probe"
+    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
+        return "the kernel refuses network namespaces here"
+    ip("netns", "del", name)
+    return None
+
+
+def _unique_name() -> str:
+    return f"reduce{os.getpid()}{os.urandom(3).hex()}"
+
+
+def ip(*arguments: str) -> None:
+    """Run ``ip``; RuntimeError where it refuses."""
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"ip {' '.join(arguments)}: {done.stderr.strip()}")
+
+
+def shape(namespace: str, device: str, rate: str) -> None:
+    """Let a device send at a rate, as ``tc`` writes it."""
+    shaped = ("qdisc", "add", "dev", device, "root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+    ip("netns", "exec", namespace, "tc", *shaped)
 
 
 def enter(namespace: str, host: str) -> None:
@@ -32,48 +101,63 @@ def go_first() -> None:
         os.nice(-19)
 
 
+def block(hosts: int, local_size: int) -> list[int]:
+    """The hosts of ranks that are numbered host by host."""
+    return [host for host in range(hosts) for _ in range(local_size)]
+
+
+def environment_of(rank: int, order: Sequence[int]) -> dict[str, str]:
+    """What a launcher would set for a rank; ``order`` has the host of each."""
+    local = [other for other, host in enumerate(order) if host == order[rank]]
+    place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}
+    place |= {"MASTER_ADDR": f"10.77.0.{order[0] + 1}", "MASTER_PORT": PORT, "GLOO_SOCKET_IFNAME": "v0"}
+    return {name: str(value) for name, value in place.items()}
+
+
 def run_ranks(
-    namespaces: Sequence[str], local_size: int, program: Callable[[], int], output: Path, limit_s: float
-) -> list[int | None]:
-    """Run a program on ``local_size`` ranks of every host; returns their exit statuses, None of those that did not end."""
+    namespaces: Sequence[str],
+    order: Sequence[int],
+    program: Callable[[], int],
+    output: Path,
+    limit_s: float,
+    *,
+    bound: bool = False,
+) -> None:
+    """Run a program on ranks whose hosts are ``order``, ``bound`` to a core each; what they say goes to files in ``output``.
+
+    SystemExit, with that, unless all end with 0, or with 1, which says that a target was missed.
+    """
     fork = multiprocessing.get_context("fork")
-    places = [(host, local) for host in range(len(namespaces)) for local in range(local_size)]
     ranks = [
-        fork.Process(target=_rank, args=(namespaces, host, local, local_size, program, output), daemon=True)
-        for host, local in places
+        fork.Process(target=_rank, args=(namespaces, order, rank, program, output, bound), daemon=True)
+        for rank in range(len(order))
     ]
     for rank in ranks:
         rank.start()
     try:
         for rank in ranks:
             rank.join(limit_s)
-        return [rank.exitcode for rank in ranks]
+        statuses = [rank.exitcode for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+    if not {*statuses} <= {0, 1}:
+        said = "".join(path.read_text() for path in sorted(output.glob("rank_*.txt")))
+        raise SystemExit(f"error: ranks ended with {statuses}:\n{said[-4000:]}")
 
 
 def _rank(
-    namespaces: Sequence[str], host: int, local: int, local_size: int, program: Callable[[], int], output: Path
+    namespaces: Sequence[str], order: Sequence[int], rank: int, program: Callable[[], int], output: Path, bound: bool
 ) -> None:
-    number = host * local_size + local
-    with (output / f"rank_{number}.txt").open("a", encoding="utf-8") as file:
+    with (output / f"rank_{rank}.txt").open("a", encoding="utf-8") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    enter(namespaces[host], f"h{host}")
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[number % len(cores)]})  # as launchers bind ranks, so that none wanders
-    place = {
-        "RANK": number,
-        "WORLD_SIZE": len(namespaces) * local_size,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": local_size,
-        "MASTER_ADDR": "10.77.0.1",  # of the first host, as the network of these benchmarks has it
-        "MASTER_PORT": PORT,
-        "GLOO_SOCKET_IFNAME": "v0",
-    }
-    os.environ |= {name: str(value) for name, value in place.items()}
-    status = 1
+    enter(namespaces[order[rank]], f"h{order[rank]}")
+    if bound:  # as launchers do, so that none wanders
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ |= environment_of(rank, order)
+    status = 2
     with contextlib.suppress(SystemExit):
         status = program()
     sys.stdout.flush()

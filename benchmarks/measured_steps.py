@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import go_first, run_ranks
-from benchmarks.training.collectives import Case as Hosts
-from benchmarks.training.collectives import Network, why_not
+from benchmarks.hosts import Network, block, go_first, run_ranks, why_not
+from benchmarks.inputs import flags, made_up_vocabulary, write_made_up_set
 from bert.train import main as train
 from bert.train import parse
 from cluster.__main__ import main as cluster
@@ -28,12 +27,8 @@ from cluster.model.strategy import Reduction, strategy_of
 from cluster.model.work import work_of
 from cluster.view import read_view
 from cluster.whatif import PARTS
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.dataset.folder import write_dataset
-from dataloading.shards.shard import DatasetInfo
-from dataloading.text.tokenization import Vocabulary
 
-_SAMPLES, _LONGEST, _MOST_MASKED = 20_000, 128, 20
+_SAMPLES, _LONGEST = 20_000, 128
 _INTERVAL_S = 0.4
 _ROUNDS = 2
 """Of runs in every way, in turn; the faster one counts, as what comes in between makes it slower, never faster."""
@@ -109,7 +104,7 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     common = settings_for(case, folder)
     view_file = folder / "cluster.json"
     ways = {way: parse(_arguments(common, way)) for way in case.reductions}
-    with Network(Hosts(case.hosts, case.ranks, "block", case.rate, 0, 0)) as names:
+    with Network(case.hosts, case.rate) as names:
         # The command line of the ranks, which are forks of this process.
         sys.argv = ["cluster", "probe", "--out", str(view_file), "--seconds", str(seconds)]
         others_probing = run_together(names, case, cluster, folder)
@@ -147,10 +142,7 @@ def _row(case: Case, way: str, predicted: PredictedStep, found: dict[str, float]
 def run_together(names: list[str], case: Case, program: Callable[[], int], folder: Path) -> float:
     """Run a program on all ranks; returns the share of the processors' work that was somebody else's meanwhile."""
     before, own = _busy_seconds(), _own_seconds()
-    statuses = run_ranks(names, case.ranks, program, folder, limit_s=120)
-    if any(status not in (0, 1) for status in statuses):
-        output = "".join(path.read_text() for path in sorted(folder.glob("rank_*.txt")))
-        raise SystemExit(f"error: ranks ended with {statuses}:\n{output[-4000:]}")
+    run_ranks(names, block(case.hosts, case.ranks), program, folder, limit_s=120, bound=True)
     busy = _busy_seconds() - before
     return max(0.0, busy - (_own_seconds() - own)) / max(busy, 1e-9)
 
@@ -169,20 +161,16 @@ def _own_seconds() -> float:
 def settings_for(case: Case, folder: Path) -> list[str]:
     """Arguments of `bert.train`, for data that is made here."""
     layers, hidden, heads, intermediate, words = MODELS[case.model]
-    vocabulary = folder / "vocab.txt"
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    vocabulary.write_text("".join(f"{word}\n" for word in [*special, *(f"w{n}" for n in range(5, words))]))
-    known = Vocabulary.from_file(vocabulary)
-    info = DatasetInfo(words, _LONGEST, _MOST_MASKED, known.md5, known.sha256, {"masked_lm_prob": 0.15}, {})
+    vocabulary = made_up_vocabulary(folder / "vocab.txt", words)
     for part, count in (("train", _SAMPLES), ("evaluation", 200)):
         generator = np.random.default_rng(len(part))
         # Like the built-in default's: two in five are full, the others short.
         lengths = np.where(generator.random(count) < 0.4, _LONGEST, generator.integers(8, _LONGEST, count))
-        write_dataset(folder / part, synthetic_samples(lengths, words, len(part)), shards=2, info=info)
+        write_made_up_set(folder / part, lengths, _LONGEST, vocabulary, shards=2, seed=len(part))
     settings: dict[str, object] = {
         "data.train": folder / "train",
         "data.evaluation": folder / "evaluation",
-        "data.vocab": vocabulary,
+        "data.vocab": folder / "vocab.txt",
         "data.initial-checkpoint": None,
         "model.num-hidden-layers": layers,
         "model.hidden-size": hidden,
@@ -200,7 +188,7 @@ def settings_for(case: Case, folder: Path) -> list[str]:
         "evaluation.interval-samples": 5_000_000,
         "log.results": folder,
     }
-    return ["tiny_cpu", *(text for name, value in settings.items() for text in (f"--{name}", str(value)))]
+    return ["tiny_cpu", *flags(settings)]
 
 
 def steady(metrics: Path) -> dict[str, float]:

@@ -22,11 +22,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported: of 
 import tyro
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import go_first
+from benchmarks.hosts import Network, go_first, why_not
+from benchmarks.inputs import flags
 from benchmarks.measured_steps import Case, run_together, settings_for, steady
-from benchmarks.training.collectives import Case as Hosts
-from benchmarks.training.collectives import Network, why_not
-from bert.configuration.config import ParallelConfig
+from bert.configuration.sections import ParallelConfig
 from bert.train import main as train
 from bert.train import parse
 from cluster.__main__ import main as cluster
@@ -77,10 +76,10 @@ def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[s
     folder.mkdir()
     own = {"training.max-steps": steps, "evaluation.interval-samples": steps * BATCH, "log.interval-steps": 1}
     own |= {"training.max-minutes": 10}
-    common = settings_for(case, folder) + [text for name, value in own.items() for text in (f"--{name}", str(value))]
+    common = settings_for(case, folder) + flags(own)
     view = folder / "cluster.json"
     rows = []
-    with Network(Hosts(HOSTS, RANKS, "block", case.rate, 0, 0)) as names:
+    with Network(HOSTS, case.rate) as names:
         # The command line of the ranks, which are forks of this process.
         sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", str(seconds)]
         run_together(names, case, cluster, folder)
@@ -124,7 +123,7 @@ def arguments_of(strategy: Strategy) -> list[str]:
         "training.reduction": strategy.reduction,
         "training.gradient-accumulation-steps": strategy.gradient_accumulation_steps,
     }
-    return [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    return flags(settings)
 
 
 def described(strategy: Strategy) -> str:

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
-    from bert.checkpoints.accuracy import checkpoint_accuracy, leave_mesh  # PyTorch and kernels, as in bert.train
+    from bert.evaluation.accuracy import checkpoint_accuracy, leave_mesh  # PyTorch and kernels, as in bert.train
 
     try:
         accuracy = checkpoint_accuracy(config)

@@ -7,10 +7,10 @@ from typing import Literal
 
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.configuration.config import Config
-from bert.evaluator import Evaluator
+from bert.evaluation.evaluations import Evaluations
+from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.mllog import MLLog, evaluation_samples
-from bert.reporting.evaluations import Evaluations
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.records import EndRecord, Position
 from bert.reporting.reporter import Reporter

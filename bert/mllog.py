@@ -16,7 +16,6 @@ The next block may start before the result of an evaluation is known.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 import threading
@@ -25,11 +24,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Literal, Self
+from typing import Literal, Self
 
 from mlperf_logging.mllog.mllog import MLLogger
 
-from compliance.log import digest, rules
+from bert.reporting.line_file import LineFile, ResultExists
+from compliance.log import rules
 from compliance.log.order import left_open, own_settings, unearned_success, violations
 from compliance.log.record import Record
 from compliance.log.rules import QUALITY_TARGET
@@ -45,10 +45,6 @@ REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
 
 class RuleViolation(ValueError):  # noqa: N818 - it names what happened to the rules
     """A record that the rules of the log forbid; it was not written."""
-
-
-class ResultExists(ValueError):  # noqa: N818 - it names what was found
-    """The result file is there already, and was not touched."""
 
 
 class MLLog:
@@ -68,7 +64,7 @@ class MLLog:
     """
 
     def __init__(self, path: Path | None, *, clock_ms: Callable[[], int] | None = None) -> None:
-        self._file = None if path is None else _LineFile(path)
+        self._file = None if path is None else LineFile(path)
         self._logger = None if self._file is None else _logger_into(self._file)
         self._clock_ms = clock_ms or _steady_clock()
         self._run = LoggedRun()
@@ -336,55 +332,10 @@ def _check_end(run: LoggedRun, status: object, train_samples: object) -> None:
         raise RuleViolation(f"run_stop: status {status}, but {broken[0]}")
 
 
-class _LineFile:
-    """The result file: whole lines, and among them the chain of digests over all of them."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = _create(path)
-        self._chain = digest.Chain()
-
-    @property
-    def next_line(self) -> int:
-        """Number of the line that is written next, from 1; the first line of the file opens the chain."""
-        return (self._chain.lines or 1) + 1
-
-    def write(self, text: str) -> None:
-        """Write one line, and a digest when one is due."""
-        line = text.encode("utf-8", "backslashreplace")
-        lines = [line] if self._chain.lines else [digest.OPENING.encode(), line]
-        for each in lines:
-            self._chain.add(each)
-        self._write(b"".join(each + b"\n" for each in lines))
-        if self._chain.pending >= digest.LINES_A_DIGEST:
-            self.close_stretch()
-
-    def close_stretch(self, *, at_end: bool = False) -> None:
-        """Write the digest over all lines so far."""
-        self._write(self._chain.close_stretch(at_end) + b"\n")
-
-    def close(self) -> None:
-        """Write the digest at the end, bring the file to the disk and close it; again does nothing."""
-        if self._file.closed:
-            return
-        try:
-            if self._chain.lines:
-                self.close_stretch(at_end=True)
-            os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
-
-    def _write(self, content: bytes) -> None:
-        try:
-            self._file.write(content)
-            self._file.flush()
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, self._file.name) from None
-
-
 class _LineHandler(logging.Handler):
     """Handler that takes the lines of the MLLogger to the result file, and lets no failure pass."""
 
-    def __init__(self, file: _LineFile) -> None:
+    def __init__(self, file: LineFile) -> None:
         super().__init__(logging.INFO)
         self._file = file
 
@@ -395,22 +346,10 @@ class _LineHandler(logging.Handler):
         self._file.write(record.getMessage())
 
 
-def _logger_into(file: _LineFile) -> MLLogger:
+def _logger_into(file: LineFile) -> MLLogger:
     logger = logging.Logger("mllog", logging.INFO)  # not registered by name: one for each log, no shared handlers
     logger.addHandler(_LineHandler(file))
     return MLLogger(logger, root_dir=re.escape(str(REPOSITORY_ROOT)))
-
-
-def _create(path: Path) -> BinaryIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("xb")
-    except OSError as error:
-        if isinstance(error, FileExistsError) and path.parent.is_dir():
-            raise ResultExists(
-                f"{path} is already there and a result is never overwritten: choose another run number, or move it away"
-            ) from None
-        raise ValueError(f"{path} cannot be created: {error.strerror}; choose another results folder") from error
 
 
 def _steady_clock() -> Callable[[], int]:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from kernels import (
     Dropout,
     compute_dtype,

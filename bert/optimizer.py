@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from bert.configuration.config import OptimizerConfig
+from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining, EncoderLayer
 from kernels import LambHyperparameters, LambSegments, LambState, lamb_step
 

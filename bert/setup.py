@@ -14,7 +14,7 @@ from bert.checkpoints.training_state import Checkpoints, RunState, restore
 from bert.checkpoints.world import World
 from bert.configuration.config import Config
 from bert.cuda_graphs import CudaCapturer
-from bert.evaluator import Evaluator
+from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
 from bert.loop import Run
@@ -23,10 +23,9 @@ from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.joining.left_out import leave_out
 from bert.parallel.mesh import Mesh
 from bert.reporting.against_plan import AgainstPlan
-from bert.reporting.displays import LivePanel, PlainLines
+from bert.reporting.displays import LivePanel, PlainLines, Progress
 from bert.reporting.intervals import Stragglers
 from bert.reporting.json_lines import JsonLines
-from bert.reporting.progress import Progress
 from bert.reporting.records import Position, Sink
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from bert.configuration.config import Config
-from bert.cuda_graphs import BatchGraphs, Capturer
+from bert.configuration.sections import SHARDED
+from bert.cuda_graphs import ROLES, BatchGraphs, Capturer, Role, roles_of
 from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh
@@ -30,7 +31,6 @@ from bert.products.chosen import accumulates_products, fp8_state
 from bert.products.weight_gradients import WeightGradients, accumulate_products, product_weights
 from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch, is_capturing
-from bert.roles import ROLES, Role, roles_of
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
@@ -80,7 +80,7 @@ class TrainingStep:
         self._reduction = ShardedReduction(*settings, self._waiting) if shards_gradients else Reduction(*settings)
         self.optimizer: Lamb | ShardedLamb
         self._gather: WeightGather | None = None
-        if strategy in ("sharded", "sharded_world"):
+        if strategy in SHARDED:
             self._gather = WeightGather(model, self.flat, self._reduction)
         # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
         if self._gather is None and tensor is None and self._pipeline is None:

@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 from tyro.conf import FlagCreatePairsOff, Positional, arg
 
 from console.commands import Commands
-from console.interruption import end_in_order, reader_has_gone
-from console.program import accept_any_text, complain, say, say_json
+from console.interruption import end_in_order
+from console.program import complain, say, say_json
 
 app = Commands()
 
@@ -323,15 +323,8 @@ def whatif(metrics: Positional[Path], cluster: Path | None = None) -> None:
 
 
 def main() -> int:
-    """Run the command; a user's error is one line on stderr and exit code 2."""
-    accept_any_text()
-    try:
-        return app.run("python -m cluster") or 0
-    except BrokenPipeError:
-        return reader_has_gone()
-    except (ValueError, OSError) as error:
-        complain(error)
-    return 2
+    """Run the command; returns the exit status."""
+    return app.main("python -m cluster")
 
 
 if __name__ == "__main__":

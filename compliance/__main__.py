@@ -15,8 +15,8 @@ from compliance.log.file import STDIN
 from compliance.log.rules import NEWEST_RULESET, RULESETS, Division
 from compliance.report import Format
 from console.commands import Commands
-from console.interruption import end_in_order, reader_has_gone
-from console.program import accept_any_text, complain, say, say_document, say_json
+from console.interruption import end_in_order
+from console.program import say, say_document, say_json
 
 Ruleset = Annotated[str, arg(metavar="RULESET", help=f"One of {', '.join(RULESETS)}.")]
 Folder = Annotated[Positional[Path], arg(metavar="FOLDER", help="results/<system>/bert")]
@@ -260,16 +260,9 @@ def watch(
 
 
 def main() -> int:
-    """Run the command line; a user's error is one line on stderr and exit status 2."""
-    accept_any_text()
-    end_in_order()
-    try:
-        return app.run("python -m compliance")
-    except ValueError as error:
-        complain(error)
-        return 2
-    except BrokenPipeError:
-        return reader_has_gone()
+    """Run the command; returns the exit status."""
+    end_in_order()  # also of the installed command, which calls this function
+    return app.main("python -m compliance")
 
 
 if __name__ == "__main__":

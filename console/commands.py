@@ -9,7 +9,8 @@ from typing import Any
 
 from tyro.extras import SubcommandApp
 
-from console.program import answer_version, bound, parsed
+from console.interruption import reader_has_gone
+from console.program import accept_any_text, answer_version, bound, complain, parsed
 
 
 class Commands(SubcommandApp):
@@ -32,3 +33,14 @@ class Commands(SubcommandApp):
         """
         answer_version(sys.argv[1:] if arguments is None else arguments)
         return parsed(partial(self.cli, prog=program, args=arguments))()
+
+    def main(self, program: str) -> int:
+        """Run the command and return the exit status; a user's error is one line on standard error, and 2."""
+        accept_any_text()
+        try:
+            return self.run(program) or 0
+        except BrokenPipeError:
+            return reader_has_gone()
+        except (ValueError, OSError) as error:
+            complain(error)
+            return 2

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from console.commands import Commands
-from console.interruption import end_in_order, reader_has_gone
-from console.program import accept_any_text, complain, say
+from console.interruption import end_in_order
+from console.program import complain, say
 from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptions, Layout, OwnText, PretrainingOptions
 
 if TYPE_CHECKING:
@@ -351,17 +351,8 @@ def _parse_part(text: str) -> Part:
 
 
 def main() -> int:
-    """Run the command; a user's error is one line on stderr and exit code 2."""
-    accept_any_text()
-    try:
-        app.run("python -m dataloading")
-    except BrokenPipeError:
-        return reader_has_gone()
-    except (ValueError, OSError) as error:
-        complain(error)
-    else:
-        return 0
-    return 2
+    """Run the command; returns the exit status."""
+    return app.main("python -m dataloading")
 
 
 if __name__ == "__main__":

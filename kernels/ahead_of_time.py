@@ -116,7 +116,7 @@ class Cost:
 
 
 def all_configurations() -> dict[str, list[Configuration]]:
-    """Return the configurations of every module of ``kernels/triton/`` that has any, by its name.
+    """Return the configurations of every module below ``kernels/triton/`` that has any, by its name there.
 
     Raises:
         ValueError: Triton is missing or interprets kernels, so that there is nothing to compile.
@@ -125,8 +125,9 @@ def all_configurations() -> dict[str, list[Configuration]]:
         raise ValueError("triton is not installed: pip install triton")
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise ValueError("TRITON_INTERPRET is set, and Triton compiles nothing then: unset it")
-    names = [found.name for found in pkgutil.iter_modules(kernels.triton.__path__)]
-    modules = {name: importlib.import_module(f"kernels.triton.{name}") for name in names}
+    prefix = "kernels.triton."
+    names = [found.name.removeprefix(prefix) for found in pkgutil.walk_packages(kernels.triton.__path__, prefix)]
+    modules = {name: importlib.import_module(prefix + name) for name in names}
     return {name: module.configurations() for name, module in modules.items() if hasattr(module, "configurations")}
 
 

@@ -50,12 +50,14 @@ def _op(
 
 
 _ATTENTIONS = (_FLASH_ATTENTION, _FLASH_ATTENTION_3, _TRANSFORMER_ENGINE, _TORCH_VARLEN, _PYTORCH_ATTENTION)
-varlen_attention = _op(reference.varlen_attention, "kernels.triton.attention", *_ATTENTIONS, capturable=False)
-varlen_self_attention = _op(reference.varlen_self_attention, "kernels.triton.attention", *_ATTENTIONS, capturable=False)
-dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton.layer_norm", _APEX_NORM, _PYTORCH)
+varlen_attention = _op(reference.varlen_attention, "kernels.triton.attention.varlen", *_ATTENTIONS, capturable=False)
+varlen_self_attention = _op(
+    reference.varlen_self_attention, "kernels.triton.attention.varlen", *_ATTENTIONS, capturable=False
+)
+dropout_add_layer_norm = _op(reference.dropout_add_layer_norm, "kernels.triton.norms.layer_norm", _APEX_NORM, _PYTORCH)
 dense_gelu = _op(reference.dense_gelu, "kernels.triton.dense")
 bias_gelu = _op(reference.bias_gelu, "kernels.triton.dense")
-embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.embedding_norm", _APEX_NORM, _PYTORCH)
+embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.norms.embedding_norm", _APEX_NORM, _PYTORCH)
 masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
 _DEFINITION = Implementation("reference", "kernels.reference.ops")
 # No kernel of Triton's: cuBLAS adds to what is there in the epilogue of its product, which no pass behind it can match.
@@ -73,12 +75,12 @@ cast_transpose_into_fp8 = _op(fp8.cast_transpose_into_fp8, "kernels.triton.fp8")
 cast_transpose_sum_fp8 = _op(fp8.cast_transpose_sum_fp8, "kernels.triton.fp8")
 bias_gelu_cast_fp8 = _op(fp8.bias_gelu_cast_fp8, "kernels.triton.fp8")
 bias_gelu_backward_cast_fp8 = _op(fp8.bias_gelu_backward_cast_fp8, "kernels.triton.fp8")
-attention_cast_fp8 = _op(attention_fp8.attention_cast_fp8, "kernels.triton.attention_fp8", capturable=False)
+attention_cast_fp8 = _op(attention_fp8.attention_cast_fp8, "kernels.triton.attention.fp8", capturable=False)
 attention_backward_cast_fp8 = _op(
-    attention_fp8.attention_backward_cast_fp8, "kernels.triton.attention_fp8", capturable=False
+    attention_fp8.attention_backward_cast_fp8, "kernels.triton.attention.fp8", capturable=False
 )
-add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, "kernels.triton.layer_norm_fp8")
-add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, "kernels.triton.layer_norm_fp8")
+add_norm_cast_fp8 = _op(layer_norm_fp8.add_norm_cast_fp8, "kernels.triton.norms.layer_norm_fp8")
+add_norm_backward_cast_fp8 = _op(layer_norm_fp8.add_norm_backward_cast_fp8, "kernels.triton.norms.layer_norm_fp8")
 _DEFINITION_FP8 = Implementation("reference", "kernels.reference.fp8")
 # The definition comes first on a CPU, where PyTorch's product is right and several times as slow.
 scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH_FP8, _DEFINITION_FP8), "cpu": (_DEFINITION_FP8, _PYTORCH_FP8)})

@@ -68,7 +68,8 @@ def traced(
     """
     from triton.runtime.jit import KernelInterface
 
-    from kernels.triton import lamb, norm_rows
+    from kernels.triton import lamb
+    from kernels.triton.norms import rows
 
     tracer = _Tracer(observer, touched or {})
     with ExitStack() as stack:
@@ -77,7 +78,7 @@ def traced(
         stack.enter_context(
             patch.object(KernelInterface, "__getitem__", lambda kernel, grid: tracer.launcher(kernel, grid))
         )
-        stack.enter_context(patch.object(norm_rows, "multiprocessors", lambda _device: multiprocessors))
+        stack.enter_context(patch.object(rows, "multiprocessors", lambda _device: multiprocessors))
         stack.enter_context(tracer)
         lamb._chunks.cache_clear()
         try:

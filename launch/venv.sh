@@ -25,7 +25,7 @@ prepare_venv() {
 }
 
 # prepare_torch VERSION: put that PyTorch with what it needs into .venv/torch-VERSION, unless it is there. Before .venv's packages
-# in PYTHONPATH it takes the place of the pinned one. After prepare_venv, in the root of the repository. The interpreter of Triton
+# in PYTHONPATH it takes the place of the pinned one. Where .venv is, in the root of the repository. The interpreter of Triton
 # 3.6, which PyTorch 2.11 brings, fails with NumPy 2.4.
 prepare_torch() {
   local python=${PYTHON:-python3} folder=.venv/torch-$1
@@ -33,9 +33,9 @@ prepare_torch() {
   [[ -e $folder/installed ]] && return
   say "installing PyTorch $1 into $folder (once, a minute or two)"
   rm -rf "$folder" && mkdir -p "$folder"
-  grep -vE '^(torch|setuptools|numpy)==' constraints.txt >.venv/constraints.txt
+  grep -vE '^(torch|setuptools|numpy)==' constraints.txt >"$folder/constraints.txt"
   "$python" -m pip --python .venv/bin/python install -qq --disable-pip-version-check --no-input --no-compile \
-    --only-binary=:all: --constraint .venv/constraints.txt --target "$folder" "torch==$1" "numpy<2.4" ||
+    --only-binary=:all: --constraint "$folder/constraints.txt" --target "$folder" "torch==$1" "numpy<2.4" ||
     fail "pip could not install PyTorch $1, see above"
   touch "$folder/installed"
 }

@@ -8,6 +8,7 @@ by the tests of scripts and of signals, and by the command at the top of the REA
 """
 
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -153,7 +154,7 @@ _TIES: list[socket.socket] = []
 
 
 def _serve(imported: str, requests: socket.socket, tie: socket.socket) -> dict[str, Any]:
-    """Fork for every request; returns in each fork, with the request."""
+    """Fork for every request, and tell its number and its end; returns in each fork, with the request."""
     atexit.register(_end)  # the first, so that it is called after all others
     _import_packages()
     if imported == "bert":
@@ -163,18 +164,49 @@ def _serve(imported: str, requests: socket.socket, tie: socket.socket) -> dict[s
         for name in [name for name in sys.modules if name.partition(".")[0] in _OWN]:
             del sys.modules[name]
     gc.freeze()  # or each fork copies all memory as it looks for garbage
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    # Or a thread that is woken interrupts the one that wakes it, which holds a lock that gloo asks for in a loop meanwhile.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    running: dict[int, socket.socket] = {}
+    """The connection that asked for each fork, by a descriptor of the fork."""
     while True:
-        ready, *_ = select.select([requests, tie], [], [])
+        ready, *_ = select.select([requests, tie, *running, *running.values()], [], [])
+        for fork, connection in list(running.items()):
+            if fork in ready or connection in ready or tie in ready:
+                if fork not in ready:  # the other end of the connection has gone
+                    signal.pidfd_send_signal(fork, signal.SIGKILL)
+                ended = os.waitid(os.P_PIDFD, fork, os.WEXITED)
+                assert ended is not None
+                _tell(connection, ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+                del running[fork]
+                connection.close()
+                os.close(fork)
         if tie in ready:
             sys.exit()
+        if requests not in ready:
+            continue
         connection, _ = requests.accept()
-        if os.fork() == 0 and (request := _forked(connection)):
-            break
-        connection.close()
-    requests.close()
-    tie.close()
-    return request
+        content, descriptors, *_ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
+        if content:
+            pid = os.fork()
+            if pid == 0:
+                break
+            running[os.pidfd_open(pid)] = connection
+            _tell(connection, pid)
+        for descriptor in descriptors:
+            os.close(descriptor)
+    for each in (requests, tie, connection, *running.values()):
+        each.close()
+    for descriptor in running:
+        os.close(descriptor)
+    for place, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, place)
+        os.close(descriptor)
+    return json.loads(content)
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the other end has gone
+        connection.sendall(number.to_bytes(4, "little", signed=True))
 
 
 def _import_packages() -> None:
@@ -200,31 +232,6 @@ def _import_own() -> None:
 
     parse(["tiny_cpu"])  # and what tyro finds out about the settings, a fifth of a second
     del sys.modules["bert.train"]  # which may be what is to run
-
-
-def _forked(connection: socket.socket) -> dict[str, Any] | None:
-    """Fork once more: the child returns the request; the parent says who that is and how it ends, and ends it for nobody."""
-    content, descriptors, *_ = socket.recv_fds(connection, LARGEST_REQUEST, 3)
-    if not content:
-        os._exit(0)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pid = os.fork()
-    if pid == 0:
-        connection.close()
-        for place, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, place)
-            os.close(descriptor)
-        return json.loads(content)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    connection.sendall(pid.to_bytes(4, "little", signed=True))
-    ended = os.pidfd_open(pid)
-    ready, *_ = select.select([ended, connection], [], [])
-    if ended not in ready:  # the other end of the connection has gone
-        os.kill(pid, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    connection.sendall(status.to_bytes(4, "little", signed=True))
-    os._exit(0)
 
 
 def _run(request: dict[str, Any]) -> None:

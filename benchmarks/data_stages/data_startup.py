@@ -25,11 +25,9 @@ import tyro
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.conditions import write_figures
-from dataloading.batches.synthetic import synthetic_samples
-from dataloading.dataset.folder import open_dataset, write_dataset
-from dataloading.shards.shard import DatasetInfo
+from benchmarks.inputs import write_made_up_set
+from dataloading.dataset.folder import open_dataset
 
-SHARDS = 8
 PARTS = (1.0, 0.03)
 
 
@@ -48,8 +46,7 @@ def main(
     with tempfile.TemporaryDirectory(dir=folder) as own:
         source = Path(own) / "set"
         lengths = np.random.default_rng(0).integers(3, 512, samples)
-        info = DatasetInfo(30522, 512, 80, vocabulary_md5="", vocabulary_sha256="", options={}, sources={})
-        write_dataset(source, synthetic_samples(lengths, 30522), shards=SHARDS, info=info)
+        write_made_up_set(source, lengths)
         found = Path(own) / "found.pt"
         spawn(_rank, (ranks, source, rounds, found), nprocs=ranks)
         figures = torch.load(found, weights_only=True)

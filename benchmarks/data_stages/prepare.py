@@ -25,16 +25,17 @@ import tyro
 
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import reference_prepare
+from benchmarks.inputs import write_demo_text
+from bert.configuration.recipes import ARTIFACTS
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.documents import demo_documents
 from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED_VOCAB = ROOT / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+SHIPPED_VOCAB = ARTIFACTS / "tiny_cpu" / "vocab.txt"
 
 _COMPILE = """
 import pathlib, sys, time
@@ -68,7 +69,7 @@ def main(
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     options = PretrainingOptions(dupe_factor=dupe_factor)
     with tempfile.TemporaryDirectory() as folder:
-        paths = text or (_write_demo_text(Path(folder) / "text.txt"),)
+        paths = text or (write_demo_text(Path(folder) / "text.txt"),)
         cold, warm = (_first_call_seconds(vocab, Path(folder)) for _ in range(2))
         print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {len(paths)} file(s)")
         print(f"not in the runs: first call {cold:.2f} s to compile, {warm:.2f} s to load the compiled code from cache")
@@ -124,11 +125,6 @@ def _prepare(paths: tuple[Path, ...], vocab: Path, options: PretrainingOptions) 
 def _info(vocab: Path, options: PretrainingOptions) -> DatasetInfo:
     sizes = options.max_seq_length, options.max_predictions_per_seq
     return DatasetInfo.of(Vocabulary.from_file(vocab), *sizes, asdict(options))
-
-
-def _write_demo_text(path: Path) -> Path:
-    path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
-    return path
 
 
 def _first_call_seconds(vocab: Path, cache: Path) -> float:

@@ -28,14 +28,12 @@ from torch.utils.data import DataLoader
 from torch.utils.data import Dataset as TorchDataset
 
 from benchmarks.conditions import write_figures
+from benchmarks.inputs import write_made_up_set
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches.loader import batch_of
-from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.convert import convert
-from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
-from dataloading.shards.shard import DatasetInfo
+from dataloading.dataset.folder import Dataset, open_dataset
 
-SHARDS = 8
 MAX_SEQ_LENGTH = 512
 COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels")
 
@@ -92,9 +90,7 @@ def main(
 
 
 def _make(folder: Path, count: int) -> Dataset:
-    drawn = drawn_lengths(np.random.default_rng(0), count)
-    info = DatasetInfo(30522, 512, 80, vocabulary_md5="", vocabulary_sha256="", options={}, sources={})
-    write_dataset(folder, synthetic_samples(drawn, 30522), shards=SHARDS, info=info)
+    write_made_up_set(folder, drawn_lengths(np.random.default_rng(0), count))
     return open_dataset(folder)
 
 

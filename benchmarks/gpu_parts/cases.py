@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.gpu_parts.measuring.report import NotUsableError
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining, EncoderLayer, LayerNorm
 from bert.optimizer import FlatParameters
 from kernels import OPS

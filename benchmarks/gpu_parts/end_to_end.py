@@ -12,12 +12,10 @@ from typing import Any
 
 from benchmarks.gpu_parts.measuring.report import NotUsableError, Report, Row
 from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths
-from dataloading.batches.synthetic import synthetic_samples
 
 NEEDS = ("h5py", "mlperf_logging", "rich", "safetensors", "tokenizers", "tyro")
 """What the training program, data sets and the log's check import besides PyTorch and NumPy."""
 
-_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _REPOSITORY = Path(__file__).resolve().parents[2]
 _SECONDS = 300
 _LIKELY_RATE = 600.0
@@ -77,29 +75,14 @@ def _median(records: list[dict[str, Any]], name: str) -> float:
 
 def _write_data(context: Context, folder: Path, counts: dict[str, int]) -> None:
     """A vocabulary of made-up word pieces, and data sets of these sizes: drawn lengths, tokens at random."""
-    from dataloading.dataset.folder import write_dataset  # imports some of what has been looked for
-    from dataloading.shards.shard import DatasetInfo
-    from dataloading.text.tokenization import Vocabulary
+    from benchmarks.inputs import made_up_vocabulary, write_made_up_set  # imports some of what has been looked for
 
-    size, longest = (
-        (1024, 128) if context.tiny else (context.scale.model.vocab_size, context.scale.model.max_position_embeddings)
-    )
-    words = [f"word{index}" for index in range(size - len(_SPECIAL))]
-    path = folder / "vocab.txt"
-    path.write_text("\n".join([*_SPECIAL, *words]) + "\n", encoding="utf-8")
-    vocabulary = Vocabulary.from_file(path)
+    model = context.scale.model
+    size, longest = (1024, 128) if context.tiny else (model.vocab_size, model.max_position_embeddings)
+    vocabulary = made_up_vocabulary(folder / "vocab.txt", size)
     for seed, (split, count) in enumerate(counts.items(), 1):
-        samples = synthetic_samples(clipped_lengths(count, longest, seed), size, seed)
-        info = DatasetInfo(
-            vocab_size=size,
-            max_seq_length=longest,
-            max_predictions_per_seq=int(samples.masked_counts.max()),
-            vocabulary_md5=vocabulary.md5,
-            vocabulary_sha256=vocabulary.sha256,
-            options={"seed": seed},
-            sources={},
-        )
-        write_dataset(folder / split, samples, shards=4, info=info)
+        lengths = clipped_lengths(count, longest, seed)
+        write_made_up_set(folder / split, lengths, longest, vocabulary, shards=4, seed=seed)
 
 
 def _train(context: Context, folder: Path, samples: int) -> None:
@@ -116,8 +99,9 @@ def _train(context: Context, folder: Path, samples: int) -> None:
         "log.results": folder / "results",
     }
     recipe = "tiny_cpu" if context.tiny else "h100_1x1"
-    arguments = [text for name, value in settings.items() for text in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "bert.train", recipe, *arguments]
+    from benchmarks.inputs import flags
+
+    command = [sys.executable, "-m", "bert.train", recipe, *flags(settings)]
     complaints = folder / "stderr.txt"
     with complaints.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=errors)

@@ -35,17 +35,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.conditions import write_figures
+from benchmarks.inputs import flags, write_demo_text
 from benchmarks.training.independent import Side, Trained, train
 from bert.checkpoints.hugging_face import to_hugging_face
 from bert.checkpoints.weights import save_weights
-from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import ARTIFACTS
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.sampler import Plan
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
-from dataloading.text.documents import demo_documents
 from dataloading.text.prepare import Job, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -117,7 +117,7 @@ def main(arguments: Sequence[str]) -> int:
 def trained_sides(settings: Settings, folder: Path) -> dict[str, Trained]:
     """Train each side; return what it leaves, by its name, the program first. Data and program files go to ``folder``."""
     vocab = settings.vocab or _vocabulary_of_full_size(folder / "vocab.txt")
-    texts = settings.text or (_demo_text(folder / "text.txt"),)
+    texts = settings.text or (write_demo_text(folder / "text.txt"),)
     options = PretrainingOptions(max_seq_length=LENGTH, max_predictions_per_seq=20)
     data = prepare(Job(texts, vocab, options), folder / "train")
     write_dataset(folder / "evaluation", data.take(np.arange(BATCH)), shards=1, info=data.info)
@@ -182,9 +182,8 @@ def _train_by_the_program(model: ModelConfig, vocab: Path, steps: int, folder: P
         probe.bind(("127.0.0.1", 0))
         rendezvous = ["--master-addr=127.0.0.1", f"--master-port={probe.getsockname()[1]}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
-    flags = [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
     done = subprocess.run(
-        [*launcher, f"--nproc-per-node={RANKS}", "-m", "bert.train", "tiny_cpu", *flags],
+        [*launcher, f"--nproc-per-node={RANKS}", "-m", "bert.train", "tiny_cpu", *flags(settings)],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -213,11 +212,6 @@ def _vocabulary_of_full_size(path: Path) -> Path:
     tokens = (ARTIFACTS / "tiny_cpu" / "vocab.txt").read_text(encoding="utf-8").splitlines()
     tokens += [f"[unused{number}]" for number in range(VOCABULARY - len(tokens))]
     path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
-    return path
-
-
-def _demo_text(path: Path) -> Path:
-    path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
     return path
 
 

@@ -24,7 +24,7 @@ from bert.checkpoints.initial_model import build_model
 from bert.checkpoints.weights import load_weights
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
-from bert.evaluator import Evaluator
+from bert.evaluation.evaluator import Evaluator
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import join_mesh
 from bert.reporting.stopwatch import Stopwatch

@@ -12,15 +12,12 @@ cores that gloo's threads need as well; what they slow it down by counts as expo
 
 import itertools
 import json
-import multiprocessing
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +29,7 @@ import tyro
 from torch import Tensor, nn
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import enter
+from benchmarks.hosts import Network, block, run_ranks, why_not
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.choice import measured_choice
@@ -40,7 +37,6 @@ from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
 from bert.parallel.reduction.sums import ReduceDtype
 from kernels import LambSegments
 
-FORK = multiprocessing.get_context("fork")
 LAYERS = 16
 STRATEGIES: tuple[Strategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 
@@ -60,48 +56,6 @@ class Case:
     """Of the step whose exposed communication is measured, if that is what is measured."""
     reduce_dtype: ReduceDtype = "fp32"
     """In which gradients travel; weights that are gathered travel in fp32."""
-
-
-class Network:
-    """Namespaces as hosts on one bridge, for the body of a ``with``."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-        # Those of a process that was killed stay, and process numbers return.
-        name = f"reduce{os.getpid()}{os.urandom(3).hex()}"
-        self._names = [f"{name}h{host}" for host in range(case.hosts)]
-        self.switch = f"{name}sw"
-
-    def __enter__(self) -> list[str]:
-        switch = self.switch
-        try:
-            ip("netns", "add", switch)
-            ip("-n", switch, "link", "add", "br0", "type", "bridge")
-            ip("-n", switch, "link", "set", "br0", "up")
-            for host, name in enumerate(self._names):
-                ip("netns", "add", name)
-                ip("-n", name, "link", "set", "lo", "up")
-                ip("link", "add", "v0", "netns", name, "type", "veth", "peer", "name", f"p{host}", "netns", switch)
-                ip("-n", name, "addr", "add", f"10.77.0.{host + 1}/24", "dev", "v0")
-                ip("-n", name, "link", "set", "v0", "up")
-                ip("-n", switch, "link", "set", f"p{host}", "master", "br0")
-                ip("-n", switch, "link", "set", f"p{host}", "up")
-                if self._case.rate:
-                    shape = ("qdisc", "add", "dev", "v0", "root", "tbf", "rate", self._case.rate)
-                    _run("ip", "netns", "exec", name, "tc", *shape, "burst", "256kb", "latency", "50ms")
-        except BaseException:
-            self.__exit__()
-            raise
-        return self._names
-
-    def __exit__(self, *_: object) -> None:
-        for name in (*self._names, self.switch):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-
-def on_host(namespace: str, name: str) -> list[str]:
-    """What runs the command behind it on a host, under a host name that nobody else sees."""
-    return ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-c", f'hostname {name} && exec "$0" "$@"']
 
 
 def main(quick: bool = False, out: Path | None = None) -> None:
@@ -138,51 +92,18 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         print(f"{name}: {ratio:.2f}")
 
 
-def why_not() -> str | None:
-    """Return what is missing to make hosts here, or None."""
-    if os.geteuid() != 0:
-        return "network namespaces need root: run it with sudo"
-    absent = [program for program in ("ip", "tc", "unshare", "hostname") if shutil.which(program) is None]
-    if absent:
-        return f"{absent[0]} is not installed: install iproute2, util-linux and hostname"
-    name = f"reduce{os.getpid()}{os.urandom(3).hex()}probe"
-    if subprocess.run(["ip", "netns", "add", name], capture_output=True, check=False).returncode:
-        return "the kernel refuses network namespaces here"
-    ip("netns", "del", name)
-    return None
-
-
 def measure(cases: list[Case]) -> list[dict[str, Any]]:
     """Run cases of as many hosts and the same links one after another, on namespaces of their own."""
-    with Network(cases[0]) as names, tempfile.TemporaryDirectory() as folder:
-        hosts = [FORK.Process(target=_host, args=(n, name, cases, Path(folder))) for n, name in enumerate(names)]
-        for host in hosts:
-            host.start()
-        try:
-            for host in hosts:
-                host.join(timeout=300 * len(cases))
-        finally:
-            for host in hosts:
-                host.kill()
-        codes = [host.exitcode for host in hosts]
-        if any(codes):
-            raise RuntimeError(f"hosts ended with {codes}")
-        found = [json.loads((Path(folder) / f"{number}.json").read_text()) for number in range(len(cases))]
-        return [case.__dict__ | figures for case, figures in zip(cases, found, strict=True)]
-
-
-def _host(host: int, namespace: str, cases: list[Case], folder: Path) -> None:
-    """Fork the ranks of a host for each case, as each would import PyTorch for seconds; its status is how many failed."""
-    enter(namespace, f"h{host}")
-    for number, case in enumerate(cases):
-        arguments = [(host, local, case, folder / f"{number}.json", 29600 + number) for local in range(case.local_size)]
-        ranks = [FORK.Process(target=_rank, args=given, daemon=True) for given in arguments]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
-        if failed := sum(rank.exitcode != 0 for rank in ranks):
-            sys.exit(failed)
+    figures = []
+    with Network(cases[0].hosts, cases[0].rate) as names, tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "found.json"
+        for case in cases:
+            order = block(case.hosts, case.local_size)
+            if case.order == "cyclic":
+                order = [*range(case.hosts)] * case.local_size
+            run_ranks(names, order, partial(_rank, case, found), Path(folder), limit_s=300)
+            figures.append(case.__dict__ | json.loads(found.read_text()))
+    return figures
 
 
 class _Layer(torch.autograd.Function):
@@ -199,17 +120,7 @@ class _Layer(torch.autograd.Function):
         return gradients[0], torch.ones(()).expand_as(ctx.weight), None
 
 
-def _rank(host: int, local: int, case: Case, found: Path, port: int) -> None:
-    place = {
-        "RANK": host * case.local_size + local if case.order == "block" else local * case.hosts + host,
-        "WORLD_SIZE": case.hosts * case.local_size,
-        "LOCAL_RANK": local,
-        "LOCAL_WORLD_SIZE": case.local_size,
-        "MASTER_ADDR": "10.77.0.1",
-        "MASTER_PORT": port,
-        "GLOO_SOCKET_IFNAME": "v0",
-    }
-    os.environ |= {name: str(value) for name, value in place.items()}
+def _rank(case: Case, found: Path) -> int:
     torch.set_num_threads(1)
     mesh = join_mesh("cpu")
     communicators = Communicators.create(mesh)
@@ -228,6 +139,7 @@ def _rank(host: int, local: int, case: Case, found: Path, port: int) -> None:
         found.write_text(json.dumps(figures))
     dist.barrier()
     leave_mesh()
+    return 0
 
 
 def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
@@ -366,17 +278,6 @@ def _ratios(figures: list[dict[str, Any]]) -> dict[str, float]:
             figure["flat"]["seconds"] / figure["hierarchical"]["seconds"]
         )
     return ratios
-
-
-def ip(*arguments: str) -> None:
-    """Run ``ip``; RuntimeError where it refuses."""
-    _run("ip", *arguments)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from rich.table import Table
 from benchmarks.conditions import write_figures
 from benchmarks.training.hugging_face import new_model, padded
 from bert.checkpoints.hugging_face import to_hugging_face
-from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from cluster.model.histogram import drawn_lengths

@@ -25,13 +25,13 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.conditions import write_figures
-from bert.configuration.config import ModelConfig, OptimizerConfig
+from benchmarks.inputs import global_batch
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, initialize_
 from bert.optimizer import FlatParameters, Lamb
-from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import Plan
-from dataloading.dataset.folder import Dataset, open_dataset
+from dataloading.batches.loader import Batch
+from dataloading.dataset.folder import open_dataset
 from kernels.reference.fp8 import E4M3, E5M2, LARGEST, cast_fp8, new_scales
 
 TERMS = 32
@@ -180,20 +180,14 @@ def recorded_layer(settings: Settings) -> Recording:
     optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(4e-3, 2 * settings.steps + 1, num_warmup_steps=20))
     data = open_dataset(settings.data)
     for step in range(settings.steps):
-        forward_backward(model, batch(data, 8, step))
+        forward_backward(model, global_batch(data, 8, step))
         optimizer.step()
     recording = Recording()
     layer = model.layers[0]
     assert isinstance(layer, EncoderLayer)
     layer.products = recording
-    forward_backward(model, batch(data, round(settings.tokens / float(data.lengths.mean())), settings.steps))
+    forward_backward(model, global_batch(data, round(settings.tokens / float(data.lengths.mean())), settings.steps))
     return recording
-
-
-def batch(data: Dataset, sequences: int, step: int) -> Batch:
-    """The sequences of one step."""
-    (micro_batch,) = Plan(data.lengths, data.masked_counts, sequences, 1, 1, seed=0).rank_batches(step, 0)
-    return batch_of(data.take(micro_batch.indices), micro_batch)
 
 
 def forward_backward(model: BertForPreTraining, batch: Batch) -> None:

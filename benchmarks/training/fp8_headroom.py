@@ -13,7 +13,6 @@ tail.
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,14 +25,14 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.conditions import write_figures
+from benchmarks.inputs import global_batch
 from bert.checkpoints.weights import load_weights
-from bert.configuration.config import OptimizerConfig
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining, EncoderLayer, MatrixProducts
 from bert.optimizer import FlatParameters, Lamb
 from bert.products.fp8 import Fp8State, enable_fp8
-from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import Plan
+from dataloading.batches.loader import Batch
 from dataloading.dataset.folder import open_dataset
 from kernels.reference.fp8 import E4M3, E5M2, LARGEST, cast_fp8, new_scales
 
@@ -108,12 +107,12 @@ def traced(settings: Settings) -> Trace:
         comparison.flat,
         OptimizerConfig(settings.learning_rate, 10 * settings.steps, num_warmup_steps=settings.warmup),
     )
-    batches = batches_of(settings)
-    first = next(batches)
+    data = open_dataset(settings.data)
+    first, *batches = (global_batch(data, settings.sequences, step) for step in range(settings.steps + 1))
     state.calibrate_(lambda: comparison.gradients(first, fp8=True))
     comparison.gradients(first, fp8=True)
     amax_S = state.amax_S.clone()
-    for step, batch in zip(range(settings.steps), batches, strict=False):
+    for step, batch in enumerate(batches):
         loss, expected = comparison.gradients(batch, fp8=False)
         kept = comparison.flat.gradients_P.clone()
         for choice in CHOICES:
@@ -129,15 +128,6 @@ def traced(settings: Settings) -> Trace:
         if (step + 1) % 10 == 0:
             print(f"step {step + 1}: loss {loss:.3f}, norm {trace.norms[-1]:.2f}", file=sys.stderr, flush=True)
     return trace
-
-
-def batches_of(settings: Settings) -> Iterator[Batch]:
-    """Global batches, one after another."""
-    data = open_dataset(settings.data)
-    plan = Plan(data.lengths, data.masked_counts, settings.sequences, 1, 1, seed=0)
-    for step in range(settings.steps + 1):
-        (micro_batch,) = plan.rank_batches(step, 0)
-        yield batch_of(data.take(micro_batch.indices), micro_batch)
 
 
 def set_scales_(state: Fp8State, amax_S: Tensor, choice: tuple[int, ...]) -> None:

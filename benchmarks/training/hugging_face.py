@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from dataloading.shards.samples import Samples
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from benchmarks.training.cpu_step import hugging_face_model
 from benchmarks.training.hugging_face import padded
-from bert.configuration.config import OptimizerConfig
+from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining
 from dataloading.shards.samples import Samples
 

@@ -17,14 +17,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported: of ranks that share few cores
 
 import tyro
 
 from benchmarks.conditions import write_figures
-from benchmarks.training.collectives import Case, Network, ip, on_host, why_not
+from benchmarks.hosts import Network, ip, run_ranks, shape, why_not
+from bert.train import main as train
+from cluster.__main__ import main as cluster
 
 HOSTS = 4
 NAMES = [f"h{host}" for host in range(HOSTS)]
@@ -46,7 +50,7 @@ class TwoLeaves(Network):
     """The hosts with even numbers on one bridge, the others on another, and a slow link between the bridges."""
 
     def __init__(self) -> None:
-        super().__init__(Case(HOSTS, 1, "block", BETWEEN_HOSTS, 0, 0))
+        super().__init__(HOSTS, BETWEEN_HOSTS)
 
     def __enter__(self) -> list[str]:
         names = super().__enter__()
@@ -60,8 +64,7 @@ class TwoLeaves(Network):
                 ip(*switch, "link", "set", f"up{leaf}", "master", f"br{leaf}")
                 for device in (f"up{leaf}", f"br{leaf}"):
                     ip(*switch, "link", "set", device, "up")
-                shape = ("qdisc", "add", "dev", f"up{leaf}", "root", "tbf", "rate", BETWEEN_LEAVES)
-                ip("netns", "exec", self.switch, "tc", *shape, "burst", "256kb", "latency", "50ms")
+                shape(self.switch, f"up{leaf}", BETWEEN_LEAVES)
         except BaseException:
             self.__exit__()
             raise
@@ -82,9 +85,10 @@ def main(steps: int = 12, out: Path | None = None) -> None:
     with TwoLeaves() as namespaces, tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         _python("dataloading", "demo", "--out", str(data), "--vocab", "bert/artifacts/tiny_cpu/vocab.txt")
-        cluster, hosts = Path(folder) / "cluster.json", Path(folder) / "hosts.txt"
-        _on_all(namespaces, NAMES, ["cluster", "probe", "--out", str(cluster), "--seconds", "6"])
-        print(_python("cluster", "place", str(cluster), "--out", str(hosts)), end="")
+        view, hosts = Path(folder) / "cluster.json", Path(folder) / "hosts.txt"
+        sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", "6"]
+        run_ranks(namespaces, range(HOSTS), cluster, Path(folder), limit_s=300)
+        print(_python("cluster", "place", str(view), "--out", str(hosts)), end="")
         orders = {"placed": hosts.read_text().split(), "by name": NAMES}
         orders |= {f"random {draw}": generator.sample(NAMES, HOSTS) for draw in range(DRAWS)}
         rows = []
@@ -104,10 +108,10 @@ def main(steps: int = 12, out: Path | None = None) -> None:
 
 
 def training(data: Path, results: Path, steps: int) -> list[str]:
-    """Command line of a training of so many steps, from the module on."""
+    """Arguments of a training of so many steps."""
     settings = MODEL | {"data.train": f"{data}/train", "data.evaluation": f"{data}/evaluation"}
     settings |= {"log.results": str(results), "training.max-samples": str(8 * steps)}
-    return ["bert.train", "tiny_cpu", *(f"--{name}={value}" for name, value in settings.items())]
+    return ["tiny_cpu", *(f"--{name}={value}" for name, value in settings.items())]
 
 
 def median_step_seconds(results: Path) -> float:
@@ -121,37 +125,10 @@ def median_step_seconds(results: Path) -> float:
 
 
 def _step_seconds(namespaces: Sequence[str], order: Sequence[str], data: Path, results: Path, steps: int) -> float:
-    _on_all(namespaces, order, training(data, results, steps))
+    results.mkdir()
+    program = partial(train, training(data, results, steps))
+    run_ranks(namespaces, [NAMES.index(host) for host in order], program, results, limit_s=300)
     return median_step_seconds(results)
-
-
-def environment_of(rank: int, order: Sequence[str]) -> dict[str, str]:
-    """What a launcher would set on the host with that place in the order."""
-    first = NAMES.index(order[0]) + 1
-    place = {"RANK": rank, "WORLD_SIZE": HOSTS, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "OMP_NUM_THREADS": 1}
-    place |= {"MASTER_ADDR": f"10.77.0.{first}", "MASTER_PORT": 29600, "GLOO_SOCKET_IFNAME": "v0"}
-    return {name: str(value) for name, value in place.items()}
-
-
-def _on_all(namespaces: Sequence[str], order: Sequence[str], module: Sequence[str]) -> None:
-    """Run a module on every host; RuntimeError unless all end with 0, or with 1, which says that a target was missed."""
-    ranks = [
-        subprocess.Popen(
-            [*on_host(namespaces[NAMES.index(host)], host), sys.executable, "-m", *module],
-            env=os.environ | environment_of(rank, order),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, host in enumerate(order)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode not in (0, 1) for rank in ranks):
-        raise RuntimeError(f"{module[0]} failed: {outputs}")
 
 
 def _python(*arguments: str) -> str:

@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.conditions import write_figures
-from bert.configuration.config import ModelConfig, Recompute
+from bert.configuration.sections import ModelConfig, Recompute
 from bert.model import BertForPreTraining, DropoutSites
 from bert.products.fp8 import enable_fp8
 from bert.recompute import recompute_layers

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from benchmarks.conditions import write_figures
 from bert.checkpoints.weights import load_weights
-from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import tiny_cpu, tiny_model
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.reduction.sums import add_contributions
 from dataloading.batches.loader import batch_of
@@ -53,7 +53,7 @@ class Settings:
     """Settings: what is summed."""
 
     model: Literal["small", "large"] = "small"
-    vocab: Path = Path(__file__).resolve().parents[2] / "bert" / "artifacts" / "tiny_cpu" / "vocab.txt"
+    vocab: Path = tiny_cpu().data.vocab
     """One token a line."""
     text: tuple[Path, ...] = ()
     """Files with one sentence a line and an empty line between documents."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bert.checkpoints.sources import Source
 from bert.checkpoints.weights import VOCABULARY, model_metadata, write_safetensors
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from console.files import atomic_path
 from dataloading.text.tokenization import Vocabulary
 

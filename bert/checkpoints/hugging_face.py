@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from torch import Tensor
 
 from bert.checkpoints.weights import Weight, write_safetensors
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from console.files import atomic_path, read_json, shown, sync
 from dataloading.text.tokenization import MAX_CHARACTERS_PER_WORD, Vocabulary
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from bert.configuration.config import Config, ModelConfig
+from bert.configuration.config import Config
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
 from console.program import say

@@ -19,7 +19,7 @@ from bert.checkpoints.hugging_face import hugging_face_names, stated_configurati
 from bert.checkpoints.tensorflow import INDEX_SUFFIX, TensorBundle, tf1_name, tf2_names
 from bert.checkpoints.tensorflow_index import MAGIC
 from bert.checkpoints.weights import VOCABULARY, Weight, read_header, stated_model
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from console.files import open_regular, sha256_of
 

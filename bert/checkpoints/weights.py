@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from console.files import atomic_path
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from bert.configuration.config import (
-    Config,
+from bert.configuration.config import Config
+from bert.configuration.sections import (
     DataConfig,
     EvaluationConfig,
     LogConfig,

@@ -3,8 +3,9 @@
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from bert.configuration.config import Config, OptimizerConfig, flattened
+from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import OptimizerConfig
 from bert.reporting.records import PHASES
 from console.documents import Document
 from console.files import shown

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from bert.configuration.config import ParallelConfig
+from bert.configuration.sections import ParallelConfig
 from bert.parallel.joining.attempt import agree_on_attempt
 from bert.parallel.joining.launch import Launch
 from bert.parallel.joining.left_out import Absent, take_part

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bert.configuration.config import Precision, TrainingConfig
+from bert.configuration.sections import Precision, TrainingConfig
 from bert.model import BertForPreTraining
 from bert.products.fp8 import Fp8State, enable_fp8, require_fp8
 from bert.products.fp8_layer import fuse_layers

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from bert.reporting.against_plan import AgainstPlan
-from bert.reporting.progress import Progress
+from bert.reporting.displays import Progress
 from bert.reporting.records import EndRecord, Record, Sink, StepRecord, WarningRecord
 
 

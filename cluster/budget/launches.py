@@ -22,8 +22,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils.module_tracker import ModuleTracker
 
 import bert.step
-from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from bert.reporting.stopwatch import Stopwatch

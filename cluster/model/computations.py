@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import lamb_segments, padded
 from bert.parallel.pipeline.division import Stage, stages_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.parallel.pipeline.division import stages_of
 from cluster.model.strategy import Precision, Strategy
 

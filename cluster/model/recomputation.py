@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from bert.configuration.config import ModelConfig, Recompute
+from bert.configuration.sections import ModelConfig, Recompute
 
 _KEYS_A_GROUP = 64
-"""Keys whose dropout attention keeps in one group of bits, as `kernels.triton.attention_passes` has it."""
+"""Keys whose dropout attention keeps in one group of bits, as `kernels.triton.attention.tiles` has it."""
 
 REPEATED: dict[Recompute, tuple[str, ...]] = {
     "none": (),

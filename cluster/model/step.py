@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bert.configuration.config import ModelConfig, ParallelConfig
+from bert.configuration.sections import ModelConfig, ParallelConfig
 from cluster.model.computations import Computation, Count, Layout, layout_of, layouts_of, parts_of
 from cluster.model.pipeline import hidden_bytes, own_layers, through_stages
 from cluster.model.rates import Rates

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from bert.configuration.config import Config, ParallelConfig, Recompute, TrainingConfig
+from bert.configuration.config import Config
+from bert.configuration.sections import ParallelConfig, Recompute, TrainingConfig
 
 Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """As `training.reduction` names them."""

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bert.configuration.config import Config, ModelConfig
+from bert.configuration.config import Config
+from bert.configuration.sections import ModelConfig
 from cluster.model.histogram import drawn_lengths
 from cluster.model.strategy import Strategy
 from compliance.log.schedule import evaluation_interval

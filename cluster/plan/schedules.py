@@ -13,8 +13,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from cluster.published.results import TABLE
 from console.text import counted
 

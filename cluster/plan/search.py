@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product, takewhile
 
-from bert.configuration.config import Config, ParallelConfig, Recompute
+from bert.configuration.config import Config
+from bert.configuration.sections import ParallelConfig, Recompute
 from bert.parallel.mesh import are_whole_copies
 from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank

@@ -42,6 +42,7 @@ _COPIES = 4
 _DROPOUT = 0.1
 _EPS = 1e-12
 _TURNS = 3
+"""At most."""
 _SLICE_S = 0.015
 """Some times as long as a processor stays with a rank before it goes to another."""
 _LINEAR = (
@@ -109,16 +110,16 @@ def trials_of(device: torch.device) -> list[Trial]:
 def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[ComputationTime]:
     """Time every computation, over about so many seconds in all. Every rank must call it at the same time.
 
-    ``processors``: of all machines together. Where ranks share them, a window is long beside the turns that they take.
+    ``processors``: of all machines together. Where ranks share them, a window is long beside the turns that they take; where
+    time is short for that, there are fewer of them.
     """
     trials = trials_of(mesh.device)
     window = max(seconds / (_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
+    turns = max(1, round(seconds / (window * len(trials))))
     for trial in trials:  # memory is allocated, and implementations are chosen
         trial.action()
     barrier()
-    own_TK = np.array(
-        [[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(_TURNS)]
-    )
+    own_TK = np.array([[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(turns)])
     turns_TK = gather_numbers(own_TK, mesh).mean(axis=0)
     found_K = np.median(turns_TK, axis=0)
     spread_K = 1.4826 * np.median(np.abs(turns_TK / found_K - 1), axis=0)

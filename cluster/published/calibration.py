@@ -13,7 +13,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from operator import itemgetter
 from pathlib import Path
 
 from cluster.published.cost_model import Run, log_samples_needed, run_time, step_time, time_of_steps
@@ -83,19 +84,41 @@ def fit(observed: Sequence[Result], start: Parameters | None = None, tolerance: 
     deviation = np.array([prior_of(name).deviation for name in names])
     alike = Counter(result.kind for result in observed)
 
+    asked = [_asked_for(result) for result in observed]
+    picked = [itemgetter(*map(names.index, each)) for each in asked]
+
+    @lru_cache(maxsize=4 * len(observed))  # most differences of a slope move no parameter of most results
+    def misfits(number: int, values: tuple[float, ...]) -> list[float]:
+        found = _misfits(dict(zip(asked[number], values, strict=True)), observed[number])
+        return [_saturated(value) * alike[observed[number].kind] ** -0.25 for value in found]
+
     def residuals(x: np.ndarray) -> np.ndarray:
-        parameters = dict(zip(names, x.tolist(), strict=True))
-        found = [
-            _saturated(value) * alike[result.kind] ** -0.25  # squared: n alike count as the root of n
-            for result in observed
-            for value in _misfits(parameters, result)
-        ]
+        values = x.tolist()
+        found = [value for number, pick in enumerate(picked) for value in misfits(number, pick(values))]
         return np.concatenate([found, (x - mean) / deviation])
 
     begin = mean if start is None else np.array([start.get(name, prior_of(name).mean) for name in names])
     solution = least_squares(residuals, begin, x_scale=deviation, diff_step=1e-4, ftol=tolerance, xtol=1e-8)
     covariance = np.linalg.inv(solution.jac.T @ solution.jac)  # as Gauss and Newton take the curvature of the loss
     return dict(zip(names, solution.x.tolist(), strict=True)), tuple(map(tuple, covariance.tolist()))
+
+
+class _Noting(dict[str, float]):
+    """Parameters at their priors, which note those that a prediction asks for."""
+
+    def __missing__(self, name: str) -> float:
+        return self.setdefault(name, prior_of(name).mean)
+
+    def get(self, name: str, _: object = None) -> float:
+        return self[name]
+
+
+@cache
+def _asked_for(result: Result) -> tuple[str, ...]:
+    """Names of the parameters on which a result depends, whatever their values are."""
+    noting = _Noting()
+    _misfits(noting, result)
+    return tuple(noting)
 
 
 def _misfits(parameters: Parameters, result: Result) -> list[float]:

@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from bert.checkpoints.world import World
-from bert.configuration.config import CheckpointConfig, Config
+from bert.configuration.config import Config
+from bert.configuration.sections import CheckpointConfig
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import check
 from bert.loop import Run

@@ -24,6 +24,7 @@ from rich.text import Text
 
 from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
+from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.host import REPOSITORY, Host, Output
 from compliance.doctor.plan import IntendedRun, Plan, make_plan
@@ -140,7 +141,7 @@ def _check_machine(about: _Examined) -> Iterator[Diagnosis]:
     # The time of a file comes from its server's clock, which may be ahead.
     not_before = Path(__file__).stat().st_mtime - 24 * 3600
     yield from vitals.clock(host, plan, vitals.read_clock(), not_before)
-    yield from vitals.accelerators(host, plan, about.gpus, about.pytorch)
+    yield from accelerators(host, plan, about.gpus, about.pytorch)
     yield from vitals.memory(host, plan)
     yield from vitals.processors(host, plan)
     yield from vitals.limits(host, plan)

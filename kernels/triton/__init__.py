@@ -1,1 +1,1 @@
-"""The ops in Triton, one file an op."""
+"""The ops in Triton, one file an op; rooms for attention and for layer norms."""

@@ -107,17 +107,9 @@ def _forward_kernel(product, bias, output, rows, columns, ROWS: tl.constexpr, CO
 
 @triton.jit(do_not_specialize=_VARYING)
 def _backward_kernel(
-    output_gradient,
-    product,
-    bias,
-    product_gradient,
-    bias_partials,
-    rows,
-    columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS_A_PROGRAM: tl.constexpr,
-):
+    output_gradient, product, bias, product_gradient, bias_partials, rows, columns,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ROWS_A_PROGRAM: tl.constexpr,
+):  # fmt: skip
     """Gradient of the product over [ROWS_A_PROGRAM, COLUMNS], and its sum over these rows in fp32."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_columns = column < columns
@@ -161,19 +153,9 @@ def _bias_gelu_backward(output_gradient_TF: Tensor, product_TF: Tensor, bias_F: 
     grid = (-(-rows // _ROWS_A_PROGRAM), -(-columns // _COLUMNS))
     bias_partials_RF = product_TF.new_empty((grid[0], columns), dtype=torch.float32)
     _backward_kernel[grid](
-        output_gradient_TF,
-        product_TF,
-        bias_F,
-        product_gradient_TF,
-        bias_partials_RF,
-        rows,
-        columns,
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        ROWS_A_PROGRAM=_ROWS_A_PROGRAM,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
+        output_gradient_TF, product_TF, bias_F, product_gradient_TF, bias_partials_RF, rows, columns,
+        ROWS=_ROWS, COLUMNS=_COLUMNS, ROWS_A_PROGRAM=_ROWS_A_PROGRAM, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
     return product_gradient_TF, bias_partials_RF.sum(0).to(bias_F.dtype)
 
 

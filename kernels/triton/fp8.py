@@ -1,4 +1,4 @@
-# ruff: noqa: ANN001, ANN201, ANN202, ARG001
+# ruff: noqa: ANN001, ANN202, ARG001
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
 """FP8 casts in Triton: everything that is wanted of an input, in one pass over it.
 
@@ -25,12 +25,12 @@ from torch import Tensor
 
 from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons, padded
 from kernels.triton.dense import gelu_derivative, gelu_gates
+from kernels.triton.quantize import POINTERS, SCALARS, aligned, fp8_pair, quantized, raise_amax
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 # A row of a tile is 128 bytes in bf16, 64 in FP8, and 128 in the transpose: whole sectors of memory. A thread has 32
 # elements and 48 to 75 registers: three or more blocks fit an SM. Neither this tile nor another has been timed.
@@ -39,24 +39,12 @@ _COLUMNS = 64
 _WARPS = 8
 _STAGES = 1
 
-# Scale and amax are elements of vectors: their addresses are aligned or not, and that must not make two kernels of one.
-SCALARS = ["scale", "amax"]
-
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _cast_kernel(
-    x,
-    scale,
-    amax,
-    q,
-    transposed,
-    partials,
-    rows,
-    columns,
-    LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, scale, amax, q, transposed, partials, rows, columns,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Cast one tile."""
     value = _tile(x, rows, columns, ROWS, COLUMNS)
     _write(value, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS)
@@ -64,18 +52,9 @@ def _cast_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _gelu_kernel(
-    product,
-    bias,
-    scale,
-    amax,
-    q,
-    transposed,
-    rows,
-    columns,
-    LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    product, bias, scale, amax, q, transposed, rows, columns,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Cast one tile of ``gelu(product + bias)``."""
     y = _tile(product, rows, columns, ROWS, COLUMNS) + _bias(bias, columns, ROWS, COLUMNS)
     gate, _ = gelu_gates(y)
@@ -84,20 +63,9 @@ def _gelu_kernel(
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _gelu_backward_kernel(
-    output_gradient,
-    product,
-    bias,
-    scale,
-    amax,
-    q,
-    transposed,
-    partials,
-    rows,
-    columns,
-    LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    output_gradient, product, bias, scale, amax, q, transposed, partials, rows, columns,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Cast one tile of the product's gradient, and sum its columns."""
     upstream = _tile(output_gradient, rows, columns, ROWS, COLUMNS)
     y = _tile(product, rows, columns, ROWS, COLUMNS) + _bias(bias, columns, ROWS, COLUMNS)
@@ -118,7 +86,7 @@ def _places(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
     The tile's own start takes 64 bits, what is added to it 32, which saves registers.
     """
-    columns = _aligned(columns)
+    columns = aligned(columns)
     first_row, first_column = _first(columns, ROWS, COLUMNS)
     row, column = tl.arange(0, ROWS), first_column + tl.arange(0, COLUMNS)
     inside = (first_row + row < rows)[:, None] & (column < columns)[None, :]
@@ -133,14 +101,8 @@ def _first(columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _aligned(size):
-    """Round up to a multiple of 16, which the compiler sees that it is: memory is read and written 16 bytes at a time."""
-    return (size + 15) // 16 * 16
-
-
-@triton.jit
 def _bias(bias, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    columns = _aligned(columns)
+    columns = aligned(columns)
     _, first = _first(columns, ROWS, COLUMNS)
     column = first + tl.arange(0, COLUMNS)
     return tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
@@ -148,18 +110,9 @@ def _bias(bias, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _write(
-    value,
-    scale,
-    amax,
-    q,
-    transposed,
-    partials,
-    rows,
-    columns,
-    LARGEST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    value, scale, amax, q, transposed, partials, rows, columns,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Write everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
     # Outside, GELU of a bias is not zero, and must count for no amax and no sum; the transpose is filled up with zeros.
@@ -167,7 +120,7 @@ def _write(
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
     cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
     tl.store(places, cast, mask=inside)
-    columns, padded_rows = _aligned(columns), _aligned(rows)
+    columns, padded_rows = aligned(columns), aligned(rows)
     first_row, first_column = _first(columns, ROWS, COLUMNS)
     row, column = first_row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     in_columns = first_column + column < columns
@@ -178,79 +131,6 @@ def _write(
     if partials is not None:
         partials += (first_row // ROWS).to(tl.int64) * columns + first_column
         tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # of what FP8 has not rounded
-
-
-@triton.jit
-def raise_amax(amax, largest):
-    """Raise ``amax`` to the bits of a magnitude, both int32.
-
-    Magnitudes order like their bits, infinity above all numbers and every NaN above infinity. An amax that is out of date is
-    only ever too small, and then the atomic decides: most programs need none.
-    """
-    tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
-
-
-@triton.jit
-def cast_rows(
-    value, scale, amax, q, transposed, sums, start, rows, stop, tokens,
-    STRIDE: tl.constexpr, SIZE: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
-    """Cast fp32 ``value`` [rows, SIZE]: those of ``rows`` below ``stop``, counted from row ``start`` on.
-
-    ``q`` points to a column of [tokens, STRIDE], ``transposed`` to a row of [STRIDE, tokens rounded up to 16], ``sums``, if
-    there are to be sums of columns, to SIZE of them. Where a sequence starts is no multiple of anything: what is transposed
-    is written a byte a thread, 32 neighbours at once.
-    """
-    live, column = rows < stop, tl.arange(0, SIZE)
-    value = tl.where(live[:, None], value, 0.0)
-    raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
-    cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
-    q += start.to(tl.int64) * STRIDE
-    tl.store(q + (rows[:, None] * STRIDE + column[None, :]), cast, mask=live[:, None])
-    places = transposed + start + (column[:, None] * _aligned(tokens) + rows[None, :])
-    tl.store(places, tl.trans(cast), mask=live[None, :])
-    if sums is not None:
-        tl.store(sums + column, tl.sum(value, axis=0))
-
-
-@triton.jit
-def cast_zeros(
-    q, transposed, start, tokens, step, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Zero every ``step``-th block of rows from ``start`` to the end, and to that of the transpose, which is padded."""
-    padded, column = _aligned(tokens), tl.arange(0, SIZE)
-    for first in range(0, padded - start, step):
-        rows = start + first + tl.arange(0, BLOCK).to(tl.int64)
-        zeros = tl.zeros((BLOCK, SIZE), tl.uint8).to(q.dtype.element_ty, bitcast=True)
-        tl.store(q + (rows[:, None] * STRIDE + column[None, :]), zeros, mask=(rows < tokens)[:, None])
-        tl.store(
-            transposed + (column[:, None] * padded + rows[None, :]), tl.trans(zeros), mask=(rows < padded)[None, :]
-        )
-
-
-@triton.jit
-def quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
-    """Quantize ``value`` to FP8: rounded to nearest even, saturated; NaN stays NaN."""
-    value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    # The interpreter's own conversion does not round to even, and makes a number of NaN.
-    return _fp8_bits(value, DTYPE).to(DTYPE, bitcast=True) if _INTERPRETED else value.to(DTYPE)
-
-
-@triton.jit
-def _fp8_bits(value, DTYPE: tl.constexpr):
-    """Convert fp32 numbers within the range of an FP8 type as the GPU does, by arithmetic on their bits."""
-    MANTISSA: tl.constexpr = DTYPE.fp_mantissa_width
-    bits = value.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    # Adding 2^23 times the distance between neighbouring FP8 numbers leaves no room for what lies between them.
-    smallest = 128 - DTYPE.exponent_bias  # exponent field, in fp32, of the smallest normal number
-    exponent = tl.maximum(magnitude >> 23, smallest)
-    large = (exponent + (23 - MANTISSA)) << 23
-    rounded = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
-    steps = rounded.to(tl.int32, bitcast=True) - large
-    found = ((exponent - smallest) << MANTISSA) + steps
-    found = tl.where(magnitude > 0x7F800000, 0x7F, found)  # a NaN of either type
-    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @torch.library.custom_op("mlperf_bert::cast_fp8", mutates_args=("amax",))
@@ -336,12 +216,6 @@ def _(output_gradient_TF: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return *fp8_pair(output_gradient_TF, E5M2), output_gradient_TF.new_empty(columns, dtype=torch.float32)
 
 
-def fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Room for the cast and for its transpose."""
-    rows, columns = x_RC.shape
-    return x_RC.new_empty((rows, columns), dtype=dtype), x_RC.new_empty((columns, padded(rows)), dtype=dtype)
-
-
 def _partials(x_RC: Tensor) -> Tensor:
     """Room for the column sums of each row of tiles."""
     return x_RC.new_empty((-(-len(x_RC) // _ROWS), x_RC.shape[1]), dtype=torch.float32)
@@ -358,19 +232,9 @@ def _launch(
     rows, columns = q_RC.shape
     assert columns % ALIGNMENT == 0  # as unsupported_reasons says
     kernel[(-(-rows // _ROWS) * -(-columns // _COLUMNS),)](
-        *(x.contiguous() for x in inputs),
-        scale,
-        amax.view(torch.int32),
-        q_RC,
-        *results,
-        rows,
-        columns,
-        LARGEST=LARGEST[q_RC.dtype],
-        ROWS=_ROWS,
-        COLUMNS=_COLUMNS,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
-    )
+        *(x.contiguous() for x in inputs), scale, amax.view(torch.int32), q_RC, *results, rows, columns,
+        LARGEST=LARGEST[q_RC.dtype], ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
 
 
 def unsupported_reasons(x_RC: Tensor, *others: object) -> list[str]:
@@ -427,6 +291,3 @@ def configurations() -> "list[Configuration]":
             configuration(f"bias_gelu_backward_cast, bias {bias}", _gelu_backward_kernel, types, E5M2),
         ]
     return found
-
-
-POINTERS = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}

@@ -128,26 +128,17 @@ def lamb_step_unsupported_reasons(*args: Any, copies_P: Tensor | None = None, **
 
 
 def lamb_apply_unsupported_reasons(
-    parameters_P: Tensor,
-    state: LambState,
-    segments: LambSegments,
-    squares_2A: Tensor,
-    *,
-    norm: Tensor,
-    learning_rate: Tensor,
+    parameters_P: Tensor, state: LambState, segments: LambSegments, squares_2A: Tensor, **numbers: Tensor
 ) -> list[str]:
     """Return the reasons why ``lamb_apply`` cannot work on these arguments; empty when it can."""
-    reasons = _reasons(segments, parameters_P, (state.update_P,), (squares_2A, norm, learning_rate))
+    reasons = _reasons(segments, parameters_P, (state.update_P,), (squares_2A, *numbers.values()))
     if squares_2A.shape != (2, sum(segments.adapted)):
         reasons.append(f"squares of shape {list(squares_2A.shape)} for {sum(segments.adapted)} adapted segments")
     return reasons
 
 
 def _reasons(
-    segments: LambSegments,
-    parameters_P: Tensor,
-    buffers: tuple[Tensor, ...],
-    others: tuple[Tensor, ...],
+    segments: LambSegments, parameters_P: Tensor, buffers: tuple[Tensor, ...], others: tuple[Tensor, ...]
 ) -> list[str]:
     reasons = []
     if not parameters_P.is_cuda and not triton.knobs.runtime.interpret:
@@ -254,7 +245,7 @@ def _lamb_step(
     max_grad_norm: float,
 ) -> None:
     """Step group by group; directions of all groups are at the start of ``update_P``."""
-    flat = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
+    vectors = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
     numbers = _Numbers.of(norm, step, beta_1, beta_2, epsilon, weight_decay, max_grad_norm)
     # Scratch for the largest group serves all: launches of one stream run one after another.
     squares_2A = parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
@@ -262,7 +253,7 @@ def _lamb_step(
     partial_sums = parameters_P.new_empty(2 * max(stop - start for (start, _), (stop, _) in bounds))
     for (first, first_adapted), (stop, stop_adapted) in bounds:
         own_C4, adapted = table_C4[first:stop], slice(first_adapted, stop_adapted)
-        _launch_directions(*flat, partial_sums, squares_2A, own_C4, traits_G2, spans_A2, adapted, numbers)
+        _launch_directions(vectors, partial_sums, squares_2A, (own_C4, traits_G2), spans_A2, adapted, numbers)
         _launch_apply(parameters_P, update_P, copies_P, squares_2A, own_C4, traits_G2, norm, learning_rate)
 
 
@@ -293,12 +284,12 @@ def _lamb_directions(
     weight_decay: float,
     max_grad_norm: float,
 ) -> Tensor:
-    flat = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
+    vectors = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
     numbers = _Numbers.of(norm, step, beta_1, beta_2, epsilon, weight_decay, max_grad_norm)
     squares_2A = parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
     partial_sums = parameters_P.new_empty(2 * len(table_C4))
     everything = slice(0, len(spans_A2))
-    _launch_directions(*flat, partial_sums, squares_2A, table_C4, traits_G2, spans_A2, everything, numbers)
+    _launch_directions(vectors, partial_sums, squares_2A, (table_C4, traits_G2), spans_A2, everything, numbers)
     return squares_2A
 
 
@@ -349,48 +340,30 @@ class _Numbers(NamedTuple):
 
 
 def _launch_directions(
-    parameters_P: Tensor,
-    gradients_P: Tensor,
-    momentum_P: Tensor,
-    variance_P: Tensor,
-    update_P: Tensor,
-    skipped: Tensor,
+    vectors: Sequence[Tensor],
     partial_sums: Tensor,
     squares_2A: Tensor,
-    table_C4: Tensor,
-    traits_G2: Tensor,
+    tables: tuple[Tensor, Tensor],
     spans_A2: Tensor,
     adapted: slice,
     numbers: _Numbers,
 ) -> None:
-    """Compute the directions of a group's chunks, and the sums of its ``adapted`` segments."""
-    flat = parameters_P, gradients_P, momentum_P, variance_P, update_P
+    """Compute the directions of a group's chunks, and the sums of its ``adapted`` segments.
+
+    ``vectors``: parameters, gradients, momentum, variance, update, and the count of skipped steps.
+    """
     *arguments, fast_1, fast_2 = numbers
-    direction_kernel[(len(table_C4),)](
-        *flat,
-        skipped,
-        partial_sums,
-        table_C4,
-        traits_G2,
-        *arguments,
-        CHUNK=CHUNK,
-        ALIGNMENT=ALIGNMENT,
-        FAST_1=fast_1,
-        FAST_2=fast_2,
-        num_warps=WARPS,
-        num_stages=1,
-    )
+    chunks = len(tables[0])
+    direction_kernel[(chunks,)](
+        *vectors, partial_sums, *tables, *arguments,
+        CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, FAST_1=fast_1, FAST_2=fast_2, num_warps=WARPS, num_stages=1,
+    )  # fmt: skip
     if adapted.start < adapted.stop:
+        own_squares = squares_2A.view(-1)[adapted.start :]  # the second row is A further on
         squares_kernel[(adapted.stop - adapted.start,)](
-            partial_sums,
-            squares_2A.view(-1)[adapted.start :],  # the second row is A further on
-            spans_A2[adapted],
-            len(table_C4),
-            len(spans_A2),
-            REDUCTION=REDUCTION,
-            num_warps=4,
-            num_stages=1,
-        )
+            partial_sums, own_squares, spans_A2[adapted], chunks, len(spans_A2),
+            REDUCTION=REDUCTION, num_warps=4, num_stages=1,
+        )  # fmt: skip
 
 
 def _launch_apply(
@@ -405,17 +378,6 @@ def _launch_apply(
 ) -> None:
     """Take the step of a group's chunks."""
     apply_kernel[(len(table_C4),)](
-        parameters_P,
-        update_P,
-        copies_P,
-        squares_2A,
-        table_C4,
-        traits_G2,
-        norm,
-        learning_rate,
-        squares_2A.shape[1],
-        CHUNK=CHUNK,
-        ALIGNMENT=ALIGNMENT,
-        num_warps=WARPS,
-        num_stages=1,
-    )
+        parameters_P, update_P, copies_P, squares_2A, table_C4, traits_G2, norm, learning_rate, squares_2A.shape[1],
+        CHUNK=CHUNK, ALIGNMENT=ALIGNMENT, num_warps=WARPS, num_stages=1,
+    )  # fmt: skip

@@ -16,28 +16,10 @@ _TABLES = ["table", "traits", "spans", "squares"]
 
 @triton.jit(do_not_specialize_on_alignment=_TABLES)
 def direction_kernel(
-    parameters,
-    gradients,
-    momentum,
-    variance,
-    update,
-    skipped,
-    partial_sums,
-    table,
-    traits,
-    norm,
-    root_correction,
-    epsilon_correction,
-    weight_1,
-    weight_2,
-    epsilon,
-    weight_decay,
-    max_grad_norm,
-    CHUNK: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    FAST_1: tl.constexpr,
-    FAST_2: tl.constexpr,
-):
+    parameters, gradients, momentum, variance, update, skipped, partial_sums, table, traits, norm, root_correction,
+    epsilon_correction, weight_1, weight_2, epsilon, weight_decay, max_grad_norm,
+    CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr, FAST_1: tl.constexpr, FAST_2: tl.constexpr,
+):  # fmt: skip
     """Moments and update direction of a chunk, and its sums of squared parameters and directions."""
     segment, offsets, own, first, stop = _chunk(table, tl.program_id(0), CHUNK, ALIGNMENT)
     size = tl.load(norm)
@@ -65,26 +47,10 @@ def direction_kernel(
 
 @triton.jit
 def _directions(
-    parameters,
-    gradients,
-    momentum,
-    variance,
-    update,
-    partial_sums,
-    taken,
-    clip,
-    root_factor,
-    weight_1,
-    weight_2,
-    epsilon,
-    decay,
-    overwritten,
-    offsets,
-    own,
-    mask,
-    FAST_1: tl.constexpr,
-    FAST_2: tl.constexpr,
-):
+    parameters, gradients, momentum, variance, update, partial_sums, taken, clip, root_factor, weight_1, weight_2,
+    epsilon, decay, overwritten, offsets, own, mask,
+    FAST_1: tl.constexpr, FAST_2: tl.constexpr,
+):  # fmt: skip
     weight = _load(parameters + offsets, mask, "")
     gradient = _load(gradients + offsets, mask, "evict_first") * clip
     mean, square = _load(momentum + offsets, mask, "evict_first"), _load(variance + offsets, mask, "evict_first")
@@ -132,18 +98,9 @@ def squares_kernel(partial_sums, squares, spans, chunks, adapted, REDUCTION: tl.
 
 @triton.jit(do_not_specialize_on_alignment=_TABLES)
 def apply_kernel(
-    parameters,
-    update,
-    copies,
-    squares,
-    table,
-    traits,
-    norm,
-    learning_rate,
-    adapted,
-    CHUNK: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):
+    parameters, update, copies, squares, table, traits, norm, learning_rate, adapted,
+    CHUNK: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
     """Take the step of a chunk. ``squares`` has rows of ``adapted``; ``copies`` may be None."""
     chunk = tl.num_programs(0) - 1 - tl.program_id(0)
     segment, offsets, own, first, stop = _chunk(table, chunk, CHUNK, ALIGNMENT)

@@ -103,18 +103,9 @@ def _load(logits, bias, column, vocabulary, width):
 
 @triton.jit
 def _kernel(
-    logits,
-    bias,
-    labels,
-    losses,
-    correct,
-    vocabulary,
-    width,
-    ignore_index,
-    WITH_GRADIENT: tl.constexpr,
-    COUNT_CORRECT: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits, bias, labels, losses, correct, vocabulary, width, ignore_index,
+    WITH_GRADIENT: tl.constexpr, COUNT_CORRECT: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Compute a row's loss, whether its label is first, and overwrite its logits by the gradient of its loss."""
     row = tl.program_id(0)
     logits += row.to(tl.int64) * width
@@ -182,21 +173,12 @@ def _masked_lm_loss(
     losses_M = hidden_MD.new_empty(rows, dtype=torch.float32)
     correct_M = hidden_MD.new_empty(rows if count_correct else 0, dtype=torch.int32)
     tile = _tile(vocabulary)
+    padded_bias_W = F.pad(bias_V, (0, width - vocabulary))  # one mask for both loads
     _kernel[(rows,)](
-        logits_MW,
-        F.pad(bias_V, (0, width - vocabulary)),  # one mask for both loads
-        labels_M.contiguous(),
-        losses_M,
-        correct_M,
-        vocabulary,
-        width,
-        ignore_index,
-        WITH_GRADIENT=with_gradient,
-        COUNT_CORRECT=count_correct,
-        COLUMNS=tile.columns,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+        logits_MW, padded_bias_W, labels_M.contiguous(), losses_M, correct_M,
+        vocabulary, width, ignore_index, WITH_GRADIENT=with_gradient, COUNT_CORRECT=count_correct,
+        COLUMNS=tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
     kept_MW = logits_MW if with_gradient else logits_MW.new_empty((0, width))
     correct = correct_M.sum() if count_correct else hidden_MD.new_empty(0, dtype=torch.int64)
     return losses_M.sum(), correct, kept_MW

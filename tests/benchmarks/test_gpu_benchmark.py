@@ -36,7 +36,7 @@ from benchmarks.gpu_parts.fp8 import fp8_cases
 from benchmarks.gpu_parts.measuring.report import Report
 from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
 from benchmarks.gpu_parts.measuring.table import page
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from tests.conftest import REPOSITORY
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.training.recomputation import Layer, Precision, Storages, kept_bytes, times
-from bert.configuration.config import ModelConfig, Recompute
+from bert.configuration.sections import ModelConfig, Recompute
 from cluster.model.recomputation import kept_bytes as predicted_bytes
 
 LARGE = ModelConfig(num_hidden_layers=3, vocab_size=64)

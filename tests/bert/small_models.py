@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
 from bert.reporting.stopwatch import Stopwatch

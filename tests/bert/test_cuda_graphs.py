@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bert.cuda_graphs import BatchGraphs, Capturer, CudaCapturer
-from bert.evaluator import Evaluator
+from bert.evaluation.evaluator import Evaluator
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of, inert_batch

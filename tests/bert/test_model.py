@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks.training.hugging_face import new_model
 from bert.checkpoints.hugging_face import from_hugging_face, to_hugging_face
 from bert.checkpoints.weights import copy_weights
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from dataloading.batches.loader import batch_of
 from dataloading.batches.packing import Packs, pack_samples

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bert.configuration.config import Recompute
+from bert.configuration.sections import Recompute
 from bert.recompute import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
@@ -85,6 +85,7 @@ class Counted(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
+@pytest.mark.slow
 def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precision) -> None:
     """With dropout, accumulation, and in FP8 the scales of the next step."""
     plain = trained(step_of("none", precision), small_run)
@@ -94,6 +95,7 @@ def test_recomputed_steps_are_the_steps(small_run: SmallRun, precision: Precisio
 
 
 @pytest.mark.parametrize("implementation", ["pytorch", "reference"])
+@pytest.mark.slow
 def test_captured_steps_are_recomputed_by_the_counter(
     small_run: SmallRun, monkeypatch: pytest.MonkeyPatch, implementation: str
 ) -> None:

@@ -10,9 +10,8 @@ import pytest
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of, write_plan
 from bert.reporting.against_plan import AgainstPlan
-from bert.reporting.displays import PlainLines
+from bert.reporting.displays import PlainLines, Progress
 from bert.reporting.json_lines import JsonLines
-from bert.reporting.progress import Progress
 from bert.reporting.records import PHASES, EndRecord, StepRecord
 from bert.reporting.reporter import Reporter
 from bert.train import main, parse

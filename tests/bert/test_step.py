@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten
 
 from bert.checkpoints.initial_model import build_model, first_model
 from bert.configuration.recipes import tiny_cpu
-from bert.evaluator import Accuracy, Evaluator
+from bert.evaluation.evaluator import Accuracy, Evaluator
 from bert.optimizer import learning_rate
 from bert.parallel.mesh import Mesh
 from bert.step import TrainingStep

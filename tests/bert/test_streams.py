@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bert.evaluator import PendingAccuracy
+from bert.evaluation.evaluator import PendingAccuracy
 from dataloading.batches.loader import Uploads, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from tests.bert.timeline import Stream, Timeline, TimelineError

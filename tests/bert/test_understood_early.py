@@ -43,6 +43,7 @@ OWN = {
     "bert.configuration.own_text",
     "bert.configuration.recipes",
     "bert.configuration.run_plan",
+    "bert.configuration.sections",
     "bert.evaluate",
     "bert.guards",
     "bert.guards.interruption",

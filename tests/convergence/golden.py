@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from dataloading.batches.loader import batch_of

@@ -8,17 +8,23 @@ are tested in ``tests/kernels``.
 """
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.conftest import REPOSITORY
+from tests.programs import write_forked_python
 
 
-def test_the_program_trains_as_an_independent_implementation_does(tmp_path: Path) -> None:
+def test_the_program_trains_as_an_independent_implementation_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers", reason="transformers, the independent model, is not installed")
     from benchmarks.training import agreement
 
+    write_forked_python(tmp_path)  # launcher and ranks of the program
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     out = tmp_path / "agreement.json"
     arguments = ["--text", str(REPOSITORY / "README.md"), "--steps", "3", "--layers", "1", "--out", str(out)]
     status = agreement.main(arguments)

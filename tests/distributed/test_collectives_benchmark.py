@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.training.collectives import why_not
+from benchmarks.hosts import why_not
 from tests.conftest import REPOSITORY
 
 MISSING = why_not()

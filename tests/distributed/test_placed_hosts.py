@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.training.collectives import why_not
-from benchmarks.training.placed_hosts import NAMES, TwoLeaves, environment_of, median_step_seconds, training
+from benchmarks.hosts import environment_of, why_not
+from benchmarks.training.placed_hosts import NAMES, TwoLeaves, median_step_seconds, training
 from cluster.__main__ import main
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE, SmallRun
 from tests.programs import PATIENCE_S, Program
@@ -21,7 +21,7 @@ def run(namespaces: Sequence[str], order: Sequence[str], module: Sequence[str]) 
         Program(
             "tests.distributed.workers.host_worker",
             [namespaces[NAMES.index(host)], host, "any", *module],
-            **environment_of(rank, order),
+            **environment_of(rank, [NAMES.index(other) for other in order]),
         )
         for rank, host in enumerate(order)
     ]
@@ -51,7 +51,7 @@ def test_ranks_in_the_order_of_place_train_faster(
                 break
         assert placed == ["h0", "h2", "h1", "h3"]
         for name, order in (("placed", placed), ("by name", NAMES)):
-            module = [*training(small_run.folder, tmp_path / name, steps=4), *shape]
+            module = ["bert.train", *training(small_run.folder, tmp_path / name, steps=4), *shape]
             assert set(run(namespaces, order, module)) <= {0, 1}
             seconds[name] = median_step_seconds(tmp_path / name)
     assert seconds["by name"] > 1.3 * seconds["placed"]

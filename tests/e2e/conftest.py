@@ -76,10 +76,10 @@ def checkout(real_checkout: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def checkout_with_all_data(bare_checkout: Path, demo_data: Path) -> Path:
-    """A copy of the sources that has made the data of tiny_cpu before."""
-    shutil.copytree(demo_data / "tiny_cpu", bare_checkout / "data/tiny_cpu")
-    return with_forked_python(bare_checkout)
+def checkout_with_all_data(checkout: Path, demo_data: Path) -> Path:
+    """A copy that has all data of tiny_cpu, too, in ``data/whole``."""
+    shutil.copytree(demo_data / "tiny_cpu", checkout / "data/whole")
+    return checkout
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from bert.configuration.config import ModelConfig, OptimizerConfig
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import join_mesh

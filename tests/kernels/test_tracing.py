@@ -16,7 +16,9 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 
 def test_accesses_of_every_kernel_are_read_off_its_source() -> None:
-    from kernels.triton import attention_passes, embedding_norm, fp8, lamb_passes, layer_norm, loss
+    from kernels.triton import fp8, lamb_passes, loss
+    from kernels.triton.attention import backward, forward
+    from kernels.triton.norms import embedding_norm, layer_norm
 
     expected = {
         fp8._cast_kernel: ("amax scale x", "amax partials q transposed"),
@@ -29,11 +31,11 @@ def test_accesses_of_every_kernel_are_read_off_its_source() -> None:
         ),
         loss._kernel: ("bias labels logits", "correct logits losses"),
         lamb_passes.apply_kernel: ("learning_rate norm parameters squares table update", "parameters"),
-        attention_passes.attention_forward: (
+        forward.attention_forward: (
             "cu_seqlens_k cu_seqlens_q key query state value",
             "kept lse output",
         ),
-        attention_passes.attention_backward_keys: (
+        backward.attention_backward_keys: (
             "cu_seqlens_k cu_seqlens_q delta kept key lse output_gradient query value",
             "key_gradient value_gradient",
         ),

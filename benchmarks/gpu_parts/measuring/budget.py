@@ -39,14 +39,12 @@ Attention stands before matrix products, because names of its kernels contain th
 _TRITON_ROWS = {
     "attention": "attention",
     "lamb": "LAMB",
-    "layer_norm": "dropout, residual, norm, embeddings",
-    "embedding_norm": "dropout, residual, norm, embeddings",
-    "norm_rows": "dropout, residual, norm, embeddings",
+    "norms": "dropout, residual, norm, embeddings",
     "dense": "GELU",
     "fp8": "FP8 casts, some with GELU",
     "loss": "loss",
 }
-
+"""By the room or file of ``kernels/triton/`` that a kernel is in."""
 
 _ON_PAGE = 0.01
 """Share of the step from which a row of the split is on the page."""
@@ -118,9 +116,9 @@ def _rows_of_own_kernels() -> dict[str, str]:
     except (ValueError, AttributeError):  # no Triton, or one that interprets: no such kernels either
         return {}
     return {
-        configuration.kernel.__name__: _TRITON_ROWS[module]
+        configuration.kernel.__name__: _TRITON_ROWS[place]
         for module, configurations in found.items()
-        if module in _TRITON_ROWS
+        if (place := module.partition(".")[0]) in _TRITON_ROWS
         for configuration in configurations
     }
 

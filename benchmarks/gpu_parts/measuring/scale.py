@@ -13,8 +13,8 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.measuring.report import Report
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import ModelConfig
 from bert.cuda_graphs import CudaCapturer
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh

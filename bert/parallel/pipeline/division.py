@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 
 _MASKED_SHARE = 0.15
 """Of the tokens: the rows that the heads read. BERT masks so many; the [CLS] tokens hardly count."""

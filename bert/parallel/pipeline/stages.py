@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert.configuration.config import ParallelConfig
+from bert.configuration.sections import ParallelConfig
 from bert.model import BertForPreTraining, DropoutSites, PretrainingOutput
 from bert.parallel.mesh import Mesh, process_group, require_order
 from bert.parallel.pipeline.division import Stage, stages_of

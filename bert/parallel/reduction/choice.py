@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from bert.configuration.config import TrainingConfig
+from bert.configuration.sections import TrainingConfig
 from bert.optimizer import FlatParameters
 from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy, Way
 from bert.parallel.reduction.sums import ReduceDtype

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert.configuration.config import TrainingConfig
+from bert.configuration.sections import TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh, process_group, require_order
 from bert.parallel.reduction.sums import Bf16Sums, Fp32Sums, ReduceDtype, Sums, shard_of

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from bert.configuration.config import TrainingConfig
+from bert.configuration.sections import TrainingConfig
 from bert.optimizer import FlatParameters
 from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy, bucket_slices
 from bert.parallel.reduction.sums import ReduceDtype, shard_of

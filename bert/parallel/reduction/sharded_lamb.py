@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bert.configuration.config import OptimizerConfig
+from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters, hyperparameters, learning_rate_tensor
 from bert.parallel.reduction.gradients import Reduction

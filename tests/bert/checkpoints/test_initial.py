@@ -16,8 +16,9 @@ from torch import Tensor
 from bert import evaluate
 from bert.checkpoints.initial_model import check_initial_weights, load_initial_weights
 from bert.checkpoints.sources import open_source
-from bert.configuration.config import Config, ModelConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from bert.guards import preflight
 from bert.train import parse

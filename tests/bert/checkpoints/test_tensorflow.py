@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from bert.checkpoints.sources import open_source
 from bert.checkpoints.tensorflow import TensorBundle, tf1_name
 from bert.checkpoints.tensorflow_index import MAGIC
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from tests.bert.checkpoints.tf_bundles import make
 

@@ -27,8 +27,7 @@ from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.configuration.config import Config
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import PlainLines
-from bert.reporting.progress import Progress
+from bert.reporting.displays import PlainLines, Progress
 from bert.reporting.records import Position
 from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import Stage, Stopwatch

@@ -28,7 +28,7 @@ from bert.checkpoints.weights import (
     save_weights,
     write_safetensors,
 )
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.convert import convert
 from bert.model import BertForPreTraining
 from bert.optimizer import FlatParameters

@@ -62,6 +62,7 @@ def test_what_is_given_counts_more_and_the_rest_follows_from_it(own: Path) -> No
     assert config.training.implementations == {"dense_gelu": "reference"}
 
 
+@pytest.mark.slow
 def test_from_a_checkpoint_the_model_is_taken_and_the_data_are_seen_once(own: Path, tmp_path: Path) -> None:
     folder = save_pretrained(tmp_path / "theirs", own / "vocab.txt", rows=128)
     config = parse(arguments(own, f"--data.initial-checkpoint={folder}"))
@@ -93,6 +94,7 @@ def test_a_closed_run_ends_at_its_target() -> None:
         parse(["h100_1x1", "--evaluation.to-the-end"])
 
 
+@pytest.mark.slow
 def test_a_run_trains_to_the_end_and_has_succeeded(own: Path, tmp_path: Path) -> None:
     """Although it reaches its target before."""
     settings = [

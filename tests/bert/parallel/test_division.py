@@ -6,8 +6,8 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
-from bert.configuration.config import ModelConfig
 from bert.configuration.recipes import RECIPES, bert_3_9b_8x8
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from bert.parallel.model_state import model_state
 from bert.parallel.pipeline.division import divided, layer_costs, stages_of

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from bert.configuration.config import ParallelConfig
+from bert.configuration.sections import ParallelConfig
 from bert.parallel.joining.launch import Launch
 from bert.parallel.joining.master_port import require_free_port
 from bert.parallel.mesh import (

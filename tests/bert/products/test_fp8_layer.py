@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from bert.products.fp8 import Fp8State, enable_fp8
 from bert.products.fp8_layer import fuse_layers

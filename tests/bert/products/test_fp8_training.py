@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import tiny_model
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, Dense, EncoderLayer
 from bert.optimizer import FlatParameters, Lamb
 from bert.products.fp8 import (

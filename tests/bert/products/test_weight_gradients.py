@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import bert.step
-from bert.configuration.config import Recompute
+from bert.configuration.sections import Recompute
 from bert.model import Dense, EncoderLayer
 from bert.optimizer import Lamb
 from bert.products.weight_gradients import AccumulatingProducts, WeightGradients, product_weights

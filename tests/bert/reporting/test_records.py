@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bert.reporting.displays import LivePanel, PlainLines
+from bert.reporting.displays import LivePanel, PlainLines, Progress
 from bert.reporting.json_lines import JsonLines
-from bert.reporting.progress import Progress
 from bert.reporting.records import EndRecord, EvaluationRecord, StepRecord
 from bert.reporting.reporter import Reporter
 from compliance.log.forecast import Schedule

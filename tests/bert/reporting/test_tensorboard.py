@@ -33,6 +33,7 @@ def read(folder: Path) -> EventAccumulator:
     return events
 
 
+@pytest.mark.slow
 def test_a_run_shows_the_numbers_of_its_metrics_by_samples(small_run: SmallRun, tmp_path: Path) -> None:
     settings = small_run.arguments(tmp_path / "r", log__tensorboard=tmp_path / "t" / "b")
     with Ranks(settings, 2) as ranks:

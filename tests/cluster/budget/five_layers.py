@@ -1,6 +1,6 @@
 """BERT-Large with five layers, of which a step is traced in two seconds: first, two equal ones, last inner one, and last."""
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from cluster.budget.launches import StepLaunch, step_launches
 
 MODEL = ModelConfig(num_hidden_layers=5)

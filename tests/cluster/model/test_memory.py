@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.recomputation import Storages
-from bert.configuration.config import ModelConfig, OptimizerConfig, Recompute
+from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.pipeline.stages import PipelineParallel

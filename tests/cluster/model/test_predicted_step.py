@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert.configuration.config import ModelConfig, Recompute
 from bert.configuration.recipes import tiny_model
+from bert.configuration.sections import ModelConfig, Recompute
 from cluster.devices import device_named
 from cluster.model.computations import TERMS, Computation, layout_of, layouts_of, parts_of
 from cluster.model.pipeline import through_stages

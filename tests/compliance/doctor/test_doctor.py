@@ -444,6 +444,7 @@ def test_a_bare_machine_and_tools_that_fail_are_no_crash(tmp_path: Path, name: s
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_command_on_this_machine() -> None:
     status, text = command.run("doctor", "--recipe", "tiny_cpu", "--quick", "--json")
     entries = json.loads(text)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from compliance.doctor import gpus, vitals
+from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.host import Host, Output
 from compliance.doctor.plan import Plan
@@ -112,7 +113,7 @@ def look_at_gpus(
     """What is said of GPUs with these rows of nvidia-smi, one that fails being an `Output`."""
     answers = {"--query-gpu": rows, "topo": topology, "--query-compute-apps": processes}
     host = fake_host(root, answers=answers)
-    return list(vitals.accelerators(host, plan, gpus.query(host), pytorch))
+    return list(accelerators(host, plan, gpus.query(host), pytorch))
 
 
 def test_a_healthy_node(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def ten(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_all_official_tools_accept_it_and_their_figures_are_ours(scaled) -> None:
     folder, said = scaled
     rows = {name.strip(): verdict for name, verdict in tool_rows(said).items()}

@@ -14,8 +14,8 @@ import torch
 from bert.guards.faults import ended_together
 from bert.mllog import MLLog
 from bert.parallel.mesh import Mesh
+from bert.reporting.displays import Progress
 from bert.reporting.json_lines import JsonLines
-from bert.reporting.progress import Progress
 from bert.reporting.records import EndRecord, WarningRecord
 from bert.reporting.reporter import Reporter
 from bert.train import parse

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from benchmarks.training.collectives import sent_bytes
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, ParallelConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from bert.reporting.stopwatch import Stopwatch
@@ -28,7 +29,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
-from tests.distributed.workers.reduction_worker import regrouped
+from tests.distributed.workers.reduction_worker import end_groups, regrouped
 
 STEPS = 2
 MODEL = ModelConfig(2, 128, 4, 256, 2048, 64, hidden_dropout=0.0, attention_dropout=0.0)
@@ -79,13 +80,17 @@ def measured(joined: Mesh, shape: str) -> dict[str, Any]:
         own["on_all_ranks"] = len(step.optimizer._everywhere_I)
     ranks: list[Any] = [None] * mesh.world_size
     dist.all_gather_object(ranks, own)
+    step._reduction.close()
     return {"ranks": ranks}
 
 
 def main(out: str, *shapes: str) -> None:
     torch.set_num_threads(1)
     mesh = join_mesh("cpu")
-    found = {shape: measured(mesh, shape) for shape in shapes}
+    found = {}
+    for shape in shapes:
+        found[shape] = measured(mesh, shape)
+        end_groups()
     if mesh.is_main:
         Path(out).write_text(json.dumps(found))
     leave_mesh()

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig, ParallelConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from bert.parallel.mesh import Mesh
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
@@ -82,7 +83,7 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         means.append(step.statistics.fetch()[0])
         first = first or state(step)
     last = state(step) if len(batches) > 1 else first
-    return {
+    found = {
         "means": means,
         "first": first,
         "last": last,
@@ -93,6 +94,8 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         "elements": len(step.flat.weights_P),
         "skips": skips(step, mesh),
     }
+    step._reduction.close()
+    return found
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from bert.optimizer import FlatParameters
 from bert.parallel.mesh import join_mesh, leave_mesh
 from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
 from bert.parallel.reduction.sums import ReduceDtype
-from tests.distributed.workers.reduction_worker import fresh_model, regrouped
+from tests.distributed.workers.reduction_worker import end_groups, fresh_model, regrouped
 
 
 def contribution(rank: int, size: int) -> torch.Tensor:
@@ -50,6 +50,7 @@ def main(out: str) -> None:
                     "error": float((flat.gradients_N - exact).norm() / exact.norm()),
                     "same": all(torch.equal(everyones[0], other) for other in everyones),
                 }
+        end_groups()
         local_size *= 2
     if joined.is_main:
         Path(out).write_text(json.dumps(errors))

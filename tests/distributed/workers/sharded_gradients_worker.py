@@ -23,12 +23,13 @@ from bert.parallel.reduction.sharded_lamb import ShardedLamb
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from tests.bert.repeating import Repeating
-from tests.distributed.workers.reduction_worker import regrouped
+from tests.distributed.workers.reduction_worker import end_groups, regrouped
 from tests.distributed.workers.step_worker import config, global_batches
 from tests.distributed.workers.tensor_worker import agreed
 
 
 def train(mesh: Mesh, chosen: Config, steps: int, captured: bool) -> dict[str, Any]:
+    end_groups()
     stopwatch = Stopwatch()
     step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, stopwatch)
     step.model.seed_dropout(9 + mesh.rank)
@@ -52,7 +53,9 @@ def train(mesh: Mesh, chosen: Config, steps: int, captured: bool) -> dict[str, A
         "left": sum(parameter.grad is not None for parameter in step.model.parameters()),
         "waited": stopwatch.take()["reduce"] > 0,
     }
-    return {"means": means, "weights": step.flat.weights_P.clone(), "moments": step.optimizer.moments(), "held": held}
+    moments = [moment_P.clone() for moment_P in step.optimizer.moments()]
+    step._reduction.close()
+    return {"means": means, "weights": step.flat.weights_P.clone(), "moments": moments, "held": held}
 
 
 def note_pending(reduction: ShardedReduction) -> list[int]:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import bert.step
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig, Recompute
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.gradients import Strategy
 from bert.reporting.stopwatch import Stopwatch
@@ -28,7 +29,7 @@ from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.repeating import Repeating
 from tests.convergence.golden import predictable_samples
-from tests.distributed.workers.reduction_worker import regrouped
+from tests.distributed.workers.reduction_worker import end_groups, regrouped
 
 STEPS = 5
 BUCKET_BYTES = 60_000
@@ -68,6 +69,7 @@ def train(
     mesh: Mesh, strategy: Strategy, order: str, accumulation: int, recompute: Recompute = "none"
 ) -> dict[str, Any]:
     """Losses of every step, final weights, moments, and how many buckets backward had started."""
+    end_groups()
     chosen = config(strategy, accumulation, recompute)
     step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     reduction, early = step._reduction, []
@@ -99,7 +101,7 @@ def train(
     if held:  # no step follows that could let weights go
         del vars(step._gather)["_gather"]
     step.gather_weights()
-    return {
+    found = {
         "held": sum(isinstance(one, slice) for one in held),
         "phases": sorted({one for one in held if isinstance(one, str)}),
         "means": means,
@@ -110,6 +112,8 @@ def train(
         "graphs": len(capturer.prepared) if capturer else 0,
         "replays": len(capturer.replays) if capturer else 0,
     }
+    reduction.close()
+    return found
 
 
 def gather_after_update(step: TrainingStep) -> None:
@@ -193,6 +197,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: Strategy) -> bool:
     for dense in step.fp8.denses:
         expected = cast_fp8(dense.dense.weight.detach(), dense.weight.scale, torch.zeros(()), torch.float8_e4m3fn)
         equal &= torch.equal(dense.weight_NK.float(), expected.float())
+    step._reduction.close()
     agreed = torch.tensor([int(equal)])
     dist.all_reduce(agreed, dist.ReduceOp.MIN)
     return bool(agreed)

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from bert.checkpoints.initial_model import build_model
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
@@ -25,7 +26,7 @@ from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import Plan
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
-from tests.distributed.workers.reduction_worker import regrouped
+from tests.distributed.workers.reduction_worker import end_groups, regrouped
 
 STEPS = 6
 DRAWS = 40
@@ -96,7 +97,7 @@ def train(mesh: Mesh, shape: str) -> dict[str, Any]:
         means.append(step.statistics.fetch()[0])
         first = first or state(step)
     last = state(step)
-    return {
+    found = {
         "means": means,
         "first": first,
         "last": last,
@@ -109,6 +110,8 @@ def train(mesh: Mesh, shape: str) -> dict[str, Any]:
         "dropped": _losses_with_dropout(step, mesh, batches[0]) if shape in (ALONE, DROPPING) else [],
         "skips": skips(step, mesh),
     }
+    step._reduction.close()
+    return found
 
 
 def state(step: TrainingStep) -> dict[str, torch.Tensor]:
@@ -208,7 +211,10 @@ def agreed(tensors: Sequence[torch.Tensor]) -> bool:
 def train_all(train: Callable[[Mesh, str], dict[str, Any]], out: str, *shapes: str) -> None:
     """Train each shape on the same ranks, and save what ``train`` gives on the main one."""
     mesh = join_mesh("cpu")
-    found = {shape: train(mesh, shape) for shape in shapes}
+    found = {}
+    for shape in shapes:
+        found[shape] = train(mesh, shape)
+        end_groups()
     if mesh.is_main:
         torch.save(found, out)
     leave_mesh()

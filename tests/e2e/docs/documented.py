@@ -54,7 +54,16 @@ SHORTENED = {
     "python benchmarks/data_stages/prepare.py": "python benchmarks/data_stages/prepare.py --rounds 1 --dupe-factor 2 "
     "--text README.md docs/data.md",
     "python benchmarks/check_log.py": "python benchmarks/check_log.py --megabytes 1 --logs 2 --rounds 1",
-    "python -m cluster probe --out cluster.json": "python -m cluster probe --out cluster.json --seconds 2",
+    "python -m cluster probe --out cluster.json": "python -m cluster probe --out cluster.json --seconds 1",
+    "python -m cluster scale h100_8x8 --out scale.csv --page scale.html": (
+        "python -m cluster scale h100_8x8 --out scale.csv --page scale.html --gpus-per-node 8192"
+    ),
+    "python -m dataloading demo --out data/tiny_cpu --vocab bert/artifacts/tiny_cpu/vocab.txt": (
+        "python -m dataloading demo --out data/whole --vocab bert/artifacts/tiny_cpu/vocab.txt"
+    ),
+    "python -m bert.evaluate tiny_cpu --expect 0.185 --tolerance 0.02": (
+        "python -m bert.evaluate tiny_cpu --expect 0.185 --tolerance 0.02 --data.evaluation data/whole/evaluation"
+    ),
     "./run_and_time.sh tiny_cpu -- --plan plan.json": "./run_and_time.sh tiny_cpu -- --plan plan.json" + EASY,
     "python -m cluster tune tiny_cpu": (
         "set -o pipefail; python -m cluster tune tiny_cpu --seconds 10 | grep 'kept for tiny_cpu on this machine: '"

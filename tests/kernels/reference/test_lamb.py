@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert.configuration.config import ModelConfig, OptimizerConfig
 from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb, learning_rate, learning_rate_tensor
 from bert.parallel.reduction.gradients import bucket_slices

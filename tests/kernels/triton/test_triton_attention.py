@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.reference import ops as reference
 from kernels.reference.random import Dropout
-from kernels.triton.attention import varlen_attention, varlen_self_attention
+from kernels.triton.attention.varlen import varlen_attention, varlen_self_attention
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels.accuracy import CPU, assert_within_twice, output_and_gradients
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from kernels.reference import attention_fp8 as reference
 from kernels.reference.fp8 import E4M3, E5M2, cast_transpose_fp8, cast_transpose_sum_fp8
 from kernels.reference.random import Dropout
-from kernels.triton import attention, attention_fp8
+from kernels.triton.attention import fp8 as attention_fp8
+from kernels.triton.attention import varlen as attention
 
 HEADS = 2
 DROPOUT = Dropout(0.1, torch.tensor([2**40 + 7, 2**32 + 3]), 5)

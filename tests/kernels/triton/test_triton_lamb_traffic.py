@@ -16,7 +16,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from bert.products.weight_gradients import product_weights
 from kernels import LambSegments, LambState

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from kernels.reference import ops as reference
 from kernels.reference.random import Dropout
-from kernels.triton import embedding_norm
-from kernels.triton import layer_norm as triton_layer_norm
-from kernels.triton.norm_rows import SUM_TILE, dropout_scalars
+from kernels.triton.norms import embedding_norm
+from kernels.triton.norms import layer_norm as triton_layer_norm
+from kernels.triton.norms.rows import SUM_TILE, dropout_scalars
 from kernels.tuning.examples import Size, example_inputs
 from tests.kernels.accuracy import CPU, output_and_gradients
 

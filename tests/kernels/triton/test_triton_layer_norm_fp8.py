@@ -11,8 +11,8 @@ from torch import Tensor
 from kernels.reference import layer_norm_fp8 as reference
 from kernels.reference.fp8 import E4M3, E5M2, cast_transpose_fp8
 from kernels.reference.random import Dropout
-from kernels.triton import layer_norm, layer_norm_fp8
-from kernels.triton.norm_rows import SUM_TILE, dropout_scalars
+from kernels.triton.norms import layer_norm, layer_norm_fp8
+from kernels.triton.norms.rows import SUM_TILE, dropout_scalars
 
 DROPOUT = Dropout(0.1, torch.tensor([-(3 << 40) - 17, (1 << 33) + 77]), stream=16)
 HIGH, LOW = torch.float32, torch.bfloat16

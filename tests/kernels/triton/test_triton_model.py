@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bert.configuration.config import ModelConfig
+from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.shape_buckets import ShapeBucket

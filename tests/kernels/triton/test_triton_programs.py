@@ -132,12 +132,10 @@ def test_results_do_not_depend_on_the_order_of_programs(op: str):
 
 def test_every_kernel_ran_in_several_programs():
     """Of all that are compiled ahead of time: one that no op above calls, or in one program, has not been tested there."""
-    modules = [
-        importlib.import_module(f"kernels.triton.{each.name}") for each in pkgutil.iter_modules(kernels.triton.__path__)
-    ]
+    modules = [each.name for each in pkgutil.walk_packages(kernels.triton.__path__, "kernels.triton.")]
     known = {
         f"{configuration.kernel.fn.__module__}.{configuration.kernel.__name__}"
-        for module in modules
+        for module in map(importlib.import_module, modules)
         if hasattr(module, "configurations")
         for configuration in module.configurations()
     }

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bert.configuration.config import Config, ModelConfig, OptimizerConfig
+from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.reference.random import Dropout
-from kernels.triton.norm_rows import (
+from kernels.triton.norms.rows import (
     PLACES,
     VARYING,
     Layout,
@@ -31,6 +31,7 @@ from kernels.triton.norm_rows import (
     norm_configurations,
     norm_gradient,
     normalised_rows,
+    places_of,
     store_partial,
     store_statistics,
     sums_over_programs,
@@ -62,10 +63,9 @@ def _embedding_norm_forward(
     state, tokens, eps, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = (rows < tokens)[:, None, None]
     columns = columns_of(BLOCK)
     inside = columns < D
+    rows, live, places = places_of(tl.program_id(0) * ROWS, tokens, columns, D, ROWS)
     words, positions = _ids(input_ids, rows, tokens), _ids(position_ids, rows, tokens)
     segments = _ids(segment_ids, rows, tokens)
     summed = _summed_embeddings(word, position, segment, words, positions, segments, columns, live & inside, D)
@@ -75,7 +75,7 @@ def _embedding_norm_forward(
     if DROPOUT:
         kept = kept_places(rows, state, threshold, stream, BLOCK)
         output = tl.where(kept, output * scale, 0.0)
-    tl.store(y + rows.to(tl.int64)[:, None, None] * D + columns, output, mask=live & inside)
+    tl.store(y + places, output, mask=live & inside)
     store_statistics(statistics, mean, rstd, rows, tokens)
 
 
@@ -94,11 +94,10 @@ def _embedding_norm_backward(
     dsegment_0 = tl.zeros_like(dweight)
     dsegment_1 = tl.zeros_like(dweight)
     for tile in range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0)):
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        live = (rows < tokens)[:, None, None]
+        rows, live, places = places_of(tile * ROWS, tokens, columns, D, ROWS)
         words, positions = _ids(input_ids, rows, tokens), _ids(position_ids, rows, tokens)
         segments = _ids(segment_ids, rows, tokens)
-        upstream = load_fp32(dy + rows.to(tl.int64)[:, None, None] * D + columns, live & inside)
+        upstream = load_fp32(dy + places, live & inside)
         summed = _summed_embeddings(word, position, segment, words, positions, segments, columns, live & inside, D)
         mean, rstd = load_statistics(statistics, rows, tokens)
         if DROPOUT:

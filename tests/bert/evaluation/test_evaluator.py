@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from bert.cuda_graphs import CudaCapturer
-from bert.evaluator import Evaluator
+from bert.evaluation.evaluator import Evaluator
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of

@@ -7,7 +7,7 @@ import torch
 
 from bert.checkpoints.initial_model import first_model
 from bert.configuration.config import Config
-from bert.evaluator import Accuracy, Evaluator
+from bert.evaluation.evaluator import Accuracy, Evaluator
 from bert.guards.preflight import check_evaluation
 from bert.guards.triton_cache import require_private_cache
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.reference.random import Dropout
-from kernels.triton.norm_rows import (
+from kernels.triton.norms.rows import (
     PLACES,
     VARYING,
     Layout,
@@ -35,8 +35,9 @@ from kernels.triton.norm_rows import (
     norm_configurations,
     norm_gradient,
     normalised_rows,
-    store_partial,
+    places_of,
     store_statistics,
+    store_vectors,
     sums_over_programs,
     unsupported_rows,
 )
@@ -92,11 +93,9 @@ def _add_norm_forward(
     state, tokens, eps, threshold, scale, stream,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = (rows < tokens)[:, None, None]
     columns = columns_of(BLOCK)
     inside = columns < D
-    places = rows.to(tl.int64)[:, None, None] * D + columns
+    rows, live, places = places_of(tl.program_id(0) * ROWS, tokens, columns, D, ROWS)
     offset, gain = load_fp32(bias + columns, inside), load_fp32(weight + columns, inside)
     output, mean, rstd = add_norm_rows(
         x, offset, residual, gain, load_fp32(norm_bias + columns, inside), rows, places, live, inside,
@@ -122,9 +121,7 @@ def _add_norm_backward(
     # Tiles of several rows, of narrow models, would leave too few registers for it.
     STAGES: tl.constexpr = PREFETCH if ROWS == 1 else 1
     for tile in tl.range(tl.program_id(0), tl.cdiv(tokens, ROWS), tl.num_programs(0), num_stages=STAGES):
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        live = (rows < tokens)[:, None, None]
-        places = rows.to(tl.int64)[:, None, None] * D + columns
+        rows, live, places = places_of(tile * ROWS, tokens, columns, D, ROWS)
         upstream = load_fp32(dy + places, live & inside)
         gradient, product_gradient, normalised = add_norm_row_gradients(
             upstream, x, offset, residual, gain, statistics, rows, places, live, inside, tokens,
@@ -136,10 +133,7 @@ def _add_norm_backward(
         if DROPOUT:
             tl.store(dx + places, product_gradient, mask=live & inside)
         dbias += product_gradient
-    partial = partials + tl.program_id(0) * 3 * D + columns
-    store_partial(partial, dbias, inside)
-    store_partial(partial + D, dweight, inside)
-    store_partial(partial + 2 * D, dnorm_bias, inside)
+    store_vectors(partials, dbias, dweight, dnorm_bias, columns, inside, D)
 
 
 @torch.library.custom_op("mlperf_bert::dropout_add_layer_norm", mutates_args=())

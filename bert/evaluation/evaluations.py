@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from bert.evaluator import Evaluator, PendingAccuracy
+from bert.evaluation.evaluator import Evaluator, PendingAccuracy
 from bert.mllog import MLLog
 from bert.reporting.records import EvaluationRecord, Position
 from bert.reporting.reporter import Reporter

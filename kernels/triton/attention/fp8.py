@@ -1,4 +1,4 @@
-"""Self-attention between products in FP8, in Triton: the kernels of ``kernels.triton.attention`` with their casts.
+"""Self-attention between products in FP8, in Triton: the kernels of ``varlen`` with their casts.
 
 The output is written in bf16, which the backward pass reads, and in FP8 in rows and transposed; the gradient of query, key
 and value in FP8 alone. Definitions in ``kernels.reference.attention_fp8``; shape legend in ``kernels/__init__.py``.
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
 from kernels.reference.random import Dropout
-from kernels.triton import attention
-from kernels.triton.attention import Casts, dropout_arguments, launch_backward, launch_forward, smallest_block
-from kernels.triton.fp8 import POINTERS, fp8_pair
+from kernels.triton.attention import launches
+from kernels.triton.attention.launches import Casts, fake_saved, launch_backward, launch_forward, smallest_block
+from kernels.triton.attention.varlen import dropout_arguments, varlen_self_attention_unsupported_reasons
+from kernels.triton.quantize import POINTERS, fp8_pair
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
@@ -41,7 +42,7 @@ def _forward(
 @_forward.register_fake
 def _(qkv: Tensor, _cu_seqlens: Tensor, max_seqlen: int, state: Tensor | None, *_: object) -> tuple[Tensor, ...]:
     query = qkv[:, 0]
-    saved = attention.fake_saved(query, max_seqlen, state)
+    saved = fake_saved(query, max_seqlen, state)
     return query.new_empty(query.shape), *fp8_pair(query.flatten(1), E4M3), *saved
 
 
@@ -102,41 +103,26 @@ def attention_backward_cast_fp8(
 
 
 def attention_cast_fp8_unsupported_reasons(
-    qkv_T3HE: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
-    dropout: Dropout | None,
-    scale: Tensor,  # noqa: ARG001
-    amax: Tensor,  # noqa: ARG001
+    qkv_T3HE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: Dropout | None, *_: Tensor
 ) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty where they can."""
-    reasons = attention.varlen_self_attention_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
+    reasons = varlen_self_attention_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     if (width := qkv_T3HE[0, 0].numel()) % ALIGNMENT:
         reasons.append(f"heads of {width} columns in all, not a multiple of {ALIGNMENT}")
     return reasons + capability_reasons(qkv_T3HE.device)
 
 
-def attention_backward_cast_fp8_unsupported_reasons(
-    gradient_THE: Tensor,  # noqa: ARG001
-    qkv_T3HE: Tensor,
-    cu_seqlens: Tensor,
-    context_THE: Tensor,  # noqa: ARG001
-    lse_HT: Tensor,
-    kept: Tensor,  # noqa: ARG001
-    max_seqlen: int,
-    dropout: Dropout | None,
-    scale: Tensor,
-    amax: Tensor,
-) -> list[str]:
+def attention_backward_cast_fp8_unsupported_reasons(*arguments: Any) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty where they can."""
+    _gradient, qkv_T3HE, cu_seqlens, _context, lse_HT, _kept, max_seqlen, dropout, *_ = arguments
     reasons = [] if lse_HT.ndim == 2 else ["the forward pass was another implementation's"]
-    return reasons + attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout, scale, amax)
+    return reasons + attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
 
 
 def configurations() -> "list[Configuration]":
-    """Return the kernels of ``kernels.triton.attention`` as all layers but the last launch them, with casts."""
+    """Return the kernels of ``kernels.triton.attention.varlen`` as all layers but the last launch them, with casts."""
     found = []
-    for plain in attention.configurations():
+    for plain in launches.configurations():
         if "last layer" in plain.name or 90 not in plain.capabilities:  # FP8 needs 8.9
             continue
         dtype = E4M3 if plain.name.startswith("forward") else E5M2
@@ -149,7 +135,7 @@ def configurations() -> "list[Configuration]":
         signature = {
             name: "constexpr" if name in constexprs else types.get(name, kind) for name, kind in plain.signature.items()
         }
-        narrow = attention.NARROW.get(int(str(constexprs["HEAD_SIZE"]))) if dtype == E4M3 else None
+        narrow = launches.NARROW.get(int(str(constexprs["HEAD_SIZE"]))) if dtype == E4M3 else None
         fused = replace(plain, name=f"{plain.name}, casts", signature=signature, constexprs=constexprs)
         found.append(replace(fused, max_registers=narrow or plain.max_registers))
     return found

@@ -1,4 +1,4 @@
-"""Dropout, residual and layer norm between products in FP8: the passes of ``kernels.triton.layer_norm`` with their casts.
+"""Dropout, residual and layer norm between products in FP8: the passes of ``layer_norm`` with their casts.
 
 Forward also writes the output in FP8 in rows and transposed; backward takes the two gradients of an output that is both the
 next residual and the input of products, and writes the gradient of x in FP8 only. In rows of D bf16 elements that move,
@@ -23,10 +23,9 @@ from torch import Tensor
 
 from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
 from kernels.reference.random import Dropout
-from kernels.triton.fp8 import POINTERS, SCALARS, fp8_pair, quantized, raise_amax
-from kernels.triton.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
-from kernels.triton.layer_norm import dropout_add_layer_norm_unsupported_reasons as plain_reasons
-from kernels.triton.norm_rows import (
+from kernels.triton.norms.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
+from kernels.triton.norms.layer_norm import dropout_add_layer_norm_unsupported_reasons as plain_reasons
+from kernels.triton.norms.rows import (
     PLACES,
     VARYING,
     Layout,
@@ -35,16 +34,18 @@ from kernels.triton.norm_rows import (
     dropout_scalars,
     load_fp32,
     norm_configurations,
-    store_partial,
+    places_of,
     store_statistics,
+    store_vectors,
     sums_over_programs,
 )
+from kernels.triton.quantize import POINTERS, SCALARS, fp8_pair, quantized, raise_amax
 
 if TYPE_CHECKING:
     from kernels.ahead_of_time import Configuration
 
 WARPS = 16
-"""As in ``kernels.triton.layer_norm``: four fewer, each with four rows on their way in place of three."""
+"""As in ``layer_norm``: four fewer, each with four rows on their way in place of three."""
 
 _GROUP = 32
 _COLUMNS = 32
@@ -68,9 +69,7 @@ def _add_norm_cast_forward(
         multiplier = tl.load(scale)
     first = tl.program_id(0) * GROUP
     for row in tl.range(0, GROUP, ROWS, num_stages=PREFETCH):
-        rows = first + row + tl.arange(0, ROWS)
-        live = (rows < tokens)[:, None, None]
-        places = rows.to(tl.int64)[:, None, None] * D + columns
+        rows, live, places = places_of(first + row, tokens, columns, D, ROWS)
         output, mean, rstd = add_norm_rows(
             x, offset, residual, gain, shift, rows, places, live, inside,
             state, eps, threshold, kept_scale, stream, D, BLOCK, DROPOUT,
@@ -80,10 +79,7 @@ def _add_norm_cast_forward(
         tl.store(y + places, output, mask=live & inside)
         store_statistics(statistics, mean, rstd, rows, tokens)
         if q is not None:
-            value = output.to(tl.float32)
-            largest = tl.maximum(largest, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
-            cast = quantized(value * multiplier, LARGEST, q.dtype.element_ty)
-            tl.store(q + places, cast, mask=live & inside)
+            largest = _cast(output.to(tl.float32), multiplier, largest, q, places, live & inside, LARGEST)
     if q is not None:
         raise_amax(amax, tl.max(largest))
         _transpose_rows(q, transposed, first, tokens, D, GROUP, COLUMNS)
@@ -109,9 +105,7 @@ def _add_norm_cast_backward(
     # Whole groups for each program: only who has written a group's rows can transpose them without waiting for others.
     for group in range(tl.program_id(0), tl.cdiv(tokens, GROUP), tl.num_programs(0)):
         for row in tl.range(0, GROUP, ROWS, num_stages=STAGES):
-            rows = group * GROUP + row + tl.arange(0, ROWS)
-            live = (rows < tokens)[:, None, None]
-            places = rows.to(tl.int64)[:, None, None] * D + columns
+            rows, live, places = places_of(group * GROUP + row, tokens, columns, D, ROWS)
             upstream = load_fp32(dy + places, live & inside)
             if shortcut_dy is not None:  # as PyTorch adds them
                 upstream += load_fp32(shortcut_dy + places, live & inside)
@@ -126,15 +120,17 @@ def _add_norm_cast_backward(
             tl.store(dresidual + places, gradient, mask=live & inside)
             product_gradient = tl.where(live & inside, product_gradient, 0.0)
             value = product_gradient.to(x.dtype.element_ty).to(tl.float32)
-            largest = tl.maximum(largest, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
-            cast = quantized(value * multiplier, LARGEST, q.dtype.element_ty)
-            tl.store(q + places, cast, mask=live & inside)
+            largest = _cast(value, multiplier, largest, q, places, live & inside, LARGEST)
         _transpose_rows(q, transposed, group * GROUP, tokens, D, GROUP, COLUMNS)
     raise_amax(amax, tl.max(largest))
-    partial = partials + tl.program_id(0) * 3 * D + columns
-    store_partial(partial, dbias, inside)
-    store_partial(partial + D, dweight, inside)
-    store_partial(partial + 2 * D, dnorm_bias, inside)
+    store_vectors(partials, dbias, dweight, dnorm_bias, columns, inside, D)
+
+
+@triton.jit
+def _cast(value, multiplier, largest, q, places, mask, LARGEST: tl.constexpr):
+    """Write rows of ``q``; return the largest magnitudes so far, by their bits, [ROWS, BLOCK / 8]."""
+    tl.store(q + places, quantized(value * multiplier, LARGEST, q.dtype.element_ty), mask=mask)
+    return tl.maximum(largest, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2))
 
 
 @triton.jit
@@ -269,34 +265,15 @@ def add_norm_backward_cast_fp8(
     return q_TD, q_DT, dresidual_TD, *vectors_3D.unbind()
 
 
-def add_norm_cast_fp8_unsupported_reasons(
-    x_TD: Tensor,
-    bias_D: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    norm_bias_D: Tensor,
-    eps: float,
-    dropout: Dropout | None,
-    scale: Tensor | None,  # noqa: ARG001
-    amax: Tensor | None,  # noqa: ARG001
-) -> list[str]:
+def add_norm_cast_fp8_unsupported_reasons(*arguments: Any) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty when they can."""
-    return _reasons(x_TD, bias_D, residual_TD, weight_D, norm_bias_D, eps, dropout)
+    *inputs, _scale, _amax = arguments
+    return _reasons(*inputs)
 
 
-def add_norm_backward_cast_fp8_unsupported_reasons(
-    dy_TD: Tensor,
-    shortcut_dy_TD: Tensor | None,  # noqa: ARG001
-    x_TD: Tensor,
-    bias_D: Tensor,
-    residual_TD: Tensor,
-    weight_D: Tensor,
-    statistics_2T: Tensor,  # noqa: ARG001
-    dropout: Dropout | None,
-    scale: Tensor,  # noqa: ARG001
-    amax: Tensor,  # noqa: ARG001
-) -> list[str]:
+def add_norm_backward_cast_fp8_unsupported_reasons(*arguments: Any) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty when they can."""
+    dy_TD, _shortcut, x_TD, bias_D, residual_TD, weight_D, _statistics, dropout, *_ = arguments
     reasons = [f"gradients in {dy_TD.dtype}, expected {x_TD.dtype}"] if dy_TD.dtype != x_TD.dtype else []
     return reasons + _reasons(x_TD, bias_D, residual_TD, weight_D, bias_D, 0.0, dropout)
 

@@ -41,6 +41,13 @@ def columns_of(BLOCK: tl.constexpr):
 
 
 @triton.jit
+def places_of(first, tokens, columns, D: tl.constexpr, ROWS: tl.constexpr):
+    """Numbers of the rows from ``first`` on, which of them there are, [ROWS, 1, 1], and where their elements stand."""
+    rows = first + tl.arange(0, ROWS)
+    return rows, (rows < tokens)[:, None, None], rows.to(tl.int64)[:, None, None] * D + columns
+
+
+@triton.jit
 def load_fp32(pointers, mask):
     """Load values as fp32, 0 where the mask is False."""
     return tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
@@ -101,6 +108,15 @@ def norm_gradient(dy, normalised, weight, rstd, D: tl.constexpr):
 def store_partial(pointers, accumulator, inside):
     """Store the sum of a tile's rows."""
     tl.store(pointers, tl.sum(accumulator, axis=0)[None, :, :], mask=inside)
+
+
+@triton.jit
+def store_vectors(partials, dbias, dweight, dnorm_bias, columns, inside, D: tl.constexpr):
+    """Store a program's sums of the gradients of bias, weight and norm_bias; ``partials`` [programs, 3, D]."""
+    partial = partials + tl.program_id(0) * 3 * D + columns
+    store_partial(partial, dbias, inside)
+    store_partial(partial + D, dweight, inside)
+    store_partial(partial + 2 * D, dnorm_bias, inside)
 
 
 @triton.jit

@@ -1,0 +1,58 @@
+"""Text, vocabularies, data sets and command lines that several benchmarks train with."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dataloading.batches.loader import Batch, batch_of
+from dataloading.batches.sampler import Plan
+from dataloading.batches.synthetic import synthetic_samples
+from dataloading.dataset.folder import Dataset, write_dataset
+from dataloading.shards.shard import DatasetInfo
+from dataloading.text.documents import demo_documents
+from dataloading.text.tokenization import SPECIAL_TOKENS, Vocabulary
+
+_BERT_WORDS = 30522
+
+
+def flags(settings: Mapping[str, object]) -> list[str]:
+    """Return settings by name as a command line."""
+    return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def write_demo_text(path: Path) -> Path:
+    """Write the standard library's prose, one sentence a line."""
+    path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
+    return path
+
+
+def made_up_vocabulary(path: Path, size: int) -> Vocabulary:
+    """Write and read a vocabulary of made-up words."""
+    words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(len(SPECIAL_TOKENS), size))]
+    path.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
+    return Vocabulary.from_file(path)
+
+
+def write_made_up_set(
+    folder: Path,
+    lengths_N: NDArray[np.integer],
+    longest: int = 512,
+    vocabulary: Vocabulary | None = None,
+    shards: int = 8,
+    seed: int = 0,
+) -> None:
+    """Write a data set of random tokens; without a vocabulary they are of one of BERT's size that is not there."""
+    samples = synthetic_samples(lengths_N, vocabulary.size if vocabulary else _BERT_WORDS, seed)
+    masked = int(samples.masked_counts.max())
+    info = DatasetInfo(_BERT_WORDS, longest, masked, "", "", {}, {})
+    write_dataset(
+        folder, samples, shards=shards, info=DatasetInfo.of(vocabulary, longest, masked) if vocabulary else info
+    )
+
+
+def global_batch(data: Dataset, sequences: int, step: int) -> Batch:
+    """Return the batch of a step on one rank."""
+    (micro_batch,) = Plan(data.lengths, data.masked_counts, sequences, 1, 1, seed=0).rank_batches(step, 0)
+    return batch_of(data.take(micro_batch.indices), micro_batch)

@@ -1,0 +1,1 @@
+"""Evaluations of a run, and of a checkpoint alone."""

@@ -1,0 +1,246 @@
+"""Launches of the kernels of attention: block sizes by device, arguments, and where results go.
+
+Shape legend in ``kernels/__init__.py``.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+from torch import Tensor
+
+from kernels.reference.fp8 import LARGEST
+from kernels.reference.random import PLACES_A_DRAW, Dropout
+from kernels.triton.attention.backward import attention_backward_keys, attention_backward_queries
+from kernels.triton.attention.forward import attention_forward
+from kernels.triton.attention.tiles import KEYS_A_GROUP
+
+if TYPE_CHECKING:
+    from kernels.ahead_of_time import Configuration
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Block sizes and pipeline of one kernel."""
+
+    block_q: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    max_registers: int | None = None
+    """Of a thread, where the compiler would take more than let another block be on a multiprocessor."""
+
+    def options(self) -> dict[str, int]:
+        """Keyword arguments of the launch."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
+
+
+@dataclass(frozen=True)
+class Casts:
+    """Where results go in FP8."""
+
+    scale: Tensor
+    amax: Tensor
+    """int32, its bits."""
+    rows: Tensor
+    """[T, columns], of which the last are next to one another."""
+    transposed: Tensor
+    """[columns, padded(T)]."""
+    sums: Tensor | None = None
+    """fp32 [blocks, columns], where columns are added up: zeros, of which a block that there is writes a row."""
+
+    def split(self, columns: int) -> tuple["Casts", "Casts"]:
+        """Divide it into that of the first columns and that of the others."""
+        assert self.sums is not None
+        first, others = (
+            Casts(self.scale, self.amax, self.rows[:, part], self.transposed[part], self.sums[:, part])
+            for part in (slice(columns), slice(columns, None))
+        )
+        return first, others
+
+
+NARROW: dict[int, int] = dict.fromkeys((16, 32), 184)
+"""Registers that a thread may have where the forward kernel makes casts, by head size: left alone, a B200's takes fewer and
+spills."""
+
+# By the compute capability that they are chosen from. None was measured: they spill no registers, and of what does not
+# spill they let the most warps be on a multiprocessor, in several blocks. Sequences are short, so blocks are small too.
+# With two stages the next tile is asked for at the end of an iteration and waited for at the start of the next one; with
+# three a tile is on its way while one is computed with.
+_LAUNCHES = {
+    80: {"forward": _Launch(64, 64, 4, 3, 168), "dq": _Launch(64, 32, 4, 3), "dkv": _Launch(64, 32, 4, 3)},
+    90: {"forward": _Launch(64, 64, 4, 3), "dq": _Launch(64, 64, 4, 3), "dkv": _Launch(64, 64, 4, 3)},
+}
+# For tests.
+_FP32_LAUNCHES = {"forward": _Launch(32, 32, 4, 2), "dq": _Launch(32, 32, 4, 1), "dkv": _Launch(32, 32, 4, 1)}
+
+
+def _rows_of_heads(x: Tensor) -> Tensor:
+    """Return ``x`` [N, H, E] where the heads of a row are contiguous, as in every part of a packed tensor; else a copy."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
+
+
+def _kept_shape(heads: int, queries: int, max_seqlen: int, drawn: bool) -> tuple[int, ...]:
+    """Return the shape of the draws whose bits say what dropout kept, if any are drawn: [H, groups, Q, 4]."""
+    return (heads, _groups(max_seqlen), queries, KEYS_A_GROUP // PLACES_A_DRAW) if drawn else (0,)
+
+
+def _groups(max_seqlen: int) -> int:
+    return -(-max_seqlen // KEYS_A_GROUP)
+
+
+def _written(casts: Casts | None) -> tuple[Tensor | None, ...]:
+    """Return scale, amax, rows, transposed and sums, as far as there are any."""
+    return (None,) * 5 if casts is None else (casts.scale, casts.amax, casts.rows, casts.transposed, casts.sums)
+
+
+def fake_saved(query: Tensor, max_seqlen: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return what the forward pass returns besides its output, without values."""
+    queries, heads, _size = query.shape
+    shape = _kept_shape(heads, queries, max_seqlen, state is not None)
+    return query.new_empty((heads, queries), dtype=torch.float32), query.new_empty(shape, dtype=torch.int16)
+
+
+def launch_forward(
+    qkv: list[Tensor],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    state: Tensor | None,
+    p: float,
+    stream: int,
+    casts: Casts | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return output, logarithms of sums, and what dropout kept."""
+    qkv = [_rows_of_heads(x) for x in qkv]
+    queries, heads, head_size = qkv[0].shape
+    output = torch.empty((queries, heads, head_size), dtype=qkv[0].dtype, device=qkv[0].device)
+    lse = torch.empty((heads, queries), dtype=torch.float32, device=output.device)
+    drawn = state is not None
+    kept = torch.empty(_kept_shape(heads, queries, max_seqlen, drawn), dtype=torch.int16, device=output.device)
+    launch, strides = _launch("forward", output), [x.stride(0) for x in qkv]
+    if casts is not None and head_size in NARROW:
+        launch = replace(launch, max_registers=NARROW[head_size])
+    threshold = 0 if state is None else Dropout(p, state, stream).threshold
+    numbers = queries, _groups(max_seqlen), stream, threshold, 1 / (1 - p)
+    constants = _constants(attention_forward, strides, strides, heads, head_size, drawn, launch, casts)
+    # Only the device knows the lengths: the grid is for the longest, in S + 1 layers, the last for rows of no sequence.
+    grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
+    bounds = cu_seqlens_q, cu_seqlens_k
+    attention_forward[grid](
+        *qkv, output, *_written(casts)[:-1], lse, kept, *bounds, state, *numbers, **constants, **launch.options()
+    )
+    return output, lse, kept
+
+
+def launch_backward(
+    output_gradient: Tensor,
+    qkv: list[Tensor],
+    output: Tensor,
+    lse: Tensor,
+    kept: Tensor,
+    gradients: list[Tensor],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen: int,
+    p: float,
+    casts: Casts | None = None,
+) -> None:
+    """Write ``gradients``, or ``casts``: columns of queries, keys, values. Of the former then only the strides count."""
+    qkv = [_rows_of_heads(x) for x in qkv]
+    queries, heads, head_size = output.shape
+    strides = [x.stride(0) for x in qkv], [x.stride(0) for x in gradients]
+    d_query, d_key, d_value = gradients if casts is None else (None, None, None)
+    of_queries, of_keys = (None, None) if casts is None else casts.split(heads * head_size)
+    delta, upstream = torch.empty_like(lse), output_gradient.contiguous()
+    drawn, sizes = kept.numel() > 0, (heads, head_size)
+    bounds, numbers = (cu_seqlens_q, cu_seqlens_k), (_groups(max_seqlen), 1 / (1 - p))
+    # Queries first: their kernel writes delta, which that of the keys reads.
+    launch = _launch("dq", output)
+    options = launch.options() | _constants(attention_backward_queries, *strides, *sizes, drawn, launch, of_queries)
+    grid = (max(1, triton.cdiv(max_seqlen, launch.block_q)), heads, len(cu_seqlens_q))
+    attention_backward_queries[grid](
+        upstream, *qkv, output, lse, delta, kept, d_query, *_written(of_queries), *bounds, queries, *numbers, **options
+    )
+    launch = _launch("dkv", output)
+    options = launch.options() | _constants(attention_backward_keys, *strides, *sizes, drawn, launch, of_keys)
+    grid = (max(1, triton.cdiv(max_seqlen, launch.block_k)), heads, len(cu_seqlens_q))
+    rows = queries, len(qkv[1])
+    attention_backward_keys[grid](
+        upstream, *qkv, lse, delta, kept, d_key, d_value, *_written(of_keys), *bounds, *rows, *numbers, **options
+    )
+
+
+def configurations() -> "list[Configuration]":
+    """Return every kernel as BERT-Large (H = 16, E = 64) and the small default model (H = 4, E = 32) launch it in bf16."""
+    from kernels.ahead_of_time import SHARED_MEMORY_LIMITS, Configuration
+
+    kernels = {"forward": attention_forward, "dq": attention_backward_queries, "dkv": attention_backward_keys}
+    devices = {oldest: tuple(c for c in SHARED_MEMORY_LIMITS if _oldest(c) == oldest) for oldest in _LAUNCHES}
+    chosen = []
+    for capability, (model, heads, size), last_layer, dropout in product(
+        _LAUNCHES, (("large", 16, 64), ("small", 4, 32)), (False, True), (False, True)
+    ):
+        # the last layer has the queries by themselves, keys and values packed, and gradients of each by itself
+        packed = (2 if last_layer else 3) * heads * size
+        strides = [heads * size if last_layer else packed, packed, packed]
+        gradient_strides = [heads * size] * 3 if last_layer else strides
+        case = f"{model}{', last layer' if last_layer else ''}{', dropout' if dropout else ''}, from sm_{capability}"
+        for name, kernel in kernels.items():
+            launch = _LAUNCHES[capability][name]
+            constants = _constants(kernel, strides, gradient_strides, heads, size, dropout, launch, None)
+            constants |= dict.fromkeys(("scale", "amax", "cast", "transposed", "sums"))
+            constants |= {} if dropout else {"state": None}
+            types = dict.fromkeys(kernel.arg_names, "*bf16") | _TYPES
+            pipeline = launch.num_warps, launch.num_stages, devices[capability], launch.max_registers
+            chosen.append(Configuration.of(f"{name}, {case}", kernel, types, constants, *pipeline))
+    return chosen
+
+
+_TYPES = dict.fromkeys(("lse", "delta"), "*fp32") | dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), "*i32")
+_TYPES |= dict.fromkeys(("queries", "keys", "groups", "stream", "threshold"), "i32")
+_TYPES |= {"state": "*i64", "kept": "*i16", "kept_scale": "fp32"}
+
+
+def _constants(
+    kernel: Any,
+    strides: list[int],
+    gradient_strides: list[int],
+    heads: int,
+    head_size: int,
+    dropout: bool,
+    launch: _Launch,
+    casts: Casts | None,
+) -> dict[str, Any]:
+    """Return the constants that a kernel has among all; ``strides`` lead from row to row of query, key and value."""
+    names = ("QUERY", "KEY", "VALUE")
+    constants = {f"{name}_STRIDE": stride for name, stride in zip(names, strides, strict=True)}
+    constants |= {f"{name}_GRADIENT_STRIDE": stride for name, stride in zip(names, gradient_strides, strict=True)}
+    constants |= {"HEADS": heads, "HEAD_SIZE": head_size, "DROPOUT": dropout}
+    constants |= {"BLOCK_Q": launch.block_q, "BLOCK_K": launch.block_k}
+    constants |= {"LARGEST": 0.0 if casts is None else LARGEST[casts.rows.dtype]}
+    return {name: value for name, value in constants.items() if name in kernel.arg_names}
+
+
+def _launch(name: str, x: Tensor) -> _Launch:
+    """Return the launch of a kernel (``forward``, ``dq``, ``dkv``) for the device and dtype of ``x``."""
+    if x.element_size() == 4:
+        return _FP32_LAUNCHES[name]
+    major, minor = torch.cuda.get_device_capability(x.device) if x.is_cuda else (9, 0)
+    return _LAUNCHES[_oldest(10 * major + minor)][name]
+
+
+def _oldest(capability: int) -> int:
+    """Return the capability whose launches are taken for this one."""
+    return max((oldest for oldest in _LAUNCHES if oldest <= capability), default=min(_LAUNCHES))
+
+
+def smallest_block(x: Tensor) -> int:
+    """Return the rows of the smallest block of those kernels that write gradients."""
+    queries, keys = _launch("dq", x), _launch("dkv", x)
+    return min(queries.block_q, keys.block_k)

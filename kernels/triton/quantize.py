@@ -1,0 +1,102 @@
+# ruff: noqa: ANN001, ANN201, ANN202
+# pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+"""FP8 in Triton: what every kernel that casts has in common."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.reference.fp8 import E4M3, E5M2, padded
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+POINTERS = {E4M3: "*fp8e4nv", E5M2: "*fp8e5"}
+"""Types of pointers, by those of tensors."""
+# Scale and amax are elements of vectors: their addresses are aligned or not, and that must not make two kernels of one.
+SCALARS = ["scale", "amax"]
+
+
+def fp8_pair(x_RC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for the cast and for its transpose."""
+    rows, columns = x_RC.shape
+    return x_RC.new_empty((rows, columns), dtype=dtype), x_RC.new_empty((columns, padded(rows)), dtype=dtype)
+
+
+@triton.jit
+def aligned(size):
+    """Round up to a multiple of 16, which the compiler sees that it is: memory is read and written 16 bytes at a time."""
+    return (size + 15) // 16 * 16
+
+
+@triton.jit
+def raise_amax(amax, largest):
+    """Raise ``amax`` to the bits of a magnitude, both int32.
+
+    Magnitudes order like their bits, infinity above all numbers and every NaN above infinity. An amax that is out of date is
+    only ever too small, and then the atomic decides: most programs need none.
+    """
+    tl.atomic_max(amax, largest, mask=largest > tl.load(amax), sem="relaxed")
+
+
+@triton.jit
+def cast_rows(
+    value, scale, amax, q, transposed, sums, start, rows, stop, tokens,
+    STRIDE: tl.constexpr, SIZE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Cast fp32 ``value`` [rows, SIZE]: those of ``rows`` below ``stop``, counted from row ``start`` on.
+
+    ``q`` points to a column of [tokens, STRIDE], ``transposed`` to a row of [STRIDE, tokens rounded up to 16], ``sums``, if
+    there are to be sums of columns, to SIZE of them. Where a sequence starts is no multiple of anything: what is transposed
+    is written a byte a thread, 32 neighbours at once.
+    """
+    live, column = rows < stop, tl.arange(0, SIZE)
+    value = tl.where(live[:, None], value, 0.0)
+    raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
+    cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
+    q += start.to(tl.int64) * STRIDE
+    tl.store(q + (rows[:, None] * STRIDE + column[None, :]), cast, mask=live[:, None])
+    places = transposed + start + (column[:, None] * aligned(tokens) + rows[None, :])
+    tl.store(places, tl.trans(cast), mask=live[None, :])
+    if sums is not None:
+        tl.store(sums + column, tl.sum(value, axis=0))
+
+
+@triton.jit
+def cast_zeros(
+    q, transposed, start, tokens, step, STRIDE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Zero every ``step``-th block of rows from ``start`` to the end, and to that of the transpose, which is padded."""
+    padded, column = aligned(tokens), tl.arange(0, SIZE)
+    for first in range(0, padded - start, step):
+        rows = start + first + tl.arange(0, BLOCK).to(tl.int64)
+        zeros = tl.zeros((BLOCK, SIZE), tl.uint8).to(q.dtype.element_ty, bitcast=True)
+        tl.store(q + (rows[:, None] * STRIDE + column[None, :]), zeros, mask=(rows < tokens)[:, None])
+        tl.store(
+            transposed + (column[:, None] * padded + rows[None, :]), tl.trans(zeros), mask=(rows < padded)[None, :]
+        )
+
+
+@triton.jit
+def quantized(value, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
+    """Quantize ``value`` to FP8: rounded to nearest even, saturated; NaN stays NaN."""
+    value = tl.clamp(value, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    # The interpreter's own conversion does not round to even, and makes a number of NaN.
+    return _fp8_bits(value, DTYPE).to(DTYPE, bitcast=True) if _INTERPRETED else value.to(DTYPE)
+
+
+@triton.jit
+def _fp8_bits(value, DTYPE: tl.constexpr):
+    """Convert fp32 numbers within the range of an FP8 type as the GPU does, by arithmetic on their bits."""
+    MANTISSA: tl.constexpr = DTYPE.fp_mantissa_width
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    # Adding 2^23 times the distance between neighbouring FP8 numbers leaves no room for what lies between them.
+    smallest = 128 - DTYPE.exponent_bias  # exponent field, in fp32, of the smallest normal number
+    exponent = tl.maximum(magnitude >> 23, smallest)
+    large = (exponent + (23 - MANTISSA)) << 23
+    rounded = magnitude.to(tl.float32, bitcast=True) + large.to(tl.float32, bitcast=True)
+    steps = rounded.to(tl.int32, bitcast=True) - large
+    found = ((exponent - smallest) << MANTISSA) + steps
+    found = tl.where(magnitude > 0x7F800000, 0x7F, found)  # a NaN of either type
+    return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
