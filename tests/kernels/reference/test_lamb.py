@@ -250,7 +250,6 @@ def test_flat_parameters_keep_values_and_share_memory():
         # 0.95 to 1.0 of the base over 500 steps, then 0.51 of it
         (2e-3, 1024, 10000, -9500, {0: 1.9e-3, 499: 2e-3 * 0.9999, 500: 2e-3 * (1 - 500 / 1024)}),
         (1e-3, 100, 10, 0, {0: 0.0, 5: 5e-4, 9: 9e-4, 10: 9e-4, 99: 1e-5}),
-        (1e-3, 100, 10, 3, {}),
     ],
 )
 def test_learning_rate(base: float, train_steps: int, warmup: int, start: int, expected: dict[int, float]):
