@@ -98,19 +98,20 @@ def held_by_rank(
     copies = nodes * ranks // strategy.copy_ranks
     here = max(1, ranks // strategy.copy_ranks)
     elements = layout.padded(copies)
-    sharded = strategy.reduction in SHARDED
+    # LAMB of a shard is also that of ranks that have parts of a copy: see TrainingStep.
+    on_shards = strategy.reduction in SHARDED or strategy.copy_ranks > 1
     shard = elements / {"sharded": here, "sharded_world": copies}.get(strategy.reduction, 1)
     bucket = max(each.stop - each.start for each in layout.buckets(copies, strategy.bucket_bytes))
     gradients = gradient_elements(elements, copies, strategy.bucket_bytes) if strategy.shard_gradients else elements
     # There LAMB on whole vectors leaves copies of all weights, and autocast casts those of the heads alone.
-    leaves_copies = on_gpu and strategy.precision == "bf16" and not sharded and strategy.copy_ranks == 1
+    leaves_copies = on_gpu and strategy.precision == "bf16" and not on_shards
     cast = _cast_weights(work, layers, elements if leaves_copies else None)
     return {
         "weights": 4.0 * (elements + layout.copied),
         "gradients": 4.0 * (gradients + layout.copied),
         "moments": 8.0 * shard,
         # The shard's own gradients and weights lie without gaps beside the update.
-        "update": (12.0 if sharded else 4.0) * shard,
+        "update": (12.0 if on_shards else 4.0) * shard,
         "reduction buffers": 4.0 * bucket if strategy.reduce_dtype == "bf16" and copies > 1 else 0.0,
         "16-bit weights": 0.0 if strategy.precision == "fp32" else cast / strategy.tensor,
     }

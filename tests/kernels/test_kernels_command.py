@@ -28,12 +28,14 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "dropout_add_layer_norm (256 x 1024, float32): pytorch" in table
     assert main(["show"]) == 0
     assert capsys.readouterr().out.startswith("varlen_attention: reference, pinned\ndropout_add_layer_norm (256")
+    assert main(["pin", "dense_gelu", "reference"]) == 0
+    capsys.readouterr()
     assert main(["clear", "varlen_attention"]) == 0
     assert capsys.readouterr().out == "1 forgotten\n"
-    assert Cache().pins() == {}
+    assert Cache().pins() == {"dense_gelu": "reference"}
     assert main(["clear"]) == 0
-    assert capsys.readouterr().out == "1 forgotten\n"
-    assert Cache().entries() == []
+    assert capsys.readouterr().out == "2 forgotten\n"
+    assert (Cache().entries(), Cache().pins()) == ([], {})
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import pytest
@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.training.recomputation import Storages
-from bert.configuration.sections import ModelConfig, OptimizerConfig, Precision, Recompute
+from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig, Precision, Recompute
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
+from bert.parallel.model_state import model_state
 from bert.parallel.pipeline.stages import PipelineParallel
 from bert.parallel.tensor.shards import TensorParallel
 from bert.recompute import recompute_layers
@@ -128,6 +130,23 @@ def test_a_stage_keeps_what_is_predicted(place: int) -> None:
     two = memory_of_rank(work, replace(strategy, gradient_accumulation_steps=2), 1, 2)
     assert two["stage buffers"] > 0
     assert under_way(replace(strategy, gradient_accumulation_steps=8), 0) == 2
+
+
+@pytest.mark.parametrize(
+    ("reduction", "tensor", "pipeline"), [("flat", 2, 1), ("flat", 1, 2), ("sharded", 2, 1), ("sharded_world", 2, 2)]
+)
+def test_the_state_of_a_shared_model_is_what_the_dry_run_says(
+    reduction: Literal["flat", "sharded", "sharded_world"], tensor: int, pipeline: int
+) -> None:
+    work, _ = work_and_samples(ModelConfig(4, 128, 4, 512, 1024, 128))
+    strategy = Strategy(SEQUENCES, reduction=reduction, tensor=tensor, pipeline=pipeline)
+    recipe = tiny_cpu()
+    training = replace(recipe.training, reduction=reduction, gradient_accumulation_steps=2)
+    parallel = ParallelConfig(tensor, pipeline)
+    state = model_state(replace(recipe, model=work.model, training=training, parallel=parallel), 8, 8)
+    held = [held_by_rank(work, strategy, 1, 8, place) for place in range(pipeline)]
+    most = max(sum(each[name] for name in ("weights", "gradients", "moments", "update")) for each in held)
+    assert most == pytest.approx(state.state_bytes, rel=0.01)
 
 
 def test_what_is_divided_and_what_is_not() -> None:
