@@ -206,6 +206,7 @@ def test_processes_train_on_demand_and_leave_nothing(settings: tuple[str, ...], 
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_a_choice_that_cannot_run_says_why_in_a_line(settings: tuple[str, ...]) -> None:
     with pytest.raises(
         TrialError, match=r"^1 process\(es\) x 1 thread\(s\), .* has ended: data.prefetch is 0: expected"

@@ -61,6 +61,7 @@ def test_a_device_is_set_up_with_sums_in_fp32(
     assert settings() == (False, False, False, "highest")
 
 
+@pytest.mark.slow
 def test_the_container_does_not_decide() -> None:
     """What NVIDIA's sets is read once, when PyTorch is loaded."""
     program = (

@@ -250,6 +250,7 @@ def one_sample(ids: list[int], masked: int) -> Samples:
     )
 
 
+@pytest.mark.slow
 def test_an_exported_folder_fills_masks_as_the_model_does(tmp_path: Path):
     """With heads of an odd width, and the tokenizer that comes along."""
     import transformers

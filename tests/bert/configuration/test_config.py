@@ -102,6 +102,7 @@ def test_a_wrong_setting_is_named_in_one_line(arguments: list[str], message: str
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_damaged_shard_ends_the_run_with_one_line(small_run: SmallRun, tmp_path: Path) -> None:
     shutil.copytree(small_run.folder / "train", tmp_path / "train")
     shard = sorted((tmp_path / "train").glob("part_*"))[0]
@@ -117,6 +118,7 @@ def test_a_damaged_shard_ends_the_run_with_one_line(small_run: SmallRun, tmp_pat
     assert '"status": "aborted"' in (tmp_path / "results/tiny_cpu/bert/result_0.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "said"),
     [

@@ -90,6 +90,7 @@ def dry_run(recipe: str, wikipedia: Path, results: Path, world_size: int, rank: 
     return program
 
 
+@pytest.mark.slow
 def test_the_largest_recipe_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
     done = dry_run("dgxa100_512x8", wikipedia, tmp_path, 4096, 4095)
     assert done.returncode == 0, done.output
@@ -98,6 +99,7 @@ def test_the_largest_recipe_is_checked_without_a_gpu(wikipedia: Path, tmp_path: 
     assert done.output.splitlines() == ([] if torch.cuda.is_available() else [warning]) + [ready]
 
 
+@pytest.mark.slow
 def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: Path) -> None:
     """With its shape, what a rank holds of it and of its micro-batches, and the time of a step."""
     step = {"SLURM_STEP_ID": 0, "SLURM_NTASKS": 64, "SLURM_NNODES": 8, "SLURM_PROCID": 63}
@@ -111,6 +113,7 @@ def test_the_largest_model_is_checked_without_a_gpu(wikipedia: Path, tmp_path: P
     assert re.search(r"a step is predicted to take \d+ ms on 8 x 8 A100-SXM-40GB: forward backward", done.output)
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_launch_that_does_not_fit_says_so_under_its_number(wikipedia: Path, tmp_path: Path) -> None:
     done = dry_run("dgxa100_8x8", wikipedia, tmp_path, 56, 7)
     assert done.returncode == 2

@@ -25,6 +25,7 @@ def refusal(small_run: SmallRun, results: Path, **changes: object) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_fine_is_ready_and_leaves_nothing(small_run: SmallRun, tmp_path: Path) -> None:
     process = Program("bert.train", [*small_run.arguments(tmp_path / "a" / "b"), "--dry-run"])
     assert process.wait(PATIENCE_S) == 0
