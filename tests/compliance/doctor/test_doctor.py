@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from compliance.doctor import examination as doctor
+from compliance.doctor import vitals
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, read_safetensors_header
 from compliance.doctor.host import Host, Output
@@ -38,6 +39,11 @@ DISK = "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n28 27 0:1 / /dev/shm rw -
 IN_MEMORY = DISK.replace("ext4 /dev/vda", "tmpfs tmpfs")
 
 Answers = dict[str, str | Output]
+
+
+@pytest.fixture(autouse=True)
+def brief_look_at_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vitals, "CLOCK_WATCHED_S", 0.01)
 
 
 def recipe(**sections: dict[str, Any]) -> str:
