@@ -25,7 +25,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
 # How long an example takes says more about what else the machine does than about the code.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("patient", patient)
+settings.register_profile("quick", patient, max_examples=20)
 settings.load_profile("patient")
 
 # In the background or under nohup a shell has programs ignore signals, and all that they start. Tests send them.
