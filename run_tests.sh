@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run the tests: ./run_tests.sh [--quick] [pytest arguments]. Sets up .venv first; the exit status is pytest's. With --quick
-# those that are not marked slow: the unit tests of all rooms, with fewer examples. With TORCH=2.11.0 in the environment they run with that PyTorch
-# in place of the pinned one.
+# those that are not marked slow: the unit tests of all rooms, with fewer examples. With TORCH=2.11.0 in the environment they
+# run with that PyTorch in place of the pinned one.
 set -euo pipefail
 cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")"
 source launch/venv.sh
