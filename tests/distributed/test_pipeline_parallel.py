@@ -120,6 +120,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.measured
 def test_a_stage_that_stands_still_is_named_and_not_those_that_wait(small_run: SmallRun, tmp_path: Path) -> None:
     arguments = small_run.arguments(tmp_path, **ENDLESS, training__fault_seconds=4.0)
     with Ranks(["compute:1", *arguments], 4, "tests.distributed.workers.faulty_worker") as started:

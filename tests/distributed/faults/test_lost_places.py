@@ -38,6 +38,7 @@ def unbroken(small_run: SmallRun, tmp_path_factory: pytest.TempPathFactory) -> P
     return folder
 
 
+@pytest.mark.measured
 @pytest.mark.parametrize("places", SHAPES)
 def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
     small_run: SmallRun, tmp_path: Path, unbroken: Path, places: tuple[str, str], monkeypatch: pytest.MonkeyPatch
@@ -51,7 +52,7 @@ def test_slow_and_killed_ranks_are_named_with_their_places_and_the_run_goes_on(
     [message] = started.errors
     host = re.escape(socket.gethostname())
     named = rf"rank 3 on host {host} \({places[1]}\)"
-    assert re.fullmatch(rf"error: {named}: ended without a word, last in \w+ of step \d+", message)
+    assert re.fullmatch(rf"error: {named}: ended without a word, last in (exchange in )?\w+ of step \d+", message)
     assert f"# ended by a fault: {message.removeprefix('error: ')}\n" in result_of(broken).read_text()
     slow = re.findall(r"rank (\d) on .* is slow: .*, ([\d.]+) times the median", result_of(broken).read_text())
     times = {int(rank): float(ratio) for rank, ratio in slow}
