@@ -19,6 +19,7 @@ from dataloading.dataset.folder import write_dataset
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Vocabulary
+from tests.programs import REPOSITORY
 
 # Hundreds of processes would each compile what they import, PyTorch's modules among it, which is half of their time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -39,7 +40,6 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
 CACHE = tempfile.TemporaryDirectory(prefix="mlperf-bert-tests-", ignore_cleanup_errors=True)
 os.environ["MLPERF_BERT_CACHE"] = CACHE.name
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 SLOW_ROOMS = ("e2e", "distributed", "benchmarks", "kernels/triton", "convergence")
 """Folders of tests that are slow as a whole, the slowest first."""
 TRIES = 3

@@ -2,9 +2,10 @@
 
 A server imports packages once and forks. A fork is what ``python -m MODULE ARGUMENTS`` would be, with arguments,
 environment, folder, output, signals and an exit status of its own; only the interpreter is not taken down when all else has
-ended, which would copy its whole memory. There are two servers: one for ``Program``, which has imported ``bert.run`` too,
-and one for the ``python`` of copies of the repository, whose own modules each fork imports. Fresh interpreters are started
-by the tests of scripts and of signals, and by the command at the top of the README, which ``.ci/run`` runs.
+ended, which would copy its whole memory. There are two servers, which all workers share: one for ``Program``, which has
+imported ``bert.run`` too, and one for the ``python`` of copies of the repository, whose own modules each fork imports.
+Fresh interpreters are started by the tests of scripts and of signals, and by the command at the top of the README, which
+``.ci/run`` runs.
 """
 
 import atexit
@@ -29,7 +30,8 @@ LARGEST_REQUEST = 200_000
 PATIENCE_S = 600.0
 """How long anything may take before it counts as never happening: a busy machine is many times slower than an idle one."""
 
-_SOCKETS = tempfile.TemporaryDirectory(prefix="mlperf-bert-", ignore_cleanup_errors=True)
+_SHARED = "MLPERF_BERT_TEST_SERVERS"
+"""Variable that gives workers the process whose workers they are, and the folder of its servers."""
 _OWN = ("benchmarks", "bert", "cluster", "compliance", "console", "dataloading", "kernels", "tests")
 _FORKED_PYTHON = """#!{python} -IS
 # Becomes a fork of the server of tests/programs.py where a program is to run, and {python} for anything else.
@@ -126,8 +128,8 @@ def write_forked_python(folder: Path, imported: str = "packages") -> None:
 
 @cache
 def _forked_python(imported: str) -> str:
-    """The program that has a server fork."""
-    path = Path(_SOCKETS.name, f"python of {imported}")
+    """The program that has a server fork, one for each worker: a file that is being written cannot be run."""
+    path = Path(_FOLDER, f"{os.getpid()} python of {imported}")
     text = _FORKED_PYTHON.format(python=sys.executable, own=_OWN, path=_server(imported), largest=LARGEST_REQUEST)
     path.write_text(text)
     path.chmod(0o755)
@@ -137,25 +139,39 @@ def _forked_python(imported: str) -> str:
 @cache
 def _server(imported: str) -> str:
     """The address of a server, which ends with the tests."""
-    address = str(Path(_SOCKETS.name, imported))
+    address = Path(_FOLDER, imported)
+    if address.exists():
+        return str(address)
+    own = Path(_FOLDER, f"{os.getpid()} {imported}")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as requests:
-        requests.bind(address)
+        requests.bind(str(own))
         requests.listen(64)  # it answers once it has imported everything
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "tests.programs", imported, str(requests.fileno()), str(theirs.fileno())]
-        descriptors = [requests.fileno(), theirs.fileno()]
-        subprocess.Popen(command, cwd=REPOSITORY, pass_fds=descriptors, env=os.environ | {"OMP_NUM_THREADS": "1"})
-        theirs.close()
-    _TIES.append(ours)
-    return address
+        try:
+            address.hardlink_to(own)
+        except FileExistsError:  # another worker came first
+            return str(address)
+        finally:
+            own.unlink()
+        command = [sys.executable, "-m", "tests.programs", imported, str(requests.fileno()), str(_OWNER)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        subprocess.Popen(command, cwd=REPOSITORY, pass_fds=[requests.fileno()], env=environment)
+    return str(address)
 
 
-_TIES: list[socket.socket] = []
-"""Connections that a server has for as long as the tests run."""
+def _shared() -> tuple[int, str]:
+    """The process that servers live as long as, and their folder: those of the process that has started this worker."""
+    owner, _, folder = os.environ.get(_SHARED, "").partition(" ")
+    if owner == str(os.getppid()):  # and not of tests that a test of theirs has started
+        return int(owner), folder
+    made = tempfile.TemporaryDirectory(prefix="mlperf-bert-", ignore_cleanup_errors=True)
+    atexit.register(made.cleanup)
+    os.environ[_SHARED] = f"{os.getpid()} {made.name}"
+    return os.getpid(), made.name
 
 
-def _serve(imported: str, requests: socket.socket, tie: socket.socket) -> dict[str, Any]:
+def _serve(imported: str, requests: socket.socket, owner: int) -> dict[str, Any]:
     """Fork for every request, and tell its number and its end; returns in each fork, with the request."""
+    tie = os.pidfd_open(owner)
     atexit.register(_end)  # the first, so that it is called after all others
     _import_packages()
     if imported == "bert":
@@ -195,9 +211,9 @@ def _serve(imported: str, requests: socket.socket, tie: socket.socket) -> dict[s
             _tell(connection, pid)
         for descriptor in descriptors:
             os.close(descriptor)
-    for each in (requests, tie, connection, *running.values()):
+    for each in (requests, connection, *running.values()):
         each.close()
-    for descriptor in running:
+    for descriptor in (tie, *running):
         os.close(descriptor)
     for place, descriptor in enumerate(descriptors):
         os.dup2(descriptor, place)
@@ -276,4 +292,6 @@ def _end() -> None:
 _statuses: list[int] = []
 
 if __name__ == "__main__":
-    _run(_serve(sys.argv[1], *(socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[2:])))
+    _run(_serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3])))
+else:
+    _OWNER, _FOLDER = _shared()
