@@ -181,7 +181,7 @@ for ((run = 1; run <= runs && !stopped; run++)); do
   if ((world_size > 1)); then
     ((nodes > 1)) || { MASTER_ADDR=127.0.0.1 && MASTER_PORT=$("$python" -c "$free_port"); }
     launcher+=(-m torch.distributed.run --nproc-per-node "$NPROC" --nnodes "$nodes" --node-rank "$node")
-    launcher+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+    launcher+=(--master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$claims") # or it leaves a folder in /tmp
   fi
   claim=$claims/$run
   supervise env MLPERF_BERT_CLAIM="$claim" "${launcher[@]}" "${train[@]}" "${settings[@]}" "${cache[@]}" || status=$?

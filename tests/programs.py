@@ -261,6 +261,7 @@ def _run(request: dict[str, Any]) -> None:
     os.sched_setaffinity(0, request["cores"])
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
     sys.executable = request["executable"]
+    tempfile.tempdir = None  # which the server has found for its own environment
     sys.stdin = open(0, closefd=False)  # noqa: SIM115, as are the others, which knew the server's files
     lines, encoding = 1 if request["unbuffered"] else -1, sys.stdout.encoding
     sys.stdout = open(1, "w", lines, encoding, sys.stdout.errors, closefd=False)  # noqa: SIM115

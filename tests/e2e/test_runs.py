@@ -43,6 +43,16 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tm
     assert {path: path.read_text() for path in earlier} == earlier
 
 
+def test_a_run_leaves_nothing_among_temporary_files(checkout: Path, tmp_path: Path) -> None:
+    temporary, results = tmp_path / "temporary", tmp_path / "results"
+    temporary.mkdir()
+    settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(results))
+    done = start(checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2", TMPDIR=str(temporary))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [*results.rglob("result_0.txt")]
+    assert [*temporary.iterdir()] == []
+
+
 def test_what_was_tuned_is_used_unless_something_is_set(
     checkout: Path, tmp_path: Path, small_run: SmallRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
