@@ -198,6 +198,7 @@ def join_mesh(
                 "start at most one process a GPU"
             )
         torch.cuda.set_device(launch.local_rank)  # NCCL takes the current device
+    # By the launcher's number and not by the place among the host's ranks, which is not known yet.
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     nodes: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[str, ...] = (socket.gethostname(),)
@@ -346,9 +347,11 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
     """
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, identity in enumerate(identities):
+        # By rank, so that hosts come in the order of their lowest rank, the same for all.
         hosts.setdefault((identity.host, identity.boot), []).append(rank)
     for (host, _), ranks in hosts.items():
         ranks.sort(key=lambda rank: (identities[rank].local_rank, rank))
+        # Containers may have host names of their own: ranks that share a host would then count as several hosts.
         announced = max(identities[rank].local_size for rank in ranks)
         if len(ranks) < announced:
             raise ValueError(

@@ -43,6 +43,7 @@ class Launch:
             # A batch script has a SLURM_PROCID too, but is no step.
             tasks, nodes = _environment("SLURM_NTASKS", 1), _environment("SLURM_NNODES", 1)
             rank, local_rank = _environment("SLURM_PROCID", 0), _environment("SLURM_LOCALID", 0)
+            # Where tasks are uneven, their mean is no size of a host.
             local_size = tasks // nodes if nodes > 0 and tasks % nodes == 0 else 0
             return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", "SLURM_NTASKS")
         else:

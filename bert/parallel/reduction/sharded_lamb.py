@@ -100,11 +100,14 @@ class ShardedLamb:
         # Every rank takes part in the sums, even one without adapted elements.
         filled_2K = torch.cat([squares_2K, squares_2K.new_zeros(2, 1)], dim=1)
         squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1))
+        # Counted from 0, while the bias corrections above count from 1.
         rate = learning_rate_tensor(config, self.steps)
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
+        # Other ranks' parts stay as of the last step, until weights are gathered.
         self._spread(weight_W, flat.weights_N)
+        # Not the own shard alone: elsewhere in a flat gradient the reduction has left anything.
         self._gradients.zero_()
         return norm
 
@@ -180,6 +183,7 @@ def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return squares
     gathered = squares.new_empty(group.size() * squares.numel())
+    # Not an all-reduce, whose order is the backend's own: with other bits the weights of ranks would drift apart.
     all_gather_single(gathered, squares.flatten(), group=group)
     return gathered.view(group.size(), *squares.shape).sum(0)
 
