@@ -102,6 +102,7 @@ class Checkpoints:
         size, pinned = step.whole.size, mesh.device.type == "cuda"
         self._removable = set(_by_step(self._folder)) if mesh.is_main else set()
         """Checkpoints that are this run's own to replace: those it goes on from, and those it has written."""
+        # Made once, as pinned memory is slow to get, and because training waits for the copies.
         self._copies = [torch.empty(size, pin_memory=pinned) for _ in _FILES] if mesh.is_main else []
         """Of the whole model, in the host's memory: what is being written."""
 
@@ -148,6 +149,7 @@ class Checkpoints:
                 self._copies[place].copy_(whole)
         if not self._mesh.is_main:
             return
+        # What it reads of the device waits for nothing more: the copies above have waited.
         state = RunState(
             step=steps,
             samples=samples,
@@ -223,6 +225,7 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
 
     def take() -> str:
         try:
+            # The descriptor is dropped, a plain number: it stays open, and the lock taken, until the process ends.
             lock_checkpoints(folder, _PATIENCE_S if again else 0.0)
         except OSError as error:
             return f"warning: no lock on {folder} ({error.strerror}): see that no other run writes there"
@@ -272,6 +275,7 @@ def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
     answer = ""
     if mesh.is_main:
         try:
+            # Not raised here: the other ranks wait for an answer, whatever it is.
             answer = act()
         except (ValueError, OSError) as error:
             answer = f"error: {error}"
@@ -289,11 +293,13 @@ def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
         whole = vector_P.new_zeros(step.whole.size)
         if mesh.is_main:
             _read_into(step, Path(state.path) / name, whole)
+        # Rank 0 alone reads, so that others need not see its file system.
         step.whole.shard_(vector_P, broadcast_(whole))
     weights_P, momentum_P, variance_P = vectors
     with torch.no_grad():
         step.flat.weights_P.copy_(weights_P)
         step.optimizer.set_moments_(momentum_P, variance_P)
+        # In place, here and below: captured graphs have these addresses.
         step.optimizer.steps.fill_(state.optimizer_steps)
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None and state.fp8_scales is not None:
@@ -327,6 +333,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
             broken.append(str(error))
             continue
         for name, value in expected.items():
+            # Told, not passed over as a broken one is: it is whole, and the run is another.
             if state.settings.get(name) != value:
                 raise ValueError(
                     f"{path} was made with {name} {state.settings.get(name)}, but this run has {value}: "

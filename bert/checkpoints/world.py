@@ -56,6 +56,7 @@ def planned_anew(config: Config, before: World, data_size: int) -> Config:
     batch. Everything else that depends on the ranks (reduction, shape buckets, kernels) is chosen at every start.
     """
     batch = config.training.global_batch_size
+    # By what has fitted in memory, not by what the last run had, which may have been less on more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # no rank without a sequence
     if config.parallel.pipeline > 1:  # as many micro-batches as its schedule needs, in whole rounds
@@ -65,6 +66,7 @@ def planned_anew(config: Config, before: World, data_size: int) -> Config:
 
 def changes(before: World, now: World) -> list[str]:
     """Lines that say which hosts have gone and come, and how the global batch is shared since; [] where all is the same."""
+    # Counters, so that a host which came back with other ranks counts by the difference.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
     shares = [

@@ -42,6 +42,7 @@ def tiny_cpu() -> Config:
         ),
         training=TrainingConfig(global_batch_size=32, max_samples=96_000),
         evaluation=EvaluationConfig(target=0.36, interval_samples=4800),
+        # Another model and target than the closed division's.
         log=LogConfig(system="tiny_cpu", division="open"),
     )
 
@@ -180,7 +181,9 @@ def bert_3_9b_8x8() -> Config:
         large,
         model=ModelConfig(num_hidden_layers=48, hidden_size=2560, num_attention_heads=40, intermediate_size=10240),
         data=replace(large.data, initial_checkpoint=None),
+        # What stages send one another is not captured.
         training=replace(large.training, cuda_graphs=False, reduction="sharded_world", recompute="selective"),
+        # Another model than BERT-Large, which the closed division refuses.
         log=replace(large.log, division="open"),
         parallel=ParallelConfig(tensor=4, pipeline=2),
     )
