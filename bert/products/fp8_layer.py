@@ -64,12 +64,14 @@ class _AddNorm:
         self, ctx: Any, product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, weight_D: Tensor, norm_bias_D: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
         """Return the fields of ``HiddenStates``, and what ``backward`` takes."""
+        # Without a reader's scale the norm makes no casts.
         reader = (None, None) if self.reader is None else (self.reader.scale, self.reader.amax)
         output_TD, statistics_2T, *casts = add_norm_cast_fp8(
             product_TD, bias_D, residual_TD, weight_D, norm_bias_D, self.eps, self.dropout, *reader
         )
         # An output that nobody reads has None for its gradient, not a [T, D] of zeros.
         ctx.set_materialize_grads(False)
+        # FP8 is a floating point type, of which autograd would hand gradients back.
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         kept = product_TD, bias_D, residual_TD, weight_D, statistics_2T
         # A view, so that autograd sees two outputs and hands over the gradients of their readers apart.
@@ -233,6 +235,7 @@ class _FeedForwardNorm(torch.autograd.Function):
         input_gradient_TD, *weight_gradients = passes.backward(
             gradient_TD, gradient_DT, input_DT, product_TF, bias_F, wide_FT, ctx.dtype
         )
+        # Casts are arguments too, and have no gradient.
         inputs = residual_gradient_TD, input_gradient_TD, None, None
         return *inputs, *weight_gradients, *vector_gradients, None, None, None
 
@@ -253,6 +256,7 @@ class FusedLayer:
         self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites
     ) -> Tensor | HiddenStates:
         """[T, D] for all tokens."""
+        # An evaluation must leave the magnitudes of training alone.
         if not torch.is_grad_enabled():
             return self._plain(hidden, cu_seqlens, max_seqlen, sites)
         if isinstance(hidden, Tensor):
@@ -285,6 +289,7 @@ class FusedLayer:
         dropout: Dropout | None,
     ) -> HiddenStates:
         layer, dense = self._layer, self._attention_output
+        # The norm casts for FC1, which reads its output next.
         norm = self._add_norm(dropout, dense, self._feed_forward.wide.input)
         outputs = _ProjectionNorm.apply(
             residual_TD,
@@ -302,6 +307,7 @@ class FusedLayer:
 
     def _after_feed_forward(self, attended: HiddenStates, dropout: Dropout | None) -> HiddenStates:
         layer, passes = self._layer, self._feed_forward
+        # The norm casts for the next layer, where that takes casts.
         norm = self._add_norm(dropout, passes.narrow, self._reader)
         outputs = _FeedForwardNorm.apply(
             attended.residual_TD,
@@ -340,5 +346,6 @@ def fuse_layers(model: BertForPreTraining, state: Fp8State, casts_between_layers
     by_layer = [state.denses[at : at + 4] for at in range(0, len(state.denses), 4)]
     for layer, denses, following in zip_longest(model.layers[: len(by_layer)], by_layer, by_layer[1:]):
         assert isinstance(layer, EncoderLayer)
+        # Behind the last of these comes a layer that does not multiply in FP8 and reads no casts.
         reader = following[0].input if following is not None and casts_between_layers else None
         layer.forward = _fused(FusedLayer(layer, denses, reader, is_last=following is None))

@@ -47,6 +47,7 @@ class Stragglers:
 
     def add(self, seconds: Sequence[float]) -> list[str]:
         """Take in an interval's seconds a step, by rank; returns what to say, if anything."""
+        # The median, which a few slow ranks do not move, as they would a mean.
         middles = {
             stage: median(own for own, other in zip(seconds, self._stages, strict=True) if other == stage)
             for stage in set(self._stages)
@@ -115,6 +116,7 @@ class Intervals:
         """
         self._stopwatch.stage.enter("statistics")
         means, stopping = self._statistics.fetch(stop, self._own_seconds)
+        # Behind the fetch, which waits for the device: the steps are done by now.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
         exchanged_ms = 1000 * self._stopwatch.exchanged / steps
@@ -146,6 +148,7 @@ class Intervals:
         for line in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, line)
         self.bad = self.bad + 1 if skipped == steps else 0
+        # Statistics are sums over all ranks: all end here after the same step.
         if self.bad == self._config.training.bad_intervals:
             self._reporter.warn(
                 at.steps, f"ending the run: no step of the last {self.bad} intervals had finite gradients"

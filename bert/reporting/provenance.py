@@ -35,6 +35,7 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
 
 def _version(package: str) -> str:
     try:
+        # By metadata: nothing is imported for its number, and what is missing is no error.
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
@@ -46,4 +47,5 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor() or "unknown"
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    # Not all processors name their model there.
     return names[0] if names else platform.machine()

@@ -51,9 +51,11 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard looks for tfevents in names.
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter(self._path.open("xb"))
         self._event = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue] the module makes it when imported
+        # Its readers expect the version in the first event.
         self._put(file_version="brain.Event:2")
 
     def write(self, record: Record) -> None:
