@@ -202,6 +202,7 @@ class MLLog:
         """
         if self._logger is None:
             return
+        # Before anything of the end is written: a refused end leaves the log as it was, for `abort` to complete.
         _check_end(self._run, status, samples)
         self.event("train_samples", samples)
         self.event("eval_samples", eval_samples)
@@ -236,6 +237,7 @@ class MLLog:
             self.block_stop(samples)
         if "epoch_start" in run.open:
             self.end("epoch_stop", epoch_num=samples)
+        # Every log needs both, also that of a run which never trained.
         for key, value in (("train_samples", samples), ("eval_samples", 0)):
             if key not in run.first:
                 self.event(key, value)
@@ -267,7 +269,9 @@ class MLLog:
         if self._logger is None or self._file is None:
             return
         with self._lock:
+            # Times in a log must not decrease, whatever clock was handed in.
             time_ms = max(self._clock_ms(), self._run.last_ms)
+            # Checked, written and remembered under one lock: `abort` may come from the watchdog's thread.
             record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
             # Checked before it is written, remembered after: a record that could not be written has not been.
             self._check(record)
@@ -349,6 +353,7 @@ class _LineHandler(logging.Handler):
 def _logger_into(file: LineFile) -> MLLogger:
     logger = logging.Logger("mllog", logging.INFO)  # not registered by name: one for each log, no shared handlers
     logger.addHandler(_LineHandler(file))
+    # MLLogger puts the path into a regular expression as it is.
     return MLLogger(logger, root_dir=re.escape(str(REPOSITORY_ROOT)))
 
 
@@ -360,6 +365,7 @@ def _steady_clock() -> Callable[[], int]:
 
 def _frames_to_caller() -> int:
     """Stack offset, as MLLogger counts it, from its caller to the first frame outside this file."""
+    # So that records name the run's file and line, and not this writer's.
     offset, frame = 0, sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         offset, frame = offset + 1, frame.f_back
