@@ -100,6 +100,7 @@ class MLLog:
         """
         if self._file is None:
             return
+        # A plain line with the token would be read as a record, one with a line end as two lines.
         if TOKEN in text or "\n" in text or "\r" in text:
             raise RuleViolation(f"plain line {text!r}: expected one line without {TOKEN}")
         with self._lock:
@@ -278,6 +279,7 @@ class MLLog:
             write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
             self._run.add(record)
             if key == "weights_initialization":
+                # Of a key that is logged often, the state of the log does not keep every record.
                 self._tensors.append(metadata["tensor"])
             elif key == "run_stop":
                 # Of a file that is cut off below, the run is still shown to be whole.

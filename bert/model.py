@@ -147,6 +147,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # No nn.Embedding: one op reads all three tables, and the word table is the decoder as well.
         self.word = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
@@ -248,6 +249,7 @@ class EncoderLayer(nn.Module):
         return self.config.hidden_size // self.config.num_attention_heads
 
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
+        # The op behind the product adds the bias in the pass that it makes anyway.
         projected_TD = self.products.without_bias(context_TD, self.attention_output)
         attended_TD = self._added(
             # The bias comes after the sum over ranks, which would otherwise hold it once for each.
@@ -343,6 +345,7 @@ class BertForPreTraining(nn.Module):
         # that no sequence owns: they come last, past the end of ``cu_seqlens_q``, and shapes stay those of the shape
         # bucket.
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
+        # How many rows lie before each boundary, without a number that the host would have to read.
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)

@@ -106,6 +106,7 @@ def _timed_run(
     adaptive = config.log.division == "open" and (again or may_start_again())
     # Once more: preflight leaves it out where shares may be planned anew by the checkpoint.
     check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)
+    # Noted in each checkpoint, so that a run on other hosts knows which micro-batches have fitted in memory.
     world = World.of(mesh.hosts, config, before if again else None)
     # Another seed would be another order of samples. Each rank draws one where none is set, and the first one counts.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
@@ -165,6 +166,7 @@ def _left_out(config: Config) -> list[str] | None:
 def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Look | None) -> None:
     """Say what has changed since the checkpoint was written, and look at the machines when they are others."""
     lines = changes(before, world)
+    # A look takes seconds, and tells nothing new of machines that are the same.
     if before.hosts != world.hosts and look is not None:
         lines += look(mesh)
     for line in lines:

@@ -146,6 +146,7 @@ def _warmed_up_step(
 
     Where there are ``shape_buckets``, the step is captured for each, and so is the evaluation for its own.
     """
+    # On every rank the whole model, which ``TrainingStep`` then divides where ranks share it.
     model = first_model(config, mesh, seed)
     for parameter in model.parameters():
         # All train from rank 0's weights, whatever each has drawn or read.

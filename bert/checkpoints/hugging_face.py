@@ -142,8 +142,10 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary.sep_id), ("[CLS]", vocabulary.cls_id))
     tokenizer.decoder = decoders.WordPiece()
+    # Or [MASK] in a text would be split at its brackets.
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
+    # Read by this program (``Vocabulary.from_folder``), and by tokenizers that know no tokenizer.json.
     (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary.tokens), encoding="utf-8")
     settings = {
         "tokenizer_class": "BertTokenizer",

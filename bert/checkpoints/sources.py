@@ -196,6 +196,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> Source:
     model = _model_of(weights, layers, heads or known, str(path), stated)
     return Source(
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
+        # When it is asked for: it reads the whole file.
         digested=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
         notes=(),
         weights=weights,

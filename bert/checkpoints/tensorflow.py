@@ -133,6 +133,7 @@ class TensorBundle:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             raise ValueError(f"{self.index}: {name} is of TensorFlow's type number {entry.dtype}: expected numbers")
+        # Before anything is allocated: an index is not trusted.
         if entry.size != math.prod(entry.shape) * dtype.itemsize or 0 in entry.shape:
             raise ValueError(
                 f"{self.index}: {name} of shape {entry.shape} has {entry.size:,} bytes, expected "
@@ -178,6 +179,7 @@ class TensorBundle:
             # SerializedTensor: full_name, checkpoint_key.
             parts = {number: part for number, part in message_fields(message(attribute)) if number in (2, 3)}
             name, key = (message(parts.get(number, b"")).decode() for number in (2, 3))
+            # The graph is a second list of tensors, which need not agree with the index.
             if key not in self.entries:
                 raise ValueError(f"{self.index}: the object graph names {key!r}, which is not there; {_REMEDY}")
             if name and names.setdefault(name, key) != key:

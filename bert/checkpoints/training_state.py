@@ -69,6 +69,7 @@ class RunState:
 
     def require_sound(self) -> None:
         """Raise ``TypeError`` where a value is of another type, or a number beyond what a run can have."""
+        # Counters on the device are int64, and a damaged file may state any number.
         counts = self.step, self.samples, self.optimizer_steps, self.seed, self.dropout_draws
         if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):  # isinstance takes True for one
             raise TypeError
@@ -126,6 +127,7 @@ class Checkpoints:
             return None
         error = self._written.exception()
         self._written = None
+        # A mistake of the program is no full disk, and ends the run.
         if error is not None and not isinstance(error, OSError):
             raise error
         return error
@@ -136,6 +138,7 @@ class Checkpoints:
         From here on, random numbers and FP8 scales are those of a run that goes on from this checkpoint.
         """
         step = self._step
+        # The state of a generator is of one rank: at any number of them, all start anew here, and so does who resumes.
         reseed(self._seed, steps, self._mesh)
         if step.fp8 is not None:  # each rank has its own: with the smallest, nothing overflows on any
             step.fp8.set_scales_(all_reduce_min_(step.fp8.scale_S))
@@ -190,6 +193,7 @@ class Checkpoints:
         # Those of later steps are not counted: a run that has passed over broken ones still keeps its own.
         self._removable.add(final)
         earlier = [path for path in _by_step(self._folder) if _step_of(path) <= state.step]
+        # Others in the folder may be needed by somebody: only what is this run's own goes.
         for old in earlier[self._config.keep :]:
             if old in self._removable:
                 shutil.rmtree(old)
@@ -288,6 +292,7 @@ def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
 def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     """Bring model and optimizer to where ``state`` says; every rank must call it at the same time."""
     reseed(state.seed, state.step, mesh)
+    # Zeros, since checkpoints do not hold the padding.
     vectors = [torch.zeros_like(step.flat.weights_P) for _ in _FILES]
     for name, vector_P in zip(_FILES, vectors, strict=True):
         whole = vector_P.new_zeros(step.whole.size)

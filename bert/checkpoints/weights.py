@@ -121,6 +121,7 @@ def check_weights(path: Path, model: ModelConfig, vocabulary_sha256: str) -> Non
     shapes, metadata = _header(path)
     _require_fit(weight_shapes(model), shapes, str(path))
     _require_stated(metadata, model, str(path))
+    # A file that does not say which vocabulary it was trained with passes.
     stated = metadata.get(VOCABULARY, vocabulary_sha256)
     if stated != vocabulary_sha256:
         raise ValueError(

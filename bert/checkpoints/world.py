@@ -45,6 +45,7 @@ class World:
         counts = [*self.hosts.values(), self.accumulation, self.sequences, self.fitting]
         if not all(type(count) is int and 0 < count < 1 << 31 for count in counts):
             raise TypeError
+        # Names are printed and counted, as they stand in a file that may be damaged.
         if not self.hosts or not all(isinstance(name, str) for name in (*self.hosts, self.job)):
             raise TypeError
 

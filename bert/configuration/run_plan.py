@@ -66,6 +66,7 @@ class RunPlan:
 
     def require_settings(self, config: Config) -> None:
         """Raise ``ValueError`` where a configuration has other settings than these."""
+        # All that it decides: one setting more or less makes another step than the predicted one.
         for name, value in settings_of(config).items():
             if value != self.settings[name]:
                 raise ValueError(

@@ -28,6 +28,7 @@ class ModelConfig:
     type_vocab_size: int = 2
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
+    # BERT's own: PyTorch's default is 1e-5.
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
 

@@ -100,6 +100,7 @@ class Evaluator:
             np.array([counts[indices].sum(dtype=np.int64) for indices in self._indices])
             for counts in (self._dataset.lengths, self._dataset.masked_counts)
         )
+        # Sizes are known exactly here: each batch of the set comes as it is at every evaluation.
         sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
         shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences, longest)
         batches = [inert_batch(shape_bucket).to(self._device) for shape_bucket in shape_buckets]

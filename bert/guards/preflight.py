@@ -53,6 +53,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     """
     plan = None
     if config.plan is not None:
+        # Settings have been taken from it by now; here it says for how many ranks they are.
         plan = read_plan(config.plan)
         if not (may_start_again() or restarts()):
             plan.require_ranks(world_size, local_size, config.plan)

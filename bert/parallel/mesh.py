@@ -37,6 +37,7 @@ from bert.parallel.single import all_gather_single
 from console.text import counted
 from kernels.precision import set_product_precision
 
+# Longer than training.fault_seconds by default: the watchdog ends a run first, and says whose fault it is.
 TIMEOUT = timedelta(minutes=10)
 """After this long in one collective, or in waiting for all ranks to join, a rank gives up."""
 
@@ -363,6 +364,7 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
                 f"host {host} runs ranks {_listed(ranks)} with local ranks "
                 f"{_listed([identities[rank].local_rank for rank in ranks])}: start one launcher a host"
             )
+    # Rails and shards go by the place on a host, and need as many places on each.
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
         raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")

@@ -270,6 +270,7 @@ class _Product(torch.autograd.Function):
         input_KT, *_ = ctx.saved_tensors
         site = fp8.gradient
         bias_gradient_N = None
+        # One pass makes casts and the gradient of the bias, of numbers that are not rounded yet.
         if ctx.biased:
             gradient_TN, gradient_NT, bias_gradient_N = cast_transpose_sum_fp8(
                 output_gradient_TN, site.scale, site.amax, E5M2
@@ -336,9 +337,11 @@ class _FeedForward(torch.autograd.Function):
         passes: FeedForward,
         dtype: torch.dtype,
     ) -> Tensor:
+        # Quantized in here, unlike in ``product_of_casts``: nobody else reads these casts.
         quantized_TD, input_DT = passes.wide.cast_input(x_TD)
         output_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
         ctx.passes, ctx.dtype = passes, x_TD.dtype
+        # The last for autograd alone, as in ``_Product``.
         ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
         return output_TD
 

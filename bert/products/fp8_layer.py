@@ -110,6 +110,7 @@ class _SelfAttention:
         # For the choice alone, which asks for shape, type and device, and for whether there is a backward pass; no
         # value is read.
         stand_in = input_TD.new_empty(shape, dtype=compute_dtype(input_TD)).requires_grad_()
+        # Not ``chosen``: this also shows the autotuner a call that is never made where casts are.
         chosen = varlen_self_attention.decided(stand_in, self.cu_seqlens, self.max_seqlen, self.dropout)
         return chosen.name in attention_cast_fp8.implementations
 
@@ -138,6 +139,7 @@ class _ProductAttention(torch.autograd.Function):
         # The product that reads the casts gives its gradient to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
+        # The last for autograd, as in ``bert.products.fp8``.
         ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
         return context_THE.flatten(1), context_TD, context_DT
 
@@ -276,6 +278,7 @@ class FusedLayer:
         if not attention.casts(x_TD):
             context_TD = attention.plain(product_of_casts(x_TD, *hidden.casts(dense), dense, bias_N))
             return context_TD, *self._attention_output.cast_input(context_TD)
+        # Attention casts for the product behind it, with the scale of that.
         site, weight_ND = self._attention_output.input, self._layer.query_key_value.weight
         casts = hidden.casts(dense)
         return _ProductAttention.apply(x_TD, *casts, weight_ND, bias_N, dense, attention, site, compute_dtype(x_TD))

@@ -50,6 +50,7 @@ class Progress:
             return f"at most {clock(limit)}"
         samples = [self.schedule.samples(index) for index in (expected.earliest, expected.latest) if index is not None]
         early, late = ((one - self.latest.samples) / rate for one in (samples[0], samples[-1]))
+        # The limit on samples ends a run in any case.
         late = limit if expected.latest is None else min(late, limit)
         return f"{clock(min(early, late))} to {clock(late)}"
 

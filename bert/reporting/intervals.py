@@ -119,6 +119,7 @@ class Intervals:
         # Behind the fetch, which waits for the device: the steps are done by now.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
+        # Read before ``take``, which sets it to zero.
         exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
         skipped = round(means["skipped_steps"])

@@ -17,6 +17,7 @@ PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "mlperf-logging", "nvidia-da
 def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
     """Field names and values for the head of a result file."""
     head: dict[str, object] = {
+        # So must be called what MLCommons has not reviewed (docs/compliance.md).
         "note": "not an MLPerf result: unverified, not reviewed by MLCommons",
         "recipe": config.recipe,
         "commit": commit(),

@@ -81,6 +81,8 @@ class Stopwatch:
             yield
         finally:
             self.stage.enter(phase)
+            # Own work is waiting for data, forward and backward (``Intervals``): only of that these seconds are taken
+            # off.
             if phase == "forward_backward":
                 self.exchanged += time.perf_counter() - begin
 

@@ -47,6 +47,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
+        # Here, as the package is an extra.
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -60,6 +61,7 @@ class TensorBoard:
 
     def write(self, record: Record) -> None:
         """Append one event."""
+        # Other records have no numbers over samples.
         if isinstance(record, StepRecord | EvaluationRecord):
             values = [
                 {"tag": f"{group}/{name}", "simple_value": getattr(record, name)}

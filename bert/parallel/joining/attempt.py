@@ -74,5 +74,6 @@ def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
+        # Less and less often, as thousands of ranks may ask the one store.
         pause = min(1.5 * pause, _LONGEST_PAUSE_S)
     return True

@@ -35,6 +35,7 @@ class Launch:
 
     @classmethod
     def _read(cls) -> "Launch":
+        # One of them will do: half of what a launcher states is refused, and not taken for no launcher.
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "OMPI_COMM_WORLD_RANK" in os.environ:

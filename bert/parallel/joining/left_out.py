@@ -72,6 +72,7 @@ def take_part(store: Store, launch: Launch, names: Collection[str]) -> tuple[Lau
         hosts = [store.get(f"host/{rank}").decode() for rank in range(launch.world_size)]
         # By rank 0's file alone: others may see another folder, and all must leave out the same hosts.
         out = {rank: host for rank, host in enumerate(hosts) if host in names and host != hosts[0]}
+        # JSON, since whoever reaches the store can write there, and pickles run code.
         store.set("out", json.dumps([[*out], sorted({*out.values()})]))
     out, hosts = json.loads(store.get("out"))
     if launch.rank in out:

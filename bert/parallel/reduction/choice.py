@@ -100,6 +100,7 @@ def measured_choice(
     best, spent = [math.inf] * len(ways), 0.0
     for _ in range(rounds):
         times = torch.zeros(len(ways), dtype=torch.float64, device=device)
+        # Every way in each round: what slows the machine for a while then slows all of them.
         for place, reduction in enumerate(reductions):
             if communicators.world:
                 dist.barrier(group=communicators.world)  # so that ranks that are late do not count as a slow sum

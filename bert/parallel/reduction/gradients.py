@@ -142,6 +142,7 @@ class CommunicationStream:
     def join(self) -> None:
         """Let what is computed from now on come after all that was handed over. Raises what the work raised."""
         if self._stream:
+            # In a capture this also joins what ``run`` has forked; one that ends before that is an error of CUDA.
             torch.cuda.current_stream().wait_stream(self._stream)
         pending, self._pending = self._pending, []
         for work in pending:
@@ -207,6 +208,7 @@ class Reduction:
             yield
             return
         self._expect(self._touched if parameters is None else parameters)
+        # Counted first: a hook that runs from here on lowers the counts.
         self._armed = True
         try:
             yield

@@ -66,6 +66,7 @@ class ShardedLamb:
         self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
         everywhere = [False] * len(flat.segments.sizes) if tensor is None else tensor.on_all_ranks(flat)
         places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
+        # With an empty one, since cat refuses a list of none.
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
         self._counts = tensor is None or tensor.rank == 0
         """Whether this rank is the one of its tensor group that counts what all have."""
@@ -248,6 +249,7 @@ class WeightGather:
         parts = [model.embeddings, *model.layers[:-1]]
         for part in parts:
             stop = max((flat.places[parameter].stop for parameter in part.parameters()), default=0)  # of another stage
+            # All buckets up to its last weight, as they arrive in the order of the vector.
             needed = sum(bucket.start < stop for bucket in self.buckets)
             part.register_forward_pre_hook(lambda *_, needed=needed: self.wait(needed))
         parts[-1].register_forward_hook(lambda *_: self.finish())
@@ -260,6 +262,7 @@ class WeightGather:
     def start(self) -> None:
         """Begin; the next forward pass waits for what it needs. Every rank must call it at the same time."""
         stream = self._reduction.stream
+        # Behind the update, which the stream waits for; what computes waits bucket by bucket.
         self._arrivals = [stream.run(lambda bucket=bucket: self._gather(bucket)) for bucket in self.buckets]
 
     def wait(self, count: int) -> None:

@@ -50,6 +50,7 @@ class Fp32Sums:
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
         """Gather as ``Sums`` has it."""
         if group is not None:
+            # In place, as above: the own shard lies where it will be.
             all_gather_single(vector_N, shard_of(vector_N, group), group=group)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -108,6 +108,7 @@ class Hub:
         self._lost: list[_Member] = []
         self._failed: list[tuple[float, Verdict]] = []
         self._closing = threading.Event()
+        # A daemon, as nothing may keep a process alive whose run is over.
         self._thread = threading.Thread(target=self._run, name="watchdog-hub", daemon=True)
         self._selector = selectors.DefaultSelector()
         # Who has connected may be gone before it is accepted, and accept would then wait for the next.
@@ -189,6 +190,7 @@ class Hub:
             self._strangers[connection] = stranger
             self._selector.register(connection, selectors.EVENT_READ, stranger)
             if len(self._strangers) > _STRANGERS:
+                # A dictionary keeps its order: the first is the oldest.
                 self._send_away(next(iter(self._strangers.values())))
             self._greet(stranger)  # a rank speaks at once: it does not wait in the crowd
 
@@ -204,6 +206,7 @@ class Hub:
         data = _read(stranger.connection, _GREETING)
         if data is None:
             return
+        # A greeting may come in pieces, and the first messages with it.
         stranger.received += data
         greeting, end, rest = stranger.received.partition(b"\n")
         if end and (found := self._known(greeting)):
@@ -230,6 +233,7 @@ class Hub:
         member.host, member.connection, member.received, member.beating = host, stranger.connection, b"", False
         member.heard_s = self._now_s
         self._selector.modify(stranger.connection, selectors.EVENT_READ, member)
+        # The rank waits for this answer, and comes once more if there is none.
         _send(member, {"heard": True})
         self._take_lines(member, rest)
 

@@ -101,6 +101,7 @@ class Watchdog:
         """Part from the others in good order; on rank 0, with the end of the watch for all."""
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
+        # First: the thread is not to take the end of the connection for that of the hub.
         self._closing.set()
         self._send({"left": True})
         if self._hub:
@@ -216,6 +217,7 @@ def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.sendall(greeting)
                 if answer := connection.recv(LINE):
+                    # The connection stays, which leaving the block would close.
                     attempt.pop_all()
                     return connection, answer
                 error: OSError = ConnectionError("it closes the connection")
