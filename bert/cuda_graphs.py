@@ -91,8 +91,7 @@ class BatchGraphs:
         """
         # The first capture makes the blocks of the pool, into which those of smaller batches fit.
         largest_first = sorted(batches, key=lambda batch: batch.tokens, reverse=True)
-        # Graphs hold addresses, not tensors: each shape bucket reads the beginning of the same memory, as long as the
-        # longest field needs.
+        # Graphs hold addresses, not tensors: each shape bucket reads the beginning of the same memory.
         buffers = {
             name: torch.zeros_like(max((batch.tensors[name] for batch in batches), key=len))
             for name in largest_first[0].tensors

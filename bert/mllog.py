@@ -312,6 +312,7 @@ def _check_fields(record: Record) -> None:
 
 def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
     """Raise RuleViolation unless everything has been logged that must be when the clock starts, and fits the division."""
+    # Keys that may also stand later are not due yet.
     due = (rule.key for rule in rules.KEYS.values() if rule.written and {*rule.phases} <= {"before", "init"})
     missing = [key for key in due if key not in run.first and key != "init_stop"]
     if missing:

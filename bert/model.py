@@ -156,6 +156,7 @@ class Embeddings(nn.Module):
 
     def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """[T, D]."""
+        # Where ranks share the table, one of the own rows' words, and ids that count its rows.
         word_ids_T, word_VD = self.placement.words(batch.input_ids, self.word)
         return embedding_layer_norm(
             word_ids_T,
@@ -205,8 +206,7 @@ class EncoderLayer(nn.Module):
         self.intermediate = Dense(hidden, intermediate)
         self.output = Dense(intermediate, hidden)
         self.output_norm = LayerNorm(hidden)
-        # Both are replaced from outside, where products are in FP8 or sum their gradients, and where ranks share the
-        # layer.
+        # Both are replaced from outside: products in FP8 or with sums of gradients, placement where ranks share it.
         self.products = MatrixProducts()
         self.placement = Placement()
 
@@ -288,8 +288,7 @@ class BertForPreTraining(nn.Module):
         self.next_sentence = Dense(hidden, 2)
         self.transform = Dense(hidden, hidden)
         self.transform_norm = LayerNorm(hidden)
-        # The decoder has no weight of its own: ``losses`` takes the word table, and autograd adds up what both uses
-        # give.
+        # No decoder weight: ``losses`` takes the word table, and autograd adds up the gradients of both uses.
         self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.placement = Placement()
         # Seed and step, on the device so that each replay of a captured step draws anew; no part of the weights.

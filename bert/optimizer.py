@@ -174,6 +174,7 @@ class Lamb:
         """Each parameter's copy, as a view; none where there are none."""
         if self.copies_P is None:
             return {}
+        # Views, so that layers find in them what the last step has left.
         return {parameter: self.copies_P[place].view_as(parameter) for parameter, place in self.flat.places.items()}
 
     @torch.no_grad()

@@ -130,6 +130,7 @@ def _timed_run(
         if before:
             _note_changes(before, world, mesh, log, look)
         log.cache_clear(config.log.cache_cleared)
+        # The rules count the initialisation from before the model is made (TR 11).
         log.init_start()
         log_settings(log, config, inputs, mesh, seed)
         timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed)

@@ -193,6 +193,7 @@ def _reporter(
 ) -> Reporter:
     schedule = Schedule(inputs.interval, config.training.global_batch_size)
     progress = Progress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
+    # Others report to nobody, but keep the time, by which training.max_minutes ends a run on any of them.
     if not mesh.is_main:
         return Reporter(progress, [])
     against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None

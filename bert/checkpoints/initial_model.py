@@ -113,6 +113,7 @@ def _open_folder(path: Path, model: ModelConfig, whole: bool) -> "Source":
                 f"{path} holds a model with {name} {found}, but model.{name} is {expected}: "
                 f"set --model.{name.replace('_', '-')} {found}"
             )
+    # More rows than tokens are padding, and left out; fewer would leave tokens without one.
     if source.model.vocab_size < model.vocab_size:
         raise ValueError(
             f"{path} holds a model of {source.model.vocab_size:,} tokens, but model.vocab_size is {model.vocab_size:,}: "

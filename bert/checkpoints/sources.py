@@ -236,6 +236,7 @@ def _from_ours(path: Path, shapes: Mapping[str, tuple[int, ...]], layers: int) -
         shape = shapes[ours]
         if len(shape) == 0 or shape[0] % len(theirs):
             raise ValueError(f"{path} holds {ours} of shape {shape}: expected rows that divide by {len(theirs)}")
+        # A fused weight is seen as the three that it holds, each a range of its rows.
         rows = shape[0] // len(theirs)
         for index, name in enumerate(theirs):
             weights[name] = Weight((rows, *shape[1:]), partial(_rows, path, ours, index * rows, (index + 1) * rows))

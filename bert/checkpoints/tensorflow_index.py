@@ -69,6 +69,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
         raise ValueError(f"a block of {len(block):,} bytes with {restarts:,} restart points")
     block, position, key, records = block[: len(block) - 4 * (restarts + 1)], 0, b"", 0
     while position < len(block):
+        # Of the key before so many bytes stay; then the lengths of what is new in the key, and of the value.
         shared, position = varint(block, position)
         fresh, position = varint(block, position)
         length, position = varint(block, position)

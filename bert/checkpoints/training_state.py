@@ -360,9 +360,11 @@ def _read_state(path: Path) -> RunState:
     name = path / "state.json"
     try:
         content = read_json(name, _STATE_BYTES, _REMEDY)
+        # First, since another format may have other fields.
         if content.pop("format") != FORMAT:
             raise ValueError(f"{name}: of another format than {FORMAT}; {_REMEDY}")
         files: dict[str, Any] = content.pop("files")
+        # A field that is missing or unknown is a TypeError.
         state = _state_of(content | {"path": str(path)})
         whole = {file: {name: files[file][name] for name in ("bytes", "sha256")} for file in _FILES}
         state.require_sound()

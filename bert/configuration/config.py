@@ -74,6 +74,7 @@ class Config:
             )
 
     def _check_closed(self) -> None:
+        # The writer of the log refuses some of these too, but when the run has been initialised.
         if self.evaluation.interval_samples is not None:
             raise ValueError(
                 "evaluation.interval_samples is set in the closed division, where the formula of the rules decides: "

@@ -94,6 +94,7 @@ def _on_gpus(
             train=Path("data/wikipedia/train"),
             evaluation=Path("data/wikipedia/evaluation"),
             vocab=Path("data/wikipedia/vocab.txt"),
+            # What `bert.convert` makes of the benchmark's checkpoint (docs/checkpoints.md).
             initial_checkpoint=Path("data/wikipedia/phase1.safetensors"),
         ),
         optimizer=optimizer,

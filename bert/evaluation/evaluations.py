@@ -47,6 +47,7 @@ class Evaluations:
         """Hand an evaluation of the weights as they are to the device; every rank must call it after the same step."""
         began = time.perf_counter()
         self._stage.enter("evaluation")
+        # Numbers of samples are those of now: a step that follows before the result is none of this evaluation.
         self._log.eval_start(at.samples)
         # Each rank may have updated a part of the weights alone.
         accuracy = self._evaluator.start(self._step.gather_weights(), self._step.autocast())

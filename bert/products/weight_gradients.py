@@ -47,6 +47,7 @@ class WeightGradients:
         That is nothing where the weight has a gradient already. Where it has none, because a rank keeps its shard alone,
         autograd gets one in fp32, which it keeps as it is.
         """
+        # Sharded gradients are freed as soon as they are sent, so that each pass begins without any.
         if weight.grad is None:
             return add(None, True)
         add(weight.grad, self._overwrite)

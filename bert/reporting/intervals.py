@@ -57,6 +57,7 @@ class Stragglers:
             middle = middles[self._stages[rank]]
             is_slow = own > SLOW_RATIO * middle
             self._slow_for[rank] = self._slow_for[rank] + 1 if is_slow else 0
+            # Both ways by one count: a rank is named, and taken back, after as many intervals.
             changed = is_slow != self._named[rank]
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if changed else 0
             if self._in_a_row[rank] == SLOW_INTERVALS:
@@ -65,6 +66,7 @@ class Stragglers:
                 state = "is slow" if self._named[rank] else "is no longer slow"
                 spent = f"{1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
                 lines.append(f"rank {rank} on host {host}{self._places[rank]} {state}: {spent}")
+            # Equal, not at least: once in a row of slow intervals.
             if self._leave_out is not None and self._slow_for[rank] == self._after:
                 lines.append(self._noted(host))
         return lines

@@ -81,8 +81,7 @@ class Stopwatch:
             yield
         finally:
             self.stage.enter(phase)
-            # Own work is waiting for data, forward and backward (``Intervals``): only of that these seconds are taken
-            # off.
+            # A rank's own work is waiting for data, forward and backward (``Intervals``): of that these are taken off.
             if phase == "forward_backward":
                 self.exchanged += time.perf_counter() - begin
 
@@ -155,6 +154,7 @@ class DeviceStopwatch(Stopwatch):
             if not capturing:
                 self._spans[phase].append((begin, end))
                 if self._open:
+                    # Taken off at ``take``: the device has not passed these events yet.
                     self._inside_of.append((self._open[-1], (begin, end)))
 
     @contextmanager

@@ -44,6 +44,7 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
         strategies = ("flat", "hierarchical")
     ways = []
     for strategy in strategies:
+        # With ``on`` the way without switches is no candidate where there is one with them.
         possible = strategy in ("hierarchical", "sharded") and communicators.in_network_rail is not None
         if not possible or config.in_network != "on":
             ways.append(Way(strategy))
@@ -55,8 +56,7 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
 def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
     """Choose how this run reduces, the same on all ranks. For start-up: it may zero gradients."""
     ways = candidates(config, communicators)
-    # Measuring takes collectives of all ranks, so the number of ways must be the same on each: it follows from settings
-    # and mesh.
+    # Measuring takes collectives of all ranks: by settings and mesh the number of ways is the same on each.
     if len(ways) > 1:
         choice = measured_choice(
             flat, communicators, ways, reduce_dtype=config.reduce_dtype, bucket_bytes=config.bucket_bytes

@@ -56,6 +56,7 @@ class ShardedReduction(Reduction):
         super().__init__(flat, communicators, strategy, reduce_dtype, bucket_bytes)
         sizes = [bucket.stop - bucket.start for bucket in self.buckets]
         shards = 1 if self.shard_group is None else self.shard_group.size()
+        # A bucket's part of the shard begins where that of the one before ends.
         stops = (torch.tensor(sizes).cumsum(0) // shards).tolist()
         self._shard_W = flat.weights_N.new_zeros(stops[-1])
         self._own = [slice(stop - size // shards, stop) for stop, size in zip(stops, sizes, strict=True)]

@@ -54,6 +54,7 @@ class ShardedLamb:
             flat.weights_N.new_zeros(shard) for _ in range(4)
         )
         own_W = reduction.own_sums
+        # Of sharded gradients the reduction's own vector, which lies without gaps already.
         self._gradient_W = flat.weights_N.new_zeros(shard) if own_W is None else own_W
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], the steps taken."""
@@ -63,6 +64,7 @@ class ShardedLamb:
         spans = segment_spans(flat.segments.sizes, [self._own(bucket) for bucket in reduction.buckets])
         self._spans = _layout(spans, flat.segments.adapted, shard)
         adapted = [segment for segment, _, _ in spans if flat.segments.adapted[segment]]
+        # On the device, so that a step looks up and adds without the host.
         self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
         everywhere = [False] * len(flat.segments.sizes) if tensor is None else tensor.on_all_ranks(flat)
         places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
@@ -70,6 +72,7 @@ class ShardedLamb:
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
         self._counts = tensor is None or tensor.rank == 0
         """Whether this rank is the one of its tensor group that counts what all have."""
+        # One rank of the tensor group has in its rows what all have, or norms would count it for each.
         counted = [-1 if everywhere[segment] and not self._counts else segment for segment in adapted]
         self._rows_GK = _rows(counted, len(flat.segments.sizes)).to(device)
 

@@ -37,8 +37,7 @@ class SharedPlacement(Placement):
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
         """[W, ...] of [N, ...]."""
         own = self._each(len(rows))
-        # Even slices of the padded length, so that collectives have equal parts; past the end there may be nothing to
-        # slice.
+        # Equal slices of the padded length, as collectives need; past the end of the rows one may be empty.
         start = own * self._exchange.rank
         return _lengthened(rows[start : start + own], own, empty)
 

@@ -374,6 +374,5 @@ def _send(member: _Member, message: dict[str, object]) -> None:
     """Send a message, but not to a rank that is lost or has not read for long: its silence will tell."""
     if member.connection is not None:
         with contextlib.suppress(OSError):
-            # Not sendall: the hub waits for no rank, and drops what does not fit into the buffer of one that does not
-            # read.
+            # Not sendall: the hub waits for no rank, and drops what one that does not read has no room for.
             member.connection.send(encoded(message))
