@@ -51,7 +51,7 @@ class RunCheckpoints:
 
     def look(self, at: Position) -> None:
         """Warn if the last one could not be written, and note how long writing takes."""
-        # Asked from the loop: a thread could raise into nothing.
+        # Asked from the loop: an error of the thread stays in its future until somebody asks.
         error = self._checkpoints.failure()
         if error is not None:
             self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")

@@ -102,11 +102,11 @@ def write_folder(
     """
     with atomic_path(out) as folder:
         folder.mkdir()
-        # What is in the folder becomes durable one by one below: ``atomic_path`` brings the folder alone to the disk.
         _write_json(folder / "config.json", _configuration(model))
         _write_tokenizer(folder, model, vocabulary)
         # Without a format in its metadata transformers refuses the file.
         write_safetensors(folder / "model.safetensors", weights, {"format": "pt"} | dict(metadata))
+        # ``atomic_path`` brings the folder to the disk, and not what is in it.
         for path in folder.iterdir():
             sync(path)
 

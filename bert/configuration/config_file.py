@@ -103,5 +103,5 @@ def _arguments(name: str, value: object) -> list[str]:
         return [f"{section}.no-{field}" if section else f"--no-{field.removeprefix('--')}"]
     if str(value) == "True":
         return [option]
-    # With =, since a value such as -200000 would be taken for an option.
+    # With =, since a text that begins with a dash would be taken for an option.
     return [f"{option}={value}"]

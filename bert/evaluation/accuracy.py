@@ -45,7 +45,7 @@ def _evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
         from bert.parallel.pipeline.stages import pipeline_parallel
 
         pipeline_parallel(model, mesh, config.parallel)
-    # No warm-up: nothing is timed, and every batch comes once.
+    # No warm-up: no clock of a benchmark runs, and every batch comes once.
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     report = _progress(started, len(dataset), mesh.is_main)

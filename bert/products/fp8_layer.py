@@ -71,7 +71,7 @@ class _AddNorm:
         )
         # An output that nobody reads has None for its gradient, not a [T, D] of zeros.
         ctx.set_materialize_grads(False)
-        # FP8 is a floating point type, of which autograd would hand gradients back.
+        # FP8 is a floating point type: autograd would take the casts for differentiable.
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         kept = product_TD, bias_D, residual_TD, weight_D, statistics_2T
         # A view, so that autograd sees two outputs and hands over the gradients of their readers apart.

@@ -54,7 +54,7 @@ class LineFile:
 
     def _write(self, content: bytes) -> None:
         try:
-            # One write for the line with its digest, flushed at once: readers and killed runs have whole lines.
+            # Flushed at once: who reads along, or finds the log of a killed run, has whole lines.
             self._file.write(content)
             self._file.flush()
         except OSError as error:
