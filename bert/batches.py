@@ -32,6 +32,7 @@ def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> Plan:
 def choose_shapes(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
     """Choose shape buckets that micro-batches are padded to for capture of the step; none where it is not, as on a CPU."""
     training = config.training
+    # Where nothing is captured no shape is fixed, and padding would be work for nothing.
     if mesh.device.type != "cuda" or not training.cuda_graphs:
         return []
     micro_batches = mesh.data_size * training.gradient_accumulation_steps
@@ -44,6 +45,7 @@ def choose_shapes(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucke
 def made_up_batches(config: Config, train: Dataset, mesh: Mesh, shape_buckets: Sequence[ShapeBucket]) -> list[Batch]:
     """Random tokens in the lengths of a drawn global batch: sizes are metadata."""
     batches = []
+    # Lengths may be read before the clock starts (training_rules, section 6.4), tokens may not: these are made up.
     for micro in plan_of(config, train, mesh.data_size, seed=0).rank_batches(0, mesh.data_rank):
         samples = synthetic_samples(train.lengths[micro.indices], config.model.vocab_size)
         batches.append(batch_of(samples, micro, shape_bucket_of(samples, shape_buckets)).to(mesh.device))
@@ -60,9 +62,11 @@ def build_loader(
     log: MLLog,
 ) -> Loader:
     """Build the loader of this rank's micro-batches from ``first_step`` on. It reads nothing before it is asked."""
+    # Every rank makes the whole plan for itself and takes its part: none asks another.
     plan = plan_of(config, train, mesh.data_size, seed)
 
     def rank_batches(step: int) -> list[MicroBatch]:
+        # Loaders count from 0; a run that goes on takes up the plan where its checkpoint was written.
         return plan.rank_batches(first_step + step, mesh.data_rank)
 
     ahead = config.data.prefetch

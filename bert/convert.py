@@ -22,6 +22,7 @@ def main() -> int:
     accept_any_text()
     answer_version(sys.argv[1:])
     try:
+        # Bound while parsing and called behind it: within ``parsed`` stderr is held back for tyro's complaints.
         parsed(partial(tyro.cli, bound(convert), prog="python -m bert.convert"))()
     except (ValueError, OSError) as error:
         return refused(error)
@@ -44,10 +45,12 @@ def convert(
         num_attention_heads: Needed where the source does not say it, and is no TensorFlow checkpoint with heads 64 wide.
         vocab: The vocabulary that the model was trained with; by default vocab.txt beside the source. For hugging-face.
     """
+    # Here, so that --help need not wait for PyTorch.
     from bert.checkpoints.conversion import describe, vocabulary_of, write_ours
     from bert.checkpoints.hugging_face import write_folder
     from bert.checkpoints.sources import open_source
 
+    # Of a link that leads nowhere exists() is False, and the link would be replaced.
     if out.exists() or out.is_symlink():
         raise ValueError(f"{out} exists already: move it away, or name another --out")
     found = open_source(source, num_attention_heads)
@@ -64,5 +67,6 @@ def convert(
 
 
 if __name__ == "__main__":
+    # On SIGTERM what is unfinished is removed on the way out.
     end_in_order()
     sys.exit(main())

@@ -52,6 +52,8 @@ class CudaCapturer:
         stream, communicators of NCCL, tables of the optimizer. It is on the stream of the capture because autograd gives
         the gradients of a backward pass to the stream that first used the parameters.
         """
+        # Streams wait for each other both ways: the run reads what is still being computed, and what comes next on the
+        # first stream may read what the run writes.
         before = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(before)
         with torch.cuda.stream(self._stream):
@@ -59,6 +61,7 @@ class CudaCapturer:
         before.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         self._waiting.append((graph, function))
+        # The graph is empty until `capture`; who gets this must not call it before.
         return graph.replay
 
     def capture(self) -> None:
@@ -86,7 +89,9 @@ class BatchGraphs:
 
         Batches of these shape buckets can be given to it again when ``capturer`` has captured.
         """
+        # The first capture makes the blocks of the pool, into which those of smaller batches fit.
         largest_first = sorted(batches, key=lambda batch: batch.tokens, reverse=True)
+        # Graphs hold addresses, not tensors: each shape bucket reads the beginning of the same memory.
         buffers = {
             name: torch.zeros_like(max((batch.tensors[name] for batch in batches), key=len))
             for name in largest_first[0].tensors
@@ -98,6 +103,7 @@ class BatchGraphs:
 
     def __call__(self, batch: Batch) -> None:
         """Run the function, or its replay, on ``batch``."""
+        # Larger than all that were drawn beforehand, and so rare: the same result, operator by operator.
         if batch.shape_bucket not in self._captured:
             self._function(batch)
             return
@@ -125,6 +131,7 @@ class Role:
     """The first of a step: products write gradients of weights over those of the step before."""
 
 
+# More than any run has: what is never prepared is never captured, and costs nothing.
 ROLES = [Role(*duties) for duties in product((False, True), repeat=3)]
 
 

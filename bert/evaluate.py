@@ -59,10 +59,12 @@ def main(arguments: Sequence[str]) -> int:
         if arguments and arguments[0] in ("-h", "--help"):
             say_document(str(__doc__))
             return 0
+        # All other options are for the parser of bert.train; a help of tyro's would show these two alone.
         read = partial(tyro.cli, Expectation, args=arguments, return_unknown_args=True, add_help=False)
         expectation, settings = parsed(read)
         expectation.check()
         config = parse(settings, "bert.evaluate")
+        # Behind what can be refused without it: it imports PyTorch.
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
@@ -74,10 +76,11 @@ def main(arguments: Sequence[str]) -> int:
         return refused(error)
     finally:
         leave_mesh()
-    if accuracy is None:
+    if accuracy is None:  # a dry run
         return 0
     if expectation.expect is not None and Launch.from_environment().rank == 0:
         say(expectation.verdict(accuracy.value))
+    # Not made 0 under torchrun, as a run's status is: whoever started this is to see it fail.
     return 0 if expectation.met_by(accuracy.value) else 1
 
 

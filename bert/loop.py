@@ -51,6 +51,7 @@ def train(run: Run) -> Status:
     training, log, stage = run.config.training, run.log, run.stopwatch.stage
     at, status = run.start, None
     run.reporter.begin()
+    # A signal no longer ends this rank at once, but all ranks after the same step.
     run.interruption.defer()
     # ``run_start`` has been logged: from here on data may be read.
     run.evaluator.read_ahead()
@@ -62,6 +63,7 @@ def train(run: Run) -> Status:
         while status is None and at.samples < min(due, training.sample_limit):
             stage.step = at.steps + 1
             with run.stopwatch.time("data_wait"):
+                # The first call starts the reading ahead: nothing was read before ``run_start``.
                 micro_batches = next(run.loader)
             run.step(micro_batches)
             at = at.after(training.global_batch_size)
@@ -78,8 +80,10 @@ def train(run: Run) -> Status:
             if status is None and at_interval:
                 if intervals.report(at, _is_to_stop(run)):
                     status, keep = "aborted", True
+                # A thread writes them: what failed there is told where the host waits anyway.
                 run.checkpoints.look(at)
 
+            # Not while every step is skipped: what has gone wrong would take the place of a checkpoint that is sound.
             if keep and status != "success" and intervals.bad == 0:
                 run.checkpoints.save(at)
         log.block_stop(at.samples)
@@ -94,6 +98,7 @@ def train(run: Run) -> Status:
         if status is not None:
             break
 
+    # Points of evaluation never run out; the loop above ends by its status alone.
     assert status is not None
     # At the target those of the evaluation: the step begun beside it does not count.
     samples = evaluations.samples if status == "success" else at.samples
@@ -111,6 +116,7 @@ def _evaluation_points(run: Run) -> Iterator[int]:
         evaluation_samples(number, run.evaluation_interval, run.config.training.global_batch_size)
         for number in itertools.count(1)
     )
+    # Counted from the first one on, so that a run that goes on keeps to the schedule of the whole.
     return itertools.dropwhile(lambda due: due < run.start.samples, points)
 
 

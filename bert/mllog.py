@@ -100,6 +100,7 @@ class MLLog:
         """
         if self._file is None:
             return
+        # A plain line with the token would be read as a record, one with a line end as two lines.
         if TOKEN in text or "\n" in text or "\r" in text:
             raise RuleViolation(f"plain line {text!r}: expected one line without {TOKEN}")
         with self._lock:
@@ -202,6 +203,7 @@ class MLLog:
         """
         if self._logger is None:
             return
+        # Before anything of the end is written: a refused end leaves the log as it was, for `abort` to complete.
         _check_end(self._run, status, samples)
         self.event("train_samples", samples)
         self.event("eval_samples", eval_samples)
@@ -236,6 +238,7 @@ class MLLog:
             self.block_stop(samples)
         if "epoch_start" in run.open:
             self.end("epoch_stop", epoch_num=samples)
+        # Every log needs both, also that of a run which never trained.
         for key, value in (("train_samples", samples), ("eval_samples", 0)):
             if key not in run.first:
                 self.event(key, value)
@@ -267,13 +270,16 @@ class MLLog:
         if self._logger is None or self._file is None:
             return
         with self._lock:
+            # Times in a log must not decrease, whatever clock was handed in.
             time_ms = max(self._clock_ms(), self._run.last_ms)
+            # Checked, written and remembered under one lock: `abort` may come from the watchdog's thread.
             record = Record(self._file.next_line, time_ms, event_type, key, value, metadata)
             # Checked before it is written, remembered after: a record that could not be written has not been.
             self._check(record)
             write(self._logger, key, value, metadata=metadata, time_ms=time_ms, stack_offset=_frames_to_caller())
             self._run.add(record)
             if key == "weights_initialization":
+                # Of a key that is logged often, the state of the log does not keep every record.
                 self._tensors.append(metadata["tensor"])
             elif key == "run_stop":
                 # Of a file that is cut off below, the run is still shown to be whole.
@@ -306,6 +312,7 @@ def _check_fields(record: Record) -> None:
 
 def _check_initialized(run: LoggedRun, tensors: list[object]) -> None:
     """Raise RuleViolation unless everything has been logged that must be when the clock starts, and fits the division."""
+    # Keys that may also stand later are not due yet.
     due = (rule.key for rule in rules.KEYS.values() if rule.written and {*rule.phases} <= {"before", "init"})
     missing = [key for key in due if key not in run.first and key != "init_stop"]
     if missing:
@@ -349,6 +356,7 @@ class _LineHandler(logging.Handler):
 def _logger_into(file: LineFile) -> MLLogger:
     logger = logging.Logger("mllog", logging.INFO)  # not registered by name: one for each log, no shared handlers
     logger.addHandler(_LineHandler(file))
+    # MLLogger puts the path into a regular expression as it is.
     return MLLogger(logger, root_dir=re.escape(str(REPOSITORY_ROOT)))
 
 
@@ -360,6 +368,7 @@ def _steady_clock() -> Callable[[], int]:
 
 def _frames_to_caller() -> int:
     """Stack offset, as MLLogger counts it, from its caller to the first frame outside this file."""
+    # So that records name the run's file and line, and not this writer's.
     offset, frame = 0, sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         offset, frame = offset + 1, frame.f_back

@@ -51,6 +51,7 @@ class PretrainingOutput:
         """
         # Divisors are on the device: a captured step is replayed with the counts of other batches.
         sequences, masked = batch.global_counts.unbind()
+        # A global batch without a masked token has a loss of 0, not NaN; one without sequences does not occur.
         return self.masked_lm_loss / masked.clamp(min=1), self.next_sentence_loss / sequences
 
 
@@ -78,6 +79,7 @@ class DropoutSites:
         """Return the dropout on what a layer's feed-forward half adds to the residual."""
         return self._at(self.config.hidden_dropout, 3 * layer + 3)
 
+    # Streams are numbered by layer, not by call, so that stages of a pipeline draw what one rank would.
     def _at(self, p: float, stream: int) -> Dropout | None:
         return None if self.state is None or p == 0 else Dropout(p, self.state, stream)
 
@@ -145,6 +147,7 @@ class Embeddings(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
+        # No nn.Embedding: one op reads all three tables, and the word table is the decoder as well.
         self.word = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size))
         self.position = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size))
         self.segment = nn.Parameter(torch.empty(config.type_vocab_size, config.hidden_size))
@@ -153,6 +156,7 @@ class Embeddings(nn.Module):
 
     def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """[T, D]."""
+        # Where ranks share the table, one of the own rows' words, and ids that count its rows.
         word_ids_T, word_VD = self.placement.words(batch.input_ids, self.word)
         return embedding_layer_norm(
             word_ids_T,
@@ -195,12 +199,14 @@ class EncoderLayer(nn.Module):
         self.config = config
         self.index = index
         hidden, intermediate = config.hidden_size, config.intermediate_size
+        # One product for all three; LAMB has them as three tensors, as the reference does (``lamb_segments``).
         self.query_key_value = Dense(hidden, 3 * hidden)
         self.attention_output = Dense(hidden, hidden)
         self.attention_norm = LayerNorm(hidden)
         self.intermediate = Dense(hidden, intermediate)
         self.output = Dense(intermediate, hidden)
         self.output_norm = LayerNorm(hidden)
+        # Both are replaced from outside: products in FP8 or with sums of gradients, placement where ranks share it.
         self.products = MatrixProducts()
         self.placement = Placement()
 
@@ -229,6 +235,7 @@ class EncoderLayer(nn.Module):
         weight, bias = self.query_key_value.weight, self.query_key_value.bias
         # Rows of the fused weight: queries, keys, values. With tensor parallelism they are of this rank's heads alone.
         queries = len(weight) // 3
+        # Not by ``products``: rows of queries are others than those of keys, and FP8 leaves the last layer as it is.
         keys_values = F.linear(hidden_TD, weight[queries:], bias[queries:])
         key, value = keys_values.unflatten(-1, (2, -1, self._head_size)).unbind(1)
         chosen_QD = hidden_TD.index_select(0, rows_Q)
@@ -242,6 +249,7 @@ class EncoderLayer(nn.Module):
         return self.config.hidden_size // self.config.num_attention_heads
 
     def _after_attention(self, context_TD: Tensor, residual_TD: Tensor, sites: DropoutSites) -> Tensor:
+        # The op behind the product adds the bias in the pass that it makes anyway.
         projected_TD = self.products.without_bias(context_TD, self.attention_output)
         attended_TD = self._added(
             # The bias comes after the sum over ranks, which would otherwise hold it once for each.
@@ -280,6 +288,7 @@ class BertForPreTraining(nn.Module):
         self.next_sentence = Dense(hidden, 2)
         self.transform = Dense(hidden, hidden)
         self.transform_norm = LayerNorm(hidden)
+        # No decoder weight: ``losses`` takes the word table, and autograd adds up the gradients of both uses.
         self.decoder_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.placement = Placement()
         # Seed and step, on the device so that each replay of a captured step draws anew; no part of the weights.
@@ -296,6 +305,7 @@ class BertForPreTraining(nn.Module):
 
     def losses(self, cls_SD: Tensor, masked_MD: Tensor, batch: "Batch") -> PretrainingOutput:
         """Both losses, as sums, of what ``head_inputs`` returns."""
+        # The search for the largest logit is a pass of its own over the logits, and training does not ask.
         loss, correct = self.placement.masked_lm_loss(
             self._transformed(masked_MD),
             self.embeddings.word,
@@ -328,11 +338,13 @@ class BertForPreTraining(nn.Module):
 
     def last_layer(self, hidden_TD: Tensor, batch: "Batch", sites: DropoutSites) -> tuple[Tensor, Tensor]:
         """As ``head_inputs``, of what the last layer is given."""
+        # [CLS] is the first token of every sequence.
         cls_S = batch.cu_seqlens[:-1].long()
         # Attention wants the queries of a sequence side by side, so rows ascend. Empty slots point at the first row
         # that no sequence owns: they come last, past the end of ``cu_seqlens_q``, and shapes stay those of the shape
         # bucket.
         rows_Q, order_Q = torch.cat([cls_S, batch.masked_lm_positions]).sort()
+        # How many rows lie before each boundary, without a number that the host would have to read.
         cu_seqlens_q = torch.searchsorted(rows_Q, batch.cu_seqlens.long()).int()
         last = self.layers[-1]
         assert isinstance(last, EncoderLayer)
@@ -348,7 +360,7 @@ class BertForPreTraining(nn.Module):
         hidden_TD = self.embedded(batch, sites)
         for layer in self.layers:
             hidden_TD = layer(hidden_TD, batch.cu_seqlens, batch.max_seqlen, sites)
-        return self.placement.all_rows(hidden_TD)[: batch.tokens]
+        return self.placement.all_rows(hidden_TD)[: batch.tokens]  # without the rows that fill up the last rank
 
     def next_sites(self) -> DropoutSites:
         """The dropout of the next forward pass; in training each has a step of its own."""
@@ -368,6 +380,7 @@ class BertForPreTraining(nn.Module):
 
     def _transformed(self, masked_MD: Tensor) -> Tensor:
         wide_MD = dense_gelu(masked_MD, self.transform.weight, self.transform.bias)
+        # No dropout and no residual here, which the norms of ``kernels`` are fused with.
         norm = self.transform_norm
         return F.layer_norm(wide_MD, norm.weight.shape, norm.weight, norm.bias, self.config.layer_norm_eps)
 
@@ -377,5 +390,6 @@ def initialize_(model: BertForPreTraining, generator: torch.Generator) -> None:
     """BERT's random start: truncated normals at two standard deviations, biases 0, gains 1."""
     deviation = model.config.initializer_range
     for parameter in model.parameters():
+        # Others have their values since they were made, while matrices hold what was in memory.
         if parameter.ndim > 1:
             nn.init.trunc_normal_(parameter, 0.0, deviation, -2 * deviation, 2 * deviation, generator=generator)

@@ -53,6 +53,7 @@ class FlatParameters:
         """
         segments = lamb_segments(model, overwritten)
         size = sum(segments.sizes)
+        # Zeros, since the padding counts in the norms of its segment and of the gradient.
         weights_N = next(model.parameters()).new_zeros(padded(size, shards))
         gradients_N = torch.zeros_like(weights_N) if gradients else weights_N.new_zeros(0)
         places, start = {}, 0
@@ -62,6 +63,7 @@ class FlatParameters:
             # The parameter stays the object that modules and hooks know; only its memory moves.
             parameter.data = weights_N[place].view_as(parameter)
             if gradients:
+                # Autograd adds in place to a gradient that is there: none ever leaves the vector.
                 parameter.grad = gradients_N[place].view_as(parameter)
             start += padded(parameter.numel())
         return cls(weights_N[:size], gradients_N[:size], segments, weights_N, gradients_N, places)
@@ -79,6 +81,7 @@ def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Paramete
     Exclusion goes by role: biases and layer norms, the one-dimensional tensors, are neither decayed nor adapted. The fused
     query-key-value weight counts as the three tensors that it is in the reference.
     """
+    # By identity, here and below: == of two parameters compares their elements.
     fused = {id(layer.query_key_value.weight) for layer in model.layers if isinstance(layer, EncoderLayer)}
     sizes: list[int] = []
     adapted: list[bool] = []
@@ -87,9 +90,11 @@ def lamb_segments(model: BertForPreTraining, overwritten: Collection[nn.Paramete
     for parameter in model.parameters():
         parts = 3 if id(parameter) in fused else 1
         sizes += [parameter.numel() // parts] * parts
+        # Segments leave no gap: LAMB splits the whole vector by their sizes.
         sizes[-1] += padded(parameter.numel()) - parameter.numel()
         adapted += [parameter.ndim > 1] * parts
         replaced += [id(parameter) in ids] * parts
+    # Empty where none is overwritten: then one fill clears the whole gradient, not one for each segment.
     return LambSegments(tuple(sizes), tuple(adapted), tuple(replaced) if ids else ())
 
 
@@ -102,6 +107,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
     since_start = step - config.start_warmup_step
     if since_start < config.num_warmup_steps:
         return config.base_learning_rate * since_start / config.num_warmup_steps
+    # A run may take more steps than its schedule has; the rate then stays 0.
     return config.base_learning_rate * max(0.0, 1 - step / config.learning_rate_training_steps)
 
 
@@ -140,6 +146,7 @@ class Lamb:
         self.copies_P = None if copies is None else flat.weights_P.to(copies)
         self.config = config
         self.state = LambState.zeros_like(flat.weights_P)
+        # Counted on the device: replays count by themselves, and whether a step is skipped is known there alone.
         self.steps = torch.zeros((), dtype=torch.int64, device=flat.weights_P.device)
 
     @torch.no_grad()
@@ -167,6 +174,7 @@ class Lamb:
         """Each parameter's copy, as a view; none where there are none."""
         if self.copies_P is None:
             return {}
+        # Views, so that layers find in them what the last step has left.
         return {parameter: self.copies_P[place].view_as(parameter) for parameter, place in self.flat.places.items()}
 
     @torch.no_grad()
@@ -187,12 +195,14 @@ class Lamb:
     @torch.no_grad()
     def set_moments_(self, momentum_P: Tensor, variance_P: Tensor) -> None:
         """Overwrite both."""
+        # In place, for the graphs that read them.
         self.state.momentum_P.copy_(momentum_P)
         self.state.variance_P.copy_(variance_P)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget moments and counts, as after warm-up."""
+        # All in place: steps that are captured by now have these addresses.
         self.state.momentum_P.zero_()
         self.state.variance_P.zero_()
         self.state.skipped.zero_()

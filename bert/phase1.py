@@ -49,6 +49,7 @@ def main(settings: Phase1) -> None:
     """Learn the vocabulary, train, write both."""
     import torch
 
+    # Imported here, as PyTorch is: --help need not wait for seconds of imports.
     from bert.checkpoints.weights import VOCABULARY, save_weights
     from bert.model import BertForPreTraining
     from dataloading.text.demo import TRAIN_OPTIONS, demo_samples, text_digest
@@ -77,6 +78,7 @@ def main(settings: Phase1) -> None:
         "made_by": "python -m bert.phase1",
         "python": platform.python_version(),
         "text_sha256": text_digest(documents),
+        # The folder is a path, which is no JSON, and says nothing about the weights.
         **{name: value for name, value in asdict(settings).items() if name != "out"},
     }
     digest = Vocabulary.from_file(vocab).sha256
@@ -107,6 +109,7 @@ def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> Non
         torch.nn.utils.clip_grad_norm_([weights_P], 1.0)
         optimizer.step()
         schedule.step()
+        # Not optimizer.zero_grad(): that would drop weights_P.grad, and leave the parameters' gradients as they are.
         flat.gradients_P.zero_()
         if (step + 1) % 200 == 0:
             say(f"step {step + 1}/{settings.steps}  masked-LM loss {float(masked_lm_loss.detach()):.3f}")
@@ -124,6 +127,7 @@ def _informed_start(model: BertForPreTraining, seed: int, strength: float = 1.4)
 
     initialize_(model, torch.Generator().manual_seed(seed))
     config = model.config
+    # Radians a token: periods from about two tokens to more than the 128 positions of the model.
     frequencies = torch.logspace(
         torch.log10(torch.tensor(3.0)), torch.log10(torch.tensor(0.03)), config.hidden_size // 2
     )
@@ -136,6 +140,7 @@ def _informed_start(model: BertForPreTraining, seed: int, strength: float = 1.4)
         assert isinstance(first, EncoderLayer)
         query, key, _ = first.query_key_value.weight.chunk(3)
         head_size = config.hidden_size // config.num_attention_heads
+        # One for each of the four heads of ``tiny_model``.
         for head, offset in enumerate((-1, 1, -2, 2)):
             rows = slice(head * head_size, (head + 1) * head_size)
             _add_rotation(query[rows], frequencies, offset, strength)

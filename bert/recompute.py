@@ -40,6 +40,7 @@ def recompute_layers(model: BertForPreTraining, mode: Literal["selective", "full
     contexts = partial(create_selective_checkpoint_contexts, _PRODUCTS) if mode == "selective" else noop_context_fn
     for layer in model.layers[:-1]:
         assert isinstance(layer, EncoderLayer)
+        # On the object, not by a wrapping module: names of parameters stay, and hooks run once.
         layer.forward = _recomputing(layer.forward, contexts)
 
 
@@ -47,7 +48,9 @@ def _recomputing(plain: Callable[..., Any], contexts: Callable[[], Any]) -> Call
     def forward(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():  # an evaluation
             return plain(*inputs)
+        # The generator's state can be neither read nor set while capturing, and nothing draws by it there.
         preserve = not is_capturing()
+        # PyTorch takes contexts in its non-reentrant form alone.
         return checkpoint(plain, *inputs, use_reentrant=False, context_fn=contexts, preserve_rng_state=preserve)
 
     return forward

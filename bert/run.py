@@ -55,6 +55,7 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None, fore
     guard = DataGuard([config.data.train, config.data.evaluation])
     interruption = Interruption()
     launch = Launch.from_environment()
+    # Each rank for itself before they meet: what is wrong on one machine is said there, and nobody waits for its ranks.
     inputs = check(config, launch.world_size, launch.local_size)
     if config.dry_run:
         if config.training.device == "cuda" and not torch.cuda.is_available():
@@ -69,10 +70,13 @@ def run(config: Config, arguments: Sequence[str], look: Look | None = None, fore
         mesh = join_mesh(config.training.device, parallel=config.parallel, left_out=_left_out(config))
     except LeftOut as left_out:
         say(left_out)
+        # Not an end: an agent of torchrun whose processes are done ends all others with it.
         return left_out.wait()
+    # Before the first kernel is compiled: Triton loads and runs what it finds in that folder.
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         say(f"warning: {warning}")
     status = _timed_run(config, inputs, mesh, guard, interruption, look)
+    # What is asked last is a collective; status and launcher are the same on all ranks, so that all come to it or none.
     if status == "aborted" and may_start_again() and _stopped_for_others(interruption, mesh):
         complain("stopped with ranks of another host: to be started again without them", "warning")
         return FAULT_STATUS
@@ -92,21 +96,28 @@ def _timed_run(
     # Where the run starts from, and with which shares, is settled before there is a log to write.
     again = _started_again(config, mesh)
     if config.checkpoint.folder is not None:
+        # Before the folder is read: another run could remove what is found there.
         lock(config.checkpoint.folder, mesh, again)
     resumed = _resumed(config, inputs, mesh, again)
     before = resumed.world if resumed else None
+    # Only where a launcher has started the run again: who resumes by hand states how the batch is shared.
     if again and before:
         config = planned_anew(config, before, mesh.data_size)
     adaptive = config.log.division == "open" and (again or may_start_again())
+    # Once more: preflight leaves it out where shares may be planned anew by the checkpoint.
     check_shares(config, inputs.train, mesh.data_size, uneven=adaptive)
+    # Noted in each checkpoint, so that a run on other hosts knows which micro-batches have fitted in memory.
     world = World.of(mesh.hosts, config, before if again else None)
+    # Another seed would be another order of samples. Each rank draws one where none is set, and the first one counts.
     seed = resumed.seed if resumed else agreed_integer(_seed(config), mesh)
     barrier()  # no rank creates files before all have passed their checks
     # Ranks other than 0 have a log that writes nothing.
     log = MLLog(None)
     if mesh.is_main:
+        # The number is settled by creating the file: one that was free at the check may have been taken since.
         log, files = create_log(result_folder(config), config.log.run)
         inputs = replace(inputs, **files._asdict())
+    # The watchdog ends inside of the log, since the last lines there may be about a fault.
     with log, ended_together(config, mesh, log) as watchdog:
         if mesh.is_main:
             claim(inputs.result)
@@ -119,6 +130,7 @@ def _timed_run(
         if before:
             _note_changes(before, world, mesh, log, look)
         log.cache_clear(config.log.cache_cleared)
+        # The rules count the initialisation from before the model is made (TR 11).
         log.init_start()
         log_settings(log, config, inputs, mesh, seed)
         timed = build_run(config, inputs, mesh, log, interruption, world, seed, resumed)
@@ -155,6 +167,7 @@ def _left_out(config: Config) -> list[str] | None:
 def _note_changes(before: World, world: World, mesh: Mesh, log: MLLog, look: Look | None) -> None:
     """Say what has changed since the checkpoint was written, and look at the machines when they are others."""
     lines = changes(before, world)
+    # A look takes seconds, and tells nothing new of machines that are the same.
     if before.hosts != world.hosts and look is not None:
         lines += look(mesh)
     for line in lines:
@@ -187,6 +200,7 @@ def _started_again(config: Config, mesh: Mesh) -> bool:
     if all_reduce_sum_(torch.tensor([restarts()], device=mesh.device)).item():
         return True
     folder = config.checkpoint.folder
+    # The last of these is a collective; what stands before it is the same on all ranks.
     return folder is not None and job() != "" and written_by(folder, mesh) == job()
 
 
@@ -207,6 +221,7 @@ def _resumed(config: Config, inputs: Inputs, mesh: Mesh, again: bool) -> RunStat
 def _seed(config: Config) -> int:
     if config.training.seed is not None:
         return config.training.seed
+    # The system's entropy, as the rules ask of seeds (training_rules, section 5.1).
     return int.from_bytes(os.urandom(4), "little") >> 1  # 31 bits, as `training.seed` takes
 
 

@@ -53,6 +53,7 @@ def build_run(
 
     Every rank must call it at the same time. Who gets it closes its reporter and its loader.
     """
+    # On a GPU the host's clock would time launches, not the work.
     stopwatch = DeviceStopwatch() if mesh.device.type == "cuda" else Stopwatch()
     shape_buckets = choose_shapes(config, inputs.train, mesh)
     evaluator = Evaluator(inputs.evaluation, mesh, config.evaluation.batch_size)
@@ -111,7 +112,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
             "opt_lamb_beta_1": optimizer.beta_1,
             "opt_lamb_beta_2": optimizer.beta_2,
             "opt_lamb_weight_decay_rate": optimizer.weight_decay_rate,
-            "opt_lamb_learning_rate_decay_poly_power": 1.0,
+            "opt_lamb_learning_rate_decay_poly_power": 1.0,  # linear, as the rules fix it
             "opt_gradient_clip_norm": optimizer.max_grad_norm,
             "opt_learning_rate_training_steps": optimizer.learning_rate_training_steps,
             # Rule files ask for the warm-up under both names.
@@ -126,6 +127,7 @@ def log_settings(log: MLLog, config: Config, inputs: Inputs, mesh: Mesh, seed: i
 
 def _stragglers(config: Config, mesh: Mesh) -> Stragglers:
     after, folder = config.training.leave_out_stragglers, config.checkpoint.folder
+    # All ranks find the same stragglers; one writes them down.
     note = None if after is None or folder is None or not mesh.is_main else partial(leave_out, folder)
     return Stragglers(mesh.hosts, note, after, mesh.stages(), mesh.places())
 
@@ -144,6 +146,7 @@ def _warmed_up_step(
 
     Where there are ``shape_buckets``, the step is captured for each, and so is the evaluation for its own.
     """
+    # On every rank the whole model, which ``TrainingStep`` then divides where ranks share it.
     model = first_model(config, mesh, seed)
     for parameter in model.parameters():
         # All train from rank 0's weights, whatever each has drawn or read.
@@ -190,6 +193,7 @@ def _reporter(
 ) -> Reporter:
     schedule = Schedule(inputs.interval, config.training.global_batch_size)
     progress = Progress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
+    # Others report to nobody, but keep the time, by which training.max_minutes ends a run on any of them.
     if not mesh.is_main:
         return Reporter(progress, [])
     against_plan = AgainstPlan(inputs.plan, config.plan) if inputs.plan and config.plan else None
@@ -212,6 +216,7 @@ def _reporter(
     sinks += tensorboard_sinks(config, inputs.result)
     if console.is_terminal:
         title = f"{config.recipe} · {config.log.division}"
+        # The panel is redrawn in place, and lines between would break it: they go to the log alone.
         sinks += [LivePanel(title, progress, console), PlainLines(progress, log.line)]
     else:
         sinks += [PlainLines(progress, log.line, say)]

@@ -137,7 +137,7 @@ class TrainingStep:
         with self._reduction.overlapped(role.reduces_gradients), overwritten:
             with self.autocast():
                 output = self.model(batch)
-            self._mean_loss(output, batch).backward()
+            self._mean_loss(output, batch).backward()  # outside of autocast: ops know the types of their forward passes
         if role.reduces_gradients:
             with self._stopwatch.time("reduce"):
                 self._reduction.finish()
@@ -164,7 +164,7 @@ class TrainingStep:
             return
         with self._stopwatch.time("reduce"):
             yield
-        self._stopwatch.stage.enter("forward_backward")
+        self._stopwatch.stage.enter("forward_backward")  # told to the watchdog: the pass goes on
 
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
@@ -222,7 +222,7 @@ class TrainingStep:
         before. FP8 scales are found last, for the weights that training starts from.
         """
         weights_P, dropout_state = self.flat.weights_P.clone(), self.model.dropout_state.clone()
-        devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
+        devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []  # else fork_rng takes every GPU
         # Choices of implementations stay: steps before the capture must choose among what can be captured already.
         with torch.random.fork_rng(devices), nullcontext() if capturer is None else captured(self._recomputed):
             if choose is not None:

@@ -44,6 +44,7 @@ def main(arguments: Sequence[str], look: Look | None = None, forecast: Forecast 
     answer_version(arguments)
     try:
         config = parse(arguments)
+        # Behind the parsing, since it imports PyTorch.
         require_torch()
     except (ValueError, OSError) as error:
         return refused(error)
@@ -66,6 +67,7 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     Raises ``ValueError`` at an unknown recipe or a wrong value.
     """
     known = ", ".join(RECIPES)
+    # tyro can list settings of a recipe alone, whose values are the defaults.
     if arguments and arguments[0] in ("-h", "--help"):
         say_document(f"{__doc__}\nRecipes: {known}\n\nThe settings of a recipe: python -m bert.train RECIPE --help")
         raise SystemExit(0)
@@ -76,9 +78,11 @@ def parse(arguments: Sequence[str], module: str = "bert.train") -> Config:
     recipe, settings = (named, []) if file is None else arguments_of(file, named)
     # Behind the file's: of a setting that is given twice, the latter counts.
     settings += rest
+    # --plan stays among the settings, being one of ``Config``, and may come from --config; the latter is none.
     plan_file = _plan_file(settings)
     plan = None if plan_file is None else read_plan(plan_file)
     if plan is not None:
+        # In front, so that a setting which contradicts the plan wins here, and ``require_settings`` finds it.
         recipe, settings = plan.recipe_for(recipe), [*plan.arguments(), *settings]
     if recipe is None:
         raise ValueError(f"no recipe given: expected one of {known}, or --config FILE")
@@ -121,6 +125,7 @@ def _plan_file(arguments: Sequence[str]) -> Path | None:
         option, equals, value = argument.partition("=")
         if option == "--plan" and (equals or place + 1 < len(arguments)):
             found = value if equals else arguments[place + 1]
+    # The head of a result file says None of a run that had no plan.
     return Path(found) if found not in (None, "None") else None
 
 
@@ -128,6 +133,7 @@ def require_torch() -> None:
     """Raise ``ValueError`` where PyTorch is older than this is tested with."""
     import torch
 
+    # The first two numbers alone: what follows is no number in the pre-releases of NGC's images.
     if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise ValueError(

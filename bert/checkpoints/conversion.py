@@ -32,6 +32,7 @@ def describe(found: Source) -> list[str]:
 
 def write_ours(found: Source, out: Path) -> None:
     """Write our safetensors file, whole or not at all."""
+    # Where the weights come from, and which model they are of, stays with the file wherever it goes.
     metadata = {"source": found.kind, "source_digest": found.digest, **model_metadata(found.model)}
     if found.vocabulary_sha256 is not None:
         metadata[VOCABULARY] = found.vocabulary_sha256
@@ -46,6 +47,7 @@ def vocabulary_of(found: Source, source: Path, vocab: Path | None) -> Vocabulary
         raise ValueError(f"there is no {beside}: set --vocab to the vocabulary that the model was trained with")
     path = beside if vocab is None else vocab
     vocabulary = Vocabulary.from_file(path)
+    # Fewer tokens than rows will do: tables are often padded.
     if vocabulary.size > found.model.vocab_size:
         raise ValueError(
             f"{path} has {vocabulary.size:,} tokens, but the model {found.model.vocab_size:,} rows for them"

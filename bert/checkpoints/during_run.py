@@ -37,6 +37,7 @@ class RunCheckpoints:
 
     def save(self, at: Position) -> None:
         """Begin one, when the one before is there; every rank must call it after the same step."""
+        # There is one set of copies in the host's memory, which the thread may still be writing from.
         self.wait(at)
         self._stage.enter("checkpoint")
         self._checkpoints.save(at.steps, at.samples)
@@ -50,6 +51,7 @@ class RunCheckpoints:
 
     def look(self, at: Position) -> None:
         """Warn if the last one could not be written, and note how long writing takes."""
+        # Asked from the loop: an error of the thread stays in its future until somebody asks.
         error = self._checkpoints.failure()
         if error is not None:
             self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")

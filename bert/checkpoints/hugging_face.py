@@ -42,6 +42,7 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
     for index in range(layers):
         for ours, theirs in _HUGGING_FACE_LAYER.items():
             pairs[f"layers.{index}.{ours}"] = f"bert.encoder.layer.{index}.{theirs}"
+    # Parameters here, where the others are modules with a weight and a bias.
     whole = ("embeddings.word", "embeddings.position", "embeddings.segment", "decoder_bias")
     names: dict[str, tuple[str, ...]] = {
         ours + suffix: (theirs + suffix,)
@@ -51,6 +52,7 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
     for index in range(layers):
         attention = f"bert.encoder.layer.{index}.attention.self"
         for kind in ("weight", "bias"):
+            # In this order, in which ``EncoderLayer`` takes the fused weight apart.
             names[f"layers.{index}.query_key_value.{kind}"] = tuple(
                 f"{attention}.{part}.{kind}" for part in ("query", "key", "value")
             )
@@ -104,6 +106,7 @@ def write_folder(
         _write_tokenizer(folder, model, vocabulary)
         # Without a format in its metadata transformers refuses the file.
         write_safetensors(folder / "model.safetensors", weights, {"format": "pt"} | dict(metadata))
+        # ``atomic_path`` brings the folder to the disk, and not what is in it.
         for path in folder.iterdir():
             sync(path)
 
@@ -139,8 +142,10 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary.sep_id), ("[CLS]", vocabulary.cls_id))
     tokenizer.decoder = decoders.WordPiece()
+    # Or [MASK] in a text would be split at its brackets.
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
+    # Read by this program (``Vocabulary.from_folder``), and by tokenizers that know no tokenizer.json.
     (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary.tokens), encoding="utf-8")
     settings = {
         "tokenizer_class": "BertTokenizer",
@@ -155,6 +160,7 @@ def _write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+# Also with the exact GELU, which differs from the tanh form here by up to 5e-4 (docs/checkpoints.md).
 _FORMS = {"model_type": "bert", "position_embedding_type": "absolute", "hidden_act": "gelu.*"}
 """What a config.json says of a BERT as this program trains it, as patterns."""
 
@@ -184,6 +190,7 @@ def stated_configuration(path: Path) -> dict[str, int | float] | None:
         raise ValueError(f"{path} does not state num_attention_heads: expected a Hugging Face config.json")
     for name, form in _FORMS.items():
         value = config.get(name)
+        # A file need not state them: what is absent counts as BERT's.
         if value is not None and not (isinstance(value, str) and re.fullmatch(form, value)):
             raise ValueError(
                 f"{path} states the {name} {shown(repr(value))}, expected {form.replace('.*', ' in some form')}"
@@ -191,6 +198,7 @@ def stated_configuration(path: Path) -> dict[str, int | float] | None:
     stated = {ours: config[name] for name, ours in _STATED.items() if config.get(name) is not None}
     for name, value in stated.items():
         is_count = isinstance(getattr(ModelConfig, name), int)
+        # By type(), as isinstance takes True for a whole number.
         fits = (
             type(value) is int and 0 < value < 1 << 31 if is_count else type(value) in (int, float) and 0 <= value < 1
         )

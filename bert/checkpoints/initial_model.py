@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from bert.checkpoints.sources import Source
     from dataloading.text.tokenization import Vocabulary
 
+# Not the vocabulary, whose table may be padded, and not dropout, which is no property of weights.
 _COMPARED = (
     "num_hidden_layers",
     "hidden_size",
@@ -38,6 +39,7 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
         model = empty_model(config, mesh)
         load_initial_weights(model, start)  # all of them, or it raises
         return model
+    # Heads that the folder lacks stay as they are drawn here.
     model = build_model(config, mesh, seed)
     if (missing := load_initial_weights(model, start)) and mesh.is_main:
         say(f"{start} lacks {', '.join(missing)}: random at the start")
@@ -47,6 +49,7 @@ def first_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
 def build_model(config: Config, mesh: Mesh, seed: int) -> BertForPreTraining:
     """The model on its device, from random weights that are drawn there: a CPU takes half a minute for BERT-Large's."""
     model = empty_model(config, mesh)
+    # A generator of its own: the draw depends on the seed alone, not on what PyTorch's has been asked before.
     initialize_(model, torch.Generator(mesh.device).manual_seed(seed))
     return model
 
@@ -69,8 +72,10 @@ def check_initial_weights(path: Path, config: Config, vocabulary: "Vocabulary") 
     if not path.is_dir():
         check_weights(path, config.model, vocabulary.sha256)
         return
+    # A closed run starts from the benchmark's checkpoint, which has both heads.
     _open_folder(path, config.model, whole=config.log.division == "closed")
     theirs = Vocabulary.from_folder(path)
+    # By tokens, not by digest: the folder may have them in a tokenizer.json.
     if theirs is not None and theirs.tokens != vocabulary.tokens:
         raise ValueError(
             f"{path} has another vocabulary ({theirs.size:,} tokens) than {config.data.vocab} ({vocabulary.size:,}): make "
@@ -108,6 +113,7 @@ def _open_folder(path: Path, model: ModelConfig, whole: bool) -> "Source":
                 f"{path} holds a model with {name} {found}, but model.{name} is {expected}: "
                 f"set --model.{name.replace('_', '-')} {found}"
             )
+    # More rows than tokens are padding, and left out; fewer would leave tokens without one.
     if source.model.vocab_size < model.vocab_size:
         raise ValueError(
             f"{path} holds a model of {source.model.vocab_size:,} tokens, but model.vocab_size is {model.vocab_size:,}: "

@@ -42,6 +42,7 @@ def lock_checkpoints(folder: Path, patience_s: float) -> int:
                 )
             time.sleep(_POLL_S)
         with suppress(OSError):  # a full disk keeps nobody from having the lock
+            # Written in place: a new file under this name would be another one to lock.
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode(), 0)
         # Nobody writes these while this process has the lock.
@@ -55,6 +56,7 @@ def lock_checkpoints(folder: Path, patience_s: float) -> int:
 
 def _taken(descriptor: int) -> bool:
     try:
+        # flock and not lockf: a POSIX lock is lost as soon as the process closes any descriptor of the file.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False

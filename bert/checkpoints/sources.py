@@ -76,6 +76,7 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
         start = file.read(16)
         file.seek(-min(8, path.stat().st_size), 2)
         end = file.read(8)
+    # By the mark at the end, since a table of LevelDB begins with its records.
     if end == MAGIC:
         if path.suffix != INDEX_SUFFIX:
             raise ValueError(f"{path} is a TensorFlow index under another name: rename it to PREFIX{INDEX_SUFFIX}")
@@ -103,6 +104,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> Source:
     weights: dict[str, Weight] = {}
     missing = []
     for name in _names(layers):
+        # TF2 keeps variables under keys of its object graph, and their names in it; TF1 under the names themselves.
         candidates = tf2_names(name) if variables else [tf1_name(name)]
         variable = next((each for each in candidates if variables.get(each, each) in bundle.entries), None)
         if variable is None:
@@ -144,6 +146,7 @@ def _from_tensorflow(bundle: TensorBundle, name: str, variable: str, key: str) -
 
     def read() -> Tensor:
         array = bundle.array(key)
+        # Kernels are [in, out] there; the transpose is a view, made contiguous when it is written.
         return torch.from_numpy(array.reshape(shape[::-1]).T if is_kernel else array.reshape(shape))
 
     return Weight(shape, read)
@@ -175,9 +178,11 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> Source:
     configuration: Mapping[str, int | float] = {}
     if is_ours:
         known = metadata.get("num_attention_heads", "")  # of files from before they held the whole configuration
+        # Bounded, as int() raises an error of its own at thousands of digits.
         known = int(known) if known.isdecimal() and len(known) < 6 else None
         known = stated.num_attention_heads if stated else known
     else:
+        # Read before anything is converted: an untied decoder would be dropped without a word.
         _require_tied(path, shapes)
         configuration = stated_configuration(path.with_name("config.json")) or {}
         known = int(configuration["num_attention_heads"]) if configuration else None
@@ -191,6 +196,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> Source:
     model = _model_of(weights, layers, heads or known, str(path), stated)
     return Source(
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
+        # When it is asked for: it reads the whole file.
         digested=lambda: f"sha256 of {path.name}: {sha256_of(path)}",
         notes=(),
         weights=weights,
@@ -230,6 +236,7 @@ def _from_ours(path: Path, shapes: Mapping[str, tuple[int, ...]], layers: int) -
         shape = shapes[ours]
         if len(shape) == 0 or shape[0] % len(theirs):
             raise ValueError(f"{path} holds {ours} of shape {shape}: expected rows that divide by {len(theirs)}")
+        # A fused weight is seen as the three that it holds, each a range of its rows.
         rows = shape[0] // len(theirs)
         for index, name in enumerate(theirs):
             weights[name] = Weight((rows, *shape[1:]), partial(_rows, path, ours, index * rows, (index + 1) * rows))
@@ -253,6 +260,7 @@ def _from_theirs(path: Path, shapes: Mapping[str, tuple[int, ...]], layers: int)
 
 def _rows(path: Path, name: str, start: int, stop: int | None) -> Tensor:
     with safe_open(path, "pt") as file:
+        # Sliced in the file, so that of a fused weight one third is read at a time.
         tensor = file.get_slice(name)[start:stop]
     if not tensor.is_floating_point():
         raise ValueError(f"{path} holds {name} as {tensor.dtype}: expected floating point weights")
@@ -272,6 +280,7 @@ def _require_tied(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 def _layers(pattern: str, names: Iterable[str]) -> int:
     """The number of layers that ``names`` speak of, at most one more than there are names."""
+    # Counted, not the largest number: a file may state any, and names are made for all layers.
     matches = [match for name in names if (match := re.match(pattern, name))]
     return len({match[1] for match in matches})
 
@@ -320,6 +329,7 @@ def _model_of(
         )
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
+    # Layers are alike: one is built for all, however many a file claims.
     one_layer = replace(model, num_hidden_layers=1)
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in BertForPreTraining(one_layer).state_dict().items()}

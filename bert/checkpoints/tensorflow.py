@@ -45,6 +45,7 @@ _PUBLISHED = {
     "fc34dd7a54afc07f2d8e9d64471dc672": ("TF2", 6_420, 1_344_982_997),
 }
 """MD5 of the index of the benchmark's phase-1 checkpoints: name, bytes of the index, bytes of the data file."""
+# The first that fits is taken: the last one is an ending of others.
 _TF1_ENDINGS = {
     "embeddings.weight": "embeddings",
     "LayerNorm.weight": "LayerNorm/gamma",
@@ -54,6 +55,7 @@ _TF1_ENDINGS = {
     "predictions.bias": "predictions/output_bias",
     ".weight": ".kernel",
 }
+# In this order: parts of attention/output before those of the output of the layer, which they end like.
 _TF2_PARTS = (
     (r"^bert/embeddings/word_embeddings$", "word_embeddings/embeddings"),
     (r"^bert/embeddings/position_embeddings$", "position_embedding/embeddings"),
@@ -99,6 +101,7 @@ class TensorBundle:
         self.prefix = prefix
         self.index = prefix.with_name(prefix.name + INDEX_SUFFIX)
         content = read_bounded(self.index, MOST_INDEX_BYTES, _REMEDY)
+        # MLCommons publishes MD5s. It is no protection here, which builds with FIPS have to be told.
         self.index_md5 = hashlib.md5(content, usedforsecurity=False).hexdigest()
         self.index_sha256 = hashlib.sha256(content).hexdigest()
         self.index_bytes = len(content)
@@ -130,6 +133,7 @@ class TensorBundle:
         dtype = _DTYPES.get(entry.dtype)
         if dtype is None:
             raise ValueError(f"{self.index}: {name} is of TensorFlow's type number {entry.dtype}: expected numbers")
+        # Before anything is allocated: an index is not trusted.
         if entry.size != math.prod(entry.shape) * dtype.itemsize or 0 in entry.shape:
             raise ValueError(
                 f"{self.index}: {name} of shape {entry.shape} has {entry.size:,} bytes, expected "
@@ -175,6 +179,7 @@ class TensorBundle:
             # SerializedTensor: full_name, checkpoint_key.
             parts = {number: part for number, part in message_fields(message(attribute)) if number in (2, 3)}
             name, key = (message(parts.get(number, b"")).decode() for number in (2, 3))
+            # The graph is a second list of tensors, which need not agree with the index.
             if key not in self.entries:
                 raise ValueError(f"{self.index}: the object graph names {key!r}, which is not there; {_REMEDY}")
             if name and names.setdefault(name, key) != key:
@@ -206,6 +211,7 @@ class TensorBundle:
 
     def _read(self, entry: Entry) -> np.ndarray:
         """[size] uint8."""
+        # Read into an array: one made of bytes cannot be written to, of which torch.from_numpy warns.
         path, content = self.data_file(entry.shard), np.empty(entry.size, np.uint8)
         with open_regular(path) as file:
             file.seek(entry.offset)
@@ -223,11 +229,13 @@ class TensorBundle:
     def _check_extents(self) -> None:
         """Every tensor lies inside its data file, and no two share bytes."""
         found = {}
+        # The first file also where no tensor is in it: ``published`` asks for its size.
         for shard in sorted({entry.shard for entry in self.entries.values()} | {0}):
             try:
                 found[shard] = self.data_file(shard).stat().st_size
             except OSError as error:
                 raise ValueError(f"{self.data_file(shard)}: {error.strerror}; {_REMEDY}") from None
+        # In the order of the files, so that only neighbours need be compared.
         placed = sorted((entry.shard, entry.offset, entry.size, name) for name, entry in self.entries.items())
         for shard, offset, size, name in placed:
             if offset + size > found[shard]:
@@ -252,6 +260,7 @@ def _shards(records: dict[bytes, bytes]) -> int:
     version = dict(message_fields(message(header.get(3, b""))))
     if version.get(2, 0) != 0 and integer(version[2]) > 1:
         raise ValueError(f"needs a reader of version {version[2]}, this is one of version 1")
+    # Names of data files have five digits.
     if not 0 < integer(shards) < 100_000:
         raise ValueError(f"{shards} data files")
     return integer(shards)
@@ -269,6 +278,7 @@ def _entry(key: bytes, value: bytes, shards: int) -> Entry:
             shape = _shape(message(content))
         sliced |= field == 7
     entry = Entry(numbers[1], shape, numbers[3], numbers[4], numbers[5], numbers[6], sliced)
+    # Numbers are unsigned here: a negative one of a damaged file comes as one beyond this.
     if entry.shard >= shards or max(entry.offset, entry.size) >= 1 << 62:
         raise ValueError(
             f"{key.decode()} is at byte {entry.offset:,} of data file {entry.shard} with {entry.size:,} bytes, in "

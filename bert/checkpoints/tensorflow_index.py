@@ -43,6 +43,7 @@ def sorted_table(content: bytes) -> Iterator[tuple[bytes, bytes]]:
             tensors += 1
             if last is not None and key <= last:
                 raise ValueError(f"the key {key!r} stands after {last!r}: expected ascending keys")
+            # Blocks are compressed by differences of keys: a small file can hold very many.
             if tensors > _MOST_TENSORS:
                 raise ValueError(f"more than {_MOST_TENSORS:,} tensors")
             last = key
@@ -55,6 +56,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
     if after + _TRAILER_BYTES > end or size < 4:
         raise ValueError(f"a block at bytes {offset:,} to {after:,}, expected at least four bytes before {end:,}")
     kind, checksum = struct.unpack_from("<BI", content, after)
+    # The checksum is over the block and the byte of its type.
     if masked(google_crc32c.value(content[offset : after + 1])) != checksum:
         raise ValueError(f"the block at byte {offset:,} does not have its checksum")
     if kind > 1:
@@ -67,6 +69,7 @@ def _block(content: bytes, offset: int, size: int, end: int) -> Iterator[tuple[b
         raise ValueError(f"a block of {len(block):,} bytes with {restarts:,} restart points")
     block, position, key, records = block[: len(block) - 4 * (restarts + 1)], 0, b"", 0
     while position < len(block):
+        # Of the key before so many bytes stay; then the lengths of what is new in the key, and of the value.
         shared, position = varint(block, position)
         fresh, position = varint(block, position)
         length, position = varint(block, position)
@@ -93,6 +96,7 @@ def _unpacked(packed: bytes) -> bytes:
         tag = packed[position]
         kind, count, position = tag & 3, tag >> 2, position + 1  # a literal, or a copy with 1, 2 or 4 bytes of distance
         # How many bytes after the tag belong to it: those of a long literal's length, or of a copy's distance.
+        # A literal of up to 60 bytes has its length in the tag; above that the tag says how many bytes hold it.
         extra = (max(0, count - 59), 1, 2, 4)[kind]
         number = int.from_bytes(packed[position : position + extra], "little")
         position += extra
@@ -101,6 +105,7 @@ def _unpacked(packed: bytes) -> bytes:
             result += packed[position : position + count]
             position += count
         else:
+            # The short form keeps three bits of the distance in the tag, and four to eleven bytes are copied.
             count, distance = (count % 8 + 4, tag >> 5 << 8 | number) if kind == 1 else (count + 1, number)
             if not 0 < distance <= len(result):
                 raise ValueError(f"a compressed block that copies from {distance:,} bytes back after {len(result):,}")
@@ -139,7 +144,7 @@ def message_fields(content: bytes) -> Iterator[tuple[int, int | bytes]]:
 def varint(content: bytes, position: int) -> tuple[int, int]:
     """An unsigned number of up to 64 bits, seven a byte, and the position after it."""
     number = 0
-    for index, byte in enumerate(content[position : position + 10]):
+    for index, byte in enumerate(content[position : position + 10]):  # 64 bits take ten bytes
         number |= (byte & 127) << 7 * index
         if byte < 128:
             if number >= 1 << 64:

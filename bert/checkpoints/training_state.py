@@ -69,6 +69,7 @@ class RunState:
 
     def require_sound(self) -> None:
         """Raise ``TypeError`` where a value is of another type, or a number beyond what a run can have."""
+        # Counters on the device are int64, and a damaged file may state any number.
         counts = self.step, self.samples, self.optimizer_steps, self.seed, self.dropout_draws
         if not all(type(count) is int and 0 <= count < 1 << 62 for count in counts):  # isinstance takes True for one
             raise TypeError
@@ -102,6 +103,7 @@ class Checkpoints:
         size, pinned = step.whole.size, mesh.device.type == "cuda"
         self._removable = set(_by_step(self._folder)) if mesh.is_main else set()
         """Checkpoints that are this run's own to replace: those it goes on from, and those it has written."""
+        # Made once, as pinned memory is slow to get, and because training waits for the copies.
         self._copies = [torch.empty(size, pin_memory=pinned) for _ in _FILES] if mesh.is_main else []
         """Of the whole model, in the host's memory: what is being written."""
 
@@ -125,6 +127,7 @@ class Checkpoints:
             return None
         error = self._written.exception()
         self._written = None
+        # A mistake of the program is no full disk, and ends the run.
         if error is not None and not isinstance(error, OSError):
             raise error
         return error
@@ -135,6 +138,7 @@ class Checkpoints:
         From here on, random numbers and FP8 scales are those of a run that goes on from this checkpoint.
         """
         step = self._step
+        # The state of a generator is of one rank: at any number of them, all start anew here, and so does who resumes.
         reseed(self._seed, steps, self._mesh)
         if step.fp8 is not None:  # each rank has its own: with the smallest, nothing overflows on any
             step.fp8.set_scales_(all_reduce_min_(step.fp8.scale_S))
@@ -148,6 +152,7 @@ class Checkpoints:
                 self._copies[place].copy_(whole)
         if not self._mesh.is_main:
             return
+        # What it reads of the device waits for nothing more: the copies above have waited.
         state = RunState(
             step=steps,
             samples=samples,
@@ -188,6 +193,7 @@ class Checkpoints:
         # Those of later steps are not counted: a run that has passed over broken ones still keeps its own.
         self._removable.add(final)
         earlier = [path for path in _by_step(self._folder) if _step_of(path) <= state.step]
+        # Others in the folder may be needed by somebody: only what is this run's own goes.
         for old in earlier[self._config.keep :]:
             if old in self._removable:
                 shutil.rmtree(old)
@@ -223,6 +229,7 @@ def lock(folder: Path, mesh: Mesh, again: bool) -> None:
 
     def take() -> str:
         try:
+            # The descriptor is dropped, a plain number: it stays open, and the lock taken, until the process ends.
             lock_checkpoints(folder, _PATIENCE_S if again else 0.0)
         except OSError as error:
             return f"warning: no lock on {folder} ({error.strerror}): see that no other run writes there"
@@ -272,6 +279,7 @@ def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
     answer = ""
     if mesh.is_main:
         try:
+            # Not raised here: the other ranks wait for an answer, whatever it is.
             answer = act()
         except (ValueError, OSError) as error:
             answer = f"error: {error}"
@@ -284,16 +292,19 @@ def _told_by_main(act: Callable[[], str], mesh: Mesh) -> str:
 def restore(step: TrainingStep, state: RunState, mesh: Mesh) -> None:
     """Bring model and optimizer to where ``state`` says; every rank must call it at the same time."""
     reseed(state.seed, state.step, mesh)
+    # Zeros, since checkpoints do not hold the padding.
     vectors = [torch.zeros_like(step.flat.weights_P) for _ in _FILES]
     for name, vector_P in zip(_FILES, vectors, strict=True):
         whole = vector_P.new_zeros(step.whole.size)
         if mesh.is_main:
             _read_into(step, Path(state.path) / name, whole)
+        # Rank 0 alone reads, so that others need not see its file system.
         step.whole.shard_(vector_P, broadcast_(whole))
     weights_P, momentum_P, variance_P = vectors
     with torch.no_grad():
         step.flat.weights_P.copy_(weights_P)
         step.optimizer.set_moments_(momentum_P, variance_P)
+        # In place, here and below: captured graphs have these addresses.
         step.optimizer.steps.fill_(state.optimizer_steps)
         step.model.dropout_state[1] = state.dropout_draws
         if step.fp8 is not None and state.fp8_scales is not None:
@@ -327,6 +338,7 @@ def _newest(folder: Path, config: Config, train: Dataset) -> RunState:
             broken.append(str(error))
             continue
         for name, value in expected.items():
+            # Told, not passed over as a broken one is: it is whole, and the run is another.
             if state.settings.get(name) != value:
                 raise ValueError(
                     f"{path} was made with {name} {state.settings.get(name)}, but this run has {value}: "
@@ -348,9 +360,11 @@ def _read_state(path: Path) -> RunState:
     name = path / "state.json"
     try:
         content = read_json(name, _STATE_BYTES, _REMEDY)
+        # First, since another format may have other fields.
         if content.pop("format") != FORMAT:
             raise ValueError(f"{name}: of another format than {FORMAT}; {_REMEDY}")
         files: dict[str, Any] = content.pop("files")
+        # A field that is missing or unknown is a TypeError.
         state = _state_of(content | {"path": str(path)})
         whole = {file: {name: files[file][name] for name in ("bytes", "sha256")} for file in _FILES}
         state.require_sound()

@@ -54,6 +54,7 @@ def stated_model(metadata: Mapping[str, str], source: str) -> ModelConfig | None
     kinds = {name: (int, type(value)) for name, value in asdict(ModelConfig()).items()}
     try:
         stated = json.loads(metadata[MODEL])
+        # By type(), as isinstance takes True for a number. JSON may write a float without its point.
         if set(stated) != set(kinds) or any(type(stated[name]) not in kind for name, kind in kinds.items()):
             raise ValueError(f"expected {', '.join(kinds)}")
         return ModelConfig(**stated)
@@ -63,8 +64,10 @@ def stated_model(metadata: Mapping[str, str], source: str) -> ModelConfig | None
 
 def write_safetensors(path: Path, weights: Mapping[str, Weight], metadata: Mapping[str, str]) -> None:
     """Write fp32 weights one after the other, so that no more than one of them is in memory."""
+    # The library's own writer wants all tensors in memory at once.
     with path.open("xb") as file:
         file.write(safetensors_header({name: weight.shape for name, weight in weights.items()}, metadata)[0])
+        # By name, in which order the header has counted the offsets.
         for name, weight in sorted(weights.items()):
             tensor = weight.read().float().contiguous()
             assert tensor.shape == weight.shape, name
@@ -118,6 +121,7 @@ def check_weights(path: Path, model: ModelConfig, vocabulary_sha256: str) -> Non
     shapes, metadata = _header(path)
     _require_fit(weight_shapes(model), shapes, str(path))
     _require_stated(metadata, model, str(path))
+    # A file that does not say which vocabulary it was trained with passes.
     stated = metadata.get(VOCABULARY, vocabulary_sha256)
     if stated != vocabulary_sha256:
         raise ValueError(

@@ -45,6 +45,7 @@ class World:
         counts = [*self.hosts.values(), self.accumulation, self.sequences, self.fitting]
         if not all(type(count) is int and 0 < count < 1 << 31 for count in counts):
             raise TypeError
+        # Names are printed and counted, as they stand in a file that may be damaged.
         if not self.hosts or not all(isinstance(name, str) for name in (*self.hosts, self.job)):
             raise TypeError
 
@@ -56,6 +57,7 @@ def planned_anew(config: Config, before: World, data_size: int) -> Config:
     batch. Everything else that depends on the ranks (reduction, shape buckets, kernels) is chosen at every start.
     """
     batch = config.training.global_batch_size
+    # By what has fitted in memory, not by what the last run had, which may have been less on more hosts.
     steps = -(-batch // (data_size * before.fitting))
     steps = max(1, min(steps, batch // data_size))  # no rank without a sequence
     if config.parallel.pipeline > 1:  # as many micro-batches as its schedule needs, in whole rounds
@@ -65,6 +67,7 @@ def planned_anew(config: Config, before: World, data_size: int) -> Config:
 
 def changes(before: World, now: World) -> list[str]:
     """Lines that say which hosts have gone and come, and how the global batch is shared since; [] where all is the same."""
+    # Counters, so that a host which came back with other ranks counts by the difference.
     gone, come = Counter(before.hosts), Counter(now.hosts)
     lines = [f"{what}: {_named(hosts)}" for what, hosts in (("lost", gone - come), ("gained", come - gone)) if hosts]
     shares = [

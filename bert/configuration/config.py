@@ -74,6 +74,7 @@ class Config:
             )
 
     def _check_closed(self) -> None:
+        # The writer of the log refuses some of these too, but when the run has been initialised.
         if self.evaluation.interval_samples is not None:
             raise ValueError(
                 "evaluation.interval_samples is set in the closed division, where the formula of the rules decides: "
@@ -94,6 +95,7 @@ class Config:
                 "resume is set in the closed division, whose results are timed from the start in one piece: "
                 "leave it out, or set log.division to open"
             )
+        # The defaults of ``ModelConfig`` are BERT-Large, of which nothing may differ.
         for each in fields(self.model):
             if (value := getattr(self.model, each.name)) != each.default:
                 raise ValueError(
@@ -156,6 +158,7 @@ class Config:
 
     def _check_fp8(self) -> None:
         for name in ("hidden_size", "intermediate_size"):
+            # FP8 products contract over multiples of 16, and each rank has its share of the width.
             multiple = 16 * self.parallel.tensor
             if getattr(self.model, name) % multiple:
                 shared = f" with parallel.tensor {self.parallel.tensor}" if self.parallel.tensor > 1 else ""
@@ -176,6 +179,7 @@ def flattened(prefix: str, section: object) -> list[tuple[str, object]]:
     for each in fields(section):
         value = getattr(section, each.name)
         name = f"{prefix}.{each.name}"
+        # So a result file says the same wherever the repository lies.
         if isinstance(value, Path) and value.is_relative_to(REPOSITORY):
             value = value.relative_to(REPOSITORY)
         rows += flattened(name, value) if is_dataclass(value) else [(name, value)]

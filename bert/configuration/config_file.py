@@ -26,12 +26,15 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     """
     named = ((_FORMER_NAMES.get(name, name), value) for name, value in _read(path))
     values = {name: value for name, value in named if name is not None}
+    # Taken out first: it decides which settings there are, and their defaults.
     stated = values.pop("recipe", None)
     if recipe is not None and stated not in (None, recipe):
         raise ValueError(f"{path} is of the recipe {stated}, expected {recipe}: name that one, or leave the recipe out")
+    # TOML may have a number or a list there.
     chosen = recipe or str(stated)
     if chosen not in RECIPES:
         raise ValueError(f"{path} names the recipe {chosen!r}: expected recipe = one of {', '.join(RECIPES)}")
+    # tyro would name the option and not the file that it comes from.
     known = setting_names(chosen)
     for name in values:
         if name not in known:
@@ -54,6 +57,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
     if path.suffix == ".toml":
         try:
             content = tomllib.loads(read_bounded(path, _MOST_BYTES, "expected TOML").decode())
+        # The parser recurses: a file that nests deeply is a wrong one, not a crash.
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from None
         return _flat("", content)
@@ -69,6 +73,7 @@ def _read(path: Path) -> Iterator[tuple[str, object]]:
 def _head(path: Path) -> str:
     try:
         with open_regular(path) as file:
+            # The bound may cut a character in two.
             return file.read(_HEAD_BYTES).decode(errors="replace")
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}") from None
@@ -77,6 +82,7 @@ def _head(path: Path) -> str:
 def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     for key, value in table.items():
         name = f"{prefix}{key}"
+        # The one setting that is a table itself: its keys are names of ops.
         if isinstance(value, dict) and name != "training.implementations":
             yield from _flat(f"{name}.", value)
         else:
@@ -89,10 +95,13 @@ def _arguments(name: str, value: object) -> list[str]:
     if isinstance(value, Mapping):
         return [option, *(str(part) for pair in value.items() for part in pair)]
     if name == "training.implementations":
+        # As Python prints a dict of texts, in the head of a result file.
         return [option, *re.findall(r"'([^']*)'", str(value))]
+    # tyro's booleans take no value: --section.field, and --section.no-field.
     if str(value) == "False":
         section, _, field = option.rpartition(".")
         return [f"{section}.no-{field}" if section else f"--no-{field.removeprefix('--')}"]
     if str(value) == "True":
         return [option]
+    # With =, since a text that begins with a dash would be taken for an option.
     return [f"{option}={value}"]

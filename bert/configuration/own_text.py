@@ -34,6 +34,7 @@ def _from_the_data(config: Config) -> Config:
         model = replace(config.model, vocab_size=vocab_size, max_position_embeddings=longest)
         steps = max(steps, _FEWEST_STEPS)
     else:
+        # A table may be padded past the vocabulary; such rows are left out when weights are read.
         model = replace(open_source(data.initial_checkpoint, whole=False).model, vocab_size=vocab_size)
     optimizer = replace(config.optimizer, base_learning_rate=_RATE_TIMES_WIDTH / model.hidden_size)
     steps = max(steps, 1)
@@ -47,6 +48,7 @@ def _from_the_length(config: Config) -> Config:
     """Set evaluation times, the last at the end, and a learning rate that reaches 0 there."""
     batch = config.training.global_batch_size
     steps = -(-config.training.sample_limit // batch)
+    # Divides, as above, also where the number of samples is given.
     evaluations = next(count for count in range(_EVALUATIONS, 0, -1) if steps % count == 0)
     return replace(
         config,

@@ -42,6 +42,7 @@ def tiny_cpu() -> Config:
         ),
         training=TrainingConfig(global_batch_size=32, max_samples=96_000),
         evaluation=EvaluationConfig(target=0.36, interval_samples=4800),
+        # Another model and target than the closed division's.
         log=LogConfig(system="tiny_cpu", division="open"),
     )
 
@@ -93,6 +94,7 @@ def _on_gpus(
             train=Path("data/wikipedia/train"),
             evaluation=Path("data/wikipedia/evaluation"),
             vocab=Path("data/wikipedia/vocab.txt"),
+            # What `bert.convert` makes of the benchmark's checkpoint (docs/checkpoints.md).
             initial_checkpoint=Path("data/wikipedia/phase1.safetensors"),
         ),
         optimizer=optimizer,
@@ -180,7 +182,9 @@ def bert_3_9b_8x8() -> Config:
         large,
         model=ModelConfig(num_hidden_layers=48, hidden_size=2560, num_attention_heads=40, intermediate_size=10240),
         data=replace(large.data, initial_checkpoint=None),
+        # What stages send one another is not captured.
         training=replace(large.training, cuda_graphs=False, reduction="sharded_world", recompute="selective"),
+        # Another model than BERT-Large, which the closed division refuses.
         log=replace(large.log, division="open"),
         parallel=ParallelConfig(tensor=4, pipeline=2),
     )

@@ -66,15 +66,18 @@ class RunPlan:
 
     def require_settings(self, config: Config) -> None:
         """Raise ``ValueError`` where a configuration has other settings than these."""
+        # All that it decides: one setting more or less makes another step than the predicted one.
         for name, value in settings_of(config).items():
             if value != self.settings[name]:
                 raise ValueError(
+                    # What a file holds is escaped before a terminal sees it.
                     f"{name} is {value}, but {config.plan} plans {shown(self.settings[name])}: leave the setting out, or "
                     "plan again"
                 )
 
     def is_for(self, world_size: int, local_size: int) -> bool:
         """Tell whether it was made for so many ranks; ``local_size`` of this node, 0 where that is not known."""
+        # Ranks a node count too: which reduction pays depends on them.
         return world_size == self.nodes * self.ranks_per_node and local_size in (0, self.ranks_per_node)
 
     def require_ranks(self, world_size: int, local_size: int, path: Path) -> None:
@@ -89,6 +92,7 @@ class RunPlan:
 
 def _argument(name: str, value: str) -> str:
     section, _, setting = name.replace("_", "-").rpartition(".")
+    # tyro's booleans take no value.
     off = {"True": "", "False": "no-"}.get(value)
     return f"--{section}.{setting}={value}" if off is None else f"--{section}.{off}{setting}"
 
@@ -96,6 +100,7 @@ def _argument(name: str, value: str) -> str:
 def settings_of(config: Config) -> dict[str, str]:
     """Return what a configuration says of `PLANNED`, as a command line has it."""
     values = dict(flattened("config", config))
+    # Compared as text: what a float is printed as reads back as the same number.
     return {name: str(values[f"config.{name}"]) for name in PLANNED}
 
 

@@ -28,6 +28,7 @@ class ModelConfig:
     type_vocab_size: int = 2
     hidden_dropout: float = 0.1
     attention_dropout: float = 0.1
+    # BERT's own: PyTorch's default is 1e-5.
     layer_norm_eps: float = 1e-12
     initializer_range: float = 0.02
 
@@ -75,6 +76,7 @@ class OptimizerConfig:
         for name in ("beta_1", "beta_2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name} is {getattr(self, name)}: expected at least 0 and less than 1")
+        # Where no gradient has ever been, the direction is 0 / epsilon.
         if self.epsilon <= 0 or self.max_grad_norm <= 0:
             raise ValueError("optimizer.epsilon and optimizer.max_grad_norm must be more than 0")
 
@@ -168,8 +170,10 @@ class TrainingConfig:
             _at_least(1, f"training.{name}", getattr(self, name))
         if self.max_steps is not None:
             _at_least(1, "training.max_steps", self.max_steps)
+        # Negated, so that NaN is refused as well.
         if self.max_minutes is not None and not self.max_minutes > 0:
             raise ValueError(f"training.max_minutes is {self.max_minutes}: expected more than 0")
+        # One element; buckets are rounded up to what all ranks divide into aligned shards.
         _at_least(4, "training.bucket_bytes", self.bucket_bytes)
         _at_least(0, "training.warmup_steps", self.warmup_steps)
         _at_least(1, "training.bad_intervals", self.bad_intervals)
@@ -180,6 +184,7 @@ class TrainingConfig:
                 f"training.shard_gradients is on, but training.reduction is {self.reduction}, after which every rank needs "
                 "all gradients: set training.reduction to sharded or sharded_world, or leave shard_gradients out"
             )
+        # Only what goes along rails is given to switches; auto does without where it cannot be.
         if self.in_network == "on" and (self.device == "cpu" or self.reduction in ("flat", "sharded_world")):
             where = "training.device is cpu" if self.device == "cpu" else f"training.reduction is {self.reduction}"
             raise ValueError(
@@ -286,6 +291,7 @@ class LogConfig:
     pip install 'mlperf-bert[tensorboard]'."""
 
     def __post_init__(self) -> None:
+        # It names a folder, out of which nothing must lead.
         if not self.system or any(character in self.system for character in "/\\ \t\n") or self.system.startswith("."):
             raise ValueError(f"log.system {self.system!r} must be a plain name without spaces or slashes")
         _at_least(1, "log.interval_steps", self.interval_steps)

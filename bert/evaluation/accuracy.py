@@ -28,6 +28,7 @@ def checkpoint_accuracy(config: Config) -> Accuracy | None:
     if config.dry_run:
         say(f"{config.recipe}: ready, {len(dataset):,} samples would be evaluated")
         return None
+    # Behind the checks, so that what is wrong is said before ranks wait for each other.
     mesh = join_mesh(config.training.device, parallel=config.parallel)
     if mesh.device.type == "cuda" and (warning := require_private_cache()) and mesh.is_main:
         complain(warning, "warning")
@@ -37,16 +38,19 @@ def checkpoint_accuracy(config: Config) -> Accuracy | None:
 def _evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
     """FP8 is training's: where a recipe has it, the products are in bf16 here."""
     started = time.perf_counter()
+    # A fixed seed: heads that a folder lacks must be the same on all ranks, and nothing is broadcast here.
     model = first_model(config, mesh, seed=0)
     tensor_parallel(model, mesh)
     if mesh.pipeline > 1:
         from bert.parallel.pipeline.stages import pipeline_parallel
 
         pipeline_parallel(model, mesh, config.parallel)
+    # No warm-up: no clock of a benchmark runs, and every batch comes once.
     evaluator = Evaluator(dataset, mesh, config.evaluation.batch_size)
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     report = _progress(started, len(dataset), mesh.is_main)
     accuracy = evaluator.start(model, autocast, report).result()
+    # Before ``value``, which divides by it.
     if accuracy.count == 0:
         raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare it again")
     if mesh.is_main:

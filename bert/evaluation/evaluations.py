@@ -47,7 +47,9 @@ class Evaluations:
         """Hand an evaluation of the weights as they are to the device; every rank must call it after the same step."""
         began = time.perf_counter()
         self._stage.enter("evaluation")
+        # Numbers of samples are those of now: a step that follows before the result is none of this evaluation.
         self._log.eval_start(at.samples)
+        # Each rank may have updated a part of the weights alone.
         accuracy = self._evaluator.start(self._step.gather_weights(), self._step.autocast())
         self._pending = _Pending(accuracy, began, at)
 
@@ -56,6 +58,7 @@ class Evaluations:
         assert self._pending is not None
         pending, self._pending = self._pending, None
         self._stage.enter("evaluation")
+        # A step may have been handed over since: for the watchdog this is the evaluation again.
         accuracy = pending.accuracy.result()
         self._log.eval_accuracy(accuracy.value, pending.at.samples)
         self._log.eval_stop(pending.at.samples)
@@ -71,4 +74,5 @@ class Evaluations:
             )
         )
         self.accuracy, self.samples = accuracy.value, pending.at.samples
+        # At least the target, as the rule of the log has it (`compliance.log.order`).
         return accuracy.value >= self._target

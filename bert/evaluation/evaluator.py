@@ -73,6 +73,7 @@ class Evaluator:
     def __init__(self, dataset: Dataset, mesh: Mesh, batch_size: int) -> None:
         # Stable: equal lengths must have the same order on all ranks, or samples are missed.
         by_length = np.argsort(-dataset.lengths.astype(np.int64), kind="stable")
+        # Strided, so that all copies have as many long samples.
         share = by_length[mesh.data_rank :: mesh.data_size]
         self.samples = len(dataset)
         self._dataset = dataset
@@ -80,6 +81,7 @@ class Evaluator:
         self._counted = mesh.counts_losses
         self._indices = [share[start : start + batch_size] for start in range(0, len(share), batch_size)]
         self._shape_buckets: list[ShapeBucket] = []
+        # Integers, so that sums are exact in whatever order ranks and batches are added.
         self._counts = torch.zeros(2, dtype=torch.int64, device=mesh.device)
         self._counts_stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._captured: BatchGraphs | None = None
@@ -98,6 +100,7 @@ class Evaluator:
             np.array([counts[indices].sum(dtype=np.int64) for indices in self._indices])
             for counts in (self._dataset.lengths, self._dataset.masked_counts)
         )
+        # Sizes are known exactly here: each batch of the set comes as it is at every evaluation.
         sequences, longest = max(map(len, self._indices)), self._dataset.info.max_seq_length
         shape_buckets = choose_shape_buckets(tokens_N, masked_N, sequences, longest)
         batches = [inert_batch(shape_bucket).to(self._device) for shape_bucket in shape_buckets]
@@ -116,6 +119,7 @@ class Evaluator:
         """Begin to read this rank's share in the background, once the data may be touched."""
         reader = ThreadPoolExecutor(1, "evaluation")
         self._read = reader.submit(self._read_all)
+        # The thread ends with its one task, and nobody need close it.
         reader.shutdown(wait=False)
 
     def __call__(self, model: BertForPreTraining, autocast: torch.autocast) -> Accuracy:
@@ -130,6 +134,7 @@ class Evaluator:
 
         ``report`` is told after each batch which share of this rank's has been handed over; a CPU has done that by then.
         """
+        # Kept for all evaluations: the clock runs while data are read.
         if not self._batches:
             batches = self._read.result() if self._read is not None else self._read_all()
             self._batches = [batch.to(self._device) for batch in batches]
@@ -146,6 +151,7 @@ class Evaluator:
     def _count(self, model: BertForPreTraining, autocast: torch.autocast, batch: Batch) -> None:
         """Add the batch's correct predictions and masked tokens to the counts."""
         with autocast:
+            # On all ranks, also those that do not count: ranks that share the model meet in its collectives.
             correct = model(batch).masked_lm_correct
         assert correct is not None  # in evaluation the model counts
         if not self._counted:  # one of the ranks that share a copy of the model does

@@ -33,6 +33,7 @@ def ended_together(config: Config, mesh: Mesh, log: MLLog) -> Iterator[Watchdog]
         watchdog.failed(str(interrupted), FAULT_STATUS if may_start_again() else interrupted.status)
         raise
     except (ValueError, OSError) as error:
+        # The status of a wrong input, on all ranks: that it was found by one changes nothing.
         watchdog.failed(reason(error), 2)
         raise
     except Exception as error:

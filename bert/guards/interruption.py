@@ -38,10 +38,12 @@ class Interruption:
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         again = self.number is not None
         self.number = number
+        # Before training there is no step after which all could stop.
         if again or not self._deferred:
             raise Interrupted(number)
 
 
 def orderly(status: int) -> int:
     """The exit status of an end in order: under torchrun 0, because it takes anything else for a crash."""
+    # torchrun sets it for every process that it starts, elastic or not.
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else status

@@ -53,6 +53,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     """
     plan = None
     if config.plan is not None:
+        # Settings have been taken from it by now; here it says for how many ranks they are.
         plan = read_plan(config.plan)
         if not (may_start_again() or restarts()):
             plan.require_ranks(world_size, local_size, config.plan)
@@ -61,6 +62,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     (train, evaluation), vocabulary = _open_data(config, [config.data.train, config.data.evaluation])
     if config.data.initial_checkpoint is not None:
         check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
+    # As if all ranks were on one host: who shares one is known when they have joined, and looked at again then.
     require_whole_groups(config.parallel.tensor, world_size, "in all")
     require_whole_copies(config.parallel, 1, world_size)
     if not (may_start_again() or restarts()):  # then the checkpoint may say how shares are planned anew
@@ -70,8 +72,10 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     if not (may_start_again() or restarts() or job()):
         refuse_others(config)
     if config.dry_run and config.resume is not None:  # a run reads it through when its ranks have joined
+        # As a single rank, since a dry run joins nobody.
         find(config.resume, config, train, Mesh(0, 1, 0, torch.device("cpu")))
     _check_places(config)
+    # A proposal: the log gets its number when it is created, and others may be faster.
     files = choose_files(result_folder(config), config.log.run)
     return Inputs(train, evaluation, vocabulary.sha256, *files, _interval(config), plan)
 
@@ -110,6 +114,7 @@ def check_shares(config: Config, train: Dataset, data_size: int, uneven: bool = 
 def refuse_others(config: Config) -> None:
     """Raise ``ValueError`` where the folder for checkpoints holds those of another run."""
     folder, source = config.checkpoint.folder, config.resume
+    # The source may be one checkpoint of the folder, or the folder of all.
     own = folder and source and folder.resolve() in (source.resolve(), source.resolve().parent)
     if folder and not own and checkpoint_folders(folder):
         raise ValueError(f"{folder} holds checkpoints of another run: go on from them with resume, or move them away")
@@ -118,6 +123,7 @@ def refuse_others(config: Config) -> None:
 def _open_data(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], Vocabulary]:
     datasets = [open_dataset(folder) for folder in folders]
     vocabulary = Vocabulary.from_file(config.data.vocab)
+    # The word table has a row for each entry: ids past its end would be read out of bounds.
     if vocabulary.size != config.model.vocab_size:
         raise ValueError(
             f"{config.data.vocab} has {vocabulary.size} entries, but model.vocab_size is {config.model.vocab_size}: "
@@ -152,6 +158,7 @@ def _interval(config: Config) -> int:
             f"{interval:,} samples: raise it, or lower evaluation.interval_samples"
         )
     batch = training.global_batch_size
+    # A step is whole: the last one may go past the limit.
     end = -(-training.sample_limit // batch) * batch
     if config.evaluation.to_the_end and evaluation_samples(end // interval, interval, batch) != end:
         raise ValueError(
@@ -182,9 +189,11 @@ def _check_places(config: Config) -> None:
 def _require_room(folder: Path, size: int, setting: str) -> None:
     """Raise ``ValueError`` unless files of ``size`` bytes can be made in a folder that need not be there yet."""
     place = folder.absolute()
+    # A link that leads nowhere counts as there: a folder in its place could not be made.
     while not os.path.lexists(place):
         place = place.parent
     try:
+        # By trying: permissions do not tell of a file system that is read-only.
         with tempfile.TemporaryFile(dir=place):
             pass
         free = shutil.disk_usage(place).free

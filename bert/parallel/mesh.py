@@ -37,6 +37,7 @@ from bert.parallel.single import all_gather_single
 from console.text import counted
 from kernels.precision import set_product_precision
 
+# Longer than training.fault_seconds by default: the watchdog ends a run first, and says whose fault it is.
 TIMEOUT = timedelta(minutes=10)
 """After this long in one collective, or in waiting for all ranks to join, a rank gives up."""
 
@@ -198,6 +199,7 @@ def join_mesh(
                 "start at most one process a GPU"
             )
         torch.cuda.set_device(launch.local_rank)  # NCCL takes the current device
+    # By the launcher's number and not by the place among the host's ranks, which is not known yet.
     place = torch.device(device, launch.local_rank) if device == "cuda" else torch.device(device)
     nodes: tuple[tuple[int, ...], ...] = ()
     hosts: tuple[str, ...] = (socket.gethostname(),)
@@ -346,9 +348,11 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
     """
     hosts: dict[tuple[str, str], list[int]] = {}
     for rank, identity in enumerate(identities):
+        # By rank, so that hosts come in the order of their lowest rank, the same for all.
         hosts.setdefault((identity.host, identity.boot), []).append(rank)
     for (host, _), ranks in hosts.items():
         ranks.sort(key=lambda rank: (identities[rank].local_rank, rank))
+        # Containers may have host names of their own: ranks that share a host would then count as several hosts.
         announced = max(identities[rank].local_size for rank in ranks)
         if len(ranks) < announced:
             raise ValueError(
@@ -360,6 +364,7 @@ def group_by_host(identities: Sequence[Identity], one_launcher: bool = True) -> 
                 f"host {host} runs ranks {_listed(ranks)} with local ranks "
                 f"{_listed([identities[rank].local_rank for rank in ranks])}: start one launcher a host"
             )
+    # Rails and shards go by the place on a host, and need as many places on each.
     if len({len(ranks) for ranks in hosts.values()}) > 1:
         counts = ", ".join(f"{host} {len(ranks)}" for (host, _), ranks in list(hosts.items())[:16])
         raise ValueError(f"hosts with different numbers of ranks ({counts}): start the same number on every host")

@@ -40,6 +40,7 @@ def model_state(config: Config, world_size: int, local_size: int = 0) -> ModelSt
     """Count what ranks will hold; ``local_size``: ranks of a node, 0 where that is not known and all count as one node."""
     parallel = config.parallel
     data = world_size // parallel.copy_ranks
+    # Where a copy takes several hosts, each has one rank of a data group at most.
     a_node = max(1, (local_size or world_size) // parallel.copy_ranks)
     shards = {"sharded": a_node, "sharded_world": data}.get(config.training.reduction, 1)
     with torch.device("meta"):  # shapes alone, without memory
@@ -51,6 +52,7 @@ def model_state(config: Config, world_size: int, local_size: int = 0) -> ModelSt
     stages = stages_of(config.model, parallel.pipeline * parallel.virtual_stages)
     held = []
     for rank in range(parallel.pipeline):
+        # As ``PipelineParallel`` deals them: with several stages a rank, every so many.
         own = stages[rank :: parallel.pipeline]
         count = sum(size for name, size in elements.items() if any(stage.owns(name) for stage in own))
         copied = elements[_WORD] if parallel.pipeline > 1 and own[-1].is_last else 0

@@ -43,6 +43,7 @@ class WholeVectors:
         with torch.device("meta"):  # shapes of the undivided model, without its memory
             whole = BertForPreTraining(model.config)
         self._shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+        # Without the padding of flat vectors: no optimizer divides a whole one.
         self._places, self.size = {}, 0
         for name, shape in self._shapes.items():
             self._places[name] = slice(self.size, self.size + math.prod(shape))
@@ -72,6 +73,7 @@ class WholeVectors:
         for name, part in self.parts(whole):
             if name in self._own:
                 split, own = self._split(name), self._own[name]
+                # What is not divided is equal on all ranks of the group, and taken from the first.
                 part.copy_(shards_RP[0, own].view_as(part) if split is None else split.whole(shards_RP[:, own]))
         if self._pipeline is not None:
             for rank in range(self._pipeline.size):  # all ranks in the same order, or broadcasts would not meet
@@ -103,6 +105,7 @@ class WholeVectors:
     def _bring(self, whole: Tensor, rank: int, pipeline: "PipelineParallel") -> None:
         """Bring what a rank of the pipeline has to the others, in one message."""
         parts = [part.flatten() for name, part in self.parts(whole) if pipeline.owners[name] == rank]
+        # Parts are views of the whole vector: what is copied into them below is in it.
         message = torch.cat(parts)
         dist.broadcast(message, group=pipeline.group, group_src=rank)
         for part, brought in zip(parts, message.split([len(part) for part in parts]), strict=True):

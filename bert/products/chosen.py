@@ -31,8 +31,10 @@ def fp8_state(
     if training.precision != "fp8":
         return None
     require_fp8(device)
+    # What ranks exchange stands between products and norms, which fused layers compute in one.
     if agree_ is not None:
         return enable_fp8(model, agree_, gradients)
     state = enable_fp8(model, gradients=gradients)
+    # Layers that are recomputed keep what they hand over, and casts would double that.
     fuse_layers(model, state, casts_between_layers=training.recompute == "none")
     return state

@@ -42,6 +42,7 @@ from kernels import (
 )
 from kernels.reference.fp8 import E4M3, E5M2, largest_scaled
 
+# Two reach all sites (``calibrate_``); the others find scales from gradients that were rounded well.
 _CALIBRATION_ROUNDS = 4
 
 
@@ -78,6 +79,7 @@ class Fp8Dense:
 
     def cast_input(self, x_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Quantize an input: [T, K], and transposed [K, T]."""
+        # Outside of autograd: the product that reads the casts has the input's gradient.
         return cast_transpose_fp8(x_TK.detach(), self.input.scale, self.input.amax, E4M3)
 
     def product(self, input_TK: Tensor, dtype: torch.dtype, bias_N: Tensor | None = None) -> Tensor:
@@ -140,12 +142,14 @@ class Fp8State:
         self.inverse_S = torch.ones_like(self._largest_S)
         self.amax_S = torch.zeros_like(self._largest_S)
         vectors = self.scale_S, self.inverse_S, self.amax_S
+        # Views: one update serves all sites, and captured graphs find each at its address.
         sites = [Site(*(vector.select(0, at) for vector in vectors)) for at in range(len(self.scale_S))]
         sums = gradients or WeightGradients()
         self.denses = [Fp8Dense(dense, *sites[3 * at : 3 * at + 3], sums=sums) for at, dense in enumerate(denses)]
 
     def update_(self) -> None:
         """Update scales from what the last step has seen, and FP8 weights to what the optimizer left."""
+        # Scales first, as weights are cast with the new ones.
         self._update_scales_()
         self.refresh_weights_()
 
@@ -222,6 +226,7 @@ class Fp8Products(MatrixProducts):
 def _product(x_TK: Tensor, fp8: Fp8Dense, bias_N: Tensor | None) -> Tensor:
     if torch.is_grad_enabled():
         return product_of_casts(x_TK, *fp8.cast_input(x_TK), fp8, bias_N)
+    # No transpose, which the backward pass alone reads; magnitudes go nowhere, as in all of an evaluation.
     quantized_TK = cast_fp8(x_TK, fp8.input.scale, torch.zeros_like(fp8.input.amax), E4M3)
     return fp8.product(quantized_TK, compute_dtype(x_TK), bias_N)
 
@@ -253,6 +258,7 @@ class _Product(torch.autograd.Function):
         fp8: Fp8Dense,
         dtype: torch.dtype,
     ) -> Tensor:
+        # Autograd wants the gradient in the type of the input, whatever products are computed in.
         ctx.fp8, ctx.dtype, ctx.biased = fp8, x_TK.dtype, bias_N is not None
         ctx.save_for_backward(input_KT, fp8.weight_KN)
         return fp8.product(quantized_TK, dtype, bias_N)
@@ -264,6 +270,7 @@ class _Product(torch.autograd.Function):
         input_KT, *_ = ctx.saved_tensors
         site = fp8.gradient
         bias_gradient_N = None
+        # One pass makes casts and the gradient of the bias, of numbers that are not rounded yet.
         if ctx.biased:
             gradient_TN, gradient_NT, bias_gradient_N = cast_transpose_sum_fp8(
                 output_gradient_TN, site.scale, site.amax, E5M2
@@ -330,9 +337,11 @@ class _FeedForward(torch.autograd.Function):
         passes: FeedForward,
         dtype: torch.dtype,
     ) -> Tensor:
+        # Quantized in here, unlike in ``product_of_casts``: nobody else reads these casts.
         quantized_TD, input_DT = passes.wide.cast_input(x_TD)
         output_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
         ctx.passes, ctx.dtype = passes, x_TD.dtype
+        # The last for autograd alone, as in ``_Product``.
         ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
         return output_TD
 
@@ -360,6 +369,7 @@ def enable_fp8(
     """
     layers = [layer for layer in model.layers[:-1] if isinstance(layer, EncoderLayer)]
     by_layer = [(layer.query_key_value, layer.attention_output, layer.intermediate, layer.output) for layer in layers]
+    # Four a layer, in this order: ``Fp8Products`` and ``FusedLayer`` take them so.
     denses = (dense for denses in by_layer for dense in denses)
     state = Fp8State(denses, model.dropout_state.device, agree_, gradients)
     for index, layer in enumerate(layers):

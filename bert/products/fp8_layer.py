@@ -64,12 +64,14 @@ class _AddNorm:
         self, ctx: Any, product_TD: Tensor, bias_D: Tensor, residual_TD: Tensor, weight_D: Tensor, norm_bias_D: Tensor
     ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor, ...]]:
         """Return the fields of ``HiddenStates``, and what ``backward`` takes."""
+        # Without a reader's scale the norm makes no casts.
         reader = (None, None) if self.reader is None else (self.reader.scale, self.reader.amax)
         output_TD, statistics_2T, *casts = add_norm_cast_fp8(
             product_TD, bias_D, residual_TD, weight_D, norm_bias_D, self.eps, self.dropout, *reader
         )
         # An output that nobody reads has None for its gradient, not a [T, D] of zeros.
         ctx.set_materialize_grads(False)
+        # FP8 is a floating point type: autograd would take the casts for differentiable.
         ctx.mark_non_differentiable(*(cast for cast in casts if cast is not None))
         kept = product_TD, bias_D, residual_TD, weight_D, statistics_2T
         # A view, so that autograd sees two outputs and hands over the gradients of their readers apart.
@@ -108,6 +110,7 @@ class _SelfAttention:
         # For the choice alone, which asks for shape, type and device, and for whether there is a backward pass; no
         # value is read.
         stand_in = input_TD.new_empty(shape, dtype=compute_dtype(input_TD)).requires_grad_()
+        # Not ``chosen``: this also shows the autotuner a call that is never made where casts are.
         chosen = varlen_self_attention.decided(stand_in, self.cu_seqlens, self.max_seqlen, self.dropout)
         return chosen.name in attention_cast_fp8.implementations
 
@@ -136,6 +139,7 @@ class _ProductAttention(torch.autograd.Function):
         # The product that reads the casts gives its gradient to the first output.
         ctx.mark_non_differentiable(context_TD, context_DT)
         ctx.set_materialize_grads(False)
+        # The last for autograd, as in ``bert.products.fp8``.
         ctx.save_for_backward(qkv_T3HE, context_THE, *others, input_DT, fp8.weight_KN)
         return context_THE.flatten(1), context_TD, context_DT
 
@@ -233,6 +237,7 @@ class _FeedForwardNorm(torch.autograd.Function):
         input_gradient_TD, *weight_gradients = passes.backward(
             gradient_TD, gradient_DT, input_DT, product_TF, bias_F, wide_FT, ctx.dtype
         )
+        # Casts are arguments too, and have no gradient.
         inputs = residual_gradient_TD, input_gradient_TD, None, None
         return *inputs, *weight_gradients, *vector_gradients, None, None, None
 
@@ -253,6 +258,7 @@ class FusedLayer:
         self, hidden: Tensor | HiddenStates, cu_seqlens: Tensor, max_seqlen: int, sites: DropoutSites
     ) -> Tensor | HiddenStates:
         """[T, D] for all tokens."""
+        # An evaluation must leave the magnitudes of training alone.
         if not torch.is_grad_enabled():
             return self._plain(hidden, cu_seqlens, max_seqlen, sites)
         if isinstance(hidden, Tensor):
@@ -272,6 +278,7 @@ class FusedLayer:
         if not attention.casts(x_TD):
             context_TD = attention.plain(product_of_casts(x_TD, *hidden.casts(dense), dense, bias_N))
             return context_TD, *self._attention_output.cast_input(context_TD)
+        # Attention casts for the product behind it, with the scale of that.
         site, weight_ND = self._attention_output.input, self._layer.query_key_value.weight
         casts = hidden.casts(dense)
         return _ProductAttention.apply(x_TD, *casts, weight_ND, bias_N, dense, attention, site, compute_dtype(x_TD))
@@ -285,6 +292,7 @@ class FusedLayer:
         dropout: Dropout | None,
     ) -> HiddenStates:
         layer, dense = self._layer, self._attention_output
+        # The norm casts for FC1, which reads its output next.
         norm = self._add_norm(dropout, dense, self._feed_forward.wide.input)
         outputs = _ProjectionNorm.apply(
             residual_TD,
@@ -302,6 +310,7 @@ class FusedLayer:
 
     def _after_feed_forward(self, attended: HiddenStates, dropout: Dropout | None) -> HiddenStates:
         layer, passes = self._layer, self._feed_forward
+        # The norm casts for the next layer, where that takes casts.
         norm = self._add_norm(dropout, passes.narrow, self._reader)
         outputs = _FeedForwardNorm.apply(
             attended.residual_TD,
@@ -340,5 +349,6 @@ def fuse_layers(model: BertForPreTraining, state: Fp8State, casts_between_layers
     by_layer = [state.denses[at : at + 4] for at in range(0, len(state.denses), 4)]
     for layer, denses, following in zip_longest(model.layers[: len(by_layer)], by_layer, by_layer[1:]):
         assert isinstance(layer, EncoderLayer)
+        # Behind the last of these comes a layer that does not multiply in FP8 and reads no casts.
         reader = following[0].input if following is not None and casts_between_layers else None
         layer.forward = _fused(FusedLayer(layer, denses, reader, is_last=following is None))

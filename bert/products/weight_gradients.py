@@ -47,6 +47,7 @@ class WeightGradients:
         That is nothing where the weight has a gradient already. Where it has none, because a rank keeps its shard alone,
         autograd gets one in fp32, which it keeps as it is.
         """
+        # Sharded gradients are freed as soon as they are sent, so that each pass begins without any.
         if weight.grad is None:
             return add(None, True)
         add(weight.grad, self._overwrite)
@@ -79,6 +80,7 @@ class AccumulatingProducts(MatrixProducts):
         if weight_NK is None or weight_NK.dtype != dtype:
             # In every micro-batch, where the optimizer leaves no copies, as a sharded one.
             weight_NK = dense.weight.detach().to(dtype)
+        # Cast outside of the function, so that what it keeps for its backward pass has 16 bits too.
         output_TN = _Product.apply(x_TK.to(dtype), dense.weight, bias_N, weight_NK, self._gradients)
         assert isinstance(output_TN, Tensor)
         return output_TN
@@ -140,5 +142,6 @@ def accumulate_products(
 
 def _plain(layers: Iterable[nn.Module]) -> Iterator[EncoderLayer]:
     for layer in layers:
+        # Not isinstance of the products: FP8's are of a subclass, and stay.
         if isinstance(layer, EncoderLayer) and type(layer.products) is MatrixProducts:
             yield layer

@@ -27,6 +27,7 @@ class AgainstPlan:
         if not self._intervals:
             return None
         phases = [{part: getattr(each, f"{part}_ms") for part in PHASES} for each in self._intervals]
+        # Of each interval before the median: medians of parts do not add up to that of the whole.
         other = median(each.step_ms - sum(own.values()) for each, own in zip(self._intervals, phases, strict=True))
         return PlanRecord(
             step_ms=median(each.step_ms for each in self._intervals),

@@ -38,8 +38,10 @@ class Progress:
     @property
     def eta(self) -> str:
         """Time to the evaluation that reaches the target: a range where its curve tells one, else at most."""
+        # Nothing has been trained yet in this run, and so there is no rate.
         if self.latest is None or self.latest.samples == self.resumed_samples:
             return "-"
+        # With the time of evaluations in it, as more of them will come.
         rate = (self.latest.samples - self.resumed_samples) / self.latest.time_s
         limit = (self.max_samples - self.latest.samples) / rate
         curve = [(evaluation.samples, evaluation.masked_lm_accuracy) for evaluation in self.evaluations]
@@ -48,6 +50,7 @@ class Progress:
             return f"at most {clock(limit)}"
         samples = [self.schedule.samples(index) for index in (expected.earliest, expected.latest) if index is not None]
         early, late = ((one - self.latest.samples) / rate for one in (samples[0], samples[-1]))
+        # The limit on samples ends a run in any case.
         late = limit if expected.latest is None else min(late, limit)
         return f"{clock(min(early, late))} to {clock(late)}"
 
@@ -82,6 +85,7 @@ class PlainLines:
                 f"({record.correct}/{record.count})  target {self._progress.target:.4f}  {record.eval_s:.2f} s"
             )
         if isinstance(record, WarningRecord):
+            # It may name hosts and files: what a terminal would obey is escaped.
             return f"warning at step {record.step}: {visible(record.text)}"
         if isinstance(record, PlanRecord):
             return f"plan: a step took {record.step_ms:.1f} ms, planned {record.planned_step_ms:.1f} ms"

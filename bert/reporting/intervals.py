@@ -47,6 +47,7 @@ class Stragglers:
 
     def add(self, seconds: Sequence[float]) -> list[str]:
         """Take in an interval's seconds a step, by rank; returns what to say, if anything."""
+        # The median, which a few slow ranks do not move, as they would a mean.
         middles = {
             stage: median(own for own, other in zip(seconds, self._stages, strict=True) if other == stage)
             for stage in set(self._stages)
@@ -56,6 +57,7 @@ class Stragglers:
             middle = middles[self._stages[rank]]
             is_slow = own > SLOW_RATIO * middle
             self._slow_for[rank] = self._slow_for[rank] + 1 if is_slow else 0
+            # Both ways by one count: a rank is named, and taken back, after as many intervals.
             changed = is_slow != self._named[rank]
             self._in_a_row[rank] = self._in_a_row[rank] + 1 if changed else 0
             if self._in_a_row[rank] == SLOW_INTERVALS:
@@ -64,6 +66,7 @@ class Stragglers:
                 state = "is slow" if self._named[rank] else "is no longer slow"
                 spent = f"{1000 * own:.1f} ms a step of its own, {times:.2f} times the median"
                 lines.append(f"rank {rank} on host {host}{self._places[rank]} {state}: {spent}")
+            # Equal, not at least: once in a row of slow intervals.
             if self._leave_out is not None and self._slow_for[rank] == self._after:
                 lines.append(self._noted(host))
         return lines
@@ -115,8 +118,10 @@ class Intervals:
         """
         self._stopwatch.stage.enter("statistics")
         means, stopping = self._statistics.fetch(stop, self._own_seconds)
+        # Behind the fetch, which waits for the device: the steps are done by now.
         now = time.perf_counter()
         steps, seconds = at.steps - self._steps, now - self._since
+        # Read before ``take``, which sets it to zero.
         exchanged_ms = 1000 * self._stopwatch.exchanged / steps
         phases = {f"{name}_ms": 1000 * spent / steps for name, spent in self._stopwatch.take().items()}
         skipped = round(means["skipped_steps"])
@@ -146,6 +151,7 @@ class Intervals:
         for line in self._stragglers.add(self._statistics.own_seconds):
             self._reporter.warn(at.steps, line)
         self.bad = self.bad + 1 if skipped == steps else 0
+        # Statistics are sums over all ranks: all end here after the same step.
         if self.bad == self._config.training.bad_intervals:
             self._reporter.warn(
                 at.steps, f"ending the run: no step of the last {self.bad} intervals had finite gradients"

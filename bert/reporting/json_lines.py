@@ -24,6 +24,7 @@ class JsonLines:
 
     def __init__(self, path: Path, run: dict[str, object]) -> None:
         self._path = path
+        # Line by line: who follows the file, or reads what a killed run has left, finds whole records.
         self._file = path.open("x", encoding="utf-8", buffering=1)
         self._put({"event": "run", **run})
 
@@ -36,6 +37,7 @@ class JsonLines:
         self._file.close()
 
     def _put(self, values: dict[str, object]) -> None:
+        # JSON has no NaN: what Python writes for it, other readers refuse.
         line = json.dumps({key: _json_value(value) for key, value in values.items()}, allow_nan=False)
         try:
             self._file.write(line + "\n")

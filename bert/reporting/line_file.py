@@ -27,6 +27,7 @@ class LineFile:
 
     def write(self, text: str) -> None:
         """Write one line, and a digest when one is due."""
+        # A name that is no UTF-8 must not end the run that logs it.
         line = text.encode("utf-8", "backslashreplace")
         lines = [line] if self._chain.lines else [digest.OPENING.encode(), line]
         for each in lines:
@@ -46,12 +47,14 @@ class LineFile:
         try:
             if self._chain.lines:
                 self.close_stretch(at_end=True)
+            # At the end alone: on the clock it would wait for the disk at every line.
             os.fsync(self._file.fileno())
         finally:
             self._file.close()
 
     def _write(self, content: bytes) -> None:
         try:
+            # Flushed at once: who reads along, or finds the log of a killed run, has whole lines.
             self._file.write(content)
             self._file.flush()
         except OSError as error:
@@ -61,6 +64,7 @@ class LineFile:
 def _create(path: Path) -> BinaryIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Made or refused in one step: of runs that start at once, one gets the number.
         return path.open("xb")
     except OSError as error:
         if isinstance(error, FileExistsError) and path.parent.is_dir():

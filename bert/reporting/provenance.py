@@ -17,6 +17,7 @@ PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "mlperf-logging", "nvidia-da
 def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
     """Field names and values for the head of a result file."""
     head: dict[str, object] = {
+        # So must be called what MLCommons has not reviewed (docs/compliance.md).
         "note": "not an MLPerf result: unverified, not reviewed by MLCommons",
         "recipe": config.recipe,
         "commit": commit(),
@@ -35,6 +36,7 @@ def provenance(config: Config, mesh: Mesh, seed: int) -> dict[str, object]:
 
 def _version(package: str) -> str:
     try:
+        # By metadata: nothing is imported for its number, and what is missing is no error.
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "not installed"
@@ -46,4 +48,5 @@ def _cpu_model() -> str:
     except OSError:
         return platform.processor() or "unknown"
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    # Not all processors name their model there.
     return names[0] if names else platform.machine()

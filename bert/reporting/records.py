@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+# In the order of a step, by which the watchdog tells who is behind.
 PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
 """Parts of a step."""
 EXCHANGE = "exchange in "

@@ -43,10 +43,12 @@ class Reporter:
             if error is not None:  # which may be why a sink cannot be closed
                 closing.enter_context(suppress(OSError))
             for sink in self._sinks:
+                # All are closed, even where closing one of them raises.
                 closing.callback(sink.close)
 
     def write(self, record: Record) -> None:
         """Report ``record``."""
+        # Before the sinks: displays draw the progress with this record in it.
         self._progress.add(record)
         if self._against_plan and isinstance(record, StepRecord):
             self._against_plan.add(record)

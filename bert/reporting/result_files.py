@@ -55,6 +55,7 @@ def create_log(folder: Path, wanted: int | None) -> tuple[MLLog, ResultFiles]:
     free = _free(folder)
     while True:
         files = next(free)
+        # Another run was faster: the next number.
         with suppress(ResultExists):
             return MLLog(files.result), files
 
@@ -68,6 +69,7 @@ def claim(result: Path) -> None:
 
 def _free(folder: Path) -> Iterator[ResultFiles]:
     """Iterate over the files of the numbers that are free, from the lowest on and without end."""
+    # Listed once, where asking for each number would be as many calls of the file system as there are runs.
     names = {path.name for path in folder.glob("*")}
     numbered = (ResultFiles.numbered(folder, number) for number in itertools.count())
     return (files for files in numbered if names.isdisjoint(path.name for path in files))

@@ -17,6 +17,7 @@ def cuda_event(captured: bool) -> torch.cuda.Event:
 
 def is_capturing() -> bool:
     """Tell whether the current stream is being captured into a CUDA graph."""
+    # Asked in this order: a run on a CPU must not start CUDA.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
@@ -37,6 +38,7 @@ class Stage:
         """Leave the phase before for this one."""
         now = time.perf_counter()
         self.longest[self.phase] = max(self.longest.get(self.phase, 0.0), now - self._since)
+        # No lock with the watchdog's thread: what it reads may be a beat old, which does no harm.
         self.phase, self._since = phase, now
         self.entered += 1
 
@@ -79,6 +81,7 @@ class Stopwatch:
             yield
         finally:
             self.stage.enter(phase)
+            # A rank's own work is waiting for data, forward and backward (``Intervals``): of that these are taken off.
             if phase == "forward_backward":
                 self.exchanged += time.perf_counter() - begin
 
@@ -128,6 +131,7 @@ class DeviceStopwatch(Stopwatch):
         self._inside_of: list[tuple[str, Span]] = []
         """Spans that lie inside another phase, and its name."""
         self._open: list[str] = []
+        # For every phase, as which ones a capture will pass is not known; all captures share them.
         self._captured: dict[str, Span] = {phase: (mark(True), mark(True)) for phase in PHASES}
         # Time can only be read between events that have been recorded: these lie before all phases until a replay.
         for begin, end in self._captured.values():
@@ -150,6 +154,7 @@ class DeviceStopwatch(Stopwatch):
             if not capturing:
                 self._spans[phase].append((begin, end))
                 if self._open:
+                    # Taken off at ``take``: the device has not passed these events yet.
                     self._inside_of.append((self._open[-1], (begin, end)))
 
     @contextmanager

@@ -47,17 +47,21 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path) -> None:
+        # Here, as the package is an extra.
         from tensorboard.compat.proto import event_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard looks for tfevents in names.
         self._path = folder / f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter(self._path.open("xb"))
         self._event = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue] the module makes it when imported
+        # Its readers expect the version in the first event.
         self._put(file_version="brain.Event:2")
 
     def write(self, record: Record) -> None:
         """Append one event."""
+        # Other records have no numbers over samples.
         if isinstance(record, StepRecord | EvaluationRecord):
             values = [
                 {"tag": f"{group}/{name}", "simple_value": getattr(record, name)}

@@ -22,6 +22,7 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -
     """
     if rank:
         return _follow(store, rank, seconds)
+    # Random, as no number is counted alike on all hosts, and as the store still has the names of earlier attempts.
     name = os.urandom(8).hex()
     store.set("attempt", name)
     missing = [f"{name}/{other}" for other in range(1, world_size)]
@@ -32,6 +33,7 @@ def agree_on_attempt(store: Store, rank: int, world_size: int, seconds: float) -
         return not missing
 
     if not _in_time(heard, seconds):
+        # The list still has those behind the first absent one, after whom nobody has asked.
         absent = [key for key in missing if not store.check([key])]
         ranks = ", ".join(key.partition("/")[2] for key in absent[:8])
         raise ValueError(
@@ -72,5 +74,6 @@ def _in_time(condition: Callable[[], bool], seconds: float) -> bool:
         if time.monotonic() > deadline:
             return False
         time.sleep(pause)
+        # Less and less often, as thousands of ranks may ask the one store.
         pause = min(1.5 * pause, _LONGEST_PAUSE_S)
     return True

@@ -35,6 +35,7 @@ class Launch:
 
     @classmethod
     def _read(cls) -> "Launch":
+        # One of them will do: half of what a launcher states is refused, and not taken for no launcher.
         if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
             names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         elif "OMPI_COMM_WORLD_RANK" in os.environ:
@@ -43,6 +44,7 @@ class Launch:
             # A batch script has a SLURM_PROCID too, but is no step.
             tasks, nodes = _environment("SLURM_NTASKS", 1), _environment("SLURM_NNODES", 1)
             rank, local_rank = _environment("SLURM_PROCID", 0), _environment("SLURM_LOCALID", 0)
+            # Where tasks are uneven, their mean is no size of a host.
             local_size = tasks // nodes if nodes > 0 and tasks % nodes == 0 else 0
             return cls(rank, tasks, local_rank, local_size, "SLURM_PROCID", "SLURM_NTASKS")
         else:

@@ -36,6 +36,7 @@ class LeftOut(Exception):  # noqa: N818 an event, not an error
     def wait(self) -> int:
         """Wait for the end of the run; returns the exit status, which is a fault's where rank 0 goes without a word."""
         try:
+            # Asked again and again, as a wait inside the store ends by no signal.
             while not self._store.check(["over"]):
                 time.sleep(_PAUSE_S)
             self._store.set(f"heard/{self._rank}", "")
@@ -69,7 +70,9 @@ def take_part(store: Store, launch: Launch, names: Collection[str]) -> tuple[Lau
     store.set(f"host/{launch.rank}", socket.gethostname()[:128])
     if launch.rank == 0:
         hosts = [store.get(f"host/{rank}").decode() for rank in range(launch.world_size)]
+        # By rank 0's file alone: others may see another folder, and all must leave out the same hosts.
         out = {rank: host for rank, host in enumerate(hosts) if host in names and host != hosts[0]}
+        # JSON, since whoever reaches the store can write there, and pickles run code.
         store.set("out", json.dumps([[*out], sorted({*out.values()})]))
     out, hosts = json.loads(store.get("out"))
     if launch.rank in out:
@@ -83,6 +86,7 @@ def left_out_hosts(folder: Path) -> list[str]:
     path = folder / FILE
     if not path.exists():
         return []
+    # Whoever can write to the folder of checkpoints can write this: it is read with a bound, as JSON.
     names = read_json(path, _FILE_BYTES, "remove it")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{path}: expected a list of names of hosts; remove it")

@@ -72,6 +72,7 @@ class PipelineParallel:
         for layer in stage.layers[:-1] if stage.is_last else stage.layers:
             hidden_WD = model.layers[layer](hidden_WD, batch.cu_seqlens, batch.max_seqlen, sites)
         if not stage.is_last:
+            # The next stage has a buffer of this type, and the last norm may give another.
             return hidden_WD.to(self.hidden_dtype())
         return model.losses(*model.last_layer(hidden_WD, batch, sites), batch)
 
@@ -120,6 +121,7 @@ class PipelineParallel:
 
 def pipeline_parallel(model: BertForPreTraining, mesh: Mesh, parallel: ParallelConfig) -> PipelineParallel:
     """Divide the model among the pipeline group of this rank. Every rank must call it."""
+    # Stages are numbered by the place in the copy, which the group must keep to.
     require_order(mesh)
     group = process_group(mesh.pipeline_ranks)
     assert group is not None

@@ -44,6 +44,7 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
         strategies = ("flat", "hierarchical")
     ways = []
     for strategy in strategies:
+        # With ``on`` the way without switches is no candidate where there is one with them.
         possible = strategy in ("hierarchical", "sharded") and communicators.in_network_rail is not None
         if not possible or config.in_network != "on":
             ways.append(Way(strategy))
@@ -55,6 +56,7 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
 def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
     """Choose how this run reduces, the same on all ranks. For start-up: it may zero gradients."""
     ways = candidates(config, communicators)
+    # Measuring takes collectives of all ranks: by settings and mesh the number of ways is the same on each.
     if len(ways) > 1:
         choice = measured_choice(
             flat, communicators, ways, reduce_dtype=config.reduce_dtype, bucket_bytes=config.bucket_bytes
@@ -92,16 +94,19 @@ def measured_choice(
     if len(flat.gradients_N) == 0:  # ranks keep a shard alone
         flat = replace(flat, gradients_N=torch.zeros_like(flat.weights_N))
     reductions = [Reduction(flat, communicators.along(way), way.strategy, reduce_dtype, bucket_bytes) for way in ways]
+    # Sums are made in place again and again: anything but zeros would grow from round to round.
     flat.gradients_N.zero_()
     device = flat.gradients_N.device
     best, spent = [math.inf] * len(ways), 0.0
     for _ in range(rounds):
         times = torch.zeros(len(ways), dtype=torch.float64, device=device)
+        # Every way in each round: what slows the machine for a while then slows all of them.
         for place, reduction in enumerate(reductions):
             if communicators.world:
                 dist.barrier(group=communicators.world)  # so that ranks that are late do not count as a slow sum
             begin = time.perf_counter()
             reduction.finish()
+            # ``finish`` lets the stream wait for the sums, and not the host.
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times[place] = time.perf_counter() - begin
@@ -112,6 +117,7 @@ def measured_choice(
         if spent > enough_seconds:  # the same sum, and so the same answer, everywhere
             break
     for reduction in reductions:
+        # Its hooks on the parameters would otherwise run in every backward pass.
         reduction.close()
     shown = ", ".join(f"{way} {1000 * seconds:.1f} ms" for way, seconds in zip(ways, best, strict=True))
     return Choice(ways[best.index(min(best))], shown)

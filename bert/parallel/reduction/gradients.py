@@ -72,6 +72,7 @@ class Communicators:
             if in_network == "on" and options is None and len(mesh.rail_ranks) > 1:
                 raise ValueError(f"training.in_network is on, but {why_not}: set it to auto or off")
         return cls(
+            # In one order on all ranks: each group is made when all of its ranks ask for it.
             process_group(mesh.data_ranks),
             process_group(mesh.node_data_ranks),
             process_group(mesh.rail_ranks),
@@ -141,6 +142,7 @@ class CommunicationStream:
     def join(self) -> None:
         """Let what is computed from now on come after all that was handed over. Raises what the work raised."""
         if self._stream:
+            # In a capture this also joins what ``run`` has forked; one that ends before that is an error of CUDA.
             torch.cuda.current_stream().wait_stream(self._stream)
         pending, self._pending = self._pending, []
         for work in pending:
@@ -179,10 +181,12 @@ class Reduction:
         self.strategy = strategy
         self.communicators = communicators
         self._gradients_N = flat.gradients_N
+        # By the weights, since sharded gradients have no vector. What all copies divide, those of a node divide too.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.world_size, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
         self._sums: Sums = Fp32Sums()
         if reduce_dtype == "bf16" and communicators.world is not None:
+            # The last bucket is what is left, and may be shorter.
             longest = max(bucket.stop - bucket.start for bucket in self.buckets)
             self._sums = Bf16Sums(longest, flat.weights_N.device)
         self._armed = False
@@ -204,6 +208,7 @@ class Reduction:
             yield
             return
         self._expect(self._touched if parameters is None else parameters)
+        # Counted first: a hook that runs from here on lowers the counts.
         self._armed = True
         try:
             yield

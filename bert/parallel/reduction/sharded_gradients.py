@@ -56,6 +56,7 @@ class ShardedReduction(Reduction):
         super().__init__(flat, communicators, strategy, reduce_dtype, bucket_bytes)
         sizes = [bucket.stop - bucket.start for bucket in self.buckets]
         shards = 1 if self.shard_group is None else self.shard_group.size()
+        # A bucket's part of the shard begins where that of the one before ends.
         stops = (torch.tensor(sizes).cumsum(0) // shards).tolist()
         self._shard_W = flat.weights_N.new_zeros(stops[-1])
         self._own = [slice(stop - size // shards, stop) for stop, size in zip(stops, sizes, strict=True)]
@@ -94,6 +95,7 @@ class ShardedReduction(Reduction):
         self._until_free = [lambda: None] * BUFFERS  # all are: a captured pass must not wait for one before its capture
         with super().overlapped(parameters=parameters):
             yield
+        # Those that no hook has started: buckets with a parameter that got no gradient.
         self._start(len(self.buckets))
         self._started, self._along_rails = 0, last
         if not last:
@@ -141,6 +143,7 @@ class ShardedReduction(Reduction):
     @torch.no_grad()
     def _add(self, bucket: int, packed_B: Tensor, last: bool) -> None:
         self._sums.reduce_scatter_(packed_B, self.shard_group)
+        # Added, since every micro-batch of a step brings sums of its own.
         self._shard_W[self._own[bucket]] += shard_of(packed_B, self.shard_group)
         if last:
             self._sum_along_rail(bucket)

@@ -54,6 +54,7 @@ class ShardedLamb:
             flat.weights_N.new_zeros(shard) for _ in range(4)
         )
         own_W = reduction.own_sums
+        # Of sharded gradients the reduction's own vector, which lies without gaps already.
         self._gradient_W = flat.weights_N.new_zeros(shard) if own_W is None else own_W
         self.steps = torch.zeros((), dtype=torch.int64, device=device)
         """int64 [], the steps taken."""
@@ -63,12 +64,15 @@ class ShardedLamb:
         spans = segment_spans(flat.segments.sizes, [self._own(bucket) for bucket in reduction.buckets])
         self._spans = _layout(spans, flat.segments.adapted, shard)
         adapted = [segment for segment, _, _ in spans if flat.segments.adapted[segment]]
+        # On the device, so that a step looks up and adds without the host.
         self._segments_K = torch.tensor(adapted, dtype=torch.int64, device=device)
         everywhere = [False] * len(flat.segments.sizes) if tensor is None else tensor.on_all_ranks(flat)
         places = [torch.arange(start, stop) for segment, start, stop in spans if everywhere[segment]]
+        # With an empty one, since cat refuses a list of none.
         self._everywhere_I = torch.cat([torch.arange(0), *places]).to(device)
         self._counts = tensor is None or tensor.rank == 0
         """Whether this rank is the one of its tensor group that counts what all have."""
+        # One rank of the tensor group has in its rows what all have, or norms would count it for each.
         counted = [-1 if everywhere[segment] and not self._counts else segment for segment in adapted]
         self._rows_GK = _rows(counted, len(flat.segments.sizes)).to(device)
 
@@ -100,11 +104,14 @@ class ShardedLamb:
         # Every rank takes part in the sums, even one without adapted elements.
         filled_2K = torch.cat([squares_2K, squares_2K.new_zeros(2, 1)], dim=1)
         squares_2G = self._over_shards(filled_2K[:, self._rows_GK].sum(-1))
+        # Counted from 0, while the bias corrections above count from 1.
         rate = learning_rate_tensor(config, self.steps)
         squares_2K = squares_2G[:, self._segments_K]
         lamb_apply(weight_W, self._state, self._spans, squares_2K, norm=norm, learning_rate=rate)
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
+        # Other ranks' parts stay as of the last step, until weights are gathered.
         self._spread(weight_W, flat.weights_N)
+        # Not the own shard alone: elsewhere in a flat gradient the reduction has left anything.
         self._gradients.zero_()
         return norm
 
@@ -180,6 +187,7 @@ def _summed(squares: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if group is None:
         return squares
     gathered = squares.new_empty(group.size() * squares.numel())
+    # Not an all-reduce, whose order is the backend's own: with other bits the weights of ranks would drift apart.
     all_gather_single(gathered, squares.flatten(), group=group)
     return gathered.view(group.size(), *squares.shape).sum(0)
 
@@ -244,6 +252,7 @@ class WeightGather:
         parts = [model.embeddings, *model.layers[:-1]]
         for part in parts:
             stop = max((flat.places[parameter].stop for parameter in part.parameters()), default=0)  # of another stage
+            # All buckets up to its last weight, as they arrive in the order of the vector.
             needed = sum(bucket.start < stop for bucket in self.buckets)
             part.register_forward_pre_hook(lambda *_, needed=needed: self.wait(needed))
         parts[-1].register_forward_hook(lambda *_: self.finish())
@@ -256,6 +265,7 @@ class WeightGather:
     def start(self) -> None:
         """Begin; the next forward pass waits for what it needs. Every rank must call it at the same time."""
         stream = self._reduction.stream
+        # Behind the update, which the stream waits for; what computes waits bucket by bucket.
         self._arrivals = [stream.run(lambda bucket=bucket: self._gather(bucket)) for bucket in self.buckets]
 
     def wait(self, count: int) -> None:

@@ -50,6 +50,7 @@ class Fp32Sums:
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
         """Gather as ``Sums`` has it."""
         if group is not None:
+            # In place, as above: the own shard lies where it will be.
             all_gather_single(vector_N, shard_of(vector_N, group), group=group)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -67,6 +68,7 @@ class Bf16Sums:
 
     def __init__(self, elements: int, device: torch.device) -> None:
         """Hold the buffers for vectors of up to ``elements``; calls follow one another on one stream or thread."""
+        # Made once, since captured reductions have these addresses.
         self._sent, self._received = torch.empty(2, elements, dtype=torch.bfloat16, device=device)
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
@@ -74,6 +76,7 @@ class Bf16Sums:
         if group is None:
             return
         received_N = self._received[: len(vector_N)]
+        # Every contribution comes as it is: a reduce-scatter would round each partial sum to bf16.
         dist.all_to_all_single(received_N, self._sent[: len(vector_N)].copy_(vector_N), group=group)
         add_contributions(received_N.view(group.size(), -1), out_W=shard_of(vector_N, group))
 
@@ -83,6 +86,7 @@ class Bf16Sums:
             return
         shard_W, received_N = shard_of(vector_N, group), self._received[: len(vector_N)]
         all_gather_single(received_N, self._sent[: len(shard_W)].copy_(shard_W), group=group)
+        # With the own shard, which is rounded here as the others see it: all ranks must have equal sums.
         vector_N.copy_(received_N)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:

@@ -26,11 +26,13 @@ class Exchange:
         """[R W, ...] of each rank's [W, ...]."""
         rows = own.new_empty((self.size * len(own), *own.shape[1:]))
         with self._waiting():
+            # Collectives on one tensor take no gaps, which gradients from autograd may have.
             all_gather_single(rows, own.contiguous(), group=self._group)
         return rows
 
     def scattered(self, rows: Tensor) -> Tensor:
         """[W, ...] of the sum over ranks of [R W, ...]."""
+        # Rows have been lengthened to a multiple of the ranks before (``SharedPlacement``).
         own = rows.new_empty((len(rows) // self.size, *rows.shape[1:]))
         with self._waiting():
             reduce_scatter_single(own, rows.contiguous(), group=self._group)

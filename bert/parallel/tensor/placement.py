@@ -37,6 +37,7 @@ class SharedPlacement(Placement):
     def own_rows(self, rows: Tensor, empty: int = 0) -> Tensor:
         """[W, ...] of [N, ...]."""
         own = self._each(len(rows))
+        # Equal slices of the padded length, as collectives need; past the end of the rows one may be empty.
         start = own * self._exchange.rank
         return _lengthened(rows[start : start + own], own, empty)
 
@@ -80,6 +81,7 @@ class SharedPlacement(Placement):
 
 def place(model: BertForPreTraining, placement: Placement) -> None:
     """Let all parts of a model, whose weights are where ``placement`` says, keep their hidden states there."""
+    # One object for all of them, so that all exchange in one group.
     model.placement = model.embeddings.placement = placement
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
@@ -89,6 +91,7 @@ def place(model: BertForPreTraining, placement: Placement) -> None:
 def _lengthened(rows: Tensor, length: int, empty: int = 0) -> Tensor:
     if len(rows) == length:
         return rows
+    # F.pad counts dimensions from the last, and rows are the first.
     return F.pad(rows, (0, 0) * (rows.ndim - 1) + (0, length - len(rows)), value=empty)
 
 

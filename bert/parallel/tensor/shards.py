@@ -87,10 +87,12 @@ class TensorParallel:
         self.splits: dict[str, Split | None] = {}
         """Of each parameter, by name."""
         self._model = model
+        # A list, since parameters are replaced on the way.
         for name, parameter in list(model.named_parameters()):
             self.splits[name] = split = split_of(name, tuple(parameter.shape), group.size())
             if split is not None:
                 module, _, own = name.rpartition(".")
+                # A copy, or a view would keep the whole parameter in memory.
                 shard = nn.Parameter(split.shard(parameter.detach(), self.rank))
                 setattr(model.get_submodule(module), own, shard)
         place(model, SharedPlacement(Exchange(group, waiting), model.config.vocab_size))
@@ -111,6 +113,7 @@ def tensor_parallel(model: BertForPreTraining, mesh: Mesh, waiting: Waiting = nu
     """Divide the model among the tensor group of this rank; None where that has no other. Every rank must call it."""
     if mesh.tensor == 1:
         return None
+    # Shards are numbered by local rank, which the group must keep to.
     require_order(mesh)
     group = process_group(mesh.tensor_ranks)
     assert group is not None

@@ -108,8 +108,10 @@ class Hub:
         self._lost: list[_Member] = []
         self._failed: list[tuple[float, Verdict]] = []
         self._closing = threading.Event()
+        # A daemon, as nothing may keep a process alive whose run is over.
         self._thread = threading.Thread(target=self._run, name="watchdog-hub", daemon=True)
         self._selector = selectors.DefaultSelector()
+        # Who has connected may be gone before it is accepted, and accept would then wait for the next.
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -162,6 +164,7 @@ class Hub:
             self._selector.register(self._listener, selectors.EVENT_READ)
         self.verdict = self._blame()
         if self.verdict is None and self._now_s >= self._check_s:
+            # Not in every turn, since each of these sends a message to every rank.
             self._check_s = self._now_s + self._beat_s / 2
             self.verdict = self._check()
             self._tell({"heard": True})  # ranks judge the hub by it, as it judges them
@@ -187,6 +190,7 @@ class Hub:
             self._strangers[connection] = stranger
             self._selector.register(connection, selectors.EVENT_READ, stranger)
             if len(self._strangers) > _STRANGERS:
+                # A dictionary keeps its order: the first is the oldest.
                 self._send_away(next(iter(self._strangers.values())))
             self._greet(stranger)  # a rank speaks at once: it does not wait in the crowd
 
@@ -202,6 +206,7 @@ class Hub:
         data = _read(stranger.connection, _GREETING)
         if data is None:
             return
+        # A greeting may come in pieces, and the first messages with it.
         stranger.received += data
         greeting, end, rest = stranger.received.partition(b"\n")
         if end and (found := self._known(greeting)):
@@ -212,9 +217,11 @@ class Hub:
     def _known(self, greeting: bytes) -> tuple[_Member, str] | None:
         """The rank and the host that a greeting names, if it is one."""
         token, _, who = greeting.partition(b" ")
+        # In a time that does not tell how much of the token was right.
         if not hmac.compare_digest(token, self._token):
             return None
         rank, _, host = who.decode(errors="replace").partition(" ")
+        # Bounded, as int() raises at thousands of digits.
         number = int(rank) if rank.isascii() and rank.isdigit() and len(rank) < 10 else -1
         return (self._members[number], host) if 0 <= number < len(self._members) else None
 
@@ -226,6 +233,7 @@ class Hub:
         member.host, member.connection, member.received, member.beating = host, stranger.connection, b"", False
         member.heard_s = self._now_s
         self._selector.modify(stranger.connection, selectors.EVENT_READ, member)
+        # The rank waits for this answer, and comes once more if there is none.
         _send(member, {"heard": True})
         self._take_lines(member, rest)
 
@@ -254,6 +262,7 @@ class Hub:
 
     def _take_lines(self, member: _Member, data: bytes) -> None:
         *lines, member.received = (member.received + data).split(b"\n")
+        # A line without end would take memory for ever.
         if len(member.received) > LINE:
             member.received = b""
         for line in lines:
@@ -317,6 +326,7 @@ class Hub:
         least = min(member.order for member in present)
         behind = [member for member in present if member.order == least]
         still_s = {member.rank: self._now_s - member.moved_s for member in behind}
+        # While one of those furthest behind may still move, the others may be waiting for it.
         if not all(member.limit_s is not None and still_s[member.rank] > member.limit_s for member in behind):
             return None
         where = f"for {still_s[behind[0].rank]:.0f} s in {behind[0].place}"
@@ -364,4 +374,5 @@ def _send(member: _Member, message: dict[str, object]) -> None:
     """Send a message, but not to a rank that is lost or has not read for long: its silence will tell."""
     if member.connection is not None:
         with contextlib.suppress(OSError):
+            # Not sendall: the hub waits for no rank, and drops what one that does not read has no room for.
             member.connection.send(encoded(message))

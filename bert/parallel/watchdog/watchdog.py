@@ -58,6 +58,7 @@ class Watchdog:
         alone = len(mesh.node_ranks) == mesh.world_size  # then no other host can reach the port
         listener = listen("127.0.0.1" if alone else "") if mesh.is_main else None
         port = agreed_integer(listener.getsockname()[1] if listener else 0, mesh)
+        # The port is open to the network: whoever does not know this is not listened to.
         token = agreed_text(os.urandom(16).hex() if mesh.is_main else "", mesh)
         self._main_host = agreed_text(socket.gethostname(), mesh)
         if listener:
@@ -90,6 +91,7 @@ class Watchdog:
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
         self._error = error
+        # Shortened, since escapes lengthen it, and a line beyond LINE counts as no message.
         self._send({"failed": text[: LINE // 8], "status": status})
         self._decided.wait(2 * _GRACE_S)
         if self._decided.is_set():
@@ -99,6 +101,7 @@ class Watchdog:
         """Part from the others in good order; on rank 0, with the end of the watch for all."""
         if self._mesh.world_size == 1 or self._closing.is_set():
             return
+        # First: the thread is not to take the end of the connection for that of the hub.
         self._closing.set()
         self._send({"left": True})
         if self._hub:
@@ -153,6 +156,7 @@ class Watchdog:
     def _place(self) -> dict[str, object]:
         stage = self._stage
         if stage is None:
+            # No limit before training: compiling and tuning take as long as they take.
             return {"phase": "start", "step": 0, "entered": -1, "limit": None}
         longest = stage.longest.get(stage.phase)
         limit = max(self._seconds, _FIRST * (self._seconds if longest is None else longest))
@@ -167,6 +171,7 @@ class Watchdog:
         )
 
     def _end(self, verdict: Verdict, speaks: bool) -> None:
+        # First, so that a main thread in ``failed`` stays there and does not end the process by itself.
         self._decided.set()
 
         def last_words() -> None:
@@ -195,6 +200,7 @@ class Watchdog:
 def listen(address: str = "") -> socket.socket:
     """Listen on a free port, of all addresses by default: ranks know the one that they reach rank 0 by."""
     backlog = 4096  # or as many as the system allows: all ranks come at once, and strangers with them
+    # Both families: MASTER_ADDR may resolve to either.
     if not address and socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     return socket.create_server((address, 0), backlog=backlog)
@@ -211,6 +217,7 @@ def _join(address: tuple[str, int], greeting: bytes, patience_s: float) -> tuple
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connection.sendall(greeting)
                 if answer := connection.recv(LINE):
+                    # The connection stays, which leaving the block would close.
                     attempt.pop_all()
                     return connection, answer
                 error: OSError = ConnectionError("it closes the connection")
