@@ -50,9 +50,6 @@ def _evaluate(config: Config, dataset: Dataset, mesh: Mesh) -> Accuracy:
     autocast = torch.autocast(mesh.device.type, torch.bfloat16, enabled=config.training.precision != "fp32")
     report = _progress(started, len(dataset), mesh.is_main)
     accuracy = evaluator.start(model, autocast, report).result()
-    # Before ``value``, which divides by it.
-    if accuracy.count == 0:
-        raise ValueError(f"{dataset.folder}: no token is masked, so there is nothing to predict: prepare it again")
     if mesh.is_main:
         seconds = time.perf_counter() - started
         counts = f"{accuracy.correct:,} of {accuracy.count:,} masked tokens of {len(dataset):,} samples"

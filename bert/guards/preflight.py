@@ -67,6 +67,7 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     require_whole_copies(config.parallel, 1, world_size)
     if not (may_start_again() or restarts()):  # then the checkpoint may say how shares are planned anew
         check_shares(config, train, world_size // config.parallel.copy_ranks)
+    _require_masked(evaluation)
     _choose_implementations(config)
     check_loader(config.data.loader)
     if not (may_start_again() or restarts() or job()):
@@ -91,6 +92,7 @@ def check_evaluation(config: Config) -> Dataset:
             "data.initial_checkpoint is not set: name the file or folder whose weights are to be evaluated"
         )
     check_initial_weights(config.data.initial_checkpoint, config, vocabulary)
+    _require_masked(evaluation)
     _choose_implementations(config)
     return evaluation
 
@@ -138,6 +140,12 @@ def _open_data(config: Config, folders: Sequence[Path]) -> tuple[list[Dataset], 
                 f"model.max_position_embeddings is {config.model.max_position_embeddings}"
             )
     return datasets, vocabulary
+
+
+def _require_masked(evaluation: Dataset) -> None:
+    """Raise ``ValueError`` where there is nothing to predict: accuracy is a share of the masked tokens."""
+    if not evaluation.masked_counts.any():
+        raise ValueError(f"{evaluation.folder}: no token is masked, so there is nothing to predict: prepare it again")
 
 
 def _choose_implementations(config: Config) -> None:

@@ -47,7 +47,9 @@ def test_a_run_leaves_nothing_among_temporary_files(checkout: Path, tmp_path: Pa
     temporary, results = tmp_path / "temporary", tmp_path / "results"
     temporary.mkdir()
     settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(results))
-    done = start(checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2", TMPDIR=str(temporary))
+    done = start(
+        checkout / "run_and_time.sh", "tiny_cpu", "1", *settings, cwd=tmp_path, NPROC="2", TMPDIR=str(temporary)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [*results.rglob("result_0.txt")]
     assert [*temporary.iterdir()] == []

@@ -4,6 +4,7 @@ Needs no PyTorch, so that a command line is understood, or an error told with it
 """
 
 import os
+import re
 from dataclasses import dataclass
 
 
@@ -76,6 +77,6 @@ def job() -> str:
 
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
-    if not text.lstrip("-").isdigit():
+    if not re.fullmatch("-?[0-9]{1,9}", text):  # int() reads digits of other scripts, and has errors of its own
         raise ValueError(f"{name}={text!r} in the environment: expected a whole number")
     return int(text)

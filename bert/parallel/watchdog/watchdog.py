@@ -11,6 +11,7 @@ that the process is gone. The hub finds who is to blame, everybody ends.
 import contextlib
 import os
 import random
+import select
 import socket
 import sys
 import threading
@@ -67,6 +68,8 @@ class Watchdog:
         address = "127.0.0.1" if mesh.is_main or alone else os.environ["MASTER_ADDR"]
         greeting = f"{token} {mesh.rank} {socket.gethostname()}"
         self._connection, self._received = _join((address, port), greeting.encode() + b"\n", max(_ANSWER_S, seconds))
+        self._readable = select.poll()
+        self._readable.register(self._connection, select.POLLIN)
         self._silence_s = 0.0
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
@@ -145,11 +148,11 @@ class Watchdog:
 
     def _receive(self, timeout_s: float) -> bytes | None:
         """Receive what the hub says; None if nothing, and no bytes if it never will again."""
-        self._connection.settimeout(timeout_s)
+        # Not by the socket's own timeout, which is for sending as well: a short one would cut off half a line.
+        if not self._readable.poll(1000 * timeout_s):
+            return None
         try:
             return self._connection.recv(LINE)
-        except TimeoutError:
-            return None
         except OSError:
             return b""
 

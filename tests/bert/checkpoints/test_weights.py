@@ -378,6 +378,21 @@ def test_a_configuration_that_does_not_fit(theirs: Path, config: str, message: s
         open_source(theirs)
 
 
+@pytest.mark.parametrize("decoder", ["bias", "weight"])
+def test_a_decoder_without_its_original_by_the_same_name(theirs: Path, decoder: str):
+    """A head without its bias, and a word table without prefix, as BertModel's file names it."""
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        if decoder == "bias":
+            tensors["cls.predictions.decoder.bias"] = tensors.pop("cls.predictions.bias")
+        else:
+            table = tensors.pop("bert.embeddings.word_embeddings.weight")
+            tensors |= {"cls.predictions.decoder.weight": table.clone(), "embeddings.word_embeddings.weight": table}
+
+    rewritten(change)(theirs / "model.safetensors")
+    assert open_source(theirs, whole=False).model.hidden_size == 8
+
+
 @pytest.mark.parametrize("name", ["bert.pooler.dense.bias", "cls.seq_relationship.weight"])
 def test_a_hugging_face_file_without_a_head(theirs: Path, name: str):
     rewritten(lambda tensors: tensors.pop(name))(theirs / "model.safetensors")

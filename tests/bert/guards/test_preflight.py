@@ -3,15 +3,17 @@
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from bert.checkpoints.weights import save_weights
 from bert.guards.preflight import check
 from bert.model import BertForPreTraining
 from bert.train import parse
-from tests.conftest import SmallRun
+from tests.conftest import SmallRun, write_small_dataset
 from tests.programs import PATIENCE_S, Program
 
 
@@ -83,6 +85,18 @@ def test_files_of_the_data_that_do_not_belong_together(small_run: SmallRun, tmp_
     assert shard.name in refusal(small_run, tmp_path / "r", data__train=data)
     shard.unlink()
     assert "missing" in refusal(small_run, tmp_path / "r", data__train=data)
+
+
+def test_an_evaluation_set_without_masked_tokens(small_run: SmallRun, tmp_path: Path) -> None:
+    samples, none = small_run.evaluation, np.zeros(0, np.int64)
+    none_masked = {
+        "masked_lm_positions": none,
+        "masked_lm_ids": none,
+        "masked_lm_offsets": 0 * samples.masked_lm_offsets,
+    }
+    write_small_dataset(tmp_path / "none", replace(samples, **none_masked), small_run.folder / "vocab.txt")
+    said = refusal(small_run, tmp_path, data__evaluation=tmp_path / "none")
+    assert "none: no token is masked, so there is nothing to predict" in said
 
 
 def test_an_existing_result_file_is_not_overwritten(small_run: SmallRun, tmp_path: Path) -> None:

@@ -77,7 +77,10 @@ def test_a_launcher_is_read(
     [
         ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 with WORLD_SIZE=4"),
         (SRUN | {"SLURM_PROCID": "8"}, "SLURM_PROCID=8 with SLURM_NTASKS=8"),
-        ({"RANK": "two"}, "RANK='two' in the environment: expected a whole number"),
+        *(
+            ({"RANK": text}, f"RANK='{text}' in the environment: expected a whole number")
+            for text in ("two", "\N{SUPERSCRIPT TWO}", "--3", "9" * 5000)
+        ),
         (SRUN, "MASTER_ADDR is not set"),
         (MPIRUN | {"MASTER_ADDR": "localhost"}, "MASTER_PORT is not set"),
     ],

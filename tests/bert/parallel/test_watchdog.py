@@ -153,6 +153,20 @@ def test_a_rank_goes_on_saying_where_it_is(watched: Watched) -> None:
         watched.hub.say(heard=True)
 
 
+def test_a_hub_that_is_slow_to_read_gets_whole_lines(watched: Watched) -> None:
+    """More than buffers hold, sent by one thread, while the other waits for what the hub says from beat to beat."""
+    watched.hub.listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LINE)
+    watchdog = watched.make(seconds=BRISK)
+    watchdog._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LINE)
+    sent: list[dict[str, object]] = [{"filler": f"{number} {'x' * LINE}"} for number in range(20)]
+    sending = threading.Thread(target=lambda: [watchdog._send(message) for message in sent])
+    sending.start()
+    sending.join(3 * BRISK / 10)
+    assert sending.is_alive(), "buffers hold less"
+    assert [watched.hub.hear("filler") for _ in sent] == sent
+    sending.join(PATIENCE_S)
+
+
 def test_a_verdict_ends_the_rank_with_its_status_and_no_word_of_its_own(
     watched: Watched, capfd: pytest.CaptureFixture[str]
 ) -> None:
