@@ -28,6 +28,8 @@ app = Commands()
 def check(
     paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, or folders of them")],
     ruleset: Ruleset = NEWEST_RULESET,
+    # The parameters bear the names of their options, even where that hides a builtin or a module. FlagCreatePairsOff
+    # keeps tyro from adding a --no-... to each flag.
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
     matrix: FlagCreatePairsOff[bool] = False,
@@ -55,10 +57,12 @@ def check(
         return _print_matrix(paths, json)
     from compliance.submission.check import accepted, check_paths
 
+    # All verdicts come first: a path that cannot be checked ends the command before anything is printed or written.
     verdicts = check_paths(paths, ruleset)
     if sarif:
         from compliance.check.sarif import write_sarif
 
+        # Before the first line of output, so that a file that cannot be written is the only thing that is said.
         write_sarif(sarif, verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
@@ -78,6 +82,7 @@ def check(
 def _logs_of(path: Path) -> list[Path]:
     from compliance.submission.folders import find
 
+    # A path that is not there goes on to the reader of logs, whose error says so.
     if path == STDIN or not path.is_dir():
         return [path]
     return [log for folder in find(path).benchmarks for log in folder.logs]
@@ -112,6 +117,7 @@ def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET, format: Format = "
     if format == "html" or out is not None:
         say(write_report(folder, ruleset, format, out))
     elif format == "json":
+        # Not by `render_as`: what is printed must not hold a command to a build server, what goes into a file may.
         say_json(as_dict(load_results(folder, ruleset)))
     else:
         say_document(render_as(load_results(folder, ruleset), format))

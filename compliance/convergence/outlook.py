@@ -20,6 +20,7 @@ from compliance.package.selection import olympic_mean
 
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
 
+# Sorts as the slowest, which the Olympic mean drops; a second one makes that mean infinite.
 NOT_CONVERGED = math.inf
 
 PREDICTION_LEVEL = 0.9
@@ -118,6 +119,7 @@ def outlook(
     failed, remaining = values.count(NOT_CONVERGED), runs - len(values)
     scaling = found.scaling(mean) if found and mean else 1.0
     head = _head(values, mean, runs)
+    # Asked first: this ends a set in either division, with or without a reference.
     if failed > 1:
         lost = "only one run of a set may fail to converge, so this set is no result (TR 12)"
         return Outlook(found, mean, "fail", scaling, f"{head}; {lost}.", None)
@@ -143,7 +145,7 @@ def _needed(found: Reference, values: list[float], runs: int) -> Needed:
     means = _predicted_means(found, values, remaining)
     to_pass = _first_evaluation(found, values, remaining, found.minimum)
     to_stand = _first_evaluation(found, values, remaining, found.mean)
-    tail = round(len(means) * (1 - PREDICTION_LEVEL) / 2)
+    tail = round(len(means) * (1 - PREDICTION_LEVEL) / 2)  # draws cut off at either end of the sorted ones
     return Needed(
         remaining=remaining,
         to_pass=to_pass,
@@ -157,6 +159,7 @@ def _needed(found: Reference, values: list[float], runs: int) -> Needed:
 
 def _evaluation(found: Reference, index: int) -> Evaluation:
     batch = found.global_batch_size
+    # A run can only converge where it evaluates, so what the missing ones must do is said in evaluations.
     return Evaluation(index, Schedule(evaluation_interval(batch), batch).samples(index))
 
 
@@ -170,6 +173,7 @@ def _first_evaluation(found: Reference, values: list[float], remaining: int, bou
     high = 1
     while not reaches(high):
         high *= 2
+        # Where one run is missing, a slow one is dropped as the slowest: then no evaluation may ever reach the bound.
         if high > MAX_EVALUATIONS:
             return None
     low = high // 2
@@ -185,7 +189,7 @@ def _cases(
     """The evaluations from the last that fails to the first that stands unscaled, as far as there are such."""
     if to_pass is None:
         return ()
-    first = max(1, to_pass.index - 1)
+    first = max(1, to_pass.index - 1)  # one that fails, for contrast
     last = min(to_stand.index if to_stand else to_pass.index, first + MAX_CASES - 1)
     cases: list[Case] = []
     for index in range(first, last + 1):
@@ -202,6 +206,7 @@ def _predicted_means(found: Reference, values: list[float], remaining: int) -> l
     from those so far alone, and both are drawn anew each time (the Bayesian prediction with the usual flat priors);
     before the first run the reference's mean stands in.
     """
+    # Always the same draws: asked again about the same logs, the answer does not change.
     draw = random.Random(0)
     known = [value for value in values if value != NOT_CONVERGED]
     centre = statistics.fmean(known) if known else found.mean

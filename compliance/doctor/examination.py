@@ -180,6 +180,7 @@ def _check_caches(about: _Examined) -> Iterator[Diagnosis]:
     try:
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
+        # -l asks whether the command would be allowed, and runs nothing; -n asks for no password.
         command = ("sudo", "-n", "-l", "sysctl", "-q", "vm.drop_caches=3")
         if about.host.run(*command, timeout_s=10).answer:
             yield ok("caches", "may be dropped by way of sudo, as launch/slurm.sub does")
@@ -209,6 +210,7 @@ def _check_results(about: _Examined) -> Iterator[Diagnosis]:
     results = about.results
     if results is None:
         return
+    # The nearest folder that is there: the others will be made in it.
     existing = next(folder for folder in (results.absolute(), *results.absolute().parents) if folder.exists())
     storage, usage = storage_of(existing, about.host), shutil.disk_usage(existing)
     named = f"{results}, on {storage.description}"
@@ -244,6 +246,7 @@ def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
 
 
 def _check_source(about: _Examined) -> Iterator[Diagnosis]:
+    # Results and data change with every run and are no source.
     command = ("git", "status", "--porcelain", "--", ".", ":!results", ":!data")
     status = about.host.run(*command, timeout_s=30)
     if not status.trouble:
@@ -297,6 +300,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            # Before the header is read: eight bytes of another file could claim any length.
             if not 2 <= length <= min(CHECKPOINT_HEADER_BYTES, size - 8):
                 raise ValueError(f"{path}: not a safetensors file")
             header = json.loads(file.read(length))
@@ -323,6 +327,7 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
         given |= {"data.train": about.folder("train"), "data.evaluation": about.folder("evaluation")}
     for name, value in given.items():
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
+    # absolute: the trainer starts in the repository's root
     # One process, which checks the shares of as many as the run will have.
     environment = {"WORLD_SIZE": str(about.plan.world_size)}
     output = about.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)

@@ -50,7 +50,7 @@ def elastic_option(options: list[str], environment: Mapping[str, str]) -> str:
     given = _values(options)
     if "standalone" in given:
         return "--standalone"
-    if environment.get("PET_STANDALONE", "0") not in ("", "0"):
+    if environment.get("PET_STANDALONE", "0") not in ("", "0"):  # PET_<OPTION> is torchrun's default for --<option>
         return "PET_STANDALONE"
     if backend := given.get("rdzv-backend"):
         return "" if backend == "static" else f"--rdzv-backend {backend}"
@@ -60,6 +60,7 @@ def elastic_option(options: list[str], environment: Mapping[str, str]) -> str:
 
 def ports_open_to_all(host: Host, pid: int) -> list[int]:
     """Return the TCP ports on which a process listens on all addresses; none where its files may not be seen."""
+    # A process's table of sockets is that of its whole network namespace; which are its own, only its descriptors tell.
     sockets = set()
     for name in host.names(f"/proc/{pid}/fd"):
         try:

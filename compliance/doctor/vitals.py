@@ -50,6 +50,7 @@ def read_clock() -> ClockReading:
     before = _wall_minus_monotonic()
     time.sleep(CLOCK_WATCHED_S)
     drift = _wall_minus_monotonic() - before
+    # Longer than the structure is on any Linux, which is all that the call asks for.
     timex = ctypes.create_string_buffer(512)  # struct timex, of which modes = 0 changes nothing
     try:
         state = ctypes.CDLL(None).adjtimex(timex)
@@ -181,6 +182,7 @@ def processors(host: Host, plan: Plan) -> Iterator[Diagnosis]:
 def _cores(host: Host) -> float:
     """Cores that this process may use: by affinity, and by the time that its container is given."""
     cores = float(len(os.sched_getaffinity(0)))
+    # cgroup v2: "max" in place of a quota is no limit.
     quota = host.read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdecimal() and quota[1].isdecimal() and int(quota[1]):
         cores = min(cores, int(quota[0]) / int(quota[1]))
@@ -201,6 +203,7 @@ def limits(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     """Limits of a process: pinned memory for network cards, and open files."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Only where there are adapters: TCP locks no memory.
     if plan.nodes > 1 and adapter_ports(host) and locked != resource.RLIM_INFINITY and locked < 4 * GIB:
         remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
         yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks what it sends", remedy)

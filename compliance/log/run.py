@@ -74,7 +74,7 @@ class LoggedRun:
         if key in rules.INTERVALS:
             self.open[key] = record
         elif key in OPENED_BY:
-            self.open.pop(OPENED_BY[key], None)
+            self.open.pop(OPENED_BY[key], None)  # without an opening it is a violation, and nothing to close
         if key == "init_start":
             self.init_start_ms = time_ms if self.init_start_ms is None else min(self.init_start_ms, time_ms)
         elif key == "run_stop":
@@ -224,6 +224,7 @@ class LoggedRun:
             count = self.value("train_samples")
         else:
             count = self._at_end.metadata.get("epoch_num") if self._at_end else None
+        # A float counts, as it does for the official checker.
         samples = round(count) if rules.is_number(count) else 0
         return samples if samples > 0 and rules.is_integer(samples) else None
 

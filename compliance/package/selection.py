@@ -63,6 +63,7 @@ def select(started_ms: Sequence[int], times: Sequence[float], runs: int = 10) ->
         )
     if len(times) < runs:
         raise ValueError(f"{len(times)} runs, expected at least {runs}: run the missing ones")
+    # sorted() keeps the order of runs that started in the same millisecond.
     order = sorted(range(len(times)), key=lambda run: started_ms[run])
     scores = [
         olympic_mean([times[run] for run in order[first : first + runs]]) for first in range(len(times) - runs + 1)

@@ -91,6 +91,7 @@ def _header(results: Results) -> str:
     recipe, started = results.shown.log.header.get("recipe"), facts.get("started")
     batch, processes = results.global_batch_size, facts.get("world_size")
     header = results.shown.log.header
+    # "1" where the log does not say: then nothing is said of it.
     tensor, pipeline = (header.get(f"config.parallel.{name}", "1") for name in ("tensor", "pipeline"))
     pieces = [
         f"recipe {recipe}" if recipe else "",
@@ -113,9 +114,12 @@ def _figures(results: Results) -> str:
     """The few numbers to see first; the time is the score where there is one."""
     shown, kept = results.shown, [run for run in results.valid if run.number not in results.dropped]
     over = f"mean of {counted(len(kept), 'run')}, fastest and slowest dropped"
+    # The score after scaling, as the rules count it.
     seconds = results.scaled_seconds
     if not results.dropped:
+        # Without a score one run stands for the folder; after two lost runs, none may.
         seconds, over = (None, "no score") if results.lost > 1 else (shown.said.seconds, f"run {shown.number}")
+    # Before there is a score, the run that is shown.
     rates = [run.said.sequences_per_s for run in kept or [shown] if run.said.sequences_per_s]
     mean_rate = sum(rates) / len(rates) if rates else None
     each = "evaluations included"
@@ -163,6 +167,7 @@ def _accuracy(results: Results) -> str:
     if not lines:
         return ""
     targets = {run.said.target for run in results.runs if run.said.target is not None}
+    # Runs of different targets have no line in common.
     guides = [Guide("target", f"target {target:g}", target) for target in targets if len(targets) == 1]
     axes = Axes(
         f"Masked-LM accuracy over sequences trained, {counted(len(lines), 'run')}",
@@ -192,10 +197,12 @@ def _times(results: Results) -> str:
     if not timed:
         return ""
     longest = max(seconds for _, seconds in timed)
+    # From the same bound on as in `duration`, so that the chart and its guide speak of one unit.
     unit, size = ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
     bars = []
     for run, seconds in timed:
         dropped = results.dropped.get(run.number, "")
+        # Of the valid ones, the two that the score drops are hollow.
         kind = run.outcome if run.outcome != "valid" else "dropped" if dropped else "valid"
         bars.append(Bar(str(run.number), seconds / size, kind, dropped or ("" if kind == "valid" else kind)))
     score = results.score_seconds
@@ -270,6 +277,7 @@ def _findings(results: Results) -> str:
 def _published(results: Results) -> str:
     placement = results.placement
     if not placement.compared:
+        # Without a time to place there are no neighbours, and the statements have said why.
         return ""
     minutes = (results.scaled_seconds or 0.0) / 60
     longest = max([minutes, *(result.minutes for result in (*placement.faster, *placement.slower))])
@@ -327,6 +335,7 @@ def _differences(runs: Sequence[ReportedRun]) -> dict[str, str]:
     keys = dict.fromkeys(key for run in runs for key in islice(run.log.header, MAX_FACTS))
     found = {}
     for key in keys:
+        # A line that only some of the logs have is a difference too.
         values = list(dict.fromkeys(run.log.header.get(key, "absent") for run in runs))
         if len(values) > 1:
             few = ", ".join(visible(value, 60) for value in values[:10])
