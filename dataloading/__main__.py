@@ -33,6 +33,7 @@ app = Commands()
 def _extract(
     inputs: tyro.conf.Positional[tuple[Path, ...]],
     out: Path,
+    # An empty name: its fields are options of the command itself, without a prefix.
     options: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
     jobs: int = 1,
 ) -> None:
@@ -57,6 +58,7 @@ def _prepare(
     text: tuple[Path, ...],
     vocab: Path,
     out: Path,
+    # FlagConversionOff: a flag takes True or False, as the reference script has it.
     options: Annotated[PretrainingOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff],
     one_call: bool = False,
     jobs: int = 1,
@@ -156,8 +158,10 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
     else:
         with new_folder(out) as aside:
             for name in names:
+                # From the root on, as a link is read from the folder that it lies in.
                 (aside / name).symlink_to((folder / name).resolve())
             index_shards(aside, names, info)
+        # Opened under its final name, which the folder has only now.
         dataset = open_dataset(out)
     say(f"{dataset.folder}: {_counts(dataset)}")
 
@@ -218,6 +222,7 @@ def _convert(
     from dataloading.dataset.convert import convert, convert_to_packed
     from dataloading.dataset.sources import open_or_scan
 
+    # Before the source is looked at, which may mean reading all of it.
     if compression != "none" and to != "native":
         raise ValueError(f"--compression is {compression}, but layout {to} has none: leave it out, or use --to native")
     source = open_or_scan(folder, vocab)
@@ -261,6 +266,7 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
     from dataloading.dataset.sources import open_to_verify
 
     dataset = open_to_verify(folder)
+    # Digests, repeats and order come of one pass over the data.
     census, order = known.Census(dataset), OrderCheck(len(dataset))
 
     def visit(shard: ShardRecord, samples: Samples) -> None:
@@ -308,6 +314,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
             blocks.append(shard.verify())
     samples = concatenate(blocks)
     with atomic_path(out) as temporary, temporary.open("xb") as file:
+        # Into an open file: to a name NumPy would append .npz.
         np.savez_compressed(
             file,
             length=samples.lengths.astype(np.int16),

@@ -97,6 +97,7 @@ def shape_bucket_of(samples: Samples, shape_buckets: Sequence[ShapeBucket]) -> S
     """
     if not shape_buckets:
         return None
+    # All shape buckets have one max_seqlen, which only a sample that none of them was made for exceeds.
     longest = max(int(samples.lengths.max()), shape_buckets[-1].max_seqlen)
     return fitting(
         ShapeBucket.around(len(samples.input_ids), len(samples), len(samples.masked_lm_ids), longest), shape_buckets
@@ -188,6 +189,7 @@ class Prefetcher(Generic[Item]):
         """The next item; starts the thread on first use."""
         # Here, and not when it is made: a loader is built before the clock starts, and must not read until then.
         if self._thread is None:
+            # A program that ends without close() is not held up.
             self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
             self._thread.start()
         item, error = self._ready.get()
@@ -268,6 +270,7 @@ class NumpyLoader:
         self._source = source
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
+        # map() is lazy: nothing is assembled before the first next().
         self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
 
     def __next__(self) -> list[Batch]:

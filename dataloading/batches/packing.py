@@ -83,6 +83,7 @@ def stream_packs(
     first = 0
     for number, lengths in enumerate(_windows(blocks, window)):
         packs = pack_samples(lengths, capacity, max_sequences, [seed, number])
+        # In place, as a window has two million of them.
         np.add(packs.samples, first, out=packs.samples)
         first += len(lengths)
         yield packs

@@ -75,6 +75,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         ValueError: ``folder`` holds something.
     """
     require_absent_or_empty(folder)
+    # Where an empty folder is there, a rename replaces it.
     with atomic_path(folder) as aside:
         aside.mkdir(parents=True)
         yield aside
@@ -154,6 +155,7 @@ class Dataset:
         # side: an empty shard begins where the next one does, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
         rows = indices - self._first_samples[shard_of]
+        # Held until the samples are taken: a shard that makes room for another one of this batch stays readable.
         shards = {index: self._shard(index) for index in np.unique(shard_of).tolist()}
         self._forget_now_and_then(len(indices))
         builder = SampleBuilder()
@@ -184,6 +186,7 @@ class Dataset:
             with self.open_listed(index) as shard:
                 for start in range(0, len(shard), samples):
                     yield shard.read(start, min(start + samples, len(shard)))
+                    # Or the pages of a whole data set would count as this process's memory.
                     shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
@@ -213,6 +216,7 @@ class Dataset:
         record = self.shards[index]
         shard = open_shard(self.folder / record.name)
         agrees = (len(shard), shard.file_bytes) == (record.samples, record.file_bytes)
+        # Layouts from elsewhere carry no digest: of them only the numbers can be compared.
         if shard.digest is not None:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:

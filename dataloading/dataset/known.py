@@ -153,6 +153,7 @@ class Census:
         """The first two samples with this digest."""
         found: list[int] = []
         start = 0
+        # A second pass over the data, for the message alone: only a broken set pays for it.
         for block in self._dataset.blocks():
             found += (start + np.flatnonzero(_marked(block.sample_digests(), block) == digest)).tolist()
             start += len(block)

@@ -59,6 +59,7 @@ def write_metadata(
     ``lengths`` and ``masked_counts``: [N], in the order of ``records``.
     """
     index = io.BytesIO()
+    # Little-endian on every machine, as the digest goes over these bytes.
     np.save(index, np.stack([lengths, masked_counts], axis=1).astype("<u2"), allow_pickle=False)
     manifest = {
         "format": FORMAT,
@@ -124,6 +125,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     if digest != sha256:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
     try:
+        # allow_pickle: an array of objects would be a pickle, which can run code.
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: {error}; {REMEDY}") from None

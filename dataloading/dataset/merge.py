@@ -27,6 +27,7 @@ def scan_shards(folder: Path, names: Iterable[str], info: DatasetInfo) -> Datase
     sources: dict[str, str] = dict(info.sources)
     for name in names:
         with open_shard(folder / name) as shard:
+            # A layout from elsewhere promises nothing of its own, so what is said of it holds.
             if shard.digest is None:
                 shard.info = info
             elif shard.info.without_sources() != info.without_sources():
@@ -70,6 +71,7 @@ def merge(folders: list[Path], out: Path) -> Dataset:
     lengths = np.concatenate([dataset.lengths for dataset in members])
     masked_counts = np.concatenate([dataset.masked_counts for dataset in members])
     info = replace(infos[0], sources=sources)
+    # In place: the shards keep their names, and only the metadata is new.
     if {path.parent.absolute() for path in paths} == {out.absolute()}:
         write_metadata(out, records, lengths, masked_counts, info)
     else:
@@ -140,6 +142,6 @@ def _link_or_copy(source: Path, target: Path) -> None:
     """``target`` with the content of ``source``, sharing its place on disk where both are on one file system."""
     try:
         os.link(source, target)
-    except OSError:
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target)
         sync(target)  # on disk before a manifest lists it

@@ -26,6 +26,7 @@ _BY_CHANCE = 1 - math.sqrt(0.5)
 """Median distance of two random places, as a share of the whole."""
 _NEAR = 0.75 * _BY_CHANCE
 """Two shards that were never mixed have half the distance of chance."""
+# Odd, so that a product with one loses no bit. From a fixed seed, so that the same set always gets the same answer.
 _FACTORS = np.random.default_rng(0).integers(0, 1 << 64, _TEXT, np.uint64) | np.uint64(1)
 
 
@@ -45,6 +46,7 @@ class OrderCheck:
         """The next samples of the data set."""
         for start in range(0, len(block), _AT_A_TIME):
             part = block.slice(start, min(start + _AT_A_TIME, len(block)))
+            # With a token to spare: the last [SEP] is no text.
             rows = np.flatnonzero(part.lengths > _TEXT + 1)
             texts = _beginnings(part, rows)
             kept = texts <= self._last_kept

@@ -79,6 +79,7 @@ def shuffle(
     _check_shards(source, shards)
     buckets = _bucket_count(source)
     settings = {"shards": shards, "seed": seed, "compression": compression, "buckets": buckets}
+    # With the number of buckets, which follows from bounds of this program: buckets of another number are of no use.
     description = {"info": asdict(source.info), "source": [record.digest for record in source.shards]} | settings
     with begun(out, JOB_NAME, description, finished=f"{BUCKETS_NAME}/*"):
         spill = out / BUCKETS_NAME
@@ -127,6 +128,7 @@ def _bucket_count(source: Dataset) -> int:
 
 def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report: Callable[[Progress], None]) -> None:
     """First pass: every sample to the end of a bucket that is drawn for it."""
+    # Buckets without complete.json are those of a pass that was stopped.
     shutil.rmtree(spill, ignore_errors=True)
     spill.mkdir()
     files = _BucketFiles(spill, buckets)
@@ -227,6 +229,7 @@ class _BucketFiles:
             samples.masked_counts.astype("<u2"),
             samples.next_sentence_labels,
         ]
+        # Bytes of its own: slices would keep their whole block in memory.
         block = b"".join(part.tobytes() for part in (*parts, *(getattr(samples, name) for name in _BLOCK_ARRAYS)))
         self._waiting[bucket].append(block)
         self._sizes[bucket] += len(block)

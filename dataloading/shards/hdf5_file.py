@@ -74,6 +74,7 @@ class HDF5File:
         except KeyError:
             return None
         dtype = found.dtype
+        # Only a single value: an attribute may hold an array as large as it likes.
         if found.shape != () or (dtype.kind not in "iu" and h5py.check_string_dtype(dtype) is None):
             raise ValueError(f"the attribute {name} is {dtype} {found.shape}, expected a text or an integer")
         value: Any = np.empty((), dtype)
@@ -155,6 +156,7 @@ class HDF5Array:
             )
         self._file.reserve(self._size, self.name)
         values = np.empty(self.shape, self._stored)
+        # A chunk at an edge is stored whole; what of it lies beyond the array is left out.
         for corner, chunk in self._chunks(self._chunk):
             inside = zip(corner, chunk.shape, self.shape, strict=True)
             box = tuple(slice(first, min(first + size, end)) for first, size, end in inside)
@@ -169,6 +171,7 @@ class HDF5Array:
             raise ValueError(f"{self.name} is not stored in this file in one piece or in chunks")
         if layout == h5py.h5d.CONTIGUOUS:
             offset = self._dataset.get_offset()
+            # None: no byte of it was ever written.
             if offset is None or offset + self._size > file_bytes:
                 raise ValueError(f"{self.name} claims {self._size:,} bytes that are not inside the file")
             return
@@ -179,6 +182,7 @@ class HDF5Array:
                 f"{self.name} is packed by the HDF5 filters {self._pipeline}, expected shuffle, gzip and fletcher32 "
                 f"{list(_FILTERS)}, or some of them in this order: write the file again with these"
             )
+        # As many as the array needs: a chunk that was never written would be read as fill values, from no bytes at all.
         expected = math.prod(-(-end // size) for end, size in zip(self.shape, chunk, strict=True))
         if (found := self._dataset.get_num_chunks()) != expected:
             raise ValueError(
@@ -222,6 +226,7 @@ def _without_checksum(content: bytes) -> bytes:
     """A chunk without its Fletcher-32 checksum: sums modulo 65,535 of big-endian words, and of their sums so far."""
     stored = int.from_bytes(content[-_FLETCHER32_BYTES:], "little")
     content = content[:-_FLETCHER32_BYTES]
+    # A single byte at the end counts as a word with a zero.
     words = np.frombuffer(content + bytes(len(content) % 2), ">u2").astype(np.uint64)
     weights = np.arange(len(words), 0, -1, dtype=np.uint64) % np.uint64(0xFFFF)
     sums = int((words * weights).sum()), int(words.sum())

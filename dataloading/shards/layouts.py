@@ -75,6 +75,7 @@ class FixedShard(Shard):
 
     def add_to(self, builder: SampleBuilder, index: int) -> bool:
         """Add one sample, unchecked, to ``builder``; False for a mask with gaps, and for integers of another size."""
+        # All but the labels, which are one a sample.
         rows = {name: column[index] for name, column in self._columns.items() if column.ndim == 2}
         length, masked = (int(np.count_nonzero(rows[name])) for name in ("input_mask", "masked_lm_positions"))
         # Where they are not, the slow way finds the gap, and names it.
@@ -211,6 +212,7 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
         "masked_lm_ids": padded(samples.masked_lm_ids, masked, "<i2"),
         "next_sentence_labels": samples.next_sentence_labels.astype("i1"),
     }
+    # Composed in memory, for the reason that `dataloading.shards.native` gives.
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         for name, column in columns.items():
@@ -304,6 +306,7 @@ def _may_have_wrapped(lengths: NDArray[np.int64]) -> bool:
 def _as_in_samples(dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Tell whether the integers of `_RAGGED` are stored as `Samples` has them, so that bytes can be taken as they are."""
     sizes = [dtype.itemsize for dtype in dtypes]
+    # Of one byte there is no order, so that segment ids pass either way.
     return sizes == [2, 1, 2, 2] and all(dtype.newbyteorder("<") == dtype for dtype in dtypes)
 
 

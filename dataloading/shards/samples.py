@@ -87,6 +87,7 @@ class Samples:
         state = hashlib.sha256()
         for field in fields(self):
             array = np.ascontiguousarray(getattr(self, field.name))
+            # Types with their byte order, so that the digest is one of the bytes that follow.
             state.update(f"{field.name}:{array.dtype.str}:{array.shape}\n".encode())
             state.update(array.data)
         return state.hexdigest()
@@ -160,6 +161,7 @@ def row_blocks(offsets: NDArray[np.int64], most: int = _ELEMENTS_AT_A_TIME) -> I
     """Consecutive ranges of ragged rows, of about ``most`` elements each (more where one row alone has more)."""
     start = 0
     while start < len(offsets) - 1:
+        # One row at least, even if it is longer than a whole block.
         stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + most, side="right")) - 1)
         yield range(start, stop)
         start = stop

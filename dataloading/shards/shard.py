@@ -206,6 +206,7 @@ class Shard(ABC):
 
     def require_whole(self) -> None:
         """ValueError where the file has become shorter than it was: to read what is gone would end the process (SIGBUS)."""
+        # size() asks the file, len() the map.
         if self._content is not None and self._content.size() < len(self._content):
             raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
 
@@ -241,6 +242,7 @@ class FlatShard(Shard):
         arrays = (samples.input_ids, samples.segment_ids, samples.masked_lm_positions, samples.masked_lm_ids)
         self._bytes = tuple(array.data.cast("B") if len(array) else memoryview(b"") for array in arrays)
         self._labels = samples.next_sentence_labels.data
+        # By way of bytes, as a view cannot be cast from one integer format to another.
         self._offsets = tuple(
             offsets.data.cast("B").cast("q") for offsets in (samples.sequence_offsets, samples.masked_lm_offsets)
         )

@@ -43,6 +43,7 @@ class VariableLengthColumn:
         """Memory taken by the references, where they are packed."""
         self._bytes = np.frombuffer(file.content, np.uint8)
         self._view = memoryview(file.content)
+        # Addresses of 2^63 or more become negative, and `_place_of` refuses them.
         self._addresses = references["address"].astype(np.int64)
         self._objects = references["object"].astype(np.int64)
         self.counts = references["count"].astype(np.int64)
@@ -124,6 +125,7 @@ def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, 
     while place + 16 <= stop:  # a collection has no index: objects are passed one by one
         found = _little_endian(content, place, 2)
         found_size = _little_endian(content, place + 8, 8)
+        # Object 0 is the free space at the end of a collection; sizes are those of a file that may lie.
         if found == 0 or found_size < 0 or found_size > stop - place - 16:
             return -1
         if found == number:

@@ -28,6 +28,7 @@ def write_demo(folder: Path, vocab: Path) -> bool:
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
     if all(_is_current(folder / name, tokenizer, options) for name, _, options in splits):
         return False
+    # All of them before the first is cleared.
     for name, _, _ in splits:
         _require_ours(folder / name, name)
     documents = demo_documents()

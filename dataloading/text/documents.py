@@ -37,6 +37,7 @@ class Document:
     @property
     def held_out(self) -> bool:
         """Tell whether the document belongs to the evaluation set."""
+        # Not hash(), which differs from process to process.
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
@@ -60,6 +61,7 @@ def demo_documents(standard_library: Path | None = None) -> list[Document]:
 
 
 def _topics(path: Path) -> Iterator[tuple[str, str]]:
+    # Bytes, so that a source's own coding line counts.
     tree = ast.parse(path.read_bytes())
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):

@@ -49,6 +49,7 @@ def write_own_text(own: OwnText, out: Path) -> Split:
     """
     split = split_documents([document for path in own.text for document in _documents(path, own)], own.evaluation_share)
     with new_folder(out) as aside:
+        # Learned of the training text alone: the documents held out stay unseen.
         vocabulary, lower = _vocabulary(own, split.train)
         write_atomically(aside / "vocab.txt", vocabulary.content)
         tokenizer = Tokenizer(vocabulary, lower)
@@ -74,6 +75,7 @@ def split_documents(documents: Sequence[Document], share: float) -> Split:
 
     Raises ``ValueError`` where there are too few.
     """
+    # By digest, which leaves repeats out and keeps the order of the first ones.
     different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
     if len(different) < FEWEST_DOCUMENTS:
         raise ValueError(
@@ -123,6 +125,7 @@ def _write(
     """Write a data set, of several shards where the text is long."""
     vocabulary = tokenizer.vocabulary
     sizes = options.max_seq_length, options.max_predictions_per_seq
+    # Python's Unicode tables decide how words are split.
     recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
     info = DatasetInfo.of(vocabulary, *sizes, recorded, sources)
     folder.mkdir()

@@ -79,6 +79,7 @@ def prepare(
     """
     info = job.info(Vocabulary.from_file(job.vocab))
     mine = _share(len(job.calls), part)
+    # Before anything is made: a text that cannot be read would else end the job after hours.
     _check_texts([path for index in mine for path in job.calls[index]])
     description = {
         "info": asdict(info),
@@ -107,6 +108,7 @@ def _make_shard(task: _Task) -> tuple[str, int, bool]:
     path = out / shard_name(index, len(job.calls))
     if (there := whole_shard(path)) is not None:
         found, count = there
+        # Left as it is: whether the text or the shard is the wrong one cannot be told here.
         if found != info:
             raise ValueError(f"{path}: made from another text, or otherwise; delete it, or name another --out")
         return path.name, count, True

@@ -162,6 +162,7 @@ def _random(twister: NDArray[np.uint32]) -> float:
     """``random.random()``: 53 bits from two words."""
     high = _next_word(twister) >> 5
     low = _next_word(twister) >> 6
+    # 2^26 and 2^53, as in CPython's random().
     return (high * 67108864.0 + low) / 9007199254740992.0
 
 

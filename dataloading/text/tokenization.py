@@ -101,6 +101,7 @@ class Vocabulary:
 
     @classmethod
     def _of(cls, content: bytes, path: Path) -> Self:
+        # The first of equal tokens keeps its place, and with it its id.
         tokens = tuple(dict.fromkeys(text_lines(content, path)))
         missing = [token for token in SPECIAL_TOKENS if token not in tokens]
         if missing:
@@ -226,6 +227,7 @@ class _WordIds(dict[str, bytes]):
         ids = array("H", pieces).tobytes()
         if len(self) >= _CACHED_WORDS:
             self.clear()
+        # A longer word is [UNK] in any case, and remembering it could take any amount of memory.
         if len(word) <= MAX_CHARACTERS_PER_WORD:
             self[word] = ids
         return ids

@@ -76,6 +76,7 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
         if path.is_file():
             files.append(path)
             continue
+        # Their order decides which part a file goes into, and which seed draws its articles.
         within = sorted([*path.glob("*/wiki_??"), *path.glob("wiki_??")], key=str)
         if not within:
             raise ValueError(f"{path}: no wiki_?? or */wiki_?? there; expected WikiExtractor's files or their folder")
@@ -105,10 +106,12 @@ def extract(
             otherwise.
         OSError: the disk is full, or will not be written for another reason.
     """
+    # For its error alone: that punkt is missing is said before anything is made.
     sentence_splitter(options.sentences)
     tasks = _plan(find_inputs(inputs), out, options)
     description = {
         "options": asdict(options),
+        # Another version may split sentences otherwise, so that its parts do not belong with these.
         "nltk": _nltk_version() if options.sentences == "punkt" else None,
         "inputs": [[task.path.name, *map(_input_name, task.inputs)] for task in tasks],
     }
