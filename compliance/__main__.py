@@ -46,11 +46,13 @@ def check(
         matrix: Show instead which rulesets accept each log, and what keeps the others from it. Exit status 1 if none does.
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
+    # tyro lets a tuple of positional arguments be empty, and nothing checked must not look like all passed.
     if not paths:
         raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
     if paths.count(STDIN) > 1:
         given = f"{STDIN}: given {paths.count(STDIN)} times"
         raise ValueError(f"{given}, expected once: standard input can be read only once")
+    # An annotation is a line of its own, among which a document would be no JSON.
     if format == "github" and (json or matrix):
         raise ValueError(f"--format github and --{'json' if json else 'matrix'}: choose one of them")
     if matrix:
@@ -76,6 +78,7 @@ def check(
         from compliance.check.annotations import say_annotations
 
         say_annotations(verdicts)
+    # Not simply that all pass: a folder of ten can do without one of its logs.
     return 0 if accepted(verdicts) else 1
 
 
@@ -151,11 +154,13 @@ def system(
     """
     from compliance.doctor.system_file import renew
 
+    # At the first "=" only, as a value may hold others.
     pairs = [field.partition("=") for field in fields]
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")
     given = {name: value for name, _, value in pairs}
+    # Left out where it was not given: a file that is there then keeps its own.
     for text in renew(out, ({"division": division} if division else {}) | given, replace=replace):
         say(text)
     say(out)

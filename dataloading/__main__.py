@@ -187,6 +187,7 @@ def _shuffle(
 
     def report(progress: ShuffleProgress) -> None:
         tenths = 10 * progress.done // max(progress.total, 1)
+        # A report comes with every block of samples, a line with every tenth.
         if tenths > told.get(progress.step, -1):
             told[progress.step] = tenths
             say(f"{time.perf_counter() - started:7.1f} s  {progress.step} {progress.done:,} samples")
@@ -226,6 +227,8 @@ def _convert(
     if compression != "none" and to != "native":
         raise ValueError(f"--compression is {compression}, but layout {to} has none: leave it out, or use --to native")
     source = open_or_scan(folder, vocab)
+    # Packs are drawn from the whole set, so that no shard can be converted by itself, and no process has one of its
+    # own.
     if to == "packed":
         dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=say)
     else:
@@ -284,6 +287,7 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
     say(census.describe_repeats())
     found, unshuffled = order.finding()
     if unshuffled:
+        # A warning alone: what `prepare` makes stands in the order of its text, and that is as it should be.
         complain(found, "warning")
     else:
         say(found)
@@ -311,7 +315,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     blocks = []
     for path in paths:
         with open_shard(path) as shard:
-            blocks.append(shard.verify())
+            blocks.append(shard.verify())  # not read(): a damaged shard must not be dumped
     samples = concatenate(blocks)
     with atomic_path(out) as temporary, temporary.open("xb") as file:
         # Into an open file: to a name NumPy would append .npz.
@@ -352,6 +356,7 @@ def _parse_part(text: str) -> Part:
     from dataloading.dataset.manifest import Part
 
     index, slash, count = text.partition("/")
+    # int() would take signs, spaces and underscores too.
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
     return Part(int(index), int(count))

@@ -111,6 +111,7 @@ def outlook(
     Raises:
         ValueError: see `reference`; more runs than `runs`, or `runs` below three.
     """
+    # The Olympic mean drops two runs, and of fewer than three nothing would be left.
     if runs < 3 or len(samples) > runs:
         raise ValueError(f"{len(samples)} runs of {runs}, expected at least 3 in a set and no more than that")
     found = reference(ruleset, global_batch_size) if division == "closed" else None
@@ -218,6 +219,7 @@ def _predicted_means(found: Reference, values: list[float], remaining: int) -> l
         # The variance is the squares over a draw of chi-squared, which is twice a draw of gamma with half the degrees
         # of freedom; the mean is then normal around what was seen, and so is each missing run around the mean.
         stdev = math.sqrt(squares / (2 * draw.gammavariate(degrees_of_freedom / 2, 1)))
+        # The fewer runs have been seen, the less is known of the mean around which the missing ones are drawn.
         shifted = draw.gauss(centre, stdev / math.sqrt(len(known) or found.runs))
         means.append(olympic_mean(values + [draw.gauss(shifted, stdev) for _ in range(remaining)]))
     return sorted(means)

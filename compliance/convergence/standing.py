@@ -101,6 +101,7 @@ def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_tr
     Raises:
         ValueError: no logs, or logs of different batch sizes or divisions, or no known ruleset.
     """
+    # In the order of their numbers: `chosen` and `found` refer to the logs by their place in it.
     logs = result_logs(folder)
     division, batch = division_of(logs), batch_size_of(logs)
     samples = [log.run.converged_samples(from_train_samples=from_train_samples) for log in logs]
@@ -110,6 +111,7 @@ def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_tr
     if len(ended) > runs:
         # By the logs' own end, and not by a verdict: whether a run is valid is for `package` to ask.
         times = [minutes_of(logs[index]) if samples[index] else FAILED for index in ended]
+        # A log that has ended has records, and so a start.
         selection = select([logs[index].run.start_ms or 0 for index in ended], times, runs)
         chosen = [ended[run] for run in selection.chosen]
     found = tuple(

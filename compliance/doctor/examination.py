@@ -101,6 +101,7 @@ def examine(intended: IntendedRun, host: Host | None = None) -> Iterator[Diagnos
             raise ValueError(f"{path}: no such file or folder")
     found = gpus.query(host)
     plan = make_plan(intended, host, len(found.gpus))
+    # Only for GPUs: importing PyTorch takes long, and a run without them needs no answer.
     about = _Examined(intended, plan, host, found, ask_pytorch(host) if plan.on_gpus else {})
     for check in _CHECKS:
         yield from check(about)
@@ -253,6 +254,7 @@ def _check_source(about: _Examined) -> Iterator[Diagnosis]:
         changed = status.text.splitlines()
         head = about.host.run("git", "rev-parse", "--short", "HEAD").answer.strip()
         if changed:
+            # Two letters of state and a space come first.
             files = ", ".join(line[3:] for line in changed[:3]) + (" ..." if len(changed) > 3 else "")
             found = f"{len(changed)} file(s) differ from commit {head}: {files}"
             yield warn("source", found, "commit them: a submission holds the source that was run (SR Source code)")
@@ -311,6 +313,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError):
         raise ValueError(f"{path}: not a safetensors file, or damaged") from None
+    # Offsets count from behind the header, and the last tensor ends the file.
     if size != 8 + length + end:
         raise ValueError(f"{path}: {size} bytes, but its header speaks of {8 + length + end}: cut off or damaged")
     return shapes, sum(map(math.prod, shapes.values()))
@@ -326,8 +329,8 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
     if intended.data:
         given |= {"data.train": about.folder("train"), "data.evaluation": about.folder("evaluation")}
     for name, value in given.items():
+        # From the root on, as the trainer starts in the repository.
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
-    # absolute: the trainer starts in the repository's root
     # One process, which checks the shares of as many as the run will have.
     environment = {"WORLD_SIZE": str(about.plan.world_size)}
     output = about.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)

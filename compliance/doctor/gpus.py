@@ -116,7 +116,7 @@ def query(host: Host) -> Gpus:
 def parse_query(text: str, fields: Sequence[str]) -> tuple[Gpu, ...]:
     """The GPUs of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader`; lines that are no rows are left out."""
     gpus: list[Gpu] = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):  # it separates by a comma and a space
         if len(row) == len(fields):
             cells = (cell.strip() for cell in row)
             known = {name: cell for name, cell in zip(fields, cells, strict=True) if cell.lower() not in _NO_VALUE}
@@ -161,6 +161,7 @@ def parse_topology(text: str) -> Counter[str]:
     Args:
         text: the matrix of `nvidia-smi topo -m`, whose header is underlined and whose tabs are uneven past the devices.
     """
+    # The header is underlined by escape sequences, which would become part of its names.
     rows = [[cell.strip() for cell in re.sub(r"\x1b\[[\d;]*m", "", line).split("\t")] for line in text.splitlines()]
     header = next((row for row in rows if "GPU0" in row[1:]), [])
     column = {name: position for position, name in enumerate(header) if re.fullmatch(r"GPU\d+", name)}

@@ -109,6 +109,7 @@ def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
     if not isinstance(config, dict):
         raise ValueError(f"unknown recipe {intended.recipe!r}: expected one of {', '.join(map(str, config))}")
     plan = Plan(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
+    # Those that this process may use, as the nproc of the launchers counts them.
     cores = len(os.sched_getaffinity(0))
     per_node = (
         # As `launch/processes.sh` counts them.

@@ -86,7 +86,7 @@ def _processes(host: Host) -> list[int]:
 
 def _elastic_agent(host: Host, pid: int) -> str:
     """Return what makes a process an elastic agent; "" when it is none."""
-    words = host.read(f"/proc/{pid}/cmdline").strip("\0").split("\0")
+    words = host.read(f"/proc/{pid}/cmdline").strip("\0").split("\0")  # a zero byte ends each word
     # Behind the interpreter, its options and -m.
     start = next((place for place, word in enumerate(words[:4]) if _is_torchrun(word)), None)
     if start is None:
@@ -112,6 +112,7 @@ def _without_port(options: list[str], environment: Mapping[str, str]) -> str:
 def _values(options: list[str]) -> dict[str, str]:
     """Return torchrun's options and what follows each, up to its script or module."""
     values: dict[str, str] = {}
+    # With "" behind the last word, so that this one is looked at too.
     for word, following in pairwise([*options, ""]):
         if word in ("-m", "--module", "--no-python", "--no_python", "--") or word.endswith(".py"):
             break

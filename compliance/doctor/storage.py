@@ -54,9 +54,9 @@ class Storage:
 
 def parse_mounts(mountinfo: str) -> list[Mount]:
     """The mounts of /proc/self/mountinfo, in its order; lines that are none are left out."""
-    # A line has any number of optional fields before the dash, so the right part is counted from there.
     mounts: list[Mount] = []
     for line in mountinfo.splitlines():
+        # A line has any number of optional fields before the dash, so the right part is counted from there.
         left, dash, right = line.partition(" - ")
         place, what = left.split(" "), right.split(" ")
         if not dash or len(place) < 6 or len(what) < 3:

@@ -176,6 +176,7 @@ def storage(lsblk: str) -> dict[str, str]:
     for disk in _disks(lsblk):
         size = _leading_integer(str(disk.get("size"))) or 0
         name = str(disk.get("name"))
+        # lsblk lists compressed memory and drives of removable media as disks, too.
         if disk.get("type") == "disk" and size and not name.startswith(("zram", "ram", "loop", "fd", "sr")):
             kinds[f"{_bytes(size)} {_disk_kind(disk, name)}"] += 1
     sizes = [f"{count}x {kind}" for kind, count in sorted(kinds.items())]
@@ -229,7 +230,7 @@ class AdapterPort:
     def __init__(self, host: Host, adapter: str, number: str) -> None:
         folder = f"/sys/class/infiniband/{adapter}/ports/{number}"
         self.name = f"{adapter} port {number}"
-        self.state = host.read(f"{folder}/state").partition(":")[2].strip()
+        self.state = host.read(f"{folder}/state").partition(":")[2].strip()  # "4: ACTIVE" in /sys
         self.rate = host.read(f"{folder}/rate")
         self.link_layer = host.read(f"{folder}/link_layer")
 

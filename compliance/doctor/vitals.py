@@ -65,6 +65,7 @@ def _wall_minus_monotonic() -> float:
     """Seconds between the two clocks, from the look at both that was interrupted the least."""
     looks: list[tuple[float, float]] = []
     for _ in range(20):
+        # Of the two looks at the monotonic clock the mean is the moment at which the other one was read.
         begin, wall, end = time.monotonic(), time.time(), time.monotonic()
         looks.append((end - begin, wall - (begin + end) / 2))
     return min(looks)[1]
@@ -104,6 +105,7 @@ def _time_keeper(host: Host) -> str:
     if host.run("timedatectl", "show", "--property=NTPSynchronized", "--value", timeout_s=5).answer.strip() == "yes":
         return "the system's time service"
     tracking = host.run("chronyc", "-c", "tracking", timeout_s=5).answer.strip().split(",")
+    # Fields by commas, of which the last is "Normal" while the clock is kept.
     if tracking[-1] == "Normal" and len(tracking) > 4:
         return f"chrony ({tracking[1]})"
     return "systemd-timesyncd" if host.path("/run/systemd/timesync/synchronized").exists() else ""
@@ -145,6 +147,7 @@ def _shared_memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     except OSError:
         yield complain("shared memory", plan.ranks > 1, "no /dev/shm", "mount a tmpfs there (docker run --ipc=host)")
         return
+    # f_bavail: what root alone may take is no use to a rank.
     free, needed = status.f_bavail * status.f_frsize, plan.ranks * GIB // 8
     if free < needed and plan.world_size > 1:
         found = f"{free / 2**20:.0f} MiB free in /dev/shm, {plan.ranks} ranks want {needed / 2**20:.0f} MiB"
@@ -194,6 +197,7 @@ def _numa(host: Host) -> Iterator[Diagnosis]:
     if len(nodes) > 1 and host.read("/proc/sys/kernel/numa_balancing") == "1":
         remedy = "echo 0 > /proc/sys/kernel/numa_balancing (root): ranks are bound to their node already"
         yield warn("NUMA", f"{len(nodes)} nodes, and the kernel moves pages between them while it runs", remedy)
+    # The value in brackets holds, and never is the last of the list.
     if host.read("/sys/kernel/mm/transparent_hugepage/enabled").endswith("[never]"):
         remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (root)"
         yield warn("huge pages", "transparent huge pages are off: more misses in address translation", remedy)

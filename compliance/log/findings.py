@@ -52,7 +52,7 @@ class Finding:
             "line": self.line,
             "key": self.key,
             "rule": self.rule,
-            "found": self.sentence,
+            "found": self.sentence,  # not `found` alone: `more` is no field of its own
             "remedy": self.remedy,
             "source": self.source,
             "severity": self.severity,

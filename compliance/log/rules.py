@@ -186,6 +186,7 @@ def _span(
 
 
 _STATUS = _one_of(*SUBMISSION_STATUSES)
+# The rule files take any word for a status; the RCP checker counts a run as converged by "success" alone.
 _RUN_STATUS = (("status", _one_of(*RUN_STATUSES)),)
 _BLOCK = (("first_epoch_num", COUNT), ("epoch_count", POSITIVE_INTEGER))
 _EPOCH = (("epoch_num", COUNT),)
@@ -247,6 +248,7 @@ _RULES = (
         value=FRACTION,
         metadata=_EPOCH,
     ),
+    # The rule files ask for both once and do not care where they stand.
     KeyRule("train_samples", "POINT_IN_TIME", ("run", "done"), "common.yaml", value=STEPS),
     KeyRule("eval_samples", "POINT_IN_TIME", ("run", "done"), "common.yaml; TR 6.3", value=STEPS),
     KeyRule("run_stop", "INTERVAL_END", ("run",), "common.yaml; TR 11", metadata=_RUN_STATUS),
@@ -330,6 +332,7 @@ MEANINGFUL_SYSTEM_FIELDS = (
 SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
 """Fields that the result summarizer turns into integers: numeric strings."""
 
+# Stricter than the package checker's result_*.txt, which takes any text for a number.
 RESULT_FILE = re.compile(r"result_(\d+)\.txt")
 """Name of a run's log in results/<system>/bert (submission rules, "Directory structure")."""
 

@@ -80,5 +80,6 @@ def olympic_mean(values: Sequence[float]) -> float:
     """
     if len(values) < 3:
         raise ValueError(f"{len(values)} runs, expected at least 3: the fastest and the slowest are dropped")
+    # One failed run, infinite, is the largest and goes; of two, one stays and makes the mean infinite.
     kept = sorted(values)[1:-1]
     return sum(kept) / len(kept)

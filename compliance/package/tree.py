@@ -146,7 +146,7 @@ def write_tree(package: Package, description: Mapping[str, Any], source: Source)
     except OSError as error:
         raise ValueError(f"{error.filename or request.tree} cannot be written: {error.strerror}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # gone by now, unless something failed
 
 
 def _put_in_place(new: Path, tree: Path) -> None:
@@ -185,6 +185,7 @@ def _fill(root: Path, package: Package, description: Mapping[str, Any], source: 
         _copy(run.log.path, results / run.name)
     # Also written by the package checker later; the summarizer looks for it before its own check would have written it.
     if package.outlook.verdict == "scaled":
+        # As the package checker writes it.
         _text(results / "scaling.json", json.dumps({"scaling_factor": package.scaling}))
     _text(root / "README.md", _organisation_readme(package))
     _copy(source.root / "LICENSE", root / "LICENSE.md")

@@ -79,6 +79,7 @@ def render(results: Results) -> str:
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        # Nothing may be loaded and nothing run; the style sheet stands in the page itself.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escaped(heading(results))}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
@@ -138,6 +139,7 @@ def _figures(results: Results) -> str:
     if results.convergence is not None and results.convergence.reference is not None:
         figures.append(("Convergence", *_convergence_figure(results.convergence, results.convergence.reference)))
     item = "<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>".format
+    # The values are numbers and words of this program; a note may hold a name out of a file.
     return f'<dl class="figures">{"".join(item(name, value, escaped(note)) for name, value, note in figures)}</dl>'
 
 
@@ -152,6 +154,7 @@ def _statements(results: Results) -> str:
     items = []
     for item in statements(results):
         sign, said = MARKS[item.kind]
+        # For who has the page read out, to whom a sign says nothing.
         spoken = f'<span class="spoken">{said}: </span>' if said else ""
         items.append(
             f'<li class="{item.kind}"><i aria-hidden="true">{sign}</i><div>{spoken}<strong>{escaped(item.title)}</strong> '
@@ -332,6 +335,7 @@ def _configuration(results: Results) -> str:
 
 def _differences(runs: Sequence[ReportedRun]) -> dict[str, str]:
     """Lines of the logs' heads that are not the same in all runs."""
+    # Bounded, as the head of a log may have thousands of lines.
     keys = dict.fromkeys(key for run in runs for key in islice(run.log.header, MAX_FACTS))
     found = {}
     for key in keys:

@@ -226,7 +226,7 @@ def read_metrics(path: Path) -> Metrics:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file that are not too long, one at a time; none when it cannot be read."""
-    if not path.is_file():
+    if not path.is_file():  # also of a pipe, for which the page would wait
         return
     try:
         with path.open("rb") as file:
@@ -259,6 +259,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
     seconds = dict.fromkeys(STEP_PARTS, 0.0)
     done = 0.0
     for entry in steps:
+        # A step that goes back, as after a restart, has taken nothing.
         taken = max(0.0, float(entry["step"]) - done)
         done += taken
         for name, key in STEP_PARTS.items():

@@ -222,6 +222,7 @@ def as_csv(results: Results) -> str:
     """Return one row a run; an absent figure is empty. Holds numbers and words of this program only."""
     rows = [_figures(run, results.dropped.get(run.number)) for run in results.runs]
     # The figures hold no text of a log, so that no cell can be a formula to a spreadsheet.
+    # Lines end by \n, where csv alone would write \r\n.
     writer = csv.DictWriter(text := io.StringIO(), list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -280,6 +280,7 @@ def _seed(record: Record) -> int | None:
 
 
 def _overlaps(runs: Sequence[FolderRun]) -> Iterator[Finding]:
+    # By their start, so that a run overlaps where it begins before the latest end so far.
     timed = sorted(
         (run.said.run_start_ms, run.said.run_stop_ms, run.name)
         for run in runs

@@ -201,7 +201,7 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
             yield Finding(None, "", REPOSITORY, found, "submit only what the rules ask for", severity="warning")
             break
         path = Path(entry.path)
-        if entry.name.startswith(".") or " " in entry.name:
+        if entry.name.startswith(".") or " " in entry.name:  # as the repository checker has it
             named.append(path)
         if visible(entry.name) != entry.name:
             unprintable.append(path)
@@ -332,6 +332,7 @@ def _submission_above(path: Path, levels: int) -> Path | None:
 
 
 def _folders(path: Path, submission: Path | None) -> list[Path]:
+    # Folders behind links may lead out of the submission, and back into it.
     folders = [entry for entry in _entries(path) if entry.is_dir() and not (submission and entry.is_symlink())]
     return [folder for folder in folders if not folder.name.startswith(".")]
 

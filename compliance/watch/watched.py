@@ -72,7 +72,7 @@ class Watch:
             if line != self._taken_early:
                 self.run.take(line)
             self._taken_early = None
-        self._begin_again_if_needed()
+        self._begin_again_if_needed()  # a restart may come without a line
         is_news = self.log.bytes_read != before
         self._idle = 0 if is_news else self._idle + 1
         # Exactly then, and not at each later look: the line is taken once.
@@ -194,6 +194,7 @@ def results_in(folder: Path) -> dict[Path, float]:
                     status = entry.stat()
                     if stat.S_ISREG(status.st_mode):
                         found[folder / entry.name] = status.st_mtime
+    # By name where two were written at one moment.
     newest = heapq.nlargest(MAX_LOGS, found.items(), key=lambda entry: (entry[1], entry[0]))
     return dict(reversed(newest))
 

@@ -106,6 +106,7 @@ def faster_loader(
     loaders = [make(samples, lambda _: made_up, device, prefetch, shape_buckets) for make in (NumpyLoader, dali)]
     best = [math.inf, math.inf]
     try:
+        # In turns, so that what else the machine does meets both.
         for _ in range(_TURNS):
             best = [min(before, _turn(loader, device, prefetch)) for before, loader in zip(best, loaders, strict=True)]
     finally:

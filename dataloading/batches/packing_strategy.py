@@ -159,6 +159,7 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
                 filled, rest = packs, 0
             left -= filled * fitting + rest
             partly = int(rest > 0)
+            # Of these packs some are filled, at most one is filled in part, and the rest stays as it was.
             for added, number in ((fitting, filled), (rest, partly), (0, packs - filled - partly)):
                 now = contents + (length,) * added
                 if now and number:
@@ -252,6 +253,7 @@ def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple
     """
     capacity = len(counts) - 1
     lengths = np.flatnonzero(counts)
+    # To begin with, a length is worth its share of a pack.
     best_prices = np.where(counts > 0, np.arange(capacity + 1) / capacity, 0.0)
     columns, bound = _starting_columns(best_prices, lengths, pieces), 0.0
     used, amounts = columns, np.zeros(0)

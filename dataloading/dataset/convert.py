@@ -40,6 +40,7 @@ def convert(
     tasks: list[_Task] = [
         (source, index, out / shard_name(index, count), layout, compression) for index in range(count)
     ]
+    # By its digests, as the folder may hold other data when the job goes on.
     description = {"source": [record.digest for record in source.shards], "to": layout, "compression": compression}
     with begun(out, JOB_NAME, description, finished="part_*"):
         for name in run_tasks(_convert_shard, tasks, jobs):

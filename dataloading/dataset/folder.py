@@ -162,6 +162,7 @@ class Dataset:
         # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
         if all(shards[shard].add_to(builder, row) for shard, row in zip(shard_of.tolist(), rows.tolist(), strict=True)):
             samples = builder.samples()
+            # Checked here, as add_to() checks nothing.
             try:
                 check_content(samples, self.info, self.folder)
             except ValueError:
@@ -241,6 +242,7 @@ class Dataset:
                 held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes  # a dict is in order of opening
             self._open_shards[index] = shard
         shard = self._open_shards[index]
+        # At every use, as the file may be cut short while it is mapped.
         shard.require_whole()
         return shard
 

@@ -23,7 +23,7 @@ def scan_shards(folder: Path, names: Iterable[str], info: DatasetInfo) -> Datase
     Raises:
         ValueError: a shard is damaged, differs from ``info``, or holds what another one holds.
     """
-    records, lengths = [], [np.empty((0, 2), np.uint16)]
+    records, lengths = [], [np.empty((0, 2), np.uint16)]  # concatenate() takes no empty list
     sources: dict[str, str] = dict(info.sources)
     for name in names:
         with open_shard(folder / name) as shard:
@@ -58,6 +58,7 @@ def merge(folders: list[Path], out: Path) -> Dataset:
     members = _members(folders)
     infos = [dataset.info.without_sources() for dataset in members]
     for dataset, info in zip(members, infos, strict=True):
+        # Sizes are compared before anything is linked: a shard that was cut off would else be part of the whole.
         dataset.check_files()
         if info != infos[0]:
             raise ValueError(
@@ -123,6 +124,7 @@ def _check_sources(members: list[Dataset]) -> None:
     owner: dict[str, Path] = {}
     for dataset in members:
         for name, digest in dataset.info.sources.items():
+            # By content: one text may have been given under two names.
             if digest in owner:
                 raise ValueError(
                     f"{dataset.folder}: {name} was prepared for {owner[digest]} already; prepare each once"

@@ -74,9 +74,10 @@ class OrderCheck:
         _, starts, counts = np.unique(texts[order], return_index=True, return_counts=True)
         usual = (counts > 1) & (counts <= _MOST_ALIKE)
         starts, counts = starts[usual], counts[usual]
+        # One pair a text, so that a text which occurs often does not outweigh the others.
         rng = np.random.default_rng(1)
         first = rng.integers(0, counts)
-        second = (first + rng.integers(1, counts)) % counts
+        second = (first + rng.integers(1, counts)) % counts  # never the same one
         return np.abs(places[order[starts + first]] - places[order[starts + second]]) / self._samples
 
 

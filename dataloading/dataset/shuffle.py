@@ -172,6 +172,7 @@ def _write_shards(
         if whole_shard(path) != (info, stop - start):  # seed and source are the same, or `begun` had refused
             pieces = []
             while start < stop:
+                # side: an empty bucket begins where the next one does, which has the sample.
                 needed = int(np.searchsorted(firsts, start, side="right")) - 1
                 if needed != bucket or permuted is None:
                     permuted = None  # two buckets do not fit
@@ -187,6 +188,7 @@ def _write_shards(
 def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples, NDArray[np.int64]]:
     """A bucket's samples, and a random order of them."""
     samples = _read_bucket(spill / f"{bucket:05d}")
+    # The numbers were taken while it was filled; since then the file may have been cut short.
     if len(samples) != count:
         raise ValueError(f"{spill}: bucket {bucket} holds {len(samples):,} of {count:,} samples; delete the folder")
     # A stream of numbers for each bucket: whoever goes on needs no bucket whose shards are there.
@@ -216,12 +218,15 @@ class _BucketFiles:
         self._paths = [folder / f"{bucket:05d}" for bucket in range(count)]
         self._waiting: list[list[bytes]] = [[] for _ in range(count)]
         self._sizes = [0] * count
+        # In equal shares: samples are thrown at random, so that buckets fill at one rate.
         self._most = _BUFFERED_BYTES // count
+        # A bucket that no sample falls into is read like the others.
         for path in self._paths:
             path.touch()
 
     def append(self, bucket: int, samples: Samples) -> None:
         """Add samples to the end of a bucket."""
+        # How much of each kind follows, as nothing in the block marks its parts.
         header = np.array([len(samples), len(samples.input_ids), len(samples.masked_lm_ids)], "<i8")
         parts = [
             header,
@@ -264,6 +269,7 @@ def _read_bucket(path: Path) -> Samples:
     while place < len(content):
         count, tokens, masked = next_array("<i8", 3).tolist()
         lengths, masked_counts = (next_array("<u2", count) for _ in range(2))
+        # In the order in which `append` wrote them.
         labels = next_array("u1", count)
         arrays = {
             name: next_array("u1" if name == "segment_ids" else "<u2", tokens if index < 2 else masked)

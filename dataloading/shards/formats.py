@@ -69,6 +69,7 @@ def _open_hdf5(path: Path, content: mmap) -> Shard:
 def _reader(file: HDF5File) -> Callable[[Path, HDF5File], Shard]:
     """The reader for an HDF5 file, told by the names and types of its arrays."""
     names = file.names
+    # A native file without its attribute is refused by the reader of that layout, which says what is missing.
     if file.attribute("format") is not None or "sequence_offsets" in names:
         return open_native
     if "input_ids" in names:

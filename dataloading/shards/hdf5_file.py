@@ -47,6 +47,7 @@ class HDF5File:
         self.path = path
         self.content = content
         """The whole file, which arrays in one piece are views of."""
+        # For the description of what is stored where: the bytes themselves are taken from `content`.
         self._file = h5py.File(path, "r")
         self._room = MOST_EXPANSION * len(content)
 
@@ -97,6 +98,7 @@ class HDF5File:
     def _open(self, name: str) -> h5py.h5d.DatasetID:
         """An object of the root group, by the library's low-level interface: a run opens thousands of files."""
         group, key = self._file.id, name.encode()
+        # Asked before the link is followed, which could lead into another file.
         try:
             kind = group.links.get_info(key).type
         except (KeyError, RuntimeError):
@@ -133,7 +135,7 @@ class HDF5Array:
         self._size = math.prod(self.shape) * self._stored.itemsize
         self._chunk: tuple[int, ...] | None = None
         self._pipeline: list[int] = []
-        if self._size:
+        if self._size:  # an empty array is stored nowhere
             self._check_storage()
 
     @property
@@ -167,6 +169,7 @@ class HDF5Array:
         """ValueError unless every byte that the array claims is stored, and in this file."""
         storage = self._dataset.get_create_plist()
         layout, file_bytes = storage.get_layout(), len(self._file.content)
+        # Others lie in the object's header, or in other files.
         if storage.get_external_count() or layout not in (h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
             raise ValueError(f"{self.name} is not stored in this file in one piece or in chunks")
         if layout == h5py.h5d.CONTIGUOUS:
@@ -199,6 +202,7 @@ class HDF5Array:
     def _chunks(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], NDArray[Any]]]:
         """Yield where each chunk begins, and its values."""
         for corner in product(*(range(0, end, size) for end, size in zip(self.shape, shape, strict=True))):
+            # As stored: the library undoes no filter.
             skipped, content = self._dataset.read_direct_chunk(corner)
             # Each bit is a filter that this chunk has not passed: an optional one that fails is left out.
             filters = [known for place, known in enumerate(self._pipeline) if not skipped >> place & 1]

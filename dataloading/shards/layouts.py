@@ -119,6 +119,7 @@ class RaggedShard(Shard):
                 narrow(column.rows(0, len(column.counts)), np.int64, name, path) for name, column in sizes.items()
             )
             if any(not np.array_equal(column.counts, counts) for column in sizes.values()) or len(counts) != rows:
+                # Without the path, which `dataloading.shards.formats` adds.
                 raise ValueError("packed_input_len, packed_masked_lm_len and next_sentence_labels disagree")
         else:
             counts = np.ones(rows, np.int64)
@@ -196,6 +197,7 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
     """
     _check_writable(samples, info, path)
     count = len(samples)
+    # [n, width]: which places of each padded row are filled.
     real = np.arange(info.max_seq_length) < samples.lengths[:, None]
     masked = np.arange(info.max_predictions_per_seq) < samples.masked_counts[:, None]
 
@@ -253,6 +255,7 @@ def narrow(values: NDArray[Any], dtype: Any, name: str, path: Path) -> NDArray[A
     limits = np.iinfo(dtype)
     if values.dtype.kind not in "iu":
         raise ValueError(f"{path}: {name} holds {values.dtype}, expected integers; {REMEDY}")
+    # Nothing in a sample is negative, though these layouts are of signed integers.
     if len(values) and not (values.min() >= max(limits.min, 0) and values.max() <= limits.max):
         raise ValueError(f"{path}: {name}: {values.min()} to {values.max()}, expected 0 to {limits.max}; {REMEDY}")
     return values.astype(dtype, copy=False)
@@ -320,6 +323,7 @@ def _prefix(marked: NDArray[np.bool_], name: str, path: Path) -> NDArray[np.bool
 def _one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
     if array.ragged or math.prod(array.shape) != rows:
         raise ValueError(f"{array.name} has shape {array.shape}, expected {rows} integers")
+    # Labels come as [n] and as [n, 1].
     return array.read().reshape(-1)
 
 

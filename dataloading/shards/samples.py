@@ -55,6 +55,7 @@ class Samples:
     def take(self, indices: NDArray[np.int64]) -> "Samples":
         """The samples at ``indices`` (any order, repeats allowed), as a new block."""
         tokens = (self.input_ids, self.segment_ids)
+        # Both arrays at once, as the elements to take are the same.
         (input_ids, segment_ids), sequence_offsets = _gather_ragged(tokens, self.sequence_offsets, indices)
         masked = (self.masked_lm_positions, self.masked_lm_ids)
         (positions, masked_lm_ids), masked_lm_offsets = _gather_ragged(masked, self.masked_lm_offsets, indices)
@@ -98,6 +99,7 @@ class Samples:
         Their sum modulo 2^64 is a digest of a multiset: it tells whether two data sets hold the same samples in whatever
         order. Meant against accidents, not against somebody who looks for collisions; `digest` is for those.
         """
+        # Shifted beyond any length, so that the two do not mix.
         digests = _mix((self.next_sentence_labels.astype(np.uint64) << np.uint64(40)) | self.lengths.astype(np.uint64))
         for kind, offsets, values in (
             (1, self.sequence_offsets, (self.input_ids, self.segment_ids)),
@@ -176,6 +178,7 @@ def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 def ragged_indices(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Flat element indices of ragged rows that start at ``starts`` and have ``lengths``, row after row."""
+    # What leads from the place in the result to the place in the array, the same for a whole row.
     shift = np.repeat(starts - offsets_of(lengths)[:-1], lengths)
     return np.arange(len(shift)) + shift
 

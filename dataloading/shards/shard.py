@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from console.files import open_regular
 from dataloading.shards.samples import SampleBuilder, Samples
 
+# For the type alone: that module brings the tokenizers library.
 if TYPE_CHECKING:
     from dataloading.text.tokenization import Vocabulary
 
@@ -80,6 +81,7 @@ class DatasetInfo:
 
     def to_json(self) -> str:
         """Return one line of JSON, keys sorted."""
+        # Sorted, so that equal descriptions make equal files.
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -186,6 +188,8 @@ class Shard(ABC):
 
         ``digest`` is what a manifest says of the content; without one, what the file itself says, if it does.
         """
+        # The manifest counts first: a shard that was put in the place of another one carries its own digest, and a
+        # right one.
         expected = digest or self.digest
         samples = self.read(0, len(self))
         found = samples.digest()
@@ -223,6 +227,7 @@ class Shard(ABC):
     def close(self) -> None:
         """Let go of the file; samples that were read stay valid."""
         # Dropped and not closed: a map refuses to close while there are views of it, and it goes with the last of them.
+        # Whatever of a shard of any kind may be a view of the map.
         for name in ("_content", "_samples", "_columns", "_bytes", "_labels", "_offsets"):
             vars(self).pop(name, None)
 
@@ -292,6 +297,7 @@ def map_file(path: Path) -> mmap.mmap:
     # notices that data is touched.
     try:
         with open_regular(path) as file:
+            # The map keeps a descriptor of its own.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
@@ -324,6 +330,7 @@ def check_offsets(samples: Samples, path: Path) -> None:
 def check_content(samples: Samples, info: DatasetInfo, path: Path, remedy: str = REMEDY) -> None:
     """ValueError, which ends in ``remedy``, unless every value is in the range that ``info`` promises."""
     lengths, masked_counts = samples.lengths, samples.masked_counts
+    # From a masked position to the end of its sample, in int64: below 1 where the position lies beyond it.
     room = np.repeat(lengths, masked_counts) - samples.masked_lm_positions
     for name, values, least, most in (
         ("sample length", lengths, 1, info.max_seq_length),

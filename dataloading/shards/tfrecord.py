@@ -254,6 +254,7 @@ def _read_entry(
         if number == 1:
             key, key_end = begin, stop
         elif number == 2:
+            # The reference writes each once; protobuf itself would merge them.
             if feature >= 0:
                 return _REPEATED
             feature, feature_end = begin, stop
@@ -284,6 +285,7 @@ def _read_example(
     list_lengths: NDArray[np.int64],
 ) -> int:
     """Read the known features of an Example into ``lists``; return the problem or 0."""
+    # Or a record without a feature would have that of the record before.
     list_lengths[:] = 0
     while place < end:
         number, wire, features, features_end = _field(content, place, end)

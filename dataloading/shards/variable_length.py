@@ -117,6 +117,7 @@ def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, 
     for index in range(len(signature)):
         if content[address + index] != signature[index]:
             return -1
+    # Behind the signature, the version and three reserved bytes.
     collection_size = _little_endian(content, address + 8, 8)
     if collection_size < 16 or collection_size > end - address:
         return -1

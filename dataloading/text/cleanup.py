@@ -132,6 +132,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
 
+        # Called once, as nltk looks for its data only then.
         sent_tokenize("")
     except ImportError:
         raise ValueError(

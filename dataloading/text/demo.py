@@ -89,7 +89,7 @@ def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
     try:
         dataset = open_dataset(folder)
-        dataset.verify()
+        dataset.verify()  # read through: files that are there may be damaged
     except ValueError:
         return False
     made_so = dataset.info.options == _recorded(options)

@@ -51,6 +51,7 @@ def demo_documents(standard_library: Path | None = None) -> list[Document]:
     topics = folder / "pydoc_data" / "topics.py"
     if not topics.is_file():
         raise ValueError(f"no {topics}: the demo corpus needs the full standard library (Debian: install python3)")
+    # Over all documents, so that no text stands in both data sets.
     seen: set[str] = set()
     documents = []
     for name, text in [*_topics(topics), *_docstrings(folder)]:
@@ -99,6 +100,7 @@ def _prose(text: str, seen: set[str]) -> Iterator[str]:
     """The paragraphs of ``text`` that read like English and were not ``seen`` before, each on one line."""
     for block in re.split(r"\n\s*\n", text):
         lines = [line.strip() for line in block.splitlines()]
+        # One such line makes the whole block code, a list or a table.
         if any(_MARKUP.match(line) for line in lines):
             continue
         paragraph = " ".join(" ".join(lines).split())

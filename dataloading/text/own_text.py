@@ -63,6 +63,7 @@ def write_own_text(own: OwnText, out: Path) -> Split:
                 max_predictions_per_seq=max(1, int(0.15 * own.max_seq_length)),
                 dupe_factor=dupes,
                 random_seed=seed,
+                # As the vocabulary needs it.
                 do_lower_case=lower,
             )
             _write(aside / name, documents, tokenizer, options, sources)
@@ -111,6 +112,7 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
     """The vocabulary, and whether text is lowered for it."""
     if own.vocab is None:
         lines = [sentence for document in documents for sentence in document]
+        # A short text gives fewer tokens than were asked for, which is no error here.
         tokens = learn_vocabulary(lines, own.vocab_size, lower=not own.cased, exactly=False)
         return Vocabulary.of_tokens(tokens, Path("vocab.txt")), not own.cased
     given = Vocabulary.from_folder(own.vocab) if own.vocab.is_dir() else Vocabulary.from_file(own.vocab)
