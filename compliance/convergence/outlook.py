@@ -138,6 +138,7 @@ def _mean_so_far(values: Sequence[float]) -> float | None:
     converged = [value for value in values if value != NOT_CONVERGED]
     if not converged or len(values) - len(converged) > 1:
         return None
+    # Of one or two runs nothing can be dropped yet.
     return olympic_mean(values) if len(values) >= 3 else statistics.fmean(converged)
 
 
@@ -255,6 +256,7 @@ def _describe(found: Reference, mean: float) -> str:
 
 def _describe_needed(found: Reference, needed: Needed) -> str:
     low, high = needed.predicted_mean
+    # The lowest mean has the largest factor.
     scaling = f"{found.scaling(low):.4f} at most" if low < found.mean else "none"
     return (
         f"The complete set passes from a mean of {found.minimum:,.0f}, and its score stands unscaled from "

@@ -162,7 +162,7 @@ def division_of(logs: list[Log]) -> rules.Division:
 
 
 def _common(logs: list[Log], key: str, rule: rules.ValueRule | None) -> Any:
-    first: dict[Any, str] = {}
+    first: dict[Any, str] = {}  # each value, with the first log that has it
     for log in logs:
         record = log.run.first.get(key)
         if record is None and not log.run.is_ended:

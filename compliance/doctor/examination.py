@@ -241,7 +241,7 @@ def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
         remedy = "move them away (with metrics_*), or set log.system to another name"
         yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {target}", remedy)
     elif there:
-        missing = len(there) < there[-1] + 1
+        missing = len(there) < there[-1] + 1  # they count from 0
         gaps = "; their numbers have gaps, and the next run fills the first" if missing else ""
         yield ok("results", f"{len(there)} log(s) in {folder} already{gaps}")
 

@@ -296,6 +296,7 @@ def container(host: Host) -> str:
     environment = host.environment
     ngc = environment.get("NVIDIA_PRODUCT_NAME", "")
     image = f", image NVIDIA {ngc} {environment.get('NVIDIA_PYTORCH_VERSION', '')}".rstrip() if ngc else ""
+    # Each runtime leaves a sign of its own.
     for name in ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
         if path := environment.get(name):
             return f"Apptainer container {Path(path).name}{image}"

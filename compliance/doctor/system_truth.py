@@ -61,6 +61,7 @@ def _differences(fields: Mapping[str, object], found: Mapping[str, str], plan: P
         # What cannot be found out here, or was left empty, contradicts nothing.
         written, here = str(fields.get(name, "")), found.get(name, "")
         if written and here and not same(written, here):
+            # Other GPUs make it the description of another system; the rest people word in their own ways.
             is_essential = name in ("accelerators_per_node", "accelerator_model_name")
             text = f"{name} is {written!r}, but here it is {here!r}"
             yield complain("system file", is_essential, text, "describe the machines that the run takes")

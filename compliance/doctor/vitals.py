@@ -115,6 +115,7 @@ def memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     """Memory that processes may still take, the shared memory that NCCL and PyTorch want, and swapping."""
     table = dict(re.findall(r"^(\w+):\s+(\d+) kB", host.read("/proc/meminfo"), re.MULTILINE))
     available = int(table.get("MemAvailable", 0)) * 1024
+    # /proc/meminfo is the host's, and knows nothing of a container's limit.
     limit = _cgroup_limit(host)
     free = min(available, limit) if limit else available
     needed = plan.ranks * (4 * GIB if plan.on_gpus else GIB // 2)

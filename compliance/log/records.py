@@ -188,7 +188,7 @@ def _without_cycle_search() -> Iterator[None]:
 
 
 def _take_header(line: bytes, header: dict[str, str]) -> None:
-    # A header is somebody's text: neither its number of lines nor their length is bounded by anything else.
+    # Somebody's text, which may be as much as a log may hold.
     if len(header) >= MAX_HEADER_LINES or len(line) > MAX_HEADER_BYTES:
         return
     key, colon, value = line[2:].decode("utf-8", "replace").partition(": ")
@@ -233,7 +233,7 @@ def _left_out(end: bytes, has_token: bool | None) -> bytes:
 
 _OVERLONG = TOKEN.encode() + b"..."
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-# Begins with 1 to 9, so that zeros stay as they are.
+# Begins with 1 to 9, so that a zero stays a zero.
 _NUMBER = re.compile(rb"[1-9][0-9]*")
 
 

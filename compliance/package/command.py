@@ -85,6 +85,7 @@ def _differences(package: Package, summary: Summary) -> Iterator[Finding]:
     if package.division == "closed":
         figures.append(("the mean samples to the target", package.outlook.mean, summary.samples))
     for name, ours, theirs in figures:
+        # A figure that one of the two lacks is a difference as well.
         if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
             remedy = "do not submit it: one of the two programs is wrong about these logs; compare what it printed"
             yield Finding(None, "", "result summarizer", f"{name} is {ours} here and {theirs} there", remedy)

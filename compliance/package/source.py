@@ -55,7 +55,7 @@ def tracked_source(root: Path = ROOT) -> Source:
     commit = _git(root, "rev-parse", "HEAD") if listing is not None else None
     # Against HEAD, so that changes count whether or not they are staged.
     changes = _git(root, "diff", "--name-only", "-z", "HEAD") if listing is not None else None
-    modified = [name for name in (changes or "").split("\0") if name in files]
+    modified = [name for name in (changes or "").split("\0") if name in files]  # what is not packaged may differ
     left_out = sorted(set(names) - set(files))
     return Source(root, tuple(files), tuple(left_out), commit.strip() if commit else None, tuple(modified))
 

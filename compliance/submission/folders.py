@@ -139,6 +139,7 @@ def find(path: Path) -> Tree:
         # All of them: the package checker reads every description, with or without results of that name.
         descriptions = [entry for entry in _entries(path / "systems") if entry.suffix == ".json"]
     else:
+        # Each once, as a system may have several folders of BERT.
         descriptions = list(dict.fromkeys(folder.description for folder in found if folder.description.is_file()))
     return Tree(path, submission, tuple(found), tuple(descriptions))
 

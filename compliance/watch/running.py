@@ -168,6 +168,7 @@ class RunningLog(LoggedRun):
         # Before two evaluations there is no spacing to compare with.
         if self.phase != "run" or len(self.evaluations) < 2 or self.evaluating_at is not None:
             return
+        # The longest so far, so that uneven ones are not called late.
         spacing = max(second.time_ms - first.time_ms for first, second in pairwise(self.evaluations))
         late_s = (now_ms - self.evaluations[-1].time_ms - spacing) / 1000
         # By half the longest spacing so far, and a minute at least.

@@ -69,7 +69,6 @@ def _wait_for(path: Path, timeout_s: float, console: Console) -> Path | None:
 def _follow(watched: Watch, stale_s: float, console: Console) -> int:
     silent_s = 0.0
     with ExitStack() as stack:
-        # Closed in the reverse order: the panel is left standing before the files are let go.
         stack.callback(watched.close)
         show = _display(watched, console, stack)
         known: tuple[str, int] | None = None

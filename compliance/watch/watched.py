@@ -148,6 +148,7 @@ class Watch:
             converged = run.status != "aborted"
             ends = [("with this run", run.evaluations[-1].samples if converged and run.evaluations else None)]
         elif (found := self.forecast) and found.earliest is not None:
+            # Once, where both ends are one evaluation.
             indices = dict.fromkeys(index for index in (found.earliest, found.latest) if index is not None)
             ends = [(f"ending at evaluation {index}", schedule.samples(index)) for index in indices]
         for name, samples in ends:

@@ -157,6 +157,7 @@ class Dataset:
         rows = indices - self._first_samples[shard_of]
         # Held until the samples are taken: a shard that makes room for another one of this batch stays readable.
         shards = {index: self._shard(index) for index in np.unique(shard_of).tolist()}
+        # Before the samples are read, whose pages would otherwise be given back and read again.
         self._forget_now_and_then(len(indices))
         builder = SampleBuilder()
         # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
@@ -197,6 +198,7 @@ class Dataset:
                 samples = shard.verify(record.digest)
                 lengths = np.stack([shard.lengths, shard.masked_counts], axis=1)
             rows = self._length_index[self._first_samples[index] : self._first_samples[index + 1]]
+            # A run is planned by the index before it reads any shard, so that the two must agree.
             if not np.array_equal(rows, lengths):
                 raise ValueError(
                     f"{self.folder / LENGTHS_NAME}: lengths of {record.name} differ from the shard; {REMEDY}"

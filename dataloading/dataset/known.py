@@ -129,6 +129,7 @@ class Census:
     def add(self, block: Samples) -> None:
         """The next samples of the data set."""
         digests = block.sample_digests()
+        # uint64 wraps, which is the modulus that is wanted.
         self.multiset_digest = (self.multiset_digest + int(digests.sum(dtype=np.uint64))) % (1 << 64)
         self._digests[self._filled : self._filled + len(block)] = _marked(digests, block)
         self._filled += len(block)

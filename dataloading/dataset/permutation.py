@@ -35,6 +35,7 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
     rows = math.isqrt(count - 1) + 1  # the square root, rounded up
     rows += rows % 2  # on a grid of odd sides every round is an even permutation, and half of the orders never come
     columns = -(-count // rows)
+    # The seed is scrambled before the epoch is added, so that no sum of the two stands for another pair.
     (start,) = _stream(_stream(np.uint64(seed), np.zeros(1, np.uint64)), np.array([epoch], np.uint64))
     keys = _stream(start, np.arange(ROUNDS, dtype=np.uint64))
     cells = positions.astype(np.uint64)

@@ -37,6 +37,7 @@ MEMORY_LIMIT = 2 << 30
 JOB_NAME = "shuffle.json"
 BUCKETS_NAME = "buckets"
 
+# One bucket is held at a time, beside the shard that is being made; the buffer only while buckets are filled.
 _BUCKET_BYTES = 192 << 20
 _BUFFERED_BYTES = 192 << 20
 _SHARD_BYTES = 256 << 20
@@ -116,6 +117,7 @@ def _stored_bytes(source: Dataset) -> int:
     """Bytes of all samples in flat arrays."""
     tokens = sum(record.tokens for record in source.shards)
     masked = sum(record.masked_tokens for record in source.shards)
+    # An id of two bytes and a segment a token, a position and an id a masked one.
     return 3 * tokens + 4 * masked + 17 * len(source)  # two offsets of 8 bytes and a label a sample
 
 

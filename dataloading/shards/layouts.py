@@ -115,6 +115,7 @@ class RaggedShard(Shard):
             packed = ("packed_input_len", "packed_masked_lm_len", "next_sentence_labels")
             sizes = {name: VariableLengthColumn(file, name) for name in packed}
             counts = sizes["packed_input_len"].counts
+            # narrow() also refuses negative ones, though nothing is narrower here.
             self._lengths, self._masked_counts, labels = (
                 narrow(column.rows(0, len(column.counts)), np.int64, name, path) for name, column in sizes.items()
             )
@@ -185,6 +186,7 @@ class RaggedShard(Shard):
     def _inside_rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] where each sample starts inside its row."""
         starts = offsets_of(lengths)
+        # From the beginning of the row, where the flat starts count through all rows.
         return starts[:-1] - starts[self.row_offsets[self._row_of]]
 
 
@@ -202,10 +204,12 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
     masked = np.arange(info.max_predictions_per_seq) < samples.masked_counts[:, None]
 
     def padded(values: NDArray[Any], where: NDArray[np.bool_], dtype: str) -> NDArray[Any]:
+        # Zeros, with which the reference pads.
         rows = np.zeros((count, where.shape[1]), dtype)
         rows[where] = values
         return rows
 
+    # Integers of the types that the shards in circulation have.
     columns = {
         "input_ids": padded(samples.input_ids, real, "<i2"),
         "input_mask": real.astype("i1"),

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# 2^64 over the golden ratio: the step of SplitMix64.
 SPLITMIX64_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -86,6 +87,7 @@ class Samples:
     def digest(self) -> str:
         """SHA-256 over names, types and contents: equal for equal samples in equal order."""
         state = hashlib.sha256()
+        # In the order of the class, which is part of the digest.
         for field in fields(self):
             array = np.ascontiguousarray(getattr(self, field.name))
             # Types with their byte order, so that the digest is one of the bytes that follow.
@@ -143,8 +145,10 @@ class SampleBuilder:
     def samples(self) -> Samples:
         """Return the samples that were added, in that order; the arrays may be written to."""
         return Samples(
+            # bytearray, as arrays over bytes cannot be written to.
             input_ids=np.frombuffer(bytearray().join(self._input_ids), "<u2"),
             segment_ids=np.frombuffer(bytearray().join(self._segment_ids), "u1"),
+            # A byte a token.
             sequence_offsets=offsets_of(np.fromiter(map(len, self._segment_ids), np.int64, len(self._segment_ids))),
             masked_lm_positions=np.frombuffer(bytearray().join(self._masked_lm_positions), "<u2"),
             masked_lm_ids=np.frombuffer(bytearray().join(self._masked_lm_ids), "<u2"),

@@ -245,6 +245,7 @@ class FlatShard(Shard):
         self._content = content
         self.held_bytes = 0 if content is not None else samples.nbytes
         arrays = (samples.input_ids, samples.segment_ids, samples.masked_lm_positions, samples.masked_lm_ids)
+        # Memoryviews, out of which a slice or a number costs less than out of an array.
         self._bytes = tuple(array.data.cast("B") if len(array) else memoryview(b"") for array in arrays)
         self._labels = samples.next_sentence_labels.data
         # By way of bytes, as a view cannot be cast from one integer format to another.
@@ -275,6 +276,7 @@ class FlatShard(Shard):
         """Add one sample, unchecked, to ``builder``."""
         input_ids, segment_ids, masked_lm_positions, masked_lm_ids = self._bytes
         sequence_offsets, masked_lm_offsets = self._offsets
+        # Offsets count elements; ids and positions have two bytes each.
         start, stop = sequence_offsets[index], sequence_offsets[index + 1]
         first, last = 2 * masked_lm_offsets[index], 2 * masked_lm_offsets[index + 1]
         builder.add(

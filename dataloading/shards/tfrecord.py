@@ -178,6 +178,7 @@ def _field(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int, 
         size, begin = _varint(content, begin, end)
         if begin < 0:
             return 0, 0, 0, -1
+    # Groups and types that were never assigned have no length by which to skip them.
     else:
         return 0, 0, 0, -1
     # A stated length of 2^63 or more is negative here.

@@ -16,7 +16,7 @@ from dataloading.compiled import compiled
 from dataloading.shards.hdf5_file import HDF5File
 from dataloading.shards.samples import offsets_of, ragged_indices, row_blocks
 
-_SIGNATURE = np.frombuffer(b"GCOL\x01", np.uint8)
+_SIGNATURE = np.frombuffer(b"GCOL\x01", np.uint8)  # with the version
 
 
 class VariableLengthColumn:
@@ -112,6 +112,7 @@ def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, 
     8 bytes; number 0 is the free space at the end.
     """
     end = len(content)
+    # The header of a collection has 16 bytes, and so has that of each object in it.
     if address < 0 or address > end - 16:
         return -1
     for index in range(len(signature)):

@@ -78,6 +78,7 @@ def articles(text: str) -> str:
 
 def clean(text: str) -> str:
     """``text`` without remains of wiki markup, line by line; ends in a line feed unless it is empty. (clean.sh.)"""
+    # A line with a category goes as a whole, and not only the link.
     cleaned = [_clean_line(line.removesuffix("\n")) for line in _lines(text) if not _CATEGORY.search(line)]
     return "".join(line + "\n" for line in cleaned)
 

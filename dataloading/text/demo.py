@@ -38,6 +38,7 @@ def write_demo(folder: Path, vocab: Path) -> bool:
         sources = {_source(name): text_digest(chosen)}
         info = DatasetInfo.of(tokenizer.vocabulary, *sizes, _recorded(options), sources)
         samples = demo_samples(chosen, tokenizer, options)
+        # Only now that the new samples are made.
         _clear(folder / name)
         write_dataset(folder / name, samples, shards=SHARDS, info=info)
     return True

@@ -119,7 +119,7 @@ def _end_with_parent() -> None:
 
     def wait() -> None:
         parent.join()
-        os._exit(1)
+        os._exit(1)  # sys.exit() would end this thread alone
 
     threading.Thread(target=wait, daemon=True).start()
 

@@ -146,6 +146,7 @@ def _calls(documents: list[Document]) -> list[list[Document]]:
     calls: list[list[Document]] = [[] for _ in range(count)]
     before = 0
     for document, size in zip(documents, sizes, strict=True):
+        # Where a document begins in the whole text decides which call it goes into.
         calls[before * count // sum(sizes)].append(document)
         before += size
-    return [call for call in calls if call]
+    return [call for call in calls if call]  # a long document leaves calls without one

@@ -118,7 +118,7 @@ def extract(
     with begun(out, JOB_NAME, description, finished=f"{_FINISHED}/*.json"):
         (out / _FINISHED).mkdir(exist_ok=True)
         started = time.perf_counter()
-        records: dict[int, PartRecord] = {}
+        records: dict[int, PartRecord] = {}  # they finish in any order
         for done, (index, record, kept) in enumerate(run_tasks(_make_part, tasks, jobs), 1):
             records[index] = record
             seconds = time.perf_counter() - started
