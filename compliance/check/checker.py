@@ -76,8 +76,8 @@ def _unexplained(context: Context, own: list[Finding], opinion: official.Opinion
     """Yield findings for what the official checker says and `own` does not explain."""
     errors = {finding.key for finding in own if finding.severity == "error"}
     errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))
-    # A complaint that fails the log needs an error of ours, or the log would pass here and fail there; a warning is
-    # explained by any finding about its key.
+    # A complaint that fails the log needs an error of the checks here, or the log would pass here and fail there; a
+    # warning is explained by any finding about its key.
     explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
     # A file without a record is one finding of our own, whatever else is missing in it.
     is_log = context.log.token_lines > 0

@@ -116,7 +116,7 @@ def query(host: Host) -> Gpus:
 def parse_query(text: str, fields: Sequence[str]) -> tuple[Gpu, ...]:
     """The GPUs of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader`; lines that are no rows are left out."""
     gpus: list[Gpu] = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):  # it separates by a comma and a space
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):  # nvidia-smi separates by a comma and a space
         if len(row) == len(fields):
             cells = (cell.strip() for cell in row)
             known = {name: cell for name, cell in zip(fields, cells, strict=True) if cell.lower() not in _NO_VALUE}

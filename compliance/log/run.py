@@ -77,7 +77,7 @@ class LoggedRun:
         elif key in OPENED_BY:
             self.open.pop(OPENED_BY[key], None)  # without an opening it is a violation, and nothing to close
         if key == "init_start":
-            # As for the official checker.
+            # The earliest counts, as for the official checker.
             self.init_start_ms = time_ms if self.init_start_ms is None else min(self.init_start_ms, time_ms)
         elif key == "run_stop":
             # The RCP checker reads the last accuracy above run_stop, and none below it.

@@ -61,7 +61,7 @@ def statements(results: Results) -> list[Statement]:
         first = beside[0]
         text = f"{first.key}: {first.sentence}." if first.key else f"{first.sentence}."
         text += f" {len(beside) - 1} more below." if len(beside) > 1 else ""
-        # Below the official verdict and ours, which it qualifies.
+        # Below the two verdicts, which it qualifies.
         said.insert(2, Statement("bad", "The folder and its description", text))
     if outlook := results.convergence:
         sentence = outlook.sentence[:1].upper() + outlook.sentence[1:]

@@ -188,7 +188,7 @@ class Dataset:
             with self.open_listed(index) as shard:
                 for start in range(0, len(shard), samples):
                     yield shard.read(start, min(start + samples, len(shard)))
-                    # Or the pages of a whole data set would count as this process's memory.
+                    # Given back, or the pages of a whole data set would count as this process's memory.
                     shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:

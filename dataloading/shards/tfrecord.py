@@ -286,7 +286,7 @@ def _read_example(
     list_lengths: NDArray[np.int64],
 ) -> int:
     """Read the known features of an Example into ``lists``; return the problem or 0."""
-    # Or a record without a feature would have that of the record before.
+    # Cleared first, or a record without a feature would have that of the record before.
     list_lengths[:] = 0
     while place < end:
         number, wire, features, features_end = _field(content, place, end)

@@ -30,7 +30,7 @@ def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exa
         raise ValueError(f"a vocabulary of {size} has no room for more than its {len(fixed)} characters: ask for more")
     tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = BertPreTokenizer()
-    # The alphabet is given above.
+    # The alphabet stands among the special tokens.
     trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
     tokenizer.train_from_iterator(text, trainer)
     ids = tokenizer.get_vocab()
