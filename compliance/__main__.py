@@ -28,6 +28,8 @@ app = Commands()
 def check(
     paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="PATH...", help="Logs, or folders of them")],
     ruleset: Ruleset = NEWEST_RULESET,
+    # The parameters bear the names of their options, even where that hides a builtin or a module. FlagCreatePairsOff
+    # keeps tyro from adding a --no-... to each flag.
     json: FlagCreatePairsOff[bool] = False,
     sarif: Path | None = None,
     matrix: FlagCreatePairsOff[bool] = False,
@@ -44,21 +46,25 @@ def check(
         matrix: Show instead which rulesets accept each log, and what keeps the others from it. Exit status 1 if none does.
         format: github adds annotations for a workflow, which GitHub shows beside the lines.
     """
+    # tyro lets a tuple of positional arguments be empty, and nothing checked must not look like all passed.
     if not paths:
         raise ValueError("no path given, expected logs results/<system>/bert/result_<n>.txt, or folders of them")
     if paths.count(STDIN) > 1:
         given = f"{STDIN}: given {paths.count(STDIN)} times"
         raise ValueError(f"{given}, expected once: standard input can be read only once")
+    # An annotation is a line of its own, among which a document would be no JSON.
     if format == "github" and (json or matrix):
         raise ValueError(f"--format github and --{'json' if json else 'matrix'}: choose one of them")
     if matrix:
         return _print_matrix(paths, json)
     from compliance.submission.check import accepted, check_paths
 
+    # All verdicts come first: a path that cannot be checked ends the command before anything is printed or written.
     verdicts = check_paths(paths, ruleset)
     if sarif:
         from compliance.check.sarif import write_sarif
 
+        # Before the first line of output, so that a file that cannot be written is the only thing that is said.
         write_sarif(sarif, verdicts)
     if json:
         say_json([verdict.as_dict() for verdict in verdicts])
@@ -72,12 +78,14 @@ def check(
         from compliance.check.annotations import say_annotations
 
         say_annotations(verdicts)
+    # Not simply that all pass: a folder of ten can do without one of its logs.
     return 0 if accepted(verdicts) else 1
 
 
 def _logs_of(path: Path) -> list[Path]:
     from compliance.submission.folders import find
 
+    # A path that is not there goes on to the reader of logs, whose error says so.
     if path == STDIN or not path.is_dir():
         return [path]
     return [log for folder in find(path).benchmarks for log in folder.logs]
@@ -112,6 +120,7 @@ def report(folder: Folder, ruleset: Ruleset = NEWEST_RULESET, format: Format = "
     if format == "html" or out is not None:
         say(write_report(folder, ruleset, format, out))
     elif format == "json":
+        # Not by `render_as`: what is printed must not hold a command to a build server, what goes into a file may.
         say_json(as_dict(load_results(folder, ruleset)))
     else:
         say_document(render_as(load_results(folder, ruleset), format))
@@ -145,11 +154,13 @@ def system(
     """
     from compliance.doctor.system_file import renew
 
+    # At the first "=" only, as a value may hold others.
     pairs = [field.partition("=") for field in fields]
     for name, equals, _ in pairs:
         if not equals:
             raise ValueError(f"--set {name}: expected KEY=VALUE, such as number_of_nodes=8")
     given = {name: value for name, _, value in pairs}
+    # Left out where it was not given: a file that is there then keeps its own.
     for text in renew(out, ({"division": division} if division else {}) | given, replace=replace):
         say(text)
     say(out)

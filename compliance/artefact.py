@@ -25,7 +25,7 @@ def open_regular(path: Path) -> BufferedReader:
         found = "a folder"
     except files.NotAFileError:
         found = "not a regular file"
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
         raise ValueError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     raise ValueError(f"{path}: {found}, expected a text file such as results/<system>/bert/result_0.txt")
 
@@ -38,6 +38,7 @@ def read_bounded(path: Path) -> bytes:
     """
     with open_regular(path) as file:
         try:
+            # One byte beyond the bound, and no look at the size before: a log may grow between the two.
             content = file.read(MAX_FILE_BYTES + 1)
         except OSError as error:
             raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
@@ -56,6 +57,7 @@ def write_whole(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with files.atomic_path(path) as aside:
+            # Names that are no UTF-8 reach Python as lone surrogates, on which a strict encoder raises.
             aside.write_bytes(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}; choose another folder") from error

@@ -20,6 +20,8 @@ class Commands(SubcommandApp):
         """Register a function as a command, under its own name or another."""
 
         def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            # tyro calls the function while it parses. Bound, that call only takes the arguments: the command runs after
+            # it, so that errors of its own are not taken for errors in the options.
             super(Commands, self).command(name=name)(bound(function))
             return function
 
@@ -39,6 +41,7 @@ class Commands(SubcommandApp):
         accept_any_text()
         try:
             return self.run(program) or 0
+        # An OSError too, so it is caught first: a reader that has gone is no error to report.
         except BrokenPipeError:
             return reader_has_gone()
         except (ValueError, OSError) as error:

@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, get_typ
 
 from console.files import read_json, shown, write_atomically
 
+# Bounds of what a damaged or hostile file can make a reader build.
 _MOST_ENTRIES = 1 << 21
 _LONGEST_TEXT = 400
 
@@ -49,6 +50,7 @@ class Document(Generic[Content]):
         assert dataclasses.is_dataclass(content)
         body = dataclasses.asdict(content)  # pyright: ignore[reportArgumentType] an instance
         document = {"format": self.format, "version": self.version, "digest": _digest(body), self.key: body}
+        # NaN and infinity are no JSON, though Python would read them back.
         write_atomically(path, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
 
     def read(self, path: Path) -> Content:
@@ -66,12 +68,14 @@ class Document(Generic[Content]):
             self.check(content)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; {self.remedy}") from None
+        # Asked last: what is wrong with the content says more than a digest that does not fit.
         if document.get("digest") != _digest(document[self.key]):
             raise ValueError(f"{path}: edited or damaged, its digest is of other content; {self.remedy}")
         return content
 
 
 def _digest(body: dict[str, Any]) -> str:
+    # Over sorted names without the file's white space, so that only a change of content changes it.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -112,6 +116,7 @@ _hints = cache(get_type_hints)  # of a class; looking them up takes longer than 
 
 def _decoded_object(kind: type, value: Any, where: str) -> Any:
     hints = _hints(kind)
+    # Exactly the fields: another version of the class has another number in the file.
     if not isinstance(value, dict) or set(value) != set(hints):
         found = ", ".join(sorted(map(shown, value))) if isinstance(value, dict) else type(value).__name__
         raise ValueError(f"{where} has {shown(found)}, expected {', '.join(sorted(hints))}")

@@ -46,6 +46,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """``content`` as the file ``path``, which appears complete and safely on disk, or not at all."""
+    # "x": what somebody put there first, such as a link to another file, is an error and not written through.
     with atomic_path(path) as temporary, temporary.open("xb") as file:
         file.write(content)
 
@@ -90,6 +91,7 @@ def read_bounded(path: Path, limit: int, remedy: str) -> bytes:
             size = os.fstat(file.fileno()).st_size
             if size > limit:
                 raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {remedy}")
+            # No more than was measured: the file may grow meanwhile.
             return file.read(size)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {remedy}") from None
@@ -104,12 +106,13 @@ def read_json(path: Path, limit: int, remedy: str) -> Any:
     content = read_bounded(path, limit, remedy)
     try:
         return json.loads(content)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # RecursionError: nested without end
         raise ValueError(f"{path}: damaged or of another kind ({shown(error)}); {remedy}") from None
 
 
 def is_private(folder: Path) -> bool:
     """Tell whether nobody but this user and root can put anything into a folder, or put another in its place."""
+    # From the root on: who may exchange a folder above may exchange all that is in it.
     for place in reversed([folder.resolve(), *folder.resolve().parents]):
         state = place.stat()
         is_ours, mode = state.st_uid == os.geteuid(), state.st_mode
@@ -125,11 +128,13 @@ def is_private(folder: Path) -> bool:
 def shown(value: object) -> str:
     """Shorten what a file says for a message, and escape characters that a terminal would obey."""
     text = str(value)
+    # Cut before it is escaped, as a file may hold a text of any length.
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MOST_SHOWN])
 
 
 def sync(path: Path) -> None:
     """Wait until a file or folder is on disk."""
+    # A folder can be opened for reading only, and fsync asks for no more.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

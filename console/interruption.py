@@ -26,6 +26,7 @@ def in_one_line(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def reader_has_gone() -> int:
     """Give up standard output, whose reader has seen enough, as ``head`` does; return the exit status."""
+    # Python writes out what is left as it ends, and would complain about the reader once more.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 

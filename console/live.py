@@ -75,7 +75,7 @@ def styled(text: str, style: str = "") -> Text:
 def sparkline(values: Sequence[float]) -> str:
     """The last values as a row of bars between their smallest and largest."""
     shown = values[-_MOST_BARS:]
-    low, high = min(shown), max(shown)
+    low, high = min(shown), max(shown)  # of the last ones, so that the latest change stays visible
     steps = len(_BARS) - 1
     return "".join(_BARS[round(steps * (value - low) / (high - low)) if high > low else 0] for value in shown)
 

@@ -48,7 +48,7 @@ def complain(error: object, kind: str = "error") -> None:
 
 def reason(error: object) -> str:
     """Return what an error says; of a failed system call the file and the reason, without its number."""
-    if isinstance(error, OSError) and error.filename is not None:
+    if isinstance(error, OSError) and error.filename is not None:  # the name is bytes where the call was given bytes
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     return str(error)
 
@@ -58,6 +58,7 @@ def accept_any_text() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    # The handler that logging falls back on, as programs here set up none.
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_Visible())
     warnings.showwarning = _show_warning
@@ -94,6 +95,7 @@ def parsed(parse: Callable[[], Result]) -> Result:
     """
     complaint = io.StringIO()
     try:
+        # tyro prints a frame of several lines and ends the program.
         with contextlib.redirect_stderr(complaint):
             return parse()
     except SystemExit as stop:

@@ -32,6 +32,7 @@ def visible(text: object, limit: int | None = None) -> str:
         shown = shown[: limit + 1]  # escapes are longer than what they stand for
     if not shown.isprintable():
         shown = "".join(letter if letter.isprintable() else _escape(letter) for letter in shown)
+    # All of these are beyond ASCII, of which most text is.
     if not shown.isascii():
         shown = _INVISIBLE.sub(lambda match: _escape(match[0]), shown)
     shown = _COMMAND.sub(lambda match: f"{match[1] or ''}\\x{ord(match[0][-1]):02x}", shown)

@@ -34,6 +34,7 @@ def commit() -> str:
     """The checkout's commit, marked when files differ from it; in an image, the one that it was built from, or "unknown"."""
     try:
         revision = _git("rev-parse", "HEAD")
+        # Only files that git tracks: results and data lie beside the source.
         changed = _git("status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.SubprocessError):
         return os.environ.get("MLPERF_BERT_COMMIT", "unknown")

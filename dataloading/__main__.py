@@ -33,6 +33,7 @@ app = Commands()
 def _extract(
     inputs: tyro.conf.Positional[tuple[Path, ...]],
     out: Path,
+    # An empty name: its fields are options of the command itself, without a prefix.
     options: Annotated[ExtractionOptions, tyro.conf.arg(name="")],
     jobs: int = 1,
 ) -> None:
@@ -57,6 +58,7 @@ def _prepare(
     text: tuple[Path, ...],
     vocab: Path,
     out: Path,
+    # FlagConversionOff: a flag takes True or False, as the reference script has it.
     options: Annotated[PretrainingOptions, tyro.conf.arg(name=""), tyro.conf.FlagConversionOff],
     one_call: bool = False,
     jobs: int = 1,
@@ -156,8 +158,10 @@ def index(folder: tyro.conf.Positional[Path], vocab: Path, out: Path | None = No
     else:
         with new_folder(out) as aside:
             for name in names:
+                # From the root on, as a link is read from the folder that it lies in.
                 (aside / name).symlink_to((folder / name).resolve())
             index_shards(aside, names, info)
+        # Opened under its final name, which the folder has only now.
         dataset = open_dataset(out)
     say(f"{dataset.folder}: {_counts(dataset)}")
 
@@ -183,6 +187,7 @@ def _shuffle(
 
     def report(progress: ShuffleProgress) -> None:
         tenths = 10 * progress.done // max(progress.total, 1)
+        # A report comes with every block of samples, a line with every tenth.
         if tenths > told.get(progress.step, -1):
             told[progress.step] = tenths
             say(f"{time.perf_counter() - started:7.1f} s  {progress.step} {progress.done:,} samples")
@@ -218,9 +223,12 @@ def _convert(
     from dataloading.dataset.convert import convert, convert_to_packed
     from dataloading.dataset.sources import open_or_scan
 
+    # Before the source is looked at, which may mean reading all of it.
     if compression != "none" and to != "native":
         raise ValueError(f"--compression is {compression}, but layout {to} has none: leave it out, or use --to native")
     source = open_or_scan(folder, vocab)
+    # Packs are drawn from the whole set, so that no shard can be converted by itself, and no process has one of its
+    # own.
     if to == "packed":
         dataset = convert_to_packed(source, out, max_sequences=max_sequences, seed=seed, report=say)
     else:
@@ -261,6 +269,7 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
     from dataloading.dataset.sources import open_to_verify
 
     dataset = open_to_verify(folder)
+    # Digests, repeats and order come of one pass over the data.
     census, order = known.Census(dataset), OrderCheck(len(dataset))
 
     def visit(shard: ShardRecord, samples: Samples) -> None:
@@ -278,6 +287,7 @@ def verify(folder: tyro.conf.Positional[Path], checksums: Path | None = None) ->
     say(census.describe_repeats())
     found, unshuffled = order.finding()
     if unshuffled:
+        # A warning alone: what `prepare` makes stands in the order of its text, and that is as it should be.
         complain(found, "warning")
     else:
         say(found)
@@ -305,9 +315,10 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     blocks = []
     for path in paths:
         with open_shard(path) as shard:
-            blocks.append(shard.verify())
+            blocks.append(shard.verify())  # not read(): a damaged shard must not be dumped
     samples = concatenate(blocks)
     with atomic_path(out) as temporary, temporary.open("xb") as file:
+        # Into an open file: to a name NumPy would append .npz.
         np.savez_compressed(
             file,
             length=samples.lengths.astype(np.int16),
@@ -345,6 +356,7 @@ def _parse_part(text: str) -> Part:
     from dataloading.dataset.manifest import Part
 
     index, slash, count = text.partition("/")
+    # int() would take signs, spaces and underscores too.
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
     return Part(int(index), int(count))

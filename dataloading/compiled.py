@@ -31,8 +31,10 @@ def compiled(function: Function) -> Function:
     return kept if _is_trusted(Path(kept.stats.cache_path)) else njit(function)
 
 
+# Once a folder: each module has several functions, and one warning is enough.
 @lru_cache
 def _is_trusted(folder: Path) -> bool:
+    # Beside the source, whoever can write there can write the source.
     if Path(__file__).parent in folder.parents or is_private(folder):
         return True
     _LOG.warning(

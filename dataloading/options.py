@@ -38,6 +38,7 @@ class ExtractionOptions:
     """Of the choice of the evaluation articles."""
 
     def __post_init__(self) -> None:
+        # A dataclass does not check the types of its fields, and not every caller is the command line, which does.
         if self.sentences not in get_args(Sentences):
             raise ValueError(f"sentences is {self.sentences!r}; expected punkt or plain")
         if self.evaluation_articles < 0:

@@ -17,11 +17,13 @@ def say_annotations(verdicts: Sequence[Verdict]) -> None:
     """Print an annotation a finding, with paths relative to the current folder."""
     for verdict in verdicts:
         for finding in verdict.findings:
+            # What came on standard input is no file beside whose lines GitHub could show anything.
             place = {} if verdict.path == STDIN else _place(verdict, finding)
             title = {"title": finding.rule} if finding.rule else {}
             say_annotation(finding.severity, described(verdict, finding), place | title)
 
 
 def _place(verdict: Verdict, finding: Finding) -> dict[str, object]:
+    # Not relative_to(), which refuses a log outside of the current folder.
     file = os.path.relpath(absolute(shown_file(verdict.path)), Path.cwd())
     return {"file": Path(file).as_posix(), "line": finding.line or 1}

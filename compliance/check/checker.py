@@ -52,7 +52,10 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
         path=log.path,
         ruleset=ruleset,
         official=opinion.outcome,
+        # What belongs to no line stands above; sorted() leaves findings of one line in the order of the checks.
         findings=tuple(sorted(_collapse(findings), key=lambda finding: finding.line or 0)),
+        # As logged: the run's own `division` falls back to closed where the log does not say, and a verdict must not
+        # claim that.
         division=str(named.value) if (named := log.first("submission_division")) else None,
         status=None if context.run.status is None else str(context.run.status),
     )
@@ -62,6 +65,7 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
 def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
     if log.given_up:
         return official.Opinion("fail", (official.Complaint(f"not asked: {log.given_up}"),))
+    # The evidence lacks that line, so that an answer would be about another log.
     if log.overlong:
         text = f"not asked: it would need hours for a record of more than {MAX_LINE_BYTES} bytes"
         return official.Opinion("fail", (official.Complaint(text),))
@@ -72,6 +76,8 @@ def _unexplained(context: Context, own: list[Finding], opinion: official.Opinion
     """Yield findings for what the official checker says and `own` does not explain."""
     errors = {finding.key for finding in own if finding.severity == "error"}
     errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))
+    # A complaint that fails the log needs an error of the checks here, or the log would pass here and fail there; a
+    # warning is explained by any finding about its key.
     explained = {"error": errors, "warning": errors | {finding.key for finding in own}}
     # A file without a record is one finding of our own, whatever else is missing in it.
     is_log = context.log.token_lines > 0
@@ -90,6 +96,7 @@ def _unexplained(context: Context, own: list[Finding], opinion: official.Opinion
         record = next((record for record in context.log.records if record.line == line), None) if line else None
         yield Finding(
             line,
+            # Of several keys the first by name: the order of a set of texts is another one in each process.
             min(complaint.keys, default=""),
             f"mlperf-logging, ruleset {context.ruleset}",
             f"the official checker says: {complaint.text}",
@@ -97,7 +104,9 @@ def _unexplained(context: Context, own: list[Finding], opinion: official.Opinion
             record.logged_at if record else None,
             complaint.severity,
         )
+        # From here on, vaguer complaints may follow from this one.
         fails = fails or complaint.severity == "error"
+    # Nothing passes here that fails there, even where the checker gives no reason.
     if opinion.outcome == "fail" and not fails:
         found = "the official checker fails the log without saying why"
         yield Finding(None, "", f"mlperf-logging, ruleset {context.ruleset}", found, "run it by itself on this file")
@@ -107,6 +116,7 @@ def _collapse(findings: list[Finding]) -> list[Finding]:
     """Collapse all records with the same fault into one finding: the first, with the number of the others."""
     kinds: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
+        # Without `found`, whose numbers differ from record to record of one fault.
         kind = (finding.key, finding.remedy, finding.rule, finding.severity)
         kinds.setdefault(kind, []).append(finding)
     return [replace(same[0], more=len(same) - 1) for same in kinds.values()]

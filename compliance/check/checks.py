@@ -43,12 +43,14 @@ def _check_lines(context: Context) -> Iterator[Finding]:
     if context.log.given_up:
         found = f"{context.log.given_up}: the rest was not read"
         yield Finding(None, "", "SR Submission form", found, context.log.remedy)
+        # The counts below would be those of the part that was read.
         return
     if context.log.packed:
-        yield PACKED
+        yield PACKED  # compared by value in `compliance.submission.check`, which makes it an error
     if not context.log.token_lines:
         found = "no MLLOG record in the file; expected the log of a run"
         yield Finding(None, "", "log format", found, "check the file that the run logged to")
+    # The unpacked size counts: what is submitted is plain text.
     if context.log.size > MAX_FILE_BYTES:
         found = f"a file of {context.log.size / 2**20:.1f} MiB; expected at most {MAX_FILE_BYTES >> 20} MiB"
         yield Finding(None, "", "SR Submission form", found, "keep telemetry and other programs' output in other files")
@@ -56,8 +58,10 @@ def _check_lines(context: Context) -> Iterator[Finding]:
 
 def _check_chain(context: Context) -> Iterator[Finding]:
     chain = context.log.chain
+    # Logs of other software carry no digests, which is no fault.
     if not chain.opened and not chain.digests:
         return
+    # MLPerf asks for no digests, so the finding points to this repository's page.
     rule, remedy = "docs/compliance.md", "submit the log as the run wrote it"
     if chain.broken:
         first, last = chain.broken
@@ -87,6 +91,7 @@ def _check_whole_run(context: Context) -> Iterator[Finding]:
 def _check_presence(context: Context) -> Iterator[Finding]:
     if not context.log.token_lines:
         return
+    # A record that is there but cannot be read has been reported as that; it is not missing as well.
     present = {*context.log.by_key}.union(*(problem.keys for problem in context.log.problems))
     for rule in rules.KEYS.values():
         if rule.key in present or (context.aborted and rule.key not in TIMELINE):
@@ -97,6 +102,7 @@ def _check_presence(context: Context) -> Iterator[Finding]:
             due = not {f"block_{end}", f"eval_{end}"} & present and f"epoch_{end}" in present
         else:
             due = rule.required_in(context.ruleset, context.run.division)
+            # Keys without "block" in them replace to themselves, which is known to be absent at this point.
             due = due and rule.key.replace("block", "epoch") not in present  # blocks and epochs are alternatives
         if due:
             times = "one record" if rule.once else "at least one record"
@@ -118,6 +124,7 @@ def _check_time(context: Context) -> Iterator[Finding]:
     latest: Record | None = None
     phase: Record | None = None  # the latest of the records that divide the log into phases
     for record in log.records:
+        # Every process logs these by its own clock.
         if record.key in rules.PER_RANK:
             continue
         if latest and record.time_ms < latest.time_ms:
@@ -126,6 +133,8 @@ def _check_time(context: Context) -> Iterator[Finding]:
             if record.line <= run_line:
                 is_error = phase is not None and record.key in TIMELINE and record.time_ms < phase.time_ms
             else:
+                # Evaluations after training bear the times of their checkpoints, which lie before the records above
+                # them.
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
             yield at(record, found, expected, remedy, "TR 11", "error" if is_error else "warning")
@@ -150,7 +159,7 @@ def _is_evaluated_offline(log: Log) -> bool:
     if not (start and stop and trained and evaluations) or evaluations[0].line < trained[-1].line:
         return False
     times = [record.time_ms for record in (start, *evaluations, stop)]
-    last = times[-2]
+    last = times[-2]  # that of the last evaluation
     at_checkpoint = any(abs(record.time_ms - last) <= CHECKPOINT_MS for record in trained)
     return times == sorted(times) and at_checkpoint and stop.time_ms - last <= CHECKPOINT_MS
 
@@ -160,6 +169,7 @@ def _check_fixed_settings(context: Context) -> Iterator[Finding]:
     if run.division != "closed" or context.aborted:
         return
     for violation in own_settings(run):
+        # The setting has a value, so the log holds its record.
         yield finding_of(run.first[violation.key], violation)
     batch = run.global_batch_size
     steps = run.count_of("gradient_accumulation_steps")
@@ -168,6 +178,7 @@ def _check_fixed_settings(context: Context) -> Iterator[Finding]:
         found, remedy = f"value {steps} with a global_batch_size of {batch}", "log the steps in which a batch is taken"
         yield at(record, found, "a divisor of the batch size", remedy, "closed_common.yaml", "warning")
     cleared = context.log.all("cache_clear")
+    # Every process may log it, and one that dropped the caches is enough.
     if cleared and all(record.value is False for record in cleared):
         remedy = "drop the caches before each run (needs root), and log what was done"
         yield at(cleared[0], f"value {shown(cleared[0].value)}: caches kept", "caches dropped before the run", remedy)
@@ -175,6 +186,7 @@ def _check_fixed_settings(context: Context) -> Iterator[Finding]:
 
 def _check_weights(context: Context) -> Iterator[Finding]:
     records = context.log.all("weights_initialization")
+    # Rulesets that ask for no such records leave their names free.
     required = rules.KEYS["weights_initialization"].required_in(context.ruleset, context.run.division)
     if not records or context.aborted or not required:
         return
@@ -196,11 +208,13 @@ def _check_weights(context: Context) -> Iterator[Finding]:
 
 def _check_result(context: Context) -> Iterator[Finding]:
     run = context.run
+    # The last one, from which the official tools take the end of the run.
     stop = run.last.get("run_stop")
     if stop and context.aborted:
         remedy = "run again; a run that misses its target is no result"
         yield at(stop, "status aborted: not a valid result (aborted)", "status success", remedy, "TR 11, 12")
         return
+    # A last accuracy that is no fraction has been reported with the values.
     if not run.accuracies or not rules.FRACTION.accepts(run.accuracies[-1].value):
         return
     trained, samples, batch = run.first.get("train_samples"), epoch_nums(run), run.global_batch_size
@@ -208,6 +222,7 @@ def _check_result(context: Context) -> Iterator[Finding]:
     for violation in unearned_success(run, run.value("train_samples")):
         if violation.key == "eval_accuracy":
             yield finding_of(run.accuracies[-1], violation)
+        # Placeholders in epoch_num are no sequences that train_samples could be compared with.
         elif trained and is_counted and trained.value >= (batch or 0) and not counts_no_sequences(samples, batch):
             # Others log what they planned, or the size of the data set. Fewer than at the last evaluation cannot be.
             yield finding_of(trained, violation, "error" if trained.value < samples[-1] else "warning")
@@ -219,6 +234,7 @@ def _check_result(context: Context) -> Iterator[Finding]:
 READABLE: tuple[Callable[[Context], Iterator[Finding]], ...] = (_check_lines,)
 """What can be said of a log that was not read to its end."""
 
+# Findings of one line are shown in this order.
 CHECKS: tuple[Callable[[Context], Iterator[Finding]], ...] = (
     _check_lines,
     _check_chain,

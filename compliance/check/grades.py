@@ -30,13 +30,16 @@ class Context:
     log: Log
     ruleset: str
 
+    # Works on a frozen dataclass because cached_property stores into __dict__ directly.
     @cached_property
     def _followed(self) -> tuple[LoggedRun, list[tuple[Record, Violation]]]:
         # Others' settings may stand below what depends on them, as the batch size below the evaluations.
         settings = {key: records[0] for key, records in self.log.by_key.items()}
         run, broken = LoggedRun(self.log.header, settings), []
         for record in self.log.records:
+            # The official checker ignores keys that it does not know, and others log many of their own.
             if record.key in rules.KEYS:
+                # Judged before it is taken in: a record is held against the state that it meets.
                 broken += [(record, violation) for violation in violations(run, record, self.ruleset)]
             run.add(record)
         return run, broken
@@ -59,6 +62,7 @@ class Context:
     @property
     def is_at_least_4_1(self) -> bool:
         """Tell whether the ruleset is one of those since 4.1.0."""
+        # By place in the list: version numbers are texts, which do not compare as numbers.
         return rules.RULESETS.index(self.ruleset) >= rules.RULESETS.index("4.1.0")
 
     @cached_property
@@ -70,6 +74,7 @@ class Context:
     def disorder(self) -> tuple[Record, str] | None:
         """The first record that stands before one that opens an earlier phase, and the key of that one."""
         first = self.run.first
+        # In the order of the phases, so that the earliest that was overtaken is named.
         for earlier, later in combinations(TIMELINE, 2):
             if earlier in first and later in first and first[earlier].line > first[later].line:
                 return first[later], earlier
@@ -82,6 +87,7 @@ def at(
     """A finding about a record, by default under the rule of its key."""
     known = rules.KEYS.get(record.key)
     where = rule or (known.source if known else "")
+    # A key that no rule names comes from the log as it is: escaped, without the quotes that shown() adds.
     key = record.key if known else shown(record.key)[1:-1]
     return Finding(record.line, key, where, f"{found}; expected {expected}", remedy, record.logged_at, severity)
 
@@ -111,6 +117,8 @@ def _grade(context: Context, record: Record, violation: Violation) -> Severity |
     rule = rules.KEYS[record.key]
     match violation.kind:
         case "type":
+            # The official parser does not look at event_type. Only a start or an end that claims to be something else
+            # is worth a word; an empty type has been reported with its line.
             return "warning" if rule.event_type != "POINT_IN_TIME" and record.event_type else None
         case "place":
             return _grade_of_place(context, record)
@@ -119,6 +127,7 @@ def _grade(context: Context, record: Record, violation: Violation) -> Severity |
             # error. Seeds are compared over all logs of a folder (``compliance.submission.check``).
             needed = rule.required_in(context.ruleset, context.run.division) and rule.key != "seed"
             same = record.value == context.run.first[record.key].value
+            # A second run_start or run_stop changes the time that is scored, and the official checker only warns of it.
             return "error" if rule.key in ("run_start", "run_stop") or (needed and not same) else "warning"
         case "value":
             return _grade_of_value(record)
@@ -126,6 +135,7 @@ def _grade(context: Context, record: Record, violation: Violation) -> Severity |
             return _grade_of_pair(context, record.key)
         case "metadata" | "init time":
             return "error"
+        # What is left binds the writer alone ("span", "evaluation"), or is graded below with all evaluations in view.
         case _:
             return None
 
@@ -135,8 +145,10 @@ def _grade_of_place(context: Context, record: Record) -> Severity | None:
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
     has_place = is_interval or rule.phases == ("run",) or record.key == "cache_clear"  # settings may stand anywhere
+    # The order of the phases is one finding of its own.
     if context.disorder or record.key in TIMELINE[1:] or not has_place:
         return None
+    # Without both ends, nothing can be told to lie outside of the run.
     if rule.phases == ("run",) and not {"run_start", "run_stop"} <= run.first.keys():
         return None
     is_late = record.key in ("block_stop", "epoch_stop") and record.line > run.first["run_stop"].line
@@ -201,6 +213,7 @@ def epoch_nums(run: LoggedRun) -> list[int]:
 
 def counts_no_sequences(samples: list[int], batch: int | None) -> bool:
     """Tell whether the epoch_num of evaluations are placeholders or count evaluations (or epochs) instead of sequences."""
+    # No run ends within its first batch: such numbers count epochs or evaluations.
     if max(samples) < (batch or 1):
         return True
     constant, counted = [samples[0]] * len(samples), list(range(samples[0], samples[0] + len(samples)))

@@ -44,6 +44,7 @@ def acceptance(path: Path) -> list[Acceptance]:
     Raises:
         ValueError: no such file, or the official checker is not installed.
     """
+    # Read once: what the records are does not depend on the ruleset.
     log = read_log(path)
     rows = []
     for ruleset in rules.RULESETS:
@@ -52,6 +53,7 @@ def acceptance(path: Path) -> list[Acceptance]:
         if verdict.official == "fail":
             keys = frozenset().union(*(said.keys for said in opinion.complaints if said.severity == "error"))
             # The checker names no key for a line that it cannot read.
+            # A failure without any reason would help nobody.
             reasons = tuple(found for found in verdict.errors if found.key in keys or not found.key) or verdict.errors
         rows.append(Acceptance(verdict, reasons))
     return rows

@@ -23,6 +23,7 @@ from console.text import json_document, visible
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"
 TOOL = "compliance"
+# The name by which GitHub's code scanning knows the root of the checked-out source.
 ROOT = "%SRCROOT%"
 
 
@@ -33,13 +34,16 @@ def sarif(verdicts: Sequence[Verdict], root: Path) -> dict[str, Any]:
         root: the folder to which the paths are relative; a file outside of it keeps its whole path.
     """
     pairs = [(verdict, finding) for verdict in verdicts for finding in verdict.findings]
+    # Each rule once, in the order of the findings: results refer to a rule by its place in this list.
     names = list(dict.fromkeys(_rule_id(finding) for _, finding in pairs))
     places = {name: index for index, name in enumerate(names)}
     texts = {_rule_id(finding): finding.rule or "log format" for _, finding in pairs}
     run = {
         "tool": {"driver": {"name": TOOL, "rules": [_rule(name, texts[name]) for name in names]}},
+        # Without the slash at its end, resolving a path against it would drop the last folder (RFC 3986).
         "originalUriBaseIds": {ROOT: {"uri": absolute(root).as_uri() + "/"}},
         "columnKind": "unicodeCodePoints",
+        # A check that cannot be run raises before anything is written.
         "invocations": [{"executionSuccessful": True}],
         "properties": {"rulesets": sorted({verdict.ruleset for verdict in verdicts})},
         "results": [_result(verdict, finding, places, root) for verdict, finding in pairs],
@@ -75,14 +79,17 @@ def _result(verdict: Verdict, finding: Finding, places: dict[str, int], root: Pa
     name = _rule_id(finding)
     uri, relative = _uri(shown_file(verdict.path), root)
     artifact = {"uri": uri} | ({"uriBaseId": ROOT} if relative else {})
+    # A path or a value that is no UTF-8 must not end the export.
     identity = "\n".join((uri, name, finding.key, finding.found)).encode("utf-8", "backslashreplace")
     return {
         "ruleId": name,
         "ruleIndex": places[name],
         "level": finding.severity,
         "message": {"text": visible(described(verdict, finding))},
+        # SARIF counts lines from 1.
         "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": finding.line or 1}}}],
         # Lines move when a log is written again; what was found tells whether it is the same finding.
+        # In the form of those that code scanning computes itself: 16 hex digits, a colon and a number.
         "partialFingerprints": {"primaryLocationLineHash": hashlib.sha256(identity).hexdigest()[:16] + ":1"},
     }
 
@@ -97,6 +104,7 @@ def described(verdict: Verdict, finding: Finding) -> str:
 
 def shown_file(path: Path) -> Path:
     """The file that stands for a path in code review, which shows files only: of a folder the first log."""
+    # By this pattern also misnamed ones, so that what is found about their names can be shown beside one of them.
     logs = sorted(path.glob("result*")) if path.is_dir() else []
     return next((log for log in logs if log.is_file()), path)
 
@@ -105,5 +113,6 @@ def _uri(path: Path, root: Path) -> tuple[str, bool]:
     """The reference to a file, and whether it is relative to `root`."""
     whole, base = absolute(path), absolute(root)
     if whole.is_relative_to(base):
+        # Quoted as bytes, because a name need not be UTF-8.
         return quote(os.fsencode(whole.relative_to(base).as_posix())) or ".", True
     return whole.as_uri(), False

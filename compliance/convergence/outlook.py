@@ -20,6 +20,7 @@ from compliance.package.selection import olympic_mean
 
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
 
+# Sorts as the slowest, which the Olympic mean drops; a second one makes that mean infinite.
 NOT_CONVERGED = math.inf
 
 PREDICTION_LEVEL = 0.9
@@ -110,6 +111,7 @@ def outlook(
     Raises:
         ValueError: see `reference`; more runs than `runs`, or `runs` below three.
     """
+    # The Olympic mean drops two runs, and of fewer than three nothing would be left.
     if runs < 3 or len(samples) > runs:
         raise ValueError(f"{len(samples)} runs of {runs}, expected at least 3 in a set and no more than that")
     found = reference(ruleset, global_batch_size) if division == "closed" else None
@@ -118,6 +120,7 @@ def outlook(
     failed, remaining = values.count(NOT_CONVERGED), runs - len(values)
     scaling = found.scaling(mean) if found and mean else 1.0
     head = _head(values, mean, runs)
+    # Asked first: this ends a set in either division, with or without a reference.
     if failed > 1:
         lost = "only one run of a set may fail to converge, so this set is no result (TR 12)"
         return Outlook(found, mean, "fail", scaling, f"{head}; {lost}.", None)
@@ -135,6 +138,7 @@ def _mean_so_far(values: Sequence[float]) -> float | None:
     converged = [value for value in values if value != NOT_CONVERGED]
     if not converged or len(values) - len(converged) > 1:
         return None
+    # Of one or two runs nothing can be dropped yet.
     return olympic_mean(values) if len(values) >= 3 else statistics.fmean(converged)
 
 
@@ -143,7 +147,7 @@ def _needed(found: Reference, values: list[float], runs: int) -> Needed:
     means = _predicted_means(found, values, remaining)
     to_pass = _first_evaluation(found, values, remaining, found.minimum)
     to_stand = _first_evaluation(found, values, remaining, found.mean)
-    tail = round(len(means) * (1 - PREDICTION_LEVEL) / 2)
+    tail = round(len(means) * (1 - PREDICTION_LEVEL) / 2)  # draws cut off at either end of the sorted ones
     return Needed(
         remaining=remaining,
         to_pass=to_pass,
@@ -157,6 +161,7 @@ def _needed(found: Reference, values: list[float], runs: int) -> Needed:
 
 def _evaluation(found: Reference, index: int) -> Evaluation:
     batch = found.global_batch_size
+    # A run can only converge where it evaluates, so what the missing ones must do is said in evaluations.
     return Evaluation(index, Schedule(evaluation_interval(batch), batch).samples(index))
 
 
@@ -170,6 +175,7 @@ def _first_evaluation(found: Reference, values: list[float], remaining: int, bou
     high = 1
     while not reaches(high):
         high *= 2
+        # Where one run is missing, a slow one is dropped as the slowest: then no evaluation may ever reach the bound.
         if high > MAX_EVALUATIONS:
             return None
     low = high // 2
@@ -185,7 +191,7 @@ def _cases(
     """The evaluations from the last that fails to the first that stands unscaled, as far as there are such."""
     if to_pass is None:
         return ()
-    first = max(1, to_pass.index - 1)
+    first = max(1, to_pass.index - 1)  # one that fails, for contrast
     last = min(to_stand.index if to_stand else to_pass.index, first + MAX_CASES - 1)
     cases: list[Case] = []
     for index in range(first, last + 1):
@@ -202,6 +208,7 @@ def _predicted_means(found: Reference, values: list[float], remaining: int) -> l
     from those so far alone, and both are drawn anew each time (the Bayesian prediction with the usual flat priors);
     before the first run the reference's mean stands in.
     """
+    # Always the same draws: asked again about the same logs, the answer does not change.
     draw = random.Random(0)
     known = [value for value in values if value != NOT_CONVERGED]
     centre = statistics.fmean(known) if known else found.mean
@@ -213,6 +220,7 @@ def _predicted_means(found: Reference, values: list[float], remaining: int) -> l
         # The variance is the squares over a draw of chi-squared, which is twice a draw of gamma with half the degrees
         # of freedom; the mean is then normal around what was seen, and so is each missing run around the mean.
         stdev = math.sqrt(squares / (2 * draw.gammavariate(degrees_of_freedom / 2, 1)))
+        # The fewer runs have been seen, the less is known of the mean around which the missing ones are drawn.
         shifted = draw.gauss(centre, stdev / math.sqrt(len(known) or found.runs))
         means.append(olympic_mean(values + [draw.gauss(shifted, stdev) for _ in range(remaining)]))
     return sorted(means)
@@ -248,6 +256,7 @@ def _describe(found: Reference, mean: float) -> str:
 
 def _describe_needed(found: Reference, needed: Needed) -> str:
     low, high = needed.predicted_mean
+    # The lowest mean has the largest factor.
     scaling = f"{found.scaling(low):.4f} at most" if low < found.mean else "none"
     return (
         f"The complete set passes from a mean of {found.minimum:,.0f}, and its score stands unscaled from "

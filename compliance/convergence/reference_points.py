@@ -23,6 +23,7 @@ from compliance.package.selection import olympic_mean
 
 Origin = Literal["exact", "interpolated", "smallest"]
 
+# As `submission_runs` of the RCP checker has it; the package checker refuses any other number of logs.
 SUBMISSION_RUNS = 10
 """Runs of a BERT submission (TR 12)."""
 
@@ -90,14 +91,17 @@ def reference(ruleset: str, global_batch_size: int) -> Reference | None:
     Raises:
         ValueError: a ruleset without points of BERT, a batch size that is not positive, or no mlperf-logging.
     """
+    # It may come from a log, which may hold true or 448.0 in its place.
     if not rules.is_integer(global_batch_size) or global_batch_size <= 0:
         raise ValueError(f"global_batch_size is {global_batch_size}, expected a positive integer")
     kept = pruned(ruleset)
+    # A point at the batch size that was pruned away does not count: the package checker looks at the pruned ones only.
     for point in kept:
         if point.global_batch_size == global_batch_size:
             return _reference(ruleset, global_batch_size, point, "exact", (point,))
     below = [point for point in kept if point.global_batch_size < global_batch_size]
     above = [point for point in kept if point.global_batch_size > global_batch_size]
+    # The official checker extrapolates to no larger batch: it asks for reference runs at that size instead.
     if not above:
         return None
     if not below:
@@ -115,6 +119,7 @@ def points(ruleset: str) -> tuple[Point, ...]:
     """
     rules.check_ruleset(ruleset)
     try:
+        # The data file alone: importing the module beside it brings NumPy and SciPy.
         text = (files("mlperf_logging.rcp_checker") / f"training_{ruleset}" / "rcps_bert.json").read_text("utf-8")
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise ValueError(
@@ -123,6 +128,7 @@ def points(ruleset: str) -> tuple[Point, ...]:
         ) from error
     read = [(entry["BS"], entry["Epochs to converge"]) for entry in json.loads(text).values()]
     # As the official checker: the spread is of all runs, though the mean is without the extremes.
+    # np.std, which the checker calls, divides by n, and so does pstdev.
     found = [Point(batch, olympic_mean(runs), statistics.pstdev(runs), len(runs) - 2) for batch, runs in read]
     return tuple(sorted(found, key=lambda point: point.global_batch_size))
 
@@ -138,7 +144,7 @@ def pruned(ruleset: str) -> tuple[Point, ...]:
     kept = list(points(ruleset))
     fastest = min(kept, key=lambda point: point.mean)
     kept = [point for point in kept if point.global_batch_size >= fastest.global_batch_size]
-    index = 1
+    index = 1  # the two ends stay, as they have one neighbour each
     while index < len(kept) - 1:
         line = interpolate(kept[index - 1], kept[index + 1], kept[index].global_batch_size)
         if kept[index].mean > line.mean:
@@ -177,6 +183,7 @@ def minimum_mean(mean: float, stdev: float, runs: int) -> float:
     submitted = SUBMISSION_RUNS - 2
     t = student_t_quantile(1 - SIGNIFICANCE, runs + submitted - 2)
     limit = mean - t * stdev * math.sqrt(1 / runs + 1 / submitted)
+    # From the same ends as there; others would give other last digits.
     low, high = 0.0, mean
     while high - low > BISECTION_WIDTH:
         middle = (low + high) / 2
@@ -184,6 +191,7 @@ def minimum_mean(mean: float, stdev: float, runs: int) -> float:
     return (low + high) / 2
 
 
+# By hand and not from SciPy, which takes about a second to import, in every command that shows a convergence.
 def student_t_quantile(probability: float, degrees_of_freedom: int) -> float:
     """The `probability` quantile of Student's t distribution, for a probability of at least one half.
 

@@ -50,6 +50,7 @@ class Standing:
     def passed(self) -> bool:
         """Tell whether nothing speaks against these runs, as far as they go."""
         verdict = self.outlook.verdict
+        # Above the largest reference point a closed set cannot pass as it is; open ones are compared with nothing.
         return verdict != "fail" and (verdict != "no reference" or self.division == "open")
 
     def as_dict(self) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class Standing:
         ]
         for run in self.runs:
             reached = f"{run.samples:,}" if run.samples else run.status
-            is_left_out = not run.chosen and run.status != "running"
+            is_left_out = not run.chosen and run.status != "running"  # a run in progress may still be one of those
             note = "  not among the runs that a submission takes" if is_left_out else ""
             lines.append(f"{run.path.name:<20} {reached:>12} {run.evaluations:>12}{note}")
         if self.outlook.reference:
@@ -100,13 +101,17 @@ def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_tr
     Raises:
         ValueError: no logs, or logs of different batch sizes or divisions, or no known ruleset.
     """
+    # In the order of their numbers: `chosen` and `found` refer to the logs by their place in it.
     logs = result_logs(folder)
     division, batch = division_of(logs), batch_size_of(logs)
     samples = [log.run.converged_samples(from_train_samples=from_train_samples) for log in logs]
     ended = [index for index, log in enumerate(logs) if log.run.is_ended]
+    # Only a run that has ended is evidence: one in progress may yet fail.
     chosen = ended
     if len(ended) > runs:
+        # By the logs' own end, and not by a verdict: whether a run is valid is for `package` to ask.
         times = [minutes_of(logs[index]) if samples[index] else FAILED for index in ended]
+        # A log that has ended has records, and so a start.
         selection = select([logs[index].run.start_ms or 0 for index in ended], times, runs)
         chosen = [ended[run] for run in selection.chosen]
     found = tuple(
@@ -157,7 +162,7 @@ def division_of(logs: list[Log]) -> rules.Division:
 
 
 def _common(logs: list[Log], key: str, rule: rules.ValueRule | None) -> Any:
-    first: dict[Any, str] = {}
+    first: dict[Any, str] = {}  # each value, with the first log that has it
     for log in logs:
         record = log.run.first.get(key)
         if record is None and not log.run.is_ended:
@@ -165,6 +170,7 @@ def _common(logs: list[Log], key: str, rule: rules.ValueRule | None) -> Any:
         if record is None or (rule and not rule.accepts(record.value)):
             found = f"{key} {record.value!r}" if record else f"no {key}"
             raise ValueError(f"{log.path}: {found}, expected {rule.wording if rule else 'one'}; see `compliance check`")
+        # Values that a rule accepts are numbers or texts, and so can be keys.
         first.setdefault(record.value, log.path.name)
     if not first:
         raise ValueError(f"{logs[0].path.parent}: no log says {key} yet; wait for the first run to initialise")

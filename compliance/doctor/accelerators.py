@@ -53,6 +53,7 @@ def _number_and_kind(plan: Plan, found: Gpus) -> Iterator[Diagnosis]:
         yield warn("GPUs", f"{named}, of which {plan.ranks} would be used", "set NPROC, or take another recipe")
     else:
         yield ok("GPUs", f"{named}, driver {found.driver}")
+    # Only a name with a shape, as dgxa100_8x8, is one of a machine; others hold letters and digits by chance.
     family = re.search(r"[abhv]\d{3}", plan.recipe)
     if shape_in_name(plan.recipe) and family and not any(family[0] in name.lower() for name in kinds):
         remedy = "look for a recipe of this GPU; memory and speed decide the batch of a rank"
@@ -70,6 +71,7 @@ def _health(gpu: Gpu, plan: Plan) -> Iterator[Diagnosis]:
         yield warn(subject, "faulty memory is to be taken out at the next reset", "reset the GPU before the run")
     if gpu.text("mig.mode.current") == "Enabled":
         remedy = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
+        # A single rank needs no NCCL, and may run on a part of a GPU.
         yield complain(subject, plan.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
     if gpu.text("compute_mode") == "Prohibited":
         yield fail(subject, "compute mode is Prohibited", "nvidia-smi -c DEFAULT (root)")
@@ -90,10 +92,12 @@ def _health(gpu: Gpu, plan: Plan) -> Iterator[Diagnosis]:
 
 
 def _company(host: Host, found: Gpus) -> Iterator[Diagnosis]:
+    # The name comes last, as it may hold commas.
     query = "--query-compute-apps=pid,gpu_uuid,process_name"
     others = nvidia.parse_processes(host.run("nvidia-smi", query, "--format=csv,noheader").answer)
     index = {gpu.text("uuid"): gpu.label for gpu in found.gpus}
     names = [f"{other.name[:60]} (pid {other.pid}) on {index.get(other.uuid, other.uuid)}" for other in others]
+    # A container does not see the processes of others, but their memory is taken.
     full = [gpu for gpu in found.gpus if (gpu.number("memory.used") or 0) > IDLE_MEMORY_MIB]
     remedy = "end it, or wait; two programs on one GPU make both times wrong"
     if names:
@@ -129,10 +133,12 @@ def _gpu_software(plan: Plan, found: Gpus, pytorch: Mapping[str, Any]) -> Iterat
         yield fail("PyTorch", "it cannot be imported, or gives no answer", remedy)
         return
     cuda, named = pytorch.get("CUDA"), f"PyTorch {pytorch.get('PyTorch')}"
+    # An odd answer gives no branch to compare.
     branch = int(found.driver.partition(".")[0]) if re.match(r"\d+\.", found.driver) else None
     needed = DRIVER_FOR_CUDA.get(int(cuda.partition(".")[0])) if cuda else None
     if not cuda:
         yield fail("PyTorch", f"{named} is built without CUDA", "install the build for CUDA (rm -r .venv, see README)")
+    # A GPU that PyTorch sees works, whatever the table says: an image may bring CUDA's compatibility libraries.
     elif branch and needed and branch < needed and not pytorch.get("gpus"):
         remedy = f"update the driver to {needed} or newer, or use a PyTorch for an older CUDA"
         yield fail("PyTorch", f"{named} needs CUDA {cuda}, too new for driver {found.driver}", remedy)
@@ -158,6 +164,7 @@ def _has_code_for(pytorch: Mapping[str, Any]) -> bool:
         return True
     major, minor = capability
     for kind, version in re.findall(r"(sm|compute)_(\d+)", " ".join(architectures)):
+        # The last digit is the minor version: sm_90 is 9.0, and sm_120 is 12.0.
         built = (int(version[:-1]), int(version[-1]))
         if built <= (major, minor) and (kind == "compute" or built[0] == major):
             return True

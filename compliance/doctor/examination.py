@@ -101,6 +101,7 @@ def examine(intended: IntendedRun, host: Host | None = None) -> Iterator[Diagnos
             raise ValueError(f"{path}: no such file or folder")
     found = gpus.query(host)
     plan = make_plan(intended, host, len(found.gpus))
+    # Only for GPUs: importing PyTorch takes long, and a run without them needs no answer.
     about = _Examined(intended, plan, host, found, ask_pytorch(host) if plan.on_gpus else {})
     for check in _CHECKS:
         yield from check(about)
@@ -180,6 +181,7 @@ def _check_caches(about: _Examined) -> Iterator[Diagnosis]:
     try:
         os.close(os.open(switch, os.O_WRONLY))
     except OSError as error:
+        # -l asks whether the command would be allowed, and runs nothing; -n asks for no password.
         command = ("sudo", "-n", "-l", "sysctl", "-q", "vm.drop_caches=3")
         if about.host.run(*command, timeout_s=10).answer:
             yield ok("caches", "may be dropped by way of sudo, as launch/slurm.sub does")
@@ -209,6 +211,7 @@ def _check_results(about: _Examined) -> Iterator[Diagnosis]:
     results = about.results
     if results is None:
         return
+    # The nearest folder that is there: the others will be made in it.
     existing = next(folder for folder in (results.absolute(), *results.absolute().parents) if folder.exists())
     storage, usage = storage_of(existing, about.host), shutil.disk_usage(existing)
     named = f"{results}, on {storage.description}"
@@ -238,18 +241,20 @@ def _check_earlier(about: _Examined, results: Path) -> Iterator[Diagnosis]:
         remedy = "move them away (with metrics_*), or set log.system to another name"
         yield warn("results", f"{len(there)} logs in {folder} already, and a submission has {target}", remedy)
     elif there:
-        missing = len(there) < there[-1] + 1
+        missing = len(there) < there[-1] + 1  # they count from 0
         gaps = "; their numbers have gaps, and the next run fills the first" if missing else ""
         yield ok("results", f"{len(there)} log(s) in {folder} already{gaps}")
 
 
 def _check_source(about: _Examined) -> Iterator[Diagnosis]:
+    # Results and data change with every run and are no source.
     command = ("git", "status", "--porcelain", "--", ".", ":!results", ":!data")
     status = about.host.run(*command, timeout_s=30)
     if not status.trouble:
         changed = status.text.splitlines()
         head = about.host.run("git", "rev-parse", "--short", "HEAD").answer.strip()
         if changed:
+            # Two letters of state and a space come first.
             files = ", ".join(line[3:] for line in changed[:3]) + (" ..." if len(changed) > 3 else "")
             found = f"{len(changed)} file(s) differ from commit {head}: {files}"
             yield warn("source", found, "commit them: a submission holds the source that was run (SR Source code)")
@@ -297,6 +302,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
             size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            # Before the header is read: eight bytes of another file could claim any length.
             if not 2 <= length <= min(CHECKPOINT_HEADER_BYTES, size - 8):
                 raise ValueError(f"{path}: not a safetensors file")
             header = json.loads(file.read(length))
@@ -307,6 +313,7 @@ def read_safetensors_header(path: Path) -> tuple[dict[str, list[int]], int]:
         raise ValueError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError):
         raise ValueError(f"{path}: not a safetensors file, or damaged") from None
+    # Offsets count from behind the header, and the last tensor ends the file.
     if size != 8 + length + end:
         raise ValueError(f"{path}: {size} bytes, but its header speaks of {8 + length + end}: cut off or damaged")
     return shapes, sum(map(math.prod, shapes.values()))
@@ -322,6 +329,7 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
     if intended.data:
         given |= {"data.train": about.folder("train"), "data.evaluation": about.folder("evaluation")}
     for name, value in given.items():
+        # From the root on, as the trainer starts in the repository.
         arguments += [f"--{name}", str(Path(str(value)).absolute())] if value else []
     # One process, which checks the shares of as many as the run will have.
     environment = {"WORLD_SIZE": str(about.plan.world_size)}

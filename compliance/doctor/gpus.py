@@ -39,6 +39,7 @@ FIELDS = (
     "power.limit",
     "power.default_limit",
 )
+# Drivers differ in what they write where they know no value.
 _NO_VALUE = ("", "n/a", "[n/a]", "[not supported]", "not supported", "[unknown error]", "[not found]", "[gpu is lost]")
 
 _THROTTLED = {
@@ -94,6 +95,7 @@ class Gpus:
 def query(host: Host) -> Gpus:
     """Ask nvidia-smi for all fields that its driver knows."""
     fields: list[str] = list(FIELDS)
+    # Each refusal names one field, so that this ends.
     for _ in FIELDS:
         output = host.run("nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader")
         unknown = re.search(r'[Ff]ield "([\w.]+)" is not a valid field', output.text + output.errors)
@@ -114,7 +116,7 @@ def query(host: Host) -> Gpus:
 def parse_query(text: str, fields: Sequence[str]) -> tuple[Gpu, ...]:
     """The GPUs of `nvidia-smi --query-gpu=FIELDS --format=csv,noheader`; lines that are no rows are left out."""
     gpus: list[Gpu] = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
+    for row in csv.reader(text.splitlines(), skipinitialspace=True):  # nvidia-smi separates by a comma and a space
         if len(row) == len(fields):
             cells = (cell.strip() for cell in row)
             known = {name: cell for name, cell in zip(fields, cells, strict=True) if cell.lower() not in _NO_VALUE}
@@ -133,6 +135,7 @@ class GpuProcess:
 
 def parse_processes(text: str) -> tuple[GpuProcess, ...]:
     """The rows of `nvidia-smi --query-compute-apps=pid,gpu_uuid,process_name --format=csv,noheader`."""
+    # In two steps at most, so that commas in a name stay in it.
     rows = (line.split(", ", 2) for line in text.splitlines())
     return tuple(GpuProcess(pid, name, uuid) for pid, uuid, name in (row for row in rows if len(row) == 3))
 
@@ -158,9 +161,11 @@ def parse_topology(text: str) -> Counter[str]:
     Args:
         text: the matrix of `nvidia-smi topo -m`, whose header is underlined and whose tabs are uneven past the devices.
     """
+    # The header is underlined by escape sequences, which would become part of its names.
     rows = [[cell.strip() for cell in re.sub(r"\x1b\[[\d;]*m", "", line).split("\t")] for line in text.splitlines()]
     header = next((row for row in rows if "GPU0" in row[1:]), [])
     column = {name: position for position, name in enumerate(header) if re.fullmatch(r"GPU\d+", name)}
+    # Rows of network cards, and those that are cut off, are left out.
     links = {row[0]: row for row in rows if row[0] in column and len(row) > max(column.values())}
     pairs = combinations(column, 2)
     return Counter(links[one][column[other]] for one, other in pairs if one in links)

@@ -57,6 +57,7 @@ class Host:
         """The text of a small file without the white space around it, "" when it cannot be read."""
         try:
             with self.path(name).open(encoding="utf-8", errors="replace") as file:
+                # Bounded, as "small" is only expected of it.
                 return file.read(MAX_OUTPUT_CHARACTERS).strip()
         except (OSError, ValueError):
             return ""
@@ -75,11 +76,13 @@ class Host:
         try:
             process = subprocess.Popen(
                 command,
+                # No command may wait for somebody to type.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
+                # The parsers know the words of this locale.
                 env={**self.environment, "LC_ALL": "C", **(environment or {})},
                 cwd=REPOSITORY,
                 start_new_session=True,  # a group of its own, to be killed as one
@@ -110,6 +113,7 @@ def _kill_session(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, 9)
         process.communicate(timeout=2)
     except (OSError, subprocess.TimeoutExpired):
+        # What the kernel holds is waited for no longer, and nobody will read what it writes.
         for pipe in (process.stdout, process.stderr):
             if pipe:
                 pipe.close()

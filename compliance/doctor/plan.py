@@ -94,6 +94,7 @@ def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
     if intended.nodes is not None and intended.nodes < 1:
         raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
     shape = shape_in_name(intended.recipe)
+    # What is given counts most, then the launcher's environment, then the job's, then the name.
     nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
     if not intended.recipe:
         return Plan(nodes=nodes, ranks=max(1, gpus_here))
@@ -104,11 +105,14 @@ def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
     except (ValueError, RecursionError):
         said = output.errors.strip().splitlines()[-1:] or [output.trouble]
         raise ValueError(f"the recipes cannot be read: {said[0][:200]}; install the packages (rm -r .venv)") from None
+    # A list in place of an object: the names that there are.
     if not isinstance(config, dict):
         raise ValueError(f"unknown recipe {intended.recipe!r}: expected one of {', '.join(map(str, config))}")
     plan = Plan(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
+    # Those that this process may use, as the nproc of the launchers counts them.
     cores = len(os.sched_getaffinity(0))
     per_node = (
+        # As `launch/processes.sh` counts them.
         shape[1] if shape else gpus_here if plan.on_gpus else 2 if intended.recipe == "tiny_cpu" and cores > 1 else 1
     )
     return replace(plan, ranks=max(1, _count(host, "NPROC") or per_node))

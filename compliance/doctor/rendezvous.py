@@ -50,7 +50,7 @@ def elastic_option(options: list[str], environment: Mapping[str, str]) -> str:
     given = _values(options)
     if "standalone" in given:
         return "--standalone"
-    if environment.get("PET_STANDALONE", "0") not in ("", "0"):
+    if environment.get("PET_STANDALONE", "0") not in ("", "0"):  # PET_<OPTION> is torchrun's default for --<option>
         return "PET_STANDALONE"
     if backend := given.get("rdzv-backend"):
         return "" if backend == "static" else f"--rdzv-backend {backend}"
@@ -60,6 +60,7 @@ def elastic_option(options: list[str], environment: Mapping[str, str]) -> str:
 
 def ports_open_to_all(host: Host, pid: int) -> list[int]:
     """Return the TCP ports on which a process listens on all addresses; none where its files may not be seen."""
+    # A process's table of sockets is that of its whole network namespace; which are its own, only its descriptors tell.
     sockets = set()
     for name in host.names(f"/proc/{pid}/fd"):
         try:
@@ -85,7 +86,7 @@ def _processes(host: Host) -> list[int]:
 
 def _elastic_agent(host: Host, pid: int) -> str:
     """Return what makes a process an elastic agent; "" when it is none."""
-    words = host.read(f"/proc/{pid}/cmdline").strip("\0").split("\0")
+    words = host.read(f"/proc/{pid}/cmdline").strip("\0").split("\0")  # a zero byte ends each word
     # Behind the interpreter, its options and -m.
     start = next((place for place, word in enumerate(words[:4]) if _is_torchrun(word)), None)
     if start is None:
@@ -111,6 +112,7 @@ def _without_port(options: list[str], environment: Mapping[str, str]) -> str:
 def _values(options: list[str]) -> dict[str, str]:
     """Return torchrun's options and what follows each, up to its script or module."""
     values: dict[str, str] = {}
+    # With "" behind the last word, so that this one is looked at too.
     for word, following in pairwise([*options, ""]):
         if word in ("-m", "--module", "--no-python", "--no_python", "--") or word.endswith(".py"):
             break

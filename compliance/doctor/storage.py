@@ -56,17 +56,20 @@ def parse_mounts(mountinfo: str) -> list[Mount]:
     """The mounts of /proc/self/mountinfo, in its order; lines that are none are left out."""
     mounts: list[Mount] = []
     for line in mountinfo.splitlines():
+        # A line has any number of optional fields before the dash, so the right part is counted from there.
         left, dash, right = line.partition(" - ")
         place, what = left.split(" "), right.split(" ")
         if not dash or len(place) < 6 or len(what) < 3:
             continue
         options = {name: value for name, _, value in (option.partition("=") for option in what[2].split(","))}
+        # Read-only as it is mounted here, or in all places.
         read_only = "ro" in place[5].split(",") or "ro" in options
         mounts.append(Mount(_unescaped(place[4]), what[0], _unescaped(what[1]), options, read_only))
     return mounts
 
 
 def _unescaped(text: str) -> str:
+    # Spaces and tabs of a name are octal escapes in that file.
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
@@ -87,6 +90,7 @@ def _storage(path: Path, mounts: list[Mount], host: Host, depth: int) -> Storage
     if mount is None:
         return Storage("unknown", "a file system that /proc/self/mountinfo does not name")
     named = f"{mount.kind} at {mount.point}"
+    # Compressed memory and memory disks bear names of block devices, with any file system on them.
     if mount.kind in IN_MEMORY or re.match(r"/dev/(zram|ram)\d", mount.device):
         return Storage("memory", f"memory ({named})", mount.is_read_only)
     # A file system on a layer or in a file is as durable as what holds that.

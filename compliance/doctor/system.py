@@ -80,6 +80,7 @@ def measure(host: Host) -> dict[str, str]:
     fields = processors(host.run("lscpu").answer, host)
     fields |= memory(host.read("/proc/meminfo"), host.run("dmidecode", "--type", "memory").answer)
     fields |= storage(host.run("lsblk", "--json", "--bytes", "--output", "NAME,TYPE,SIZE,ROTA,MODEL,TRAN").answer)
+    # Without lsblk, what holds the current folder.
     fields["host_storage_capacity"] = fields["host_storage_capacity"] or f"1x {_bytes(shutil.disk_usage('.').total)}"
     fields |= {"host_networking": networking(host)}
     found = gpus.query(host)
@@ -98,6 +99,7 @@ def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str,
     for name in given:
         if name not in fields:
             raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
+    # In this order: what is given counts most, what is measured more than what is true of most machines.
     fields |= {**measured, **given}
     _check(fields)
     return fields
@@ -116,8 +118,10 @@ def _check(fields: Mapping[str, str]) -> None:
 def processors(lscpu: str, host: Host) -> dict[str, str]:
     """The fields of the host's processors, from lscpu's output where there is one and /proc/cpuinfo elsewhere."""
     cpu = _colon_table(lscpu)
+    # Of its blocks, one a core, the first counts.
     info = _colon_table(host.read("/proc/cpuinfo"))
     sockets = _leading_integer(cpu.get("Socket(s)", "")) or 1
+    # lscpu of some ARM machines counts cores by cluster.
     cores = _leading_integer(cpu.get("Core(s) per socket", "")) or _leading_integer(cpu.get("Core(s) per cluster", ""))
     threads = _leading_integer(cpu.get("CPU(s)", "")) or os.cpu_count() or 1
     sizes = {level: cpu.get(f"{level} cache", cpu.get(level)) for level in ("L1d", "L1i", "L2", "L3")}
@@ -144,6 +148,7 @@ def _gigahertz(cpu: Mapping[str, str], info: Mapping[str, str]) -> str:
 def _between_sockets(cpu: Mapping[str, str]) -> str:
     vendor, flags = cpu.get("Vendor ID", ""), cpu.get("Flags", "").split()
     if vendor == "GenuineIntel":
+        # Server processors got UPI in place of QPI in the generation that brought AVX-512.
         return "UPI" if "avx512f" in flags else "QPI"
     return "Infinity Fabric (xGMI)" if vendor == "AuthenticAMD" else ""
 
@@ -154,6 +159,7 @@ def memory(meminfo: str, dmidecode: str) -> dict[str, str]:
     modules: Counter[str] = Counter()
     for block in re.split(r"\n(?=Handle )", dmidecode):
         module = _colon_table(block)
+        # An empty slot has a size in words, "No Module Installed".
         if "Memory Device" in block.splitlines()[1:2] and _leading_integer(module.get("Size", "")):
             speed = module.get("Configured Memory Speed") or module.get("Speed", "")
             words = (module["Size"], module.get("Type", ""), speed)
@@ -170,10 +176,12 @@ def storage(lsblk: str) -> dict[str, str]:
     for disk in _disks(lsblk):
         size = _leading_integer(str(disk.get("size"))) or 0
         name = str(disk.get("name"))
+        # lsblk lists compressed memory and drives of removable media as disks, too.
         if disk.get("type") == "disk" and size and not name.startswith(("zram", "ram", "loop", "fd", "sr")):
             kinds[f"{_bytes(size)} {_disk_kind(disk, name)}"] += 1
     sizes = [f"{count}x {kind}" for kind, count in sorted(kinds.items())]
     return {
+        # "1.92 TB NVMe SSD": size and unit first, the kind behind them.
         "host_storage_type": ", ".join(sorted({kind.split(" ", 2)[2] for kind in kinds})),
         "host_storage_capacity": ", ".join(" ".join(size.split(" ", 3)[:3]) for size in sizes),
     }
@@ -197,7 +205,7 @@ def _disk_kind(disk: Mapping[str, Any], name: str) -> str:
     return "HDD" if rotating else "SSD"
 
 
-def _bytes(count: int) -> str:
+def _bytes(count: int) -> str:  # decimal, as disks are sold
     return f"{count / 1e12:.2f} TB" if count >= 10**12 else f"{count / 1e9:.0f} GB"
 
 
@@ -205,9 +213,11 @@ def networking(host: Host) -> str:
     """The network adapters: ports of /sys/class/infiniband by kind and rate, and wired devices of /sys/class/net."""
     kinds: Counter[str] = Counter()
     for port in adapter_ports(host):
+        # "200 Gb/sec (4X HDR)" in /sys.
         speed = re.sub(r"Gb/sec.*", "Gb/s", port.rate)
         kinds[f"{'RoCE' if port.link_layer == 'Ethernet' else 'InfiniBand'} {speed}".strip()] += 1
     for name in host.names("/sys/class/net"):
+        # Bridges and loopback have no device behind them; InfiniBand was counted above.
         if host.path(f"/sys/class/net/{name}/device").exists() and not name.startswith("ib"):
             megabits = _leading_integer(host.read(f"/sys/class/net/{name}/speed"))
             kinds["Ethernet" + (f" {megabits / 1000:g} Gb/s" if megabits else "")] += 1
@@ -220,7 +230,7 @@ class AdapterPort:
     def __init__(self, host: Host, adapter: str, number: str) -> None:
         folder = f"/sys/class/infiniband/{adapter}/ports/{number}"
         self.name = f"{adapter} port {number}"
-        self.state = host.read(f"{folder}/state").partition(":")[2].strip()
+        self.state = host.read(f"{folder}/state").partition(":")[2].strip()  # "4: ACTIVE" in /sys
         self.rate = host.read(f"{folder}/rate")
         self.link_layer = host.read(f"{folder}/link_layer")
 
@@ -270,6 +280,7 @@ def software(pytorch: Mapping[str, Any], driver: str, host: Host) -> dict[str, s
     stack += [f"{name} {number}" for name in packages if (number := version(name))]
     stack += [f"Python {platform.python_version()}"]
     stack += [kind] if (kind := container(host)) else []
+    # Values stand in quotes or without.
     release = dict(re.findall(r'^(\w+)="?(.*?)"?$', host.read("/etc/os-release"), re.MULTILINE))
     ngc = host.environment.get("NVIDIA_PYTORCH_VERSION")
     return {
@@ -285,6 +296,7 @@ def container(host: Host) -> str:
     environment = host.environment
     ngc = environment.get("NVIDIA_PRODUCT_NAME", "")
     image = f", image NVIDIA {ngc} {environment.get('NVIDIA_PYTORCH_VERSION', '')}".rstrip() if ngc else ""
+    # Each runtime leaves a sign of its own.
     for name in ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER"):
         if path := environment.get(name):
             return f"Apptainer container {Path(path).name}{image}"

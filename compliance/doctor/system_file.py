@@ -42,8 +42,10 @@ def renew(path: Path, given: Mapping[str, str], *, replace: bool = False, host: 
     """
     before = _read(path, replace)
     measured = {name: value for name, value in measure(host or Host()).items() if value}
+    # What the machine tells is never kept: it may have changed since the file was written.
     kept = {name: value for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value}
     fields = complete(measured, {"system_name": path.stem} | kept | dict(given))
+    # Fields of the submitter's own stay, behind those that are asked for.
     write(path, fields | {name: value for name, value in before.items() if name not in fields})
     return [
         f"{name} was {shown(before[name])}, measured is {shown(measured[name])}"
@@ -56,6 +58,7 @@ def _read(path: Path, replace: bool) -> dict[str, Any]:
     """Read what a description that is there says, its fields as text; empty when there is none to keep."""
     if not os.path.lexists(path):
         return {}
+    # Before `replace` is looked at: a pipe, a device or a folder is never written anew.
     if not path.is_file():
         raise ValueError(f"{path}: is no regular file, expected a file such as results/systems/<system>.json")
     if replace:
@@ -65,12 +68,14 @@ def _read(path: Path, replace: bool) -> dict[str, Any]:
     if fault:
         remedy = "choose another --out, or give --replace to write it anew"
         raise ValueError(f"{path}: is no system description: {fault}; {remedy}")
+    # Numbers become text, as the official tools end with a traceback on them.
     return {name: str(value) if name in SYSTEM_FIELDS else value for name, value in description.fields.items()}
 
 
 def _foreign(fields: Mapping[str, Any]) -> str:
     """Say why a JSON object is no description, also none that was begun by hand; "" when it is one."""
     known = [name for name in fields if name in SYSTEM_FIELDS]
+    # By half of its names at least, so that a file of something else with a field "status" in it is not overwritten.
     if not known or len(known) < len(fields) / 2:
         return f"{len(known)} of its {len(fields)} names are fields of one, expected most"
     odd = [name for name in known if isinstance(fields[name], bool) or not isinstance(fields[name], str | int)]

@@ -31,7 +31,7 @@ def compare(path: Path, plan: Plan, host: Host) -> Iterator[Diagnosis]:
     faults = list(_faults(description, plan))
     yield from faults
     if not any(fault.state == "fail" for fault in faults):
-        different = list(_differences(fields, describe("open", host=host), plan))
+        different = list(_differences(fields, describe("open", host=host), plan))  # the division is not compared
         yield from different
         if not faults and not different:
             yield ok(subject, f"{path}: complete, and true of this machine")
@@ -46,6 +46,7 @@ def _faults(description: Description, plan: Plan) -> Iterator[Diagnosis]:
     if division and fields.get("division") in DIVISIONS and fields["division"] != division:
         found = f"division is {fields['division']!r}, but the run's is {division!r}"
         yield fail("system file", found, "correct it, or set log.division")
+    # Fields that are absent have been reported.
     empty = [name for name in WANTED if fields.get(name) == ""]
     if empty and plan.is_closed:
         yield warn("system file", f"empty: {', '.join(empty)}", "fill them in before you submit")
@@ -57,8 +58,10 @@ def _differences(fields: Mapping[str, object], found: Mapping[str, str], plan: P
         text = f"number_of_nodes is {fields.get('number_of_nodes')!r}, but the run takes {plan.nodes}"
         yield warn("system file", text, "correct it, or give --nodes")
     for name, same in _COMPARED.items():
+        # What cannot be found out here, or was left empty, contradicts nothing.
         written, here = str(fields.get(name, "")), found.get(name, "")
         if written and here and not same(written, here):
+            # Other GPUs make it the description of another system; the rest people word in their own ways.
             is_essential = name in ("accelerators_per_node", "accelerator_model_name")
             text = f"{name} is {written!r}, but here it is {here!r}"
             yield complain("system file", is_essential, text, "describe the machines that the run takes")
@@ -70,6 +73,7 @@ def _same_number(written: str, here: str) -> bool:
 
 def _same_model(written: str, here: str) -> bool:
     """Tell whether two names of a product share its number: "Intel Xeon 8480C" and "Intel(R) Xeon(R) Platinum 8480C"."""
+    # Words with numbers in them that are no model: cores, sizes, frequencies.
     ignored = re.compile(r"\d+-core|\d+(\.\d+)?(gb|ghz)|cpu|processor|gpu")
 
     def words(text: str) -> set[str]:
@@ -85,7 +89,7 @@ def _same_size(written: str, here: str) -> bool:
     """Tell whether two sizes of memory are the same within 10 %: part of it is never free to use."""
     sizes = [_size(written), _size(here)]
     if None in sizes:
-        return True
+        return True  # what cannot be read is no difference
     first, second = (float(size or 0) for size in sizes)
     return abs(first - second) <= 0.1 * max(first, second)
 

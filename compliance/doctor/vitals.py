@@ -50,6 +50,7 @@ def read_clock() -> ClockReading:
     before = _wall_minus_monotonic()
     time.sleep(CLOCK_WATCHED_S)
     drift = _wall_minus_monotonic() - before
+    # Longer than the structure is on any Linux, which is all that the call asks for.
     timex = ctypes.create_string_buffer(512)  # struct timex, of which modes = 0 changes nothing
     try:
         state = ctypes.CDLL(None).adjtimex(timex)
@@ -64,6 +65,7 @@ def _wall_minus_monotonic() -> float:
     """Seconds between the two clocks, from the look at both that was interrupted the least."""
     looks: list[tuple[float, float]] = []
     for _ in range(20):
+        # Of the two looks at the monotonic clock the mean is the moment at which the other one was read.
         begin, wall, end = time.monotonic(), time.time(), time.monotonic()
         looks.append((end - begin, wall - (begin + end) / 2))
     return min(looks)[1]
@@ -103,6 +105,7 @@ def _time_keeper(host: Host) -> str:
     if host.run("timedatectl", "show", "--property=NTPSynchronized", "--value", timeout_s=5).answer.strip() == "yes":
         return "the system's time service"
     tracking = host.run("chronyc", "-c", "tracking", timeout_s=5).answer.strip().split(",")
+    # Fields by commas, of which the last is "Normal" while the clock is kept.
     if tracking[-1] == "Normal" and len(tracking) > 4:
         return f"chrony ({tracking[1]})"
     return "systemd-timesyncd" if host.path("/run/systemd/timesync/synchronized").exists() else ""
@@ -112,6 +115,7 @@ def memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     """Memory that processes may still take, the shared memory that NCCL and PyTorch want, and swapping."""
     table = dict(re.findall(r"^(\w+):\s+(\d+) kB", host.read("/proc/meminfo"), re.MULTILINE))
     available = int(table.get("MemAvailable", 0)) * 1024
+    # /proc/meminfo is the host's, and knows nothing of a container's limit.
     limit = _cgroup_limit(host)
     free = min(available, limit) if limit else available
     needed = plan.ranks * (4 * GIB if plan.on_gpus else GIB // 2)
@@ -144,6 +148,7 @@ def _shared_memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     except OSError:
         yield complain("shared memory", plan.ranks > 1, "no /dev/shm", "mount a tmpfs there (docker run --ipc=host)")
         return
+    # f_bavail: what root alone may take is no use to a rank.
     free, needed = status.f_bavail * status.f_frsize, plan.ranks * GIB // 8
     if free < needed and plan.world_size > 1:
         found = f"{free / 2**20:.0f} MiB free in /dev/shm, {plan.ranks} ranks want {needed / 2**20:.0f} MiB"
@@ -181,6 +186,7 @@ def processors(host: Host, plan: Plan) -> Iterator[Diagnosis]:
 def _cores(host: Host) -> float:
     """Cores that this process may use: by affinity, and by the time that its container is given."""
     cores = float(len(os.sched_getaffinity(0)))
+    # cgroup v2: "max" in place of a quota is no limit.
     quota = host.read("/sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdecimal() and quota[1].isdecimal() and int(quota[1]):
         cores = min(cores, int(quota[0]) / int(quota[1]))
@@ -192,6 +198,7 @@ def _numa(host: Host) -> Iterator[Diagnosis]:
     if len(nodes) > 1 and host.read("/proc/sys/kernel/numa_balancing") == "1":
         remedy = "echo 0 > /proc/sys/kernel/numa_balancing (root): ranks are bound to their node already"
         yield warn("NUMA", f"{len(nodes)} nodes, and the kernel moves pages between them while it runs", remedy)
+    # The value in brackets holds, and never is the last of the list.
     if host.read("/sys/kernel/mm/transparent_hugepage/enabled").endswith("[never]"):
         remedy = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (root)"
         yield warn("huge pages", "transparent huge pages are off: more misses in address translation", remedy)
@@ -201,6 +208,7 @@ def limits(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     """Limits of a process: pinned memory for network cards, and open files."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Only where there are adapters: TCP locks no memory.
     if plan.nodes > 1 and adapter_ports(host) and locked != resource.RLIM_INFINITY and locked < 4 * GIB:
         remedy = "ulimit -l unlimited (limits.conf, LimitMEMLOCK=infinity of slurmd, docker --ulimit memlock=-1)"
         yield fail("limits", f"a process may lock {locked >> 10} KiB, and RDMA locks what it sends", remedy)

@@ -13,6 +13,7 @@ import hashlib
 import re
 
 OPENING = "# chain: each digest line holds the SHA-256 over all lines above it"
+# A broken digest points to so many lines at most; shorter stretches would add lines to every log.
 LINES_A_DIGEST = 32
 
 _DIGEST = re.compile(rb"# digest( at the end)?: ([0-9a-f]{64})")
@@ -29,6 +30,7 @@ class Chain:
     def add(self, line: bytes) -> None:
         """Take in a line, without its end."""
         self._hash.update(line)
+        # Always this one byte, whatever ends the line in the file: a log with converted line ends still matches.
         self._hash.update(b"\n")
         self.lines += 1
         self.pending += 1
@@ -72,8 +74,10 @@ class ChainCheck:
 
     def take(self, number: int, line: bytes) -> bool:
         """Take in line `number`, from 1; returns whether it belongs to the chain itself."""
+        # A run that is over writes no more: what stands below was added by another hand.
         if self.ended and self.after_end is None:
             self.after_end = number
+        # The cheap test first, as every line of a log comes by here.
         match = _DIGEST.fullmatch(line) if line.startswith(b"# digest") else None
         if match:
             self.digests += 1
@@ -81,6 +85,7 @@ class ChainCheck:
                 self.broken = (self.covered + 1, number)
             self.covered = number
             self.ended = match[1] is not None
+        # Below the first break no digest can match, so hashing on would tell nothing.
         if self.broken is None:
             self._chain.add(line)
         return match is not None or (number == 1 and self.opened)

@@ -62,8 +62,10 @@ def open_log(path: Path) -> Iterator[LogFile]:
         if path == STDIN:
             _copy_standard_input(file)
         size = os.fstat(file.fileno()).st_size
+        # By its first bytes: names are changed, and logs are packed under their old ones.
         is_packed = file.read(len(_GZIP)) == _GZIP
         file.seek(0)
+        # A finding of the log and no exception, so that the other paths of one command are still checked.
         if size > MAX_LOG_BYTES:
             amount = f"more than {MAX_LOG_BYTES >> 20} MiB on standard input"
             fault = _too_much(amount if path == STDIN else f"a file of {size / 2**20:,.1f} MiB")
@@ -76,6 +78,7 @@ def open_log(path: Path) -> Iterator[LogFile]:
 
 
 def _copy_standard_input(copy: IO[bytes]) -> None:
+    # Python has no stdin object where descriptor 0 was closed at the start.
     if sys.stdin is None:
         raise ValueError("standard input is closed, expected a log: give its file, or pipe it in")
     _copy(sys.stdin.buffer, copy)
@@ -84,9 +87,11 @@ def _copy_standard_input(copy: IO[bytes]) -> None:
 
 def _unpack(file: IO[bytes], unpacked: IO[bytes]) -> LogFile:
     try:
+        # What it unpacks to is not asked of its trailer, which tells the size modulo 4 GiB and may lie: it is counted
+        # on the way.
         with gzip.GzipFile(fileobj=file) as source:
             size = _copy(source, unpacked)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:  # EOFError: cut off
         fault = f"gzip data that are damaged or cut off ({error}); expected the whole log"
         return LogFile(unpacked, 0, True, fault, "look at it with `gzip --test`, and copy it again")
     if size > MAX_LOG_BYTES:

@@ -52,7 +52,7 @@ class Finding:
             "line": self.line,
             "key": self.key,
             "rule": self.rule,
-            "found": self.sentence,
+            "found": self.sentence,  # not `found` alone: `more` is no field of its own
             "remedy": self.remedy,
             "source": self.source,
             "severity": self.severity,
@@ -121,7 +121,9 @@ def _count(number: int, noun: str) -> str:
 
 def shown(value: object, limit: int = 80) -> str:
     """A value of a file, for a message: what steers a terminal is escaped, and it is short."""
+    # Before numbers, as True is an int to Python; in the words of JSON, which the reader sees in the file.
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
+    # Cut before it is escaped, which may make it ten times as long.
     text = ascii(value[:limit]) if isinstance(value, str) else ascii(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."

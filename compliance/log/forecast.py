@@ -63,7 +63,9 @@ def forecast(
         evaluations: (samples trained, accuracy) in their order.
         reference: of a closed run; None in the open division and where there is none.
     """
+    # Only this target stands for BERT-Large, whose curve has the jump.
     is_large = target == rules.QUALITY_TARGET
+    # The untrained model, at 0 samples, has no place on a curve in 1 / samples.
     usable = [point for point in evaluations if point[0] > 0 and (not is_large or point[1] >= KNEE)][-WINDOW:]
     following = len(evaluations) + 1
     if len(usable) < WINDOW:
@@ -71,8 +73,10 @@ def forecast(
             return Forecast(None, None, f"too early: {len(usable)} of {WINDOW} evaluations")
         earliest = schedule.index_after(reference.mean - SPREADS * reference.stdev)
         latest = schedule.index_after(reference.mean + SPREADS * reference.stdev)
+        # The mean may lie behind the run by now: the next evaluation is the earliest in any case.
         return Forecast(max(following, earliest), max(following, latest), "by the reference's runs")
     early, late = reach(usable, 1.0, target), reach(usable, BENDING, target)
+    # A curve that does not rise has no end to forecast; the bending one is not asked then.
     if early is None:
         return Forecast(None, None, f"no rise over the last {WINDOW} evaluations")
     first = max(following, schedule.index_after(early - schedule.interval / 2))

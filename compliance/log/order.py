@@ -75,7 +75,7 @@ def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> It
         close = difflib.get_close_matches(key, rules.KEYS, 1)
         hint = f"one of the log's; did you mean {close[0]}?" if close else "one of the log's"
         yield Violation("key", key, "an unknown key", hint, "correct the key", "common.yaml")
-        return
+        return  # without a rule there is nothing more to hold it to
     if record.event_type != rule.event_type:
         remedy = "use the logger's start and end"
         yield Violation("type", key, f"event_type {record.event_type}", rule.event_type, remedy, rule.source)
@@ -108,6 +108,7 @@ def _misstated(rule: rules.KeyRule, record: Record, ruleset: str | None) -> Iter
     if rule.value is not None and not rule.value.accepts(record.value):
         remedy = "correct the value that is logged"
         yield Violation("value", key, f"value {shown(record.value)}", rule.value.wording, remedy, rule.source)
+    # Missing fields are None here, which no rule accepts.
     wrong = [(name, wanted) for name, wanted in rule.metadata if not wanted.accepts(metadata.get(name))]
     # Some rulesets take another count in the place of all of these.
     if not wrong or (ruleset and rules.COUNT.accepts(metadata.get(rules.alternative_metadata(key, ruleset) or ""))):
@@ -138,14 +139,17 @@ def _unpaired(run: LoggedRun, record: Record) -> Iterator[Violation]:
 
 def _slow_start(run: LoggedRun, record: Record, ruleset: str | None) -> Iterator[Violation]:
     """An initialisation that took too long, or whose end lies before its start."""
+    # A second init_stop is reported as a repeat, and moves nothing.
     if run.init_start_ms is None or "init_stop" in run.first:
         return
+    # While the division is not known, that of the run is closed, whose limit is shorter.
     limit = rules.init_limit_minutes(ruleset or rules.NEWEST_RULESET, run.division)
     minutes = (record.time_ms - run.init_start_ms) / 60_000
     where = rules.KEYS["init_stop"].source
     if minutes < 0:
         found, remedy = f"{-minutes:.1f} min before every init_start", KEEP_THE_CLOCK
         yield Violation("init time", "init_stop", found, "a later time", remedy, where)
+    # The limit itself is too long already: the rule files compare with <.
     if minutes >= limit:
         found, remedy = f"initialisation took {minutes:.1f} min", "shorten compilation and warm-up"
         yield Violation("init time", "init_stop", found, f"less than {limit} min", remedy, where)
@@ -167,6 +171,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         samples = samples_of(record.metadata)
     else:
         samples = record.metadata.get("epoch_num")
+        # The next block may begin while an evaluation runs, so its accuracy counts the sequences at its start.
         at = samples_of(opened.metadata) if opened else None
         remedy = "log each accuracy once, within its evaluation"
         if opened is None:
@@ -177,6 +182,7 @@ def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> 
         elif run.is_evaluated:
             found = "a second time for one evaluation"
             yield Violation("evaluation", record.key, found, "eval_stop", remedy, where)
+    # Outside of the run its place is reported, and a schedule does not exist.
     if rules.is_integer(samples) and run.phase == "run":
         yield from _off_schedule(run, record.key, samples, is_exact=is_exact)
 
@@ -185,12 +191,13 @@ def _off_schedule(run: LoggedRun, key: str, samples: int, *, is_exact: bool) -> 
     schedule, previous = run.schedule, _samples_before(run)
     if samples == 0 and not run.accuracies and not is_exact:
         return  # the untrained model: no evaluation of the schedule
+    # A step trains a whole batch, so even the first evaluation counts one.
     fewest = max(previous + 1, run.global_batch_size or 0)
     if samples < fewest and key == "eval_accuracy" and not is_exact:
         found, expected = f"epoch_num {samples} after {previous}", "epoch_num = sequences trained, increasing"
         yield Violation("count", key, found, expected, "log the true count", "TR 24.6")
         return
-    if schedule is None:
+    if schedule is None:  # without a batch size or an open run's interval nothing is due anywhere
         return
     # Those before the checkpoint are in another log; one that is due right where it was written is in this one.
     done_before = schedule.index_after(run.resumed_samples) - 1 if run.resumed_samples else 0
@@ -224,6 +231,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
     remedy = "keep to the benchmark's setting, or set the division to open"
     for key, expected in fixed.items():
         value = run.value(key)
+        # What is absent is no setting of its own; what must be there is asked for elsewhere.
         if expected is not None and rules.is_number(value) and value != expected:
             found = f"value {shown(value)} in a closed log"
             yield Violation("setting", key, found, f"{expected}", remedy, rules.KEYS[key].source)
@@ -231,6 +239,7 @@ def own_settings(run: LoggedRun) -> Iterator[Violation]:
 
 def left_open(run: LoggedRun) -> Iterator[Violation]:
     """The intervals inside the run that have not been closed."""
+    # A phase that stays open shows by the record that is missing.
     for key in run.open:
         if key not in rules.NEXT_PHASE:
             remedy = "log the start and the stop of every interval"

@@ -81,6 +81,7 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
         lost = f": a parser loses the first{' (' + ', '.join(sorted(keys)) + ')' if keys else ''}"
         expected = "one record a line: write each with one write()"
         problems.append(Problem(number, f"{count} records on one line{lost}", expected, keys))
+    # A warning only: it is slow to parse for the official tools, and yet a record to them.
     if len(line) > MAX_RECORD_BYTES:
         found = f"a record of {len(line)} bytes: the official parser needs time quadratic in its length"
         problems.append(Problem(number, found, f"at most {MAX_RECORD_BYTES}", severity="warning"))
@@ -88,6 +89,7 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
         return _parse_record(line[start + len(_TOKEN) :], number, problems), problems
     except _RecordError as error:
         found, expected = error.args
+        # When the last record cannot be read either, its key is lost with the others.
         glued = [problem._replace(keys=_keys_in(line)) for problem in problems if problem.severity == "error"]
         return None, glued or [Problem(number, found, expected, _keys_in(line))]
 
@@ -95,6 +97,7 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
 def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Record:
     """The record in what follows the token; adds the problems that leave it readable."""
     # Decoded and stripped as by the official parser; what is UTF-8 is then read as that.
+    # As text, because bytes.rstrip() leaves the latin-1 spaces 0x85 and 0xA0 that str.rstrip() takes away.
     text = content.decode("latin-1").rstrip()
     if not text.isascii():
         try:
@@ -111,6 +114,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         missing = ", ".join(name for name in ("time_ms", "key", "value", "metadata") if name not in fields)
         expected = "time_ms, event_type, key, value and metadata"
         raise _RecordError(f"a record without {missing}", expected) from None
+    # The official parser does not need this field, so that its absence loses no record.
     event_type = fields.get("event_type")
     if not isinstance(key, str):
         raise _RecordError(f"key {_shorten(ascii(key))}", "text")
@@ -119,6 +123,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
         metadata = {
             intern(name): intern(value) if value.__class__ is str else value for name, value in metadata.items()
         }
+    # One test for what nearly all records are. type() tells an integer from true, which isinstance() does not.
     is_plain = type(time_ms) is int and 0 <= time_ms < 2**63 and type(metadata) is dict
     if not is_plain or event_type not in EVENT_TYPES:
         time_ms, event_type, metadata = _corrected_fields(time_ms, event_type, metadata, number, problems)
@@ -140,7 +145,7 @@ def _corrected_fields(
         note("time_ms", time_ms, expected)
     if event_type not in EVENT_TYPES:
         note("event_type", event_type, " or ".join(EVENT_TYPES))
-        event_type = ""
+        event_type = ""  # empty has been reported, and is passed over by the grading
     if metadata is None:
         note("metadata", metadata, "an object")
         metadata = {}
@@ -157,6 +162,7 @@ def _take_constant(name: str) -> float:
     return float(name)
 
 
+# Made once: json.loads() builds a new decoder for each call that names parse_constant.
 _decoder = json.JSONDecoder(parse_constant=_take_constant)
 
 
@@ -164,7 +170,9 @@ def _decode(text: str) -> dict[str, Any]:
     """The JSON object that `text` is; fills `_constants`."""
     _constants.clear()
     try:
+        # raw_decode() tells where the object ends, so that text after it is named; but it skips no leading space.
         fields, end = _decoder.raw_decode(text, 0 if text.startswith("{") else len(text) - len(text.lstrip(" \t")))
+    # ValueError also for integers of thousands of digits, RecursionError for deep nesting.
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
         raise _RecordError(f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object") from error
@@ -176,6 +184,7 @@ def _decode(text: str) -> dict[str, Any]:
 
 
 def _keys_in(line: bytes) -> frozenset[str]:
+    # A guess for the message, of a line that no parser reads: bounded in names and in length.
     return frozenset(key.decode() for key in re.findall(rb'"key": ?"([A-Za-z0-9_]{1,80})"', line[:MAX_RECORD_BYTES]))
 
 

@@ -133,16 +133,18 @@ def read_log(path: Path) -> Log:
                     remedy = KEEP_APART
                     break
                 token_lines += 1
-                if line is _OVERLONG:
+                if line is _OVERLONG:  # by identity: a line may spell the same
                     overlong = True
                     found = f"a line of more than {MAX_LINE_BYTES} bytes"
                     problems.append(Problem(number, found, f"at most {MAX_RECORD_BYTES}"))
+                    # Not into the evidence: the official checker is not asked about such a log at all.
                     continue
                 record, wrong = parse_line(line, number)
                 problems += wrong
                 if record:
                     records.append(record)
                 evidence.add(number, line, record, bool(wrong))
+            # Letters of UTF-16 have a zero byte beside them, so the token is in none of its lines.
             if not token_lines and not given_up and _is_utf_16(source.file):
                 given_up, remedy = "the file is UTF-16 text; expected UTF-8", "convert it: `iconv -f UTF-16 -t UTF-8`"
     except OSError as error:
@@ -186,6 +188,7 @@ def _without_cycle_search() -> Iterator[None]:
 
 
 def _take_header(line: bytes, header: dict[str, str]) -> None:
+    # Somebody's text, which may be as much as a log may hold.
     if len(header) >= MAX_HEADER_LINES or len(line) > MAX_HEADER_BYTES:
         return
     key, colon, value = line[2:].decode("utf-8", "replace").partition(": ")
@@ -201,8 +204,10 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
     begun = b""  # of a line that goes on in the next piece
     has_token: bool | None = None  # in what had to be left out of `begun`; None when nothing had to
     left = MAX_LOG_BYTES  # of a log that grows meanwhile
+    # readline() with a bound: a file without line ends would otherwise come as a single line.
     while left > 0 and (piece := file.readline(MAX_LINE_BYTES)):
         left -= len(piece)
+        # The fast way for nearly every line, without a copy and a search for other line ends.
         if piece.endswith(b"\n") and b"\r" not in piece and not begun and has_token is None:
             yield piece[:-1]
             continue
@@ -228,6 +233,7 @@ def _left_out(end: bytes, has_token: bool | None) -> bytes:
 
 _OVERLONG = TOKEN.encode() + b"..."
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+# Begins with 1 to 9, so that a zero stays a zero.
 _NUMBER = re.compile(rb"[1-9][0-9]*")
 
 
@@ -240,6 +246,7 @@ class _Evidence:
     """
 
     MAX_REPEATS = 5000
+    # The names in weights_initialization count one by one, so none of those is left out.
     THINNED = frozenset(
         {"cache_clear", "eval_accuracy"}
         | {f"{name}_{end}" for name in ("epoch", "block", "eval") for end in ("start", "stop")}

@@ -19,6 +19,8 @@ from typing import Literal, TypeGuard
 Division = Literal["closed", "open"]
 Phase = Literal["before", "init", "ready", "run", "done"]
 
+# From 1.0.0 on, as the reference convergence points. 5.1.0 still has rule files of BERT, but no benchmark of that name,
+# so that its package checker reports success without reading a log.
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
 DIVISIONS: tuple[Division, ...] = ("closed", "open")
@@ -73,11 +75,13 @@ class ValueRule:
     """A rule for a value: in words, for messages, and as a predicate."""
 
     wording: str
+    # Functions compare by identity and print as addresses.
     accepts: Callable[[object], bool] = field(repr=False, compare=False)
 
 
 def is_integer(value: object) -> TypeGuard[int]:
     """Tell whether `value` is an int of at most 64 bits, and not a bool (JSON's true is an int to Python)."""
+    # JSON may hold integers of thousands of digits, which overflow when they meet a float.
     return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
@@ -182,6 +186,7 @@ def _span(
 
 
 _STATUS = _one_of(*SUBMISSION_STATUSES)
+# The rule files take any word for a status; the RCP checker counts a run as converged by "success" alone.
 _RUN_STATUS = (("status", _one_of(*RUN_STATUSES)),)
 _BLOCK = (("first_epoch_num", COUNT), ("epoch_count", POSITIVE_INTEGER))
 _EPOCH = (("epoch_num", COUNT),)
@@ -198,6 +203,7 @@ _RULES = (
     _setting("global_batch_size", POSITIVE_INTEGER),
     _setting("gradient_accumulation_steps", POSITIVE_INTEGER, "closed_common.yaml"),
     _setting("opt_base_learning_rate", POSITIVE),
+    # One setting under two names: the rule file of 2.1.0 renamed it, and a log that all rulesets accept holds both.
     _setting("opt_epsilon", POSITIVE, closed=_until("2.0.0")),
     _setting("opt_lamb_epsilon", POSITIVE, closed=ALL - _until("2.0.0")),
     _setting("opt_lamb_beta_1", DECAY),
@@ -223,11 +229,13 @@ _RULES = (
         "closed_bert.yaml 1.1.0 to 2.1.0",
         once=False,
         metadata=(("tensor", TEXT),),
+        # The one ruleset before that has no list of tensors.
         closed=_until("2.1.0") - {"1.0.0"},
         open=NONE,
     ),
     KeyRule("init_stop", "INTERVAL_END", ("init",), "common.yaml; TR 11"),
     KeyRule("run_start", "INTERVAL_START", ("ready",), "common.yaml; TR 11"),
+    # An alternative to blocks for others' logs; the writer logs blocks.
     *_span("epoch", _EPOCH, "epoch_num", required=NONE, written=False),
     *_span("block", _BLOCK, "first_epoch_num", required=ALL, written=True),
     *_span("eval", _EPOCH, "epoch_num", required=NONE, written=True),
@@ -240,6 +248,7 @@ _RULES = (
         value=FRACTION,
         metadata=_EPOCH,
     ),
+    # The rule files ask for both once and do not care where they stand.
     KeyRule("train_samples", "POINT_IN_TIME", ("run", "done"), "common.yaml", value=STEPS),
     KeyRule("eval_samples", "POINT_IN_TIME", ("run", "done"), "common.yaml; TR 6.3", value=STEPS),
     KeyRule("run_stop", "INTERVAL_END", ("run",), "common.yaml; TR 11", metadata=_RUN_STATUS),
@@ -248,6 +257,7 @@ _RULES = (
 KEYS: dict[str, KeyRule] = {rule.key: rule for rule in _RULES}
 """Every known key, in the order in which the writer's log holds them."""
 
+# Since 3.1.0 a count of samples, under two names, may stand in the place of epochs.
 _COUNTED_BY = {"3.1.0": "step_num", "4.0.0": "samples_count", "4.1.0": "samples_count", "5.0.0": "samples_count"}
 
 
@@ -271,6 +281,7 @@ def weight_tensors(num_hidden_layers: int) -> tuple[str, ...]:
     def layer_norm(scope: str) -> list[str]:
         return [f"{scope}/LayerNorm/gamma", f"{scope}/LayerNorm/beta"]
 
+    # In the naming of the reference's TensorFlow checkpoint, which the rule files compare letter by letter.
     names = [f"bert/embeddings/{table}_embeddings" for table in ("word", "position", "token_type")]
     names += layer_norm("bert/embeddings")
     for layer in range(num_hidden_layers):
@@ -321,6 +332,7 @@ MEANINGFUL_SYSTEM_FIELDS = (
 SYSTEM_INTEGERS = ("number_of_nodes", "host_processors_per_node", "accelerators_per_node")
 """Fields that the result summarizer turns into integers: numeric strings."""
 
+# Stricter than the package checker's result_*.txt, which takes any text for a number.
 RESULT_FILE = re.compile(r"result_(\d+)\.txt")
 """Name of a run's log in results/<system>/bert (submission rules, "Directory structure")."""
 

@@ -60,6 +60,7 @@ class LoggedRun:
     def add(self, record: Record) -> None:
         """Take in the next record of the log."""
         key, time_ms = record.key, record.time_ms
+        # Records of several processes need not stand in the order of their times.
         self.last_ms = max(self.last_ms, time_ms)
         if self.start_ms is None or time_ms < self.start_ms:
             self.start_ms = time_ms
@@ -74,8 +75,9 @@ class LoggedRun:
         if key in rules.INTERVALS:
             self.open[key] = record
         elif key in OPENED_BY:
-            self.open.pop(OPENED_BY[key], None)
+            self.open.pop(OPENED_BY[key], None)  # without an opening it is a violation, and nothing to close
         if key == "init_start":
+            # The earliest counts, as for the official checker.
             self.init_start_ms = time_ms if self.init_start_ms is None else min(self.init_start_ms, time_ms)
         elif key == "run_stop":
             # The RCP checker reads the last accuracy above run_stop, and none below it.
@@ -155,6 +157,7 @@ class LoggedRun:
         """(sequences trained, masked-LM accuracy) of each evaluation that says both."""
         return [
             (record.metadata["epoch_num"], record.value)
+            # What is no count or no fraction is for the check to judge; a curve leaves it out.
             for record in self.accuracies
             if rules.COUNT.accepts(record.metadata.get("epoch_num")) and rules.FRACTION.accepts(record.value)
         ]
@@ -224,6 +227,7 @@ class LoggedRun:
             count = self.value("train_samples")
         else:
             count = self._at_end.metadata.get("epoch_num") if self._at_end else None
+        # A float counts, as it does for the official checker.
         samples = round(count) if rules.is_number(count) else 0
         return samples if samples > 0 and rules.is_integer(samples) else None
 
@@ -235,6 +239,6 @@ def samples_of(metadata: Mapping[str, object]) -> int | None:
 
 
 def _seconds(start_ms: int | None, stop_ms: int | None) -> float | None:
-    if start_ms is None or stop_ms is None or stop_ms < start_ms:
+    if start_ms is None or stop_ms is None or stop_ms < start_ms:  # a clock that was set back gives no time
         return None
     return (stop_ms - start_ms) / 1000

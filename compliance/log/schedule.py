@@ -23,6 +23,7 @@ def evaluation_interval(global_batch_size: int) -> int:
 
 def evaluation_samples(index: int, interval: int, global_batch_size: int) -> int:
     """Samples trained at the `index`-th evaluation (from 1): `index` intervals, rounded up to a whole batch."""
+    # In integers: a quotient in floating point could miss a whole batch by its rounding.
     return -(-index * interval // global_batch_size) * global_batch_size
 
 

@@ -59,6 +59,7 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
     Raises:
         ValueError: mlperf-logging is not installed.
     """
+    # Numbered anew by this: `places` leads back from the checker's count to the lines of the file.
     answer = process.ask_about(b"\n".join(line for _, line in lines), ruleset, TIMEOUT_S)
     if "crash" in answer:
         return Opinion("fail", (Complaint(visible(answer["crash"], MAX_TEXT_CHARACTERS)),))
@@ -69,8 +70,10 @@ def opinion(lines: Sequence[tuple[int, bytes]], ruleset: str) -> Opinion:
 
 
 def _parse_message(key: str | None, message: str, places: Sequence[int], severity: Severity) -> Complaint:
+    # Below its first line a message holds the record, the expression, and a dump of the checker's state.
     text = visible(message.partition("\n")[0], MAX_TEXT_CHARACTERS)
     keys = frozenset({key} if key else ())
+    # The checker has no codes for its messages, so their English is matched, as mlperf-logging 4.1.68 words it.
     if match := re.match(r"Required (?:EXACTLY_ONE|AT_LEAST\S*) occurrence of (.*?)(?: but found (\d+)|$)", text):
         named = frozenset(re.findall(r"'(\w+)'", match[1]))
         return Complaint(text, named, absent=match[2] in (None, "0"), severity=severity)
@@ -84,6 +87,7 @@ def _parse_message(key: str | None, message: str, places: Sequence[int], severit
         line = places[int(match[2])]
         # In the rule files' conditions s is what earlier records have left.
         return Complaint(text, keys, line=line, about_state="s[" in condition, severity=severity)
+    # A condition on the whole log, so that the message names no key.
     if "initialized_tensors" in message:
         text = "the list of initialised tensors is wrong"
         return Complaint(text, frozenset({"weights_initialization"}), absent=True, severity=severity)

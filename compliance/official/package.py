@@ -48,12 +48,14 @@ def ask(
     Raises:
         ValueError: mlperf-logging is not installed.
     """
+    # A copy for each folder, so that a crash over one says nothing about the others.
     with tempfile.TemporaryDirectory(prefix="compliance-") as temporary:
         of_folders = []
         for index, (folder, division) in enumerate(benchmarks):
             copy = Path(temporary) / str(index)
             _link(folder, division, copy)
             of_folders.append(_ask("package", copy, ruleset))
+    # Absolute: the tools run in a folder of their own.
     of_descriptions = [_ask("system", absolute(description), ruleset) for description in descriptions]
     return of_folders, of_descriptions, _ask("repository", absolute(root), ruleset) if root is not None else None
 
@@ -76,18 +78,20 @@ def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
     here.mkdir(parents=True)
     for entry in (*folder.logs, *folder.misnamed, *folder.others):
         if entry.is_file() or entry.is_dir() or not entry.exists():  # a pipe would keep the checker waiting
-            (here / entry.name).symlink_to(absolute(entry))
+            (here / entry.name).symlink_to(absolute(entry))  # by its own name, which is what the tool judges
     if (folder.path / "power").is_dir():
         for entry in (folder.path / "power").glob("*/*"):
             target = here / entry.relative_to(folder.path)
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch()  # of measurements the tool looks at names only
+    # The package checker reads them in both places, and they change its verdict.
     for given, copied in ((folder.path, here), (absolute(folder.path).parent, here.parent)):
         if (given / PARAMETERS).is_file():
             (copied / PARAMETERS).symlink_to(absolute(given / PARAMETERS))
     (copy / "systems").mkdir()
     if folder.description.is_file():
         content = _object(folder.description)
+        # Without the field it ends with a KeyError, and the folder would get no answer.
         content.setdefault("division", division)
         (copy / "systems" / folder.description.name).write_text(json.dumps(content))
 

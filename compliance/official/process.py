@@ -35,6 +35,7 @@ def ask(tool: str, path: Path, ruleset: str, timeout_s: float) -> dict[str, Any]
 
 def ask_about(log: bytes, ruleset: str, timeout_s: float) -> dict[str, Any]:
     """Ask the official checker about the lines of a log; raises as `ask` does."""
+    # One file for all: the next log is written when the answer about this one is there.
     path = the_worker().folder / "log.txt"
     path.write_bytes(log)
     return ask("log", path, ruleset, timeout_s)
@@ -71,6 +72,7 @@ class Worker:
             if answer is None:
                 self.end()
                 return {"crash": f"the official checker did not end within {timeout_s} s"}
+            # Without the line end the process died while it answered.
             if answer.endswith(b"\n"):
                 return json.loads(answer)
             self.end()
@@ -83,6 +85,7 @@ class Worker:
         try:
             requests.write(request)
             requests.flush()
+        # A process that is gone shows as a pipe without a reader: the caller starts another.
         except BrokenPipeError:
             return b""
         # One line answers one request, so that nothing waits in the buffer, which select does not see.
@@ -90,6 +93,7 @@ class Worker:
         return answers.readline() if ready else None
 
     def _start(self) -> subprocess.Popen[bytes]:
+        # Looked for without importing it: the worker imports it, and a program that asks nothing need not.
         if find_spec("mlperf_logging") is None:
             raise ValueError("the package mlperf-logging is not installed: install the project's requirements")
         # -P: the folder of the script holds modules named like others'.
@@ -97,8 +101,10 @@ class Worker:
             [sys.executable, "-P", str(Path(__file__).with_name("worker.py"))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            # The tools print for people; what counts comes back as an answer.
             stderr=subprocess.DEVNULL,
             cwd=self.folder,  # some tools leave files where they run
+            # The tools open descriptions in the encoding of the locale, and those that are written here are UTF-8.
             env=os.environ | {"PYTHONUTF8": "1"},
             start_new_session=True,  # Ctrl-C is for the program that asks
         )
@@ -109,6 +115,7 @@ class Worker:
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)  # with the program that it may have forked
+            # Closing flushes what the process has not read, and fails where it is gone.
             for pipe in _pipes(self.process):
                 with suppress(OSError):
                     pipe.close()

@@ -70,9 +70,11 @@ def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[
     Raises:
         ValueError: mlperf-logging is not installed, or what the tools said cannot be written beside the tree.
     """
+    # Named from the root on, because each tool runs in a folder of its own.
     tree = tree.resolve()
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
+        # In this order: a list is built from left to right.
         reports = [
             _package_checker(place, tree, ruleset, division),
             _repository_checker(place, tree, ruleset),
@@ -81,6 +83,7 @@ def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[
         ]
         report, summary = _summarizer(place, tree, system, ruleset)
         for said in place.glob("*.txt"):
+            # Their lines hold names from the tree, which may steer a terminal.
             lines = said.read_text("utf-8", "replace").split("\n")
             write_whole(said_beside(tree) / said.name, "\n".join(map(visible, lines)))
     return [*reports, report], summary
@@ -95,6 +98,7 @@ def _run(place: Path, tool: str, *arguments: str | Path, log_output: bool = True
     """Exit status and output of one tool, in a folder of its own: they leave files behind."""
     folder, output = place / tool, place / f"{tool}.txt"
     folder.mkdir()
+    # Each would write a log file into the folder where it runs; the summarizer knows no such option.
     options = ["--log_output", os.devnull] if log_output else []
     status = run_program(tool, [*map(str, arguments), *options], folder, output, TIMEOUT_S)
     return status, output.read_text("utf-8", "replace")
@@ -104,6 +108,7 @@ def _package_checker(place: Path, tree: Path, ruleset: str, division: str) -> Re
     tool = "package checker"
     _, said = _run(place, "package_checker", tree, "training", ruleset)
     success = "PACKAGE CHECKER FOUND NO ERRORS" in said
+    # What it prints only while it reads a log, the seeds, the reference points.
     looked = [f"Run {SUBMISSION_RUNS}/{SUBMISSION_RUNS}"]
     looked += ["Running Seed Checker", "Running RCP Checker"] if division == "closed" else []
     blind: list[Finding] = []
@@ -136,6 +141,7 @@ def _convergence_checker(place: Path, results: Path, ruleset: str, division: str
         return Report(tool, True, "not asked: it would delete the file /scaling.json", ())
     status, said = _run(place, "rcp_checker", results, "--rcp_usage", "training", "--rcp_version", ruleset)
     match = re.search(r"^\w+ - (.*), RCP test (PASSED|FAILED)", said, re.MULTILINE)
+    # The only one of the five whose exit status says something; the words are asked all the same.
     passed = status == 0 and match is not None and match[2] == "PASSED"
     return _report(tool, passed, f"{match[1]}: {match[2].lower()}" if match else "no verdict", said)
 
@@ -153,11 +159,13 @@ def _read_summary(out: Path, tree: Path, system: str) -> Summary | None:
     """The row of a system; the tables name it by the system_name of its description."""
     name = json.loads((tree / "systems" / f"{system}.json").read_text("utf-8"))["system_name"]
     rows = []
+    # Two tables beside each other: the score stands in one, scaling and samples in the other.
     for path in (out, out.with_name("summary_detailed.csv")):
         if not path.is_file():
             return None
         with path.open(encoding="utf-8", newline="") as file:
             matching = [row for row in csv.DictReader(file) if row.get("system") == name]
+        # Two systems of one name cannot be told apart in the tables.
         if len(matching) != 1:
             return None
         rows += matching
@@ -179,12 +187,14 @@ def _optional_number(text: str | None) -> float | None:
 def _report(tool: str, passed: bool, words: str, said: str, more: Sequence[Finding] = ()) -> Report:
     """A report with the complaints; a failure that no known message explains is explained by the tool's last line."""
     findings = [*_complaints(tool, said), *more]
+    # A failure must not stand there without a reason.
     if not passed and not any(finding.severity == "error" for finding in findings):
         last = visible(said.strip().rpartition("\n")[2], MAX_MESSAGE_CHARACTERS)
         findings.append(Finding(None, "", tool, f"it does not pass: {last}", "read what it printed, beside the tree"))
     return Report(tool, passed, words, tuple(findings))
 
 
+# Looked through from above: the first pattern that matches counts.
 TRANSLATIONS: tuple[tuple[str, str, str], ...] = (
     (
         r"ERROR - .*found (\d+), expected (\d+)$",
@@ -238,6 +248,7 @@ TRANSLATIONS: tuple[tuple[str, str, str], ...] = (
         "more than one log fails the compliance checker (it says: did not converge)",
         "`python -m compliance check` on the logs says what is wrong with each",
     ),
+    # The last line of a traceback.
     (r"^\w+(?:\.\w+)*(?:Error|Exception): (.*)$", "it crashed: {0}", "`python -m compliance check` finds the cause"),
 )
 """Pattern of a line, what it means, what to do; {0} is the line, {1} and on are the groups."""
@@ -261,6 +272,7 @@ def _complaints(tool: str, said: str) -> Iterator[Finding]:
     """The complaints among the lines that a tool printed, each once."""
     seen: set[str] = set()
     for line in said.split("\n"):
+        # A line may hold a whole record of a log.
         finding = _complaint(tool, line[:MAX_LINE_CHARACTERS])
         if finding and finding.found not in seen:
             seen.add(finding.found)

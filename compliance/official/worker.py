@@ -50,6 +50,7 @@ class RuleFiles:
     BaseLoader = yaml.BaseLoader
 
     def __init__(self) -> None:
+        # By the name of the file: those of an installation do not change while a program asks.
         self._known: dict[str, Any] = {}
 
     def load(self, file: TextIO, Loader: type[yaml.BaseLoader]) -> Any:
@@ -83,23 +84,29 @@ def judge(tool: str, path: str, ruleset: str) -> dict[str, Any]:
 
 
 def _judge_log(path: str, ruleset: str) -> dict[str, Any]:
+    # What it would log stands in the checker's own fields as well, keyed; formatting it for nobody takes time.
     logging.disable(logging.CRITICAL)
+    # quiet would drop the warnings, werror count them as errors.
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:
+        # From common.yaml on it goes to the files of the division and the benchmark that the log names.
         passed = checker.check_file(path, f"training_{ruleset}/common.yaml")
     except Exception as error:  # the checker crashes on ordinary mistakes in a log
         return {"passed": False, "crash": _shorten(f"{type(error).__name__}: {error}")}
     return {
         "passed": bool(passed),
         "warnings": [[key, _shorten(text)] for key, text in checker.warnings.items()],
+        # It keeps one message a key, of which later ones take the place, and those without a key.
         "errors": [[key, _shorten(text)] for key, text in checker.overwritable.items()]
         + [[None, _shorten(text)] for text in checker.not_overwritable],
     }
 
 
 def _judge_part(tool: str, path: str, ruleset: str) -> dict[str, Any]:
+    # A question about a log may have come before.
     logging.disable(logging.NOTSET)
     said = _Messages()
+    # Alone: a handler of an earlier question would still collect.
     logging.getLogger().handlers[:] = [said]
     try:
         # Imported when they are asked for: with the package checker comes SciPy, which takes a second.
@@ -122,16 +129,17 @@ def _judge_part(tool: str, path: str, ruleset: str) -> dict[str, Any]:
     except Exception as error:  # the tools crash on ordinary mistakes
         message = f"it ends with {type(error).__name__}: {error}"
         return {"passed": False, "messages": [message[:MAX_TOOL_MESSAGE_CHARACTERS]]}
-    errors = [text for level, text in said.lines if level >= logging.ERROR]
+    errors = [text for level, text in said.lines if level >= logging.ERROR]  # the rest is how it went on
     return {"passed": bool(passed), "messages": errors[-MAX_TOOL_MESSAGES:]}
 
 
 def run_program(program: str, arguments: list[str], folder: str, output: str) -> dict[str, Any]:
     """Run `python -m mlperf_logging.PROGRAM ARGUMENTS` in a folder, its output in a file; the answer is its exit status."""
+    # Imported before the fork, so that the next run of the program finds it there.
     main = importlib.import_module(f"mlperf_logging.{program}.{program}").main
     fork = os.fork()
     if fork == 0:
-        status = 1
+        status = 1  # of a fork that does not come to the end of the block
         try:
             descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(descriptor, 1)
@@ -154,6 +162,7 @@ def _status_of(main: Callable[[], object]) -> int:
         try:
             main()
         except SystemExit as stop:
+            # A text as the exit status means 1, as in any Python program.
             return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         except Exception:
             traceback.print_exc()
@@ -171,12 +180,15 @@ def _shorten(text: str) -> str:
 
 def main() -> None:
     """Answer until stdin ends."""
+    # The repository checker says that all passed at the level INFO.
     logging.getLogger().setLevel(logging.INFO)
     mlp_compliance.enqueue_config = enqueue_config
     mlp_compliance.yaml = RuleFiles()
+    # Each ruleset has a parser module with a copy of this function.
     for name in dir(mlp_parser):
         if name.startswith("ruleset_"):
             getattr(mlp_parser, name).strip_and_dedup = token_lines
+    # Only answers may go to stdout: it is read line by line.
     answers = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # the tools print for people
         for line in sys.stdin:

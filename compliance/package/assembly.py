@@ -32,6 +32,7 @@ def make_package(request: Request) -> Package:
     Raises:
         ValueError: why these logs, this description or this place make no submission; then nothing was written.
     """
+    # Everything that may refuse comes before write_tree().
     if request.tree.exists() and not request.replace:
         raise ValueError(f"{request.tree} is there already: choose another --out, or give --replace to write it anew")
     logs = result_logs(request.runs)
@@ -54,6 +55,7 @@ def make_package(request: Request) -> Package:
 def _description(request: Request, division: rules.Division) -> dict[str, Any]:
     path = request.system
     description = read_description(path)
+    # Warnings about a description stop no submission.
     faults = [fault for fault in description_findings(description, request.ruleset) if fault.severity == "error"]
     if faults:
         more = f" ({len(faults) - 1} more faults)" if len(faults) > 1 else ""
@@ -86,6 +88,7 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
             raise ValueError(f"{log.path}: packed in gzip, which no official tool reads: unpack it with `gunzip`")
         if log.path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{log.path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most that a submission may hold")
+        # By content: a copy has another name, and would count one run twice.
         same = digests.setdefault(hashlib.sha256(log.path.read_bytes()).digest(), log.path)
         if same != log.path:
             raise ValueError(
@@ -100,21 +103,25 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
 
 def _choose(logs: list[Log], ruleset: str) -> tuple[tuple[SubmittedRun, ...], Selection]:
     verdicts = [check_log(log, ruleset) for log in logs]
+    # A log that passes both checks counts with its time; one that does not is a failed run, whatever it says of itself.
     times = [minutes_of(log) if verdict.passed else FAILED for log, verdict in zip(logs, verdicts, strict=True)]
     selection = select([log.run.start_ms or 0 for log in logs], times, SUBMISSION_RUNS)
     failed = [verdict for verdict in verdicts if not verdict.passed]
+    # Infinite where even the median window holds two failed runs.
     if selection.score == FAILED:
         named = "; ".join(f"{verdict.path.name}: {_why(verdict)}" for verdict in failed)
         raise ValueError(
             f"{logs[0].path.parent}: {len(failed)} runs are no valid results, and a set of {SUBMISSION_RUNS} may hold one "
             f"(TR 12): {named}. Run again"
         )
+    # Only of the chosen: a fault in a run that is not submitted costs nothing.
     for run in selection.chosen:
         if verdicts[run].official == "pass" and not verdicts[run].passed:
             raise ValueError(
                 f"{logs[run].path}: {_why(verdicts[run])}. The official tools do not see it and would count the run: move "
                 "the log away and run again"
             )
+    # In the order of their start, from 0, whatever their numbers were.
     chosen = enumerate(selection.chosen)
     return tuple(SubmittedRun(f"result_{number}.txt", logs[run], times[run]) for number, run in chosen), selection
 
@@ -139,6 +146,7 @@ def _findings(description: Mapping[str, Any], logs: list[Log], source: Source) -
         found = f"the system description leaves {', '.join(empty)} empty, expected a meaningful answer"
         remedy = "fill them in; N/A where the system has no such thing"
         yield Finding(None, empty[0], "SR <system_desc_id>.json metadata", found, remedy, severity="warning")
+    # Logs of other software name no commit.
     commits = {log.header["commit"] for log in logs if "commit" in log.header} - {source.commit}
     if source.commit and commits:
         found = f"a log was made at commit {min(commits)!a}, but the source is packaged at {source.commit!r}"
@@ -148,6 +156,7 @@ def _findings(description: Mapping[str, Any], logs: list[Log], source: Source) -
         found = f"{source.modified[0]} differs from its commit"
         remedy = "commit it, or package from a clean checkout: what is packaged must be what ran"
         yield Finding(
+            # The first file stands for all; `more` says how many others differ.
             None, "", "SR Source code requirements for replication", found, remedy, severity="warning",
             more=len(source.modified) - 1,
         )  # fmt: skip

@@ -35,6 +35,7 @@ def run(request: Request, archive: Path | None, password_file: Path | None) -> i
     """
     if (archive is None) != (password_file is None):
         raise ValueError("--archive and --password-file go together: the archive is encrypted")
+    # First, as the tools take a while: what is wrong with the archive is said before they begin.
     if archive and password_file:
         check_request(archive, password_file)
     package = make_package(request)
@@ -50,11 +51,13 @@ def run(request: Request, archive: Path | None, password_file: Path | None) -> i
 
 
 def _own_check(package: Package) -> Report:
+    # Read again from the tree, as a reviewer will have it: copied and renamed.
     verdicts = check_paths([package.tree], package.request.ruleset)
     passed = accepted(verdicts)
     findings = [
         replace(finding, found=f"{verdict.path.name}: {finding.found}")
         for verdict in verdicts
+        # One log of ten may fail; its errors are no news when the folder passes.
         for finding in verdict.errors
         if not passed
     ]
@@ -72,6 +75,7 @@ def _comparison(package: Package, summary: Summary | None) -> Report:
 
 def _differences(package: Package, summary: Summary) -> Iterator[Finding]:
     written = package.results / "scaling.json"
+    # The package checker writes the file where a score is scaled, and removes it where it is not.
     factor = json.loads(written.read_text("utf-8"))["scaling_factor"] if written.is_file() else 1.0
     figures = [
         ("the score in minutes", package.minutes, summary.minutes),
@@ -81,6 +85,7 @@ def _differences(package: Package, summary: Summary) -> Iterator[Finding]:
     if package.division == "closed":
         figures.append(("the mean samples to the target", package.outlook.mean, summary.samples))
     for name, ours, theirs in figures:
+        # A figure that one of the two lacks is a difference as well.
         if ours is None or theirs is None or not math.isclose(ours, theirs, rel_tol=AGREEMENT):
             remedy = "do not submit it: one of the two programs is wrong about these logs; compare what it printed"
             yield Finding(None, "", "result summarizer", f"{name} is {ours} here and {theirs} there", remedy)

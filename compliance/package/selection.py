@@ -63,6 +63,7 @@ def select(started_ms: Sequence[int], times: Sequence[float], runs: int = 10) ->
         )
     if len(times) < runs:
         raise ValueError(f"{len(times)} runs, expected at least {runs}: run the missing ones")
+    # sorted() keeps the order of runs that started in the same millisecond.
     order = sorted(range(len(times)), key=lambda run: started_ms[run])
     scores = [
         olympic_mean([times[run] for run in order[first : first + runs]]) for first in range(len(times) - runs + 1)
@@ -79,5 +80,6 @@ def olympic_mean(values: Sequence[float]) -> float:
     """
     if len(values) < 3:
         raise ValueError(f"{len(values)} runs, expected at least 3: the fastest and the slowest are dropped")
+    # One failed run, infinite, is the largest and goes; of two, one stays and makes the mean infinite.
     kept = sorted(values)[1:-1]
     return sum(kept) / len(kept)

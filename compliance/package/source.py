@@ -39,18 +39,23 @@ def tracked_source(root: Path = ROOT) -> Source:
     Raises:
         ValueError: the source has no README.md, Dockerfile or run_and_time.sh.
     """
+    # Only of a checkout of its own: in a folder inside another repository git would list that one's files.
     listing = _git(root, "ls-files", "-z") if (root / ".git").exists() else None
     names = sorted(filter(None, listing.split("\0"))) if listing is not None else sorted(_not_ignored(root))
+    # git also lists what has been deleted and not committed; a link counts, even one that leads nowhere, to be named as
+    # left out.
     names = [name for name in names if not name.startswith("results/") and os.path.lexists(root / name)]
     files = [name for name in names if _may_be_submitted(root / name, name)]
     for name in ("README.md", "Dockerfile", "LICENSE", "run_and_time.sh"):
         if name not in files:
+            # What a reader needs to build and run it; an installed package lacks them.
             raise ValueError(
                 f"{root} holds no {name}: package from a checkout of the repository, not from an installation"
             )
     commit = _git(root, "rev-parse", "HEAD") if listing is not None else None
+    # Against HEAD, so that changes count whether or not they are staged.
     changes = _git(root, "diff", "--name-only", "-z", "HEAD") if listing is not None else None
-    modified = [name for name in (changes or "").split("\0") if name in files]
+    modified = [name for name in (changes or "").split("\0") if name in files]  # what is not packaged may differ
     left_out = sorted(set(names) - set(files))
     return Source(root, tuple(files), tuple(left_out), commit.strip() if commit else None, tuple(modified))
 
@@ -66,6 +71,7 @@ def _git(root: Path, *arguments: str) -> str | None:
     """Return what a git command prints; None where it fails or is not there."""
     try:
         command = ["git", *arguments]
+        # With -z and this, names that are no UTF-8 come through and can be opened.
         done = subprocess.run(
             command, cwd=root, capture_output=True, errors="surrogateescape", timeout=TIMEOUT_S, check=False
         )
@@ -91,6 +97,7 @@ def _not_ignored(root: Path) -> list[str]:
     found: list[str] = []
     for folder, folders, files in os.walk(root):
         below = Path(folder).relative_to(root)
+        # In place, so that os.walk() does not go into folders that are ignored.
         folders[:] = [name for name in folders if name != ".git" and not ignored((below / name).as_posix())]
         found += [name for name in ((below / file).as_posix() for file in files) if not ignored(name)]
     return found

@@ -132,19 +132,21 @@ def write_tree(package: Package, description: Mapping[str, Any], source: Source)
     request = package.request
     try:
         request.out.mkdir(parents=True, exist_ok=True)
+        # Beside the tree, on its file system, so that a rename can put it in its place.
         aside = Path(tempfile.mkdtemp(prefix=".partial-", dir=request.out))
     except OSError as error:
         raise ValueError(f"{request.out} cannot be written: {error.strerror}; choose another --out") from error
     try:
         aside.chmod(0o755)  # mkdtemp lets nobody else in
         _fill(aside, package, description, source)
+        # On the disk before the rename: a name must not outlive its content.
         _sync_all(aside)
         _put_in_place(aside, request.tree)
         sync(request.out)
     except OSError as error:
         raise ValueError(f"{error.filename or request.tree} cannot be written: {error.strerror}") from error
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(aside, ignore_errors=True)  # gone by now, unless something failed
 
 
 def _put_in_place(new: Path, tree: Path) -> None:
@@ -155,7 +157,7 @@ def _put_in_place(new: Path, tree: Path) -> None:
     old = Path(tempfile.mkdtemp(prefix=f"{tree.name}.replaced-", dir=tree.parent))
     tree.replace(old / tree.name)
     try:
-        new.replace(tree)
+        new.replace(tree)  # Ctrl-C between the two renames would leave no tree
     except BaseException:
         (old / tree.name).replace(tree)
         old.rmdir()
@@ -179,14 +181,18 @@ def _fill(root: Path, package: Package, description: Mapping[str, Any], source: 
     _text(root / "systems" / f"{system}.json", json.dumps(dict(description), indent=2, ensure_ascii=False) + "\n")
     results = root / "results" / system / "bert"
     for run in package.runs:
+        # Byte by byte, because the chain of digests and a reviewer both look at the bytes.
         _copy(run.log.path, results / run.name)
+    # Also written by the package checker later; the summarizer looks for it before its own check would have written it.
     if package.outlook.verdict == "scaled":
+        # As the package checker writes it.
         _text(results / "scaling.json", json.dumps({"scaling_factor": package.scaling}))
     _text(root / "README.md", _organisation_readme(package))
     _copy(source.root / "LICENSE", root / "LICENSE.md")
     configuration = _configuration(package)
     _text(benchmark / system / f"{system}_{request.implementation}.json", json.dumps(configuration, indent=2) + "\n")
     _text(benchmark / system / "README.md", _system_readme(package))
+    # The recipe's name comes from a log and becomes a word of a shell script.
     if NAME.fullmatch(configuration.get("recipe", "")):
         script = benchmark / system / "run_and_time.sh"
         _text(script, _script(request.implementation, configuration["recipe"], configuration["configuration"]))
@@ -196,6 +202,7 @@ def _fill(root: Path, package: Package, description: Mapping[str, Any], source: 
 def _copy(source: Path, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, target)
+    # Modes as git keeps them, whatever the umask was.
     target.chmod(0o755 if os.access(source, os.X_OK) else 0o644)
 
 
@@ -208,6 +215,7 @@ def _configuration(package: Package) -> dict[str, Any]:
     """Return what the head of the first log says: versions, hardware, and the resolved configuration."""
     header = package.runs[0].log.header
     configuration = {key.removeprefix("config."): value for key, value in header.items() if key.startswith("config.")}
+    # Each run has its own seed, which its log holds.
     head = {key: value for key, value in header.items() if not key.startswith(("config.", "seed"))}
     settings = {
         key: package.runs[0].log.run.first.get(key)
@@ -223,6 +231,7 @@ def _script(implementation: str, recipe: str, configuration: Mapping[str, str]) 
     options, unsaid = [], []
     for key, value in configuration.items():
         section, dot, name = key.partition(".")
+        # A seed is drawn for each run, and an empty setting is one that was not set.
         if not dot or section not in REPEATED_SECTIONS or key == "training.seed" or value in ("", "None", "{}"):
             continue
         if not re.fullmatch(r"\w+", name):  # a log is nobody's to trust
@@ -230,6 +239,7 @@ def _script(implementation: str, recipe: str, configuration: Mapping[str, str]) 
         name = name.replace("_", "-")
         if value in ("True", "False"):
             options.append(f"--{section}.{'' if value == 'True' else 'no-'}{name}")
+        # Only what a shell takes as it stands; all else is named in a comment of the script.
         elif re.fullmatch(r"[\w.+/:-]+", value):
             options.append(f"--{section}.{name} {value}")
         else:

@@ -81,6 +81,7 @@ class Axes:
 
 def line_chart(lines: Sequence[Line], axes: Axes, *, dots: bool = False) -> str:
     """All lines over shared axes; with `dots` also each of their points, the last one larger."""
+    # A folder of many runs shares one number of points, or the page would grow with the runs.
     limit = MAX_POINTS if dots else max(8, min(MAX_POINTS, MAX_POINTS_A_CHART // len(lines)))
     thinned = [thin(line.points, limit) for line in lines]
     points = [point for line in thinned for point in line]
@@ -96,8 +97,10 @@ def stacked_chart(lines: Sequence[Line], axes: Axes) -> str:
     levels = [[0.0] * len(xs)]
     for line in lines:
         levels.append([below + y for below, (_, y) in zip(levels[-1], line.points, strict=True)])
+    # All edges have the same x, so that thinning cuts them at the same places and the areas fit.
     edges = [thin(list(zip(xs, level, strict=True))) for level in levels]
     plot = _Plot(replace(axes, from_zero=True), xs, levels[-1])
+    # Each area lies between two edges, of which there is one more.
     for line, lower, upper in zip(lines, edges, edges[1:], strict=False):
         corners = " ".join(plot.place(point) for point in [*upper, *reversed(lower)])
         name = f"<title>{escape(line.name)}</title>"
@@ -116,6 +119,7 @@ def run_chart(bars: Sequence[Bar], axes: Axes, *, columns: bool) -> str:
     every = -(-len(bars) // MAX_RUN_NAMES)
     for index, bar in enumerate(bars):
         middle, top = (index + 0.5) * width, plot.y_of(bar.value)
+        # A column of nothing is still to be seen.
         height = max(SIDE - top, 2.0)
         shape = f'<rect x="{middle - half:.1f}" y="{SIDE - height:.1f}" width="{2 * half:.1f}" height="{height:.1f}"/>'
         if not columns:
@@ -141,6 +145,7 @@ class _Plot:
         self.axes = axes
         self.marks: list[str] = []
         self._words: list[str] = []
+        # The ends of the guides too: the frame holds a target that no run has come near.
         levels = [*ys, *_ends(axes.guides, "y"), *([0.0] if axes.from_zero else [])]
         y_ticks = ticks(min(levels), max(levels))
         self.y_of = _scale(y_ticks, SIDE, 0.0)
@@ -172,7 +177,7 @@ class _Plot:
         drawn = f'<path class="stroke" d="M{"L".join(places)}"/>'
         if dots:
             drawn += f'<path class="dots" d="{"".join(f"M{place}h0" for place in places)}"/>'
-            drawn += f'<path class="dots last" d="M{places[-1]}h0"/>'
+            drawn += f'<path class="dots last" d="M{places[-1]}h0"/>'  # drawn larger: where the run stands
         self.marks.append(f'<g class="mark {line.kind}"><title>{escape(line.name)}</title>{drawn}</g>')
 
     def html(self) -> str:
@@ -215,6 +220,7 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
     """Thin out to at most `limit` points: the means of equally long stretches, and the last point as it is."""
     if len(points) <= limit:
         return list(points)
+    # Rounded up, so that with the last point no more than `limit` are left.
     size = -(-(len(points) - 1) // (limit - 1))
     stretches = [points[start : min(start + size, len(points) - 1)] for start in range(0, len(points) - 1, size)]
     return [(sum(x for x, _ in s) / len(s), sum(y for _, y in s) / len(s)) for s in stretches] + [points[-1]]
@@ -223,11 +229,13 @@ def thin(points: Points, limit: int = MAX_POINTS) -> list[tuple[float, float]]:
 def ticks(low: float, high: float) -> list[float]:
     """Two to nine round numbers, the first at or below `low` and the last at or above `high`."""
     span = high - low
+    # Equal values but for rounding would give a step of about nothing.
     if span < 1e-9 * max(abs(low), abs(high), 1e-3):
         span = max(abs(high), 1.0)  # all points at one height
     magnitude = 10.0 ** math.floor(math.log10(span / 5))
     # The smallest round step of which five span it, or nearly.
     step = magnitude * next(factor for factor in (1, 2, 2.5, 5, 10) if factor * magnitude * 5 >= span * 0.999)
+    # A value that is a multiple of the step but for rounding gets no further tick.
     first = math.floor(low / step + 1e-9)
     last = max(math.ceil(high / step - 1e-9), first + 1)
     return [index * step for index in range(first, last + 1)]

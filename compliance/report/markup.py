@@ -20,6 +20,7 @@ def escaped(value: object, limit: int = MAX_TEXT) -> str:
 def section(title: str, *content: str) -> str:
     """A section with a heading; empty where all of its content is."""
     text = "\n".join(part for part in content if part)
+    # Headings and heads of tables are words of this program, and the content has been escaped by whoever made it.
     return f"<section><h2>{title}</h2>\n{text}</section>" if text else ""
 
 

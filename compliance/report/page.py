@@ -79,6 +79,7 @@ def render(results: Results) -> str:
     ]
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        # Nothing may be loaded and nothing run; the style sheet stands in the page itself.
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escaped(heading(results))}</title><style>{STYLE_SHEET.read_text(encoding='utf-8')}</style></head>\n"
@@ -91,6 +92,7 @@ def _header(results: Results) -> str:
     recipe, started = results.shown.log.header.get("recipe"), facts.get("started")
     batch, processes = results.global_batch_size, facts.get("world_size")
     header = results.shown.log.header
+    # "1" where the log does not say: then nothing is said of it.
     tensor, pipeline = (header.get(f"config.parallel.{name}", "1") for name in ("tensor", "pipeline"))
     pieces = [
         f"recipe {recipe}" if recipe else "",
@@ -113,9 +115,12 @@ def _figures(results: Results) -> str:
     """The few numbers to see first; the time is the score where there is one."""
     shown, kept = results.shown, [run for run in results.valid if run.number not in results.dropped]
     over = f"mean of {counted(len(kept), 'run')}, fastest and slowest dropped"
+    # The score after scaling, as the rules count it.
     seconds = results.scaled_seconds
     if not results.dropped:
+        # Without a score one run stands for the folder; after two lost runs, none may.
         seconds, over = (None, "no score") if results.lost > 1 else (shown.said.seconds, f"run {shown.number}")
+    # Before there is a score, the run that is shown.
     rates = [run.said.sequences_per_s for run in kept or [shown] if run.said.sequences_per_s]
     mean_rate = sum(rates) / len(rates) if rates else None
     each = "evaluations included"
@@ -134,6 +139,7 @@ def _figures(results: Results) -> str:
     if results.convergence is not None and results.convergence.reference is not None:
         figures.append(("Convergence", *_convergence_figure(results.convergence, results.convergence.reference)))
     item = "<div><dt>{}</dt><dd>{}<small>{}</small></dd></div>".format
+    # The values are numbers and words of this program; a note may hold a name out of a file.
     return f'<dl class="figures">{"".join(item(name, value, escaped(note)) for name, value, note in figures)}</dl>'
 
 
@@ -148,6 +154,7 @@ def _statements(results: Results) -> str:
     items = []
     for item in statements(results):
         sign, said = MARKS[item.kind]
+        # For who has the page read out, to whom a sign says nothing.
         spoken = f'<span class="spoken">{said}: </span>' if said else ""
         items.append(
             f'<li class="{item.kind}"><i aria-hidden="true">{sign}</i><div>{spoken}<strong>{escaped(item.title)}</strong> '
@@ -163,6 +170,7 @@ def _accuracy(results: Results) -> str:
     if not lines:
         return ""
     targets = {run.said.target for run in results.runs if run.said.target is not None}
+    # Runs of different targets have no line in common.
     guides = [Guide("target", f"target {target:g}", target) for target in targets if len(targets) == 1]
     axes = Axes(
         f"Masked-LM accuracy over sequences trained, {counted(len(lines), 'run')}",
@@ -192,10 +200,12 @@ def _times(results: Results) -> str:
     if not timed:
         return ""
     longest = max(seconds for _, seconds in timed)
+    # From the same bound on as in `duration`, so that the chart and its guide speak of one unit.
     unit, size = ("minutes", 60.0) if longest >= 120 else ("seconds", 1.0)
     bars = []
     for run, seconds in timed:
         dropped = results.dropped.get(run.number, "")
+        # Of the valid ones, the two that the score drops are hollow.
         kind = run.outcome if run.outcome != "valid" else "dropped" if dropped else "valid"
         bars.append(Bar(str(run.number), seconds / size, kind, dropped or ("" if kind == "valid" else kind)))
     score = results.score_seconds
@@ -270,6 +280,7 @@ def _findings(results: Results) -> str:
 def _published(results: Results) -> str:
     placement = results.placement
     if not placement.compared:
+        # Without a time to place there are no neighbours, and the statements have said why.
         return ""
     minutes = (results.scaled_seconds or 0.0) / 60
     longest = max([minutes, *(result.minutes for result in (*placement.faster, *placement.slower))])
@@ -324,9 +335,11 @@ def _configuration(results: Results) -> str:
 
 def _differences(runs: Sequence[ReportedRun]) -> dict[str, str]:
     """Lines of the logs' heads that are not the same in all runs."""
+    # Bounded, as the head of a log may have thousands of lines.
     keys = dict.fromkeys(key for run in runs for key in islice(run.log.header, MAX_FACTS))
     found = {}
     for key in keys:
+        # A line that only some of the logs have is a difference too.
         values = list(dict.fromkeys(run.log.header.get(key, "absent") for run in runs))
         if len(values) > 1:
             few = ", ".join(visible(value, 60) for value in values[:10])

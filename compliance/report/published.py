@@ -72,7 +72,7 @@ def published() -> tuple[Published, ...]:
             accelerators=int(row["nodes"]) * int(row["accelerators_per_node"]),
             minutes=float(row["minutes"]),
             global_batch_size=int(row["global_batch_size"]),
-            rate=float(row["sequences_per_second_per_accelerator"] or 0) or None,
+            rate=float(row["sequences_per_second_per_accelerator"] or 0) or None,  # no rate where the logs told none
         )
         for row in rows
     ]
@@ -94,7 +94,7 @@ def family(accelerator: str) -> str | None:
 def form(accelerator: str) -> str | None:
     """Tell how the accelerator is built in, "SXM" or "PCIe", if its name tells; a driver's name for SXM has HBM3 in it."""
     text = accelerator.upper()
-    if "PCIE" in text or "NVL" in text:
+    if "PCIE" in text or "NVL" in text:  # H100 NVL is a card for PCIe
         return "PCIe"
     return "SXM" if "SXM" in text or "HBM3" in text else None
 
@@ -106,6 +106,7 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> Placement:
     model = family(accelerator)
     own = form(accelerator)
     of_model = [result for result in published() if family(result.accelerator) == model]
+    # Where a name does not tell the form, it is compared with both.
     alike = [result for result in of_model if own is None or form(result.accelerator) in (None, own)]
     kind = f"{model} ({own})" if model and own else model or accelerator
     if model is None or not alike:
@@ -114,6 +115,7 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> Placement:
     if not same:
         return Placement(_nearest_scale(alike, accelerators, kind))
     faster = [result for result in same if result.minutes < minutes]
+    # The results are sorted, so that those that are not faster follow them.
     slower = same[len(faster) :]
     sentence = (
         f"On {accelerators} {kind}, {minutes:.2f} min would stand {_between(faster, slower)}. Of {len(same)} published with "
@@ -133,6 +135,7 @@ def _between(faster: Sequence[Published], slower: Sequence[Published]) -> str:
 
 def _nearest_scale(alike: Sequence[Published], accelerators: int, kind: str) -> str:
     scales = {result.accelerators for result in alike}
+    # By ratio: from 8 accelerators, 4 and 16 are equally near; then the smaller one.
     nearest = min(scales, key=lambda scale: (max(scale, accelerators) / min(scale, accelerators), scale))
     times = [result.minutes for result in alike if result.accelerators == nearest]
     span = f"{times[0]:.2f}" if len(times) == 1 else f"{times[0]:.2f} to {times[-1]:.2f}"

@@ -102,6 +102,7 @@ class Results:
         if len(self.runs) < MIN_RUNS_FOR_SCORE or self.lost > 1:
             return {}
         by_time = sorted(self.valid, key=lambda run: run.said.seconds or 0.0)
+        # Not more than one run is lost here, so that of three at least two are valid.
         slowest = next((run for run in self.runs if run not in self.valid), by_time[-1])
         return {by_time[0].number: "fastest", slowest.number: "slowest"}
 
@@ -140,6 +141,7 @@ class Results:
         if self.division != "closed" or not batch:
             return None
         samples = [run.said.converged_samples() for run in self.runs]
+        # An outlook refuses more runs than its set has, and a folder may hold some to choose from.
         return outlook(samples, batch, self.ruleset, max(SUBMISSION_RUNS, len(samples)))
 
     @cached_property
@@ -147,7 +149,7 @@ class Results:
         """All findings with what they are about, errors first: "run 3", or the name of the folder or description."""
         found = [(f"run {run.number}", finding) for run in self.runs for finding in run.verdict.findings]
         found += [(verdict.path.resolve().name, finding) for verdict in self.beside for finding in verdict.findings]
-        return sorted(found, key=lambda pair: pair[1].severity == "warning")
+        return sorted(found, key=lambda pair: pair[1].severity == "warning")  # sorted() keeps the order within each
 
     @property
     def accelerator(self) -> str:
@@ -159,10 +161,12 @@ class Results:
     def accelerators(self) -> int | None:
         """Number of accelerators of the system, from its description or else the processes of a run; None when unknown."""
         fields = [self.description.get(name, "") for name in ("number_of_nodes", "accelerators_per_node")]
+        # Somebody's text: without a bound, a number of any length would be computed with.
         if all(field.isascii() and field.isdigit() and len(field) < 7 for field in fields):
             return int(fields[0]) * int(fields[1])
         if not self.accelerator:
             return None
+        # Processes stand for accelerators only where there are some: a run on processors has none.
         return next((int(size) for size in numbers(self.shown.metrics["run"], "world_size") if size >= 1), None)
 
     @cached_property
@@ -195,9 +199,10 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     runs: list[ReportedRun] = []
     for number, path in logs.items():
         log = read_log(path)
+        # A packed log in a submission is misnamed to the check of the folder, and yet a run to be shown.
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)
         runs.append(ReportedRun(number, log, verdict, read_metrics(folder / f"metrics_{number}.jsonl")))
-    system = folder.resolve().parent
+    system = folder.resolve().parent  # resolved, as FOLDER may be "."
     path = system.parent / "systems" / f"{system.name}.json"
     fields = read_description(path).fields if path.is_file() else {}
     description = {str(name): str(value) for name, value in fields.items()}
@@ -210,6 +215,7 @@ def read_metrics(path: Path) -> Metrics:
     for line in _lines(path):
         try:
             entry = json.loads(line)
+        # The last line of a killed run may be cut off.
         except (ValueError, RecursionError):
             continue
         event = entry.get("event") if isinstance(entry, dict) else None
@@ -220,11 +226,12 @@ def read_metrics(path: Path) -> Metrics:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """The lines of a file that are not too long, one at a time; none when it cannot be read."""
-    if not path.is_file():
+    if not path.is_file():  # also of a pipe, for which the page would wait
         return
     try:
         with path.open("rb") as file:
             left, within = MAX_METRICS_BYTES, False
+            # Bounded: a file without line ends would come as a single line.
             while left > 0 and (line := file.readline(MAX_METRICS_LINE_BYTES)):
                 left -= len(line)
                 # A line beyond the bound comes in pieces: none of them is whole.
@@ -252,9 +259,11 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
     seconds = dict.fromkeys(STEP_PARTS, 0.0)
     done = 0.0
     for entry in steps:
+        # A step that goes back, as after a restart, has taken nothing.
         taken = max(0.0, float(entry["step"]) - done)
         done += taken
         for name, key in STEP_PARTS.items():
+            # A metrics file may hold anything: a negative time must not take from the others.
             seconds[name] += max(0.0, sum(numbers([entry], key))) / 1000 * taken
     seconds["evaluation"] = max(0.0, sum(numbers(run.metrics["eval"], "eval_s")))
     whole = sum(seconds.values())

@@ -61,6 +61,7 @@ def statements(results: Results) -> list[Statement]:
         first = beside[0]
         text = f"{first.key}: {first.sentence}." if first.key else f"{first.sentence}."
         text += f" {len(beside) - 1} more below." if len(beside) > 1 else ""
+        # Below the two verdicts, which it qualifies.
         said.insert(2, Statement("bad", "The folder and its description", text))
     if outlook := results.convergence:
         sentence = outlook.sentence[:1].upper() + outlook.sentence[1:]
@@ -68,6 +69,7 @@ def statements(results: Results) -> list[Statement]:
     return [*said, Statement("plain", "Published results", results.placement.sentence)]
 
 
+# One lost run is the slowest, which the score drops; two leave none.
 def _share(part: int, whole: int) -> Kind:
     return "good" if part == whole else "warn" if whole - part == 1 and whole >= MIN_RUNS_FOR_SCORE else "bad"
 
@@ -118,7 +120,9 @@ def score_line(results: Results) -> str:
 
 def print_summary(results: Results) -> None:
     """Print the table: in colour on a terminal, plain text elsewhere."""
+    # Colours and frames for people; what is piped on has plain columns.
     if sys.stdout.isatty():
+        # What rich would take for markup stands in the names of systems.
         table = Table(title=escape(heading(results)), title_justify="left", box=SIMPLE_HEAD)
         for name in COLUMNS:
             table.add_column(name, justify="left" if name in ("official", "verdict") else "right")
@@ -155,6 +159,7 @@ def as_markdown(results: Results) -> str:
 
 def _markdown(text: object) -> str:
     shown = visible(text, MAX_SENTENCE)
+    # Among them $ and ~, which GitHub takes for formulas and for struck-out words.
     return "".join(f"\\{character}" if character in "\\`*_{}[]<>#|&~$" else character for character in shown)
 
 
@@ -216,6 +221,8 @@ def _figures(run: ReportedRun, dropped: str | None) -> dict[str, Any]:
 def as_csv(results: Results) -> str:
     """Return one row a run; an absent figure is empty. Holds numbers and words of this program only."""
     rows = [_figures(run, results.dropped.get(run.number)) for run in results.runs]
+    # The figures hold no text of a log, so that no cell can be a formula to a spreadsheet.
+    # Lines end by \n, where csv alone would write \r\n.
     writer = csv.DictWriter(text := io.StringIO(), list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)

@@ -16,6 +16,7 @@ PART_CLASSES = dict(zip(STEP_PARTS, ("compute", "reduce", "update", "data-wait")
 }
 """Parts of a run to classes of the style sheet."""
 
+# Bounds beyond which a run has diverged or a metrics file is wrong; they would flatten all other curves.
 MAX_LOSS = 1e6
 MAX_STEP_MS = 1e9
 MAX_RATE = 1e12
@@ -45,6 +46,7 @@ def _curve(runs: Iterable[ReportedRun], curve: Curve) -> str:
     title, key, drawable = curve
     lines = []
     for run in runs:
+        # Empty or one number each: only a record with both has two.
         pairs = [numbers([step], "samples") + numbers([step], key) for step in run.metrics["step"]]
         points = [(pair[0], pair[1]) for pair in pairs if len(pair) == 2 and pair[0] >= 0 and drawable(pair[1])]
         if points:
@@ -67,6 +69,7 @@ def _breakdown(runs: Sequence[ReportedRun]) -> str:
     rows = {f"run {number}": seconds for number, seconds in parts.items()}
     shown = rows if len(rows) <= MAX_BARS else {f"{len(rows)} runs": totals}
     bars = "".join(_bar(name, seconds) for name, seconds in shown.items())
+    # Of the runs with a breakdown, which the bars show.
     steps = sum(steps_taken(run) for run in runs if run.number in parts)
     whole = sum(totals.values())
     key = []
@@ -90,11 +93,13 @@ def _bar(name: str, seconds: dict[str, float]) -> str:
 def _timeline(run: ReportedRun) -> str:
     """The parts of a step over the run, stacked; empty with fewer than two step records."""
     keys = ("samples", "step_ms", *STEP_PARTS.values())
+    # As above: a row is whole when it has a number for each key.
     rows = [tuple(value for key in keys for value in numbers([step], key)) for step in run.metrics["step"]]
     rows = [row for row in rows if len(row) == len(keys) and min(row) >= 0 and max(row[1:]) < MAX_STEP_MS]
     if len(rows) < 2:
         return ""
     xs, wholes, *parts = zip(*rows, strict=True)
+    # What the parts leave of the step; parts that overlap may exceed it.
     rests = tuple(max(0.0, whole - sum(row[2:])) for whole, row in zip(wholes, rows, strict=True))
     lines = [
         Line(name, list(zip(xs, heights, strict=True)), PART_CLASSES[name])
@@ -109,6 +114,7 @@ def _against_plan(run: ReportedRun) -> str:
     """A step beside the one that the run's plan expects, by part; empty for a run without a plan."""
     rows = []
     for name, key in [*STEP_PARTS.items(), ("other", "other_ms"), ("step", "step_ms")]:
+        # The last plan of the run counts.
         planned, measured = (numbers(run.metrics["plan"][-1:], which) for which in (f"planned_{key}", key))
         if not planned or not measured:
             return ""

@@ -79,6 +79,7 @@ class FolderRun:
 
     def object(self, finding: Finding) -> None:
         """Add what the other logs have against this one, unless its record is wrong in itself."""
+        # What is wrong in itself would be said twice, in other words.
         if not any((own.line, own.key) == (finding.line, finding.key) for own in self.verdict.errors):
             self.findings.append(finding)
 
@@ -113,6 +114,7 @@ def accepted(verdicts: Sequence[Verdict]) -> bool:
 
 def _check_tree(tree: Tree, ruleset: str) -> list[Verdict]:
     runs = [[_read_run(log, ruleset) for log in folder.logs] for folder in tree.benchmarks]
+    # One division for the folder, as the rules that compare logs differ between the two.
     divisions: list[rules.Division] = [_division(of_folder) for of_folder in runs]
     # Bare results may still be growing, which the package checker does not allow for.
     asked = [*zip(tree.benchmarks, divisions, strict=True)] if tree.submission else []
@@ -137,6 +139,7 @@ def _read_run(path: Path, ruleset: str) -> FolderRun:
     except ValueError as error:
         found = str(error).removeprefix(f"{path}: ")
         finding = Finding(None, "", "log format", found, "put the log itself in its place")
+        # So that the other logs are still held against each other.
         return FolderRun(Verdict(path, ruleset, "fail", (finding,), None, None), LoggedRun())
     return FolderRun(check_log(log, ruleset), log.run, tuple(log.all("seed")))
 
@@ -150,6 +153,7 @@ def _division(runs: Sequence[FolderRun]) -> rules.Division:
 def _bare_answer(runs: Sequence[FolderRun]) -> Answer:
     """The official verdict on logs without a submission around them: that on each, and one of ten may fail."""
     failed = sum(run.verdict.official == "fail" for run in runs)
+    # The comparison counts as 0 or 1: one may fail once there are ten.
     return Answer("pass" if failed <= (len(runs) >= SUBMISSION_RUNS) else "fail")
 
 
@@ -159,6 +163,7 @@ def _check_folder(
     if folder.submission:
         for run in runs:
             if PACKED in run.verdict.findings:
+                # A copy with the severity that a submission gives it: the official tools would read no record in it.
                 run.object(replace(PACKED, severity="error"))
     _compare_settings(runs, division)
     _compare_seeds(runs, division, folder.severity)
@@ -200,6 +205,7 @@ def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> No
     for run in alike:
         for record, usual in departures.get(run.name, [])[:1]:
             others = ", ".join(other.key for other, _ in departures[run.name][1:])
+            # Only the first setting gets a finding; the others are named in it.
             found = _unlike(record, usual) + (f"; {others} likewise" if others else "")
             run.object(_at(record, "TR 9.1; TR 12", found, remedy, severity))
 
@@ -223,6 +229,7 @@ def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, 
 
 
 def _comparable(value: Any) -> object:
+    # 1 and 1.0 are one value. Lists and objects cannot be counted, but their JSON can.
     return float(value) if rules.is_number(value) else json.dumps(value, sort_keys=True)
 
 
@@ -250,6 +257,8 @@ def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissi
                 earlier = first_seeds.setdefault(seed, (run, record))
             if earlier[1] is not record:
                 shared.append((record, seed, *earlier))
+        # A missing seed is a warning of the log before ruleset 4.1.0, but the seed checker fails the folder under all
+        # of them.
         if not run.seeds and run.verdict.official == "pass" and division == "closed" and submission == "error":
             found = "no record, expected one with the seed of the run: the seed checker asks for it"
             run.object(Finding(None, "seed", "TR 5.1; seed checker", found, "log the seed, once, from one process"))
@@ -264,12 +273,14 @@ def _compare_seeds(runs: Sequence[FolderRun], division: rules.Division, submissi
 
 def _seed(record: Record) -> int | None:
     try:
+        # As the seed checker reads it: a number in quotes is one.
         return int(record.value)
     except (TypeError, ValueError, OverflowError):
         return None
 
 
 def _overlaps(runs: Sequence[FolderRun]) -> Iterator[Finding]:
+    # By their start, so that a run overlaps where it begins before the latest end so far.
     timed = sorted(
         (run.said.run_start_ms, run.said.run_stop_ms, run.name)
         for run in runs
@@ -279,7 +290,7 @@ def _overlaps(runs: Sequence[FolderRun]) -> Iterator[Finding]:
     for start, stop, name in timed:
         if latest and start < latest[0]:
             overlaps.append((name, latest[1]))
-        latest = max(latest, (stop, name)) if latest else (stop, name)
+        latest = max(latest, (stop, name)) if latest else (stop, name)  # the run that ends last so far
     if overlaps:
         name, other = overlaps[0]
         found = f"{name} ran while {other} was running, expected one run at a time on one system"
@@ -309,6 +320,7 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
 
 
 def _convergence(runs: Sequence[FolderRun], submission: Severity, ruleset: str) -> Iterator[Finding]:
+    # All logs have passed, so that each has one, and the same.
     batch = runs[0].said.first["global_batch_size"].value
     prospect = outlook([run.said.converged_samples() for run in runs], batch, ruleset)
     remedy = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
@@ -341,6 +353,7 @@ def _against_logs(description: Description, runs: Sequence[FolderRun]) -> Iterat
     )
     for name, key, agree, severity in comparisons:
         described, said = description.text(name), logged[key]
+        # A field that is not there, or what no log says, has been reported or may be absent.
         if described is None or said is None or agree(described, said):
             continue
         if name == "division" and not {described, said} <= {*rules.DIVISIONS}:

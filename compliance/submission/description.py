@@ -26,6 +26,7 @@ TEXT_FIELDS = (
 )
 """Fields that the official checker joins as text: a number there ends it with a traceback."""
 
+# The official checker means 4.1 by its condition, which already holds from 4.0 on.
 FIRST_RULESET_WITH_STATUS = "4.0.0"
 
 LOGGED_STATUS = {
@@ -66,12 +67,14 @@ def read_description(path: Path) -> Description:
     except UnicodeDecodeError:
         return Description(path, {}, {}, "the file is not UTF-8 text")
     except json.JSONDecodeError as error:
+        # Under the empty name, as the line belongs to no field.
         return Description(path, {}, {"": error.lineno}, f"the file is not JSON ({error.msg})")
     except (ValueError, RecursionError) as error:
         return Description(path, {}, {}, str(error).removeprefix(f"{path}: "))
     if not isinstance(fields, dict):
         return Description(path, {}, {}, f"the file holds a JSON {type(fields).__name__}")
     lines: dict[str, int] = {}
+    # json tells no positions, so the first line that names a field is taken for its own.
     for number, line in enumerate(content.split("\n"), start=1):
         for name in re.findall(r'"([\w-]+)"\s*:', line):
             lines.setdefault(name, number)
@@ -98,6 +101,7 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
         found = f"value {shown(division)}, expected closed or open in lower case: in any other spelling the package "
         found += "checker leaves out seeds and reference convergence points, and reports success"
         yield Finding(description.lines.get("division"), "division", RULE, found, "write closed or open")
+    # Rulesets compare by their place, as version numbers are texts.
     must = rules.RULESETS.index(ruleset) >= rules.RULESETS.index(FIRST_RULESET_WITH_STATUS)
     if must and "status" in fields and status not in rules.SYSTEM_STATUSES:
         expected = ", ".join(rules.SYSTEM_STATUSES)
@@ -109,6 +113,7 @@ def _value_findings(name: str, value: object, line: int | None) -> Iterator[Find
     if name in TEXT_FIELDS and not isinstance(value, str):
         found = f"value {shown(value)}, expected text: the official tools end with a traceback on anything else"
         yield Finding(line, name, RULE, found, f'write it in quotes, such as "{name}": "8"')
+    # The summarizer calls int(), which takes spaces around the digits.
     elif name in rules.SYSTEM_INTEGERS and not re.fullmatch(r"\s*\d+\s*", str(value), re.ASCII):
         found = f"value {shown(value)}, expected a whole number in quotes: the result summarizer computes with it"
         yield Finding(line, name, "result summarizer", found, f'write the number alone, such as "{name}": "8"')

@@ -121,6 +121,7 @@ def find(path: Path) -> Tree:
     if not path.is_dir():
         raise ValueError(f"{path}: no such folder, expected a log, results/<system>/bert, or a folder above it")
     if (path / "results").is_dir():  # a submission, or what holds results/
+        # A folder that only holds results/ is no submission: its runs may still be growing.
         submission = path if any((path / name).is_dir() for name in ("systems", "benchmarks")) else None
         found = _of_results(path / "results", submission)
     elif any(map(_is_benchmark, _folders(path, None))):  # results/<system>
@@ -135,8 +136,10 @@ def find(path: Path) -> Tree:
     if not found:
         raise ValueError(f"{path}: no logs in it, expected results/<system>/bert/result_<n>.txt or a folder above them")
     if submission == path:
+        # All of them: the package checker reads every description, with or without results of that name.
         descriptions = [entry for entry in _entries(path / "systems") if entry.suffix == ".json"]
     else:
+        # Each once, as a system may have several folders of BERT.
         descriptions = list(dict.fromkeys(folder.description for folder in found if folder.description.is_file()))
     return Tree(path, submission, tuple(found), tuple(descriptions))
 
@@ -160,11 +163,13 @@ def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
     fault = "is a symbolic link to a file outside of the folder, expected the log itself"
     yield from _layout_warning(elsewhere, fault, "put the file itself in its place")
     count = len(folder.logs)
+    # Not where the number is right as soon as the misnamed ones are renamed.
     if count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
         found = f"{count} log{'' if count == 1 else 's'} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
     if folder.submission:
+        # Beside bare results there are metrics and reports, which belong there.
         fault = "is no file of a submission, expected only logs in this folder"
         yield from _layout_warning(folder.others, fault, "move it away: the package checker warns of it")
 
@@ -197,7 +202,7 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
             yield Finding(None, "", REPOSITORY, found, "submit only what the rules ask for", severity="warning")
             break
         path = Path(entry.path)
-        if entry.name.startswith(".") or " " in entry.name:
+        if entry.name.startswith(".") or " " in entry.name:  # as the repository checker has it
             named.append(path)
         if visible(entry.name) != entry.name:
             unprintable.append(path)
@@ -205,6 +210,7 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
             links.append(path)
         if len(path.parts) - len(tree.path.parts) > MAX_DEPTH:
             deep.append(path)
+        # A log's size is checked where the log is.
         if path not in logs and _is_large(entry):
             large.append(path)
     faults: tuple[tuple[list[Path], str, str, Severity], ...] = (
@@ -216,6 +222,7 @@ def repository_findings(tree: Tree) -> Iterator[Finding]:
     )
     for paths, fault, remedy, severity in faults:
         if paths:
+            # The first by name, as a folder lists its entries in any order.
             first = visible(min(paths).relative_to(tree.path), MAX_NAME)
             yield Finding(None, "", REPOSITORY, f"{first} {fault}", remedy, severity=severity, more=len(paths) - 1)
 
@@ -231,12 +238,14 @@ def power_findings(folder: BenchmarkFolder) -> Iterator[Finding]:
         nodes = sorted(name for name in names if re.fullmatch(r"node_\d+\.txt", name))
         switches = sorted(name for name in names if re.fullmatch(r"sw_\d+\.txt", name))
         expected = [f"node_{i}.txt" for i in range(len(nodes))], [f"sw_{i}.txt" for i in range(len(switches))]
+        # In the order of texts, in which node_10 comes before node_2.
         if not nodes or (nodes, switches) != (sorted(expected[0]), sorted(expected[1])):
             found = f"power/{log.stem} is not whole, expected node_0.txt and on, one a node, and sw_0.txt and on"
             yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
             return
         kinds.setdefault((len(nodes), len(switches)), []).append(log.stem)
     if len(kinds) > 1:
+        # The rarest kind is taken for the odd one.
         (few, odd), *_ = sorted(kinds.items(), key=lambda item: len(item[1]))
         found = f"power/{odd[0]} holds {few[0]} nodes and {few[1]} switches, expected as many as in the other runs"
         yield Finding(None, "", "power measurement rules", found, "add what the meters wrote in this run")
@@ -294,6 +303,7 @@ def _is_counted(path: Path) -> bool:
 def _is_packed_log(path: Path) -> bool:
     """Tell whether it is named result_<n>.txt.gz, and no result_<n>.txt stands beside it."""
     match = rules.LOG_FILE.fullmatch(path.name)
+    # lexists: beside a link that leads nowhere the packed log is not the run either.
     return match is not None and match[2] is not None and not os.path.lexists(path.with_suffix(""))
 
 
@@ -323,6 +333,7 @@ def _submission_above(path: Path, levels: int) -> Path | None:
 
 
 def _folders(path: Path, submission: Path | None) -> list[Path]:
+    # Folders behind links may lead out of the submission, and back into it.
     folders = [entry for entry in _entries(path) if entry.is_dir() and not (submission and entry.is_symlink())]
     return [folder for folder in folders if not folder.name.startswith(".")]
 
@@ -331,6 +342,7 @@ def _entries(path: Path) -> list[Path]:
     """The entries of a folder by name, empty when there is none; never more than `MAX_ENTRIES`."""
     try:
         with os.scandir(path) as entries:
+            # Bounded while it is listed, as a folder may hold millions.
             return sorted(path / entry.name for entry, _ in zip(entries, range(MAX_ENTRIES), strict=False))
     except OSError:
         return []
@@ -351,6 +363,7 @@ def _walk(root: Path) -> Iterator[os.DirEntry[str]]:
     folders = [(root, 1)]
     while folders:
         folder, depth = folders.pop()
+        # A folder that may not be read, or has gone meanwhile, holds nothing up.
         with suppress(OSError), os.scandir(folder) as entries:
             for entry in entries:
                 yield entry

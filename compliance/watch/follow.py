@@ -61,6 +61,7 @@ class Follower(AbstractContextManager["Follower"]):
                 self._forget()
                 self._file.seek(0)
             yield from self._rest()
+            # What is behind the bound of this look still belongs to the file that is open.
             if not self.has_more and self._was_replaced(status):
                 yield from self._rest()  # what came before it was replaced
                 self.close()
@@ -82,6 +83,7 @@ class Follower(AbstractContextManager["Follower"]):
             now = self.path.stat()
         except FileNotFoundError:
             return False  # it may come back
+        # By device and inode: the name stays when a log is rotated.
         return (now.st_dev, now.st_ino) != (status.st_dev, status.st_ino)
 
     def _forget(self) -> None:
@@ -96,9 +98,10 @@ class Follower(AbstractContextManager["Follower"]):
             *whole, rest = chunk.split(b"\n")
             for line in whole:
                 if not self._is_overlong and len(self._partial) + len(line) <= MAX_LINE_BYTES:
-                    yield (self._partial + line).rstrip(b"\r")
+                    yield (self._partial + line).rstrip(b"\r")  # with the line ends of another system
                 self._partial, self._is_overlong = b"", False
             if self._is_overlong or len(self._partial) + len(rest) > MAX_LINE_BYTES:
+                # Remembered, so that what follows up to the next line end is left out as well.
                 self._partial, self._is_overlong = b"", True
             else:
                 self._partial += rest

@@ -19,6 +19,7 @@ from compliance.log.run import LoggedRun, samples_of
 
 TOKEN = b":::MLLOG"
 
+# The rules set no such mark; it leaves some minutes to act.
 INIT_WARNING_FRACTION = 25 / 30
 """Share of the time for initialisation after which there is a warning."""
 
@@ -137,6 +138,7 @@ class RunningLog(LoggedRun):
     @property
     def rate(self) -> float | None:
         """Sequences a second, evaluations included, over the last evaluations; before the second, since run_start."""
+        # Over a few evaluations: the rate of the whole run would hide that it has become slower.
         recent = self.evaluations[-4:]
         if len(recent) >= 2 and recent[-1].time_ms > recent[0].time_ms:
             return 1000 * (recent[-1].samples - recent[0].samples) / (recent[-1].time_ms - recent[0].time_ms)
@@ -148,6 +150,7 @@ class RunningLog(LoggedRun):
         """Time until so many sequences are trained and evaluated; 0 when they are overdue, None when it is not known."""
         if not self.rate or self.run_start_ms is None:
             return None
+        # From the last evaluation on, whose time is known, and not from the last step.
         then = self.evaluations[-1] if self.evaluations else Evaluation(0, 0.0, self.run_start_ms)
         left = (samples - then.samples) / self.rate - (now_ms - then.time_ms) / 1000
         return max(0.0, left)
@@ -162,8 +165,10 @@ class RunningLog(LoggedRun):
             elif minutes >= limit * INIT_WARNING_FRACTION:
                 text = f"initialisation has taken {minutes:.0f} min of {limit} (TR 11)"
                 self._complain(text, "a long initialisation")
+        # Before two evaluations there is no spacing to compare with.
         if self.phase != "run" or len(self.evaluations) < 2 or self.evaluating_at is not None:
             return
+        # The longest so far, so that uneven ones are not called late.
         spacing = max(second.time_ms - first.time_ms for first, second in pairwise(self.evaluations))
         late_s = (now_ms - self.evaluations[-1].time_ms - spacing) / 1000
         # By half the longest spacing so far, and a minute at least.
@@ -178,6 +183,7 @@ class RunningLog(LoggedRun):
         Args:
             about: what tells it from others, where numbers in it change from look to look.
         """
+        # Said once each: a watch looks every second.
         if (about or text) in self._said or len(self.complaints) > MAX_COMPLAINTS:
             return False
         if len(self.complaints) == MAX_COMPLAINTS:
@@ -200,14 +206,18 @@ class RunningLog(LoggedRun):
         key = record.key
         if key not in rules.KEYS:
             return
+        # Bounded, as each evaluation is kept.
         if key == "eval_accuracy" and len(self.accuracies) >= MAX_EVALUATIONS:
             self._complain(f"there are more than {MAX_EVALUATIONS} evaluations: the others are not looked at")
             return
+        # Kept for the whole run, so without the length and depth that a hostile log may give it.
         record = _brief_record(record)
         for violation in violations(self, record, rules.NEWEST_RULESET):
+            # The evaluations before the checkpoint are in another log.
             if _is_fatal(violation) and not (self.resumed_from and violation.kind == "schedule"):
                 is_count = violation.kind == "count"  # once for all, whatever the numbers
                 self._complain(violation.sentence, "count" if is_count else violation.found + violation.expected)
+        # When the clock starts, all that had to be logged before is there.
         if key == "run_start" and key not in self.first:
             self._check_settings()
         if key == "cache_clear":  # one that was dropped is enough, as for the check
@@ -231,6 +241,7 @@ class RunningLog(LoggedRun):
         steps = self.count_of("gradient_accumulation_steps")
         named = _PROCESSES.match(self.header.get("processes", ""))
         processes = self.processes or (int(named[1]) if named else None)
+        # Absent in logs of other software: each process then counts as a copy of the model.
         shared = [_SHARED.match(self.header.get(f"config.parallel.{name}", "")) for name in ("tensor", "pipeline")]
         copy = math.prod(int(each[1]) for each in shared if each)
         if batch and each and steps and processes and batch * copy != each * steps * processes:
@@ -256,10 +267,12 @@ class RunningLog(LoggedRun):
     def _take_step(self, samples: int, rate: float) -> None:
         self.step_samples, self.step_rate = max(self.step_samples, samples), rate
         schedule = self.schedule
+        # One that is under way has not been missed.
         index = self.number_of_evaluations + 1 + (self.evaluating_at is not None)
         if schedule is None or self.resumed_from is not None:
             return
         due = schedule.samples(index)
+        # The next block may begin before an evaluation is logged, and metrics come at intervals.
         if samples >= due + schedule.global_batch_size + schedule.interval // 10:
             text = f"evaluation {index} was missed: due at {due:,} samples, now {samples:,} (TR 24.4)"
             self._complain(text, f"missed evaluation {index}")

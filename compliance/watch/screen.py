@@ -42,6 +42,7 @@ def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: C
     for name, seconds in (("--timeout", timeout_s), ("--stale", stale_s)):
         if not seconds > 0:
             raise ValueError(f"{name} is {seconds:g}, expected more than 0 seconds")
+    # Piped on, a line is not wrapped at the width of a terminal that is not there.
     console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     try:
         chosen = _wait_for(path, timeout_s, console)
@@ -54,6 +55,7 @@ def watch(path: Path, ruleset: str, timeout_s: float, stale_s: float, console: C
 
 
 def _wait_for(path: Path, timeout_s: float, console: Console) -> Path | None:
+    # The monotonic clock: the time of day may be set meanwhile.
     deadline = time.monotonic() + timeout_s
     chosen = choose(path)
     if chosen is None:
@@ -73,6 +75,7 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
         while True:
             watched.look()
             run = watched.run
+            # The time of day, in milliseconds, as in the log.
             run.watch_the_time(time.time() * 1000)
             # The other logs of the folder are read when there is something to compare, and not each second.
             if (run.phase, len(run.evaluations)) != known:
@@ -80,8 +83,10 @@ def _follow(watched: Watch, stale_s: float, console: Console) -> int:
                 watched.look_around()
             show()
             silent_s = time.monotonic() - watched.news_s
+            # A run that initialises is given more time.
             if run.phase == "done" or silent_s > (max(stale_s, INIT_STALE_S) if run.phase == "init" else stale_s):
                 break
+            # Behind by more than one look: go on at once.
             if not watched.log.has_more:
                 time.sleep(POLL_S)
     if watched.run.phase != "done":
@@ -114,6 +119,7 @@ class PlainLines:
     def show(self) -> None:
         """Print what is new."""
         watched, run = self._watched, self._watched.run
+        # A new object stands for a log that was begun again.
         if run is not self._run:
             _put(self._console, "the log was begun again")
             self._run, self._evaluations, self._complaints = run, 0, 0
@@ -131,6 +137,7 @@ class PlainLines:
             for line in watched.outlooks():
                 _put(self._console, f"outlook: {line}")
         self._evaluations = len(run.evaluations)
+        # A dictionary keeps the order in which complaints came.
         for text in islice(run.complaints, self._complaints, None):
             _put(self._console, f"warning: {text.removeprefix('warning ')}")
         self._complaints = len(run.complaints)
@@ -151,6 +158,7 @@ def rows(watched: Watch, now_ms: float) -> list[Row]:
             now = f", now {run.step_rate:,.1f}" if run.step_rate else ""
             shown.append(("rate", f"{run.rate:,.1f} sequences/s with evaluations{now}"))
         shown.append(("target", forecast_words(watched, now_ms)))
+    # The name stands beside the first line only.
     shown += zip(["outlook", *[""] * 9], watched.outlooks(), strict=False)
     if run.phase == "done":
         shown.append(end_row(end_words(run), is_success=run.status == "success"))

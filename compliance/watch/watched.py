@@ -72,9 +72,10 @@ class Watch:
             if line != self._taken_early:
                 self.run.take(line)
             self._taken_early = None
-        self._begin_again_if_needed()
+        self._begin_again_if_needed()  # a restart may come without a line
         is_news = self.log.bytes_read != before
         self._idle = 0 if is_news else self._idle + 1
+        # Exactly then, and not at each later look: the line is taken once.
         if self._idle == IDLE_POLLS and is_record(self.log.unfinished):
             self._taken_early = self.log.unfinished
             self.run.take(self.log.unfinished)
@@ -139,6 +140,7 @@ class Watch:
         """Yield what the set of runs would come to if this one ended at the early and at the late end of its forecast."""
         run, schedule, batch = self.run, self.run.schedule, self.run.global_batch_size
         others = [other for other in self.siblings if other.is_done and other.global_batch_size == batch]
+        # A set that is full already has its outcome.
         if run.division != "closed" or not batch or not schedule or len(others) >= SUBMISSION_RUNS:
             return
         ends: list[tuple[str, int | None]] = []
@@ -146,10 +148,12 @@ class Watch:
             converged = run.status != "aborted"
             ends = [("with this run", run.evaluations[-1].samples if converged and run.evaluations else None)]
         elif (found := self.forecast) and found.earliest is not None:
+            # Once, where both ends are one evaluation.
             indices = dict.fromkeys(index for index in (found.earliest, found.latest) if index is not None)
             ends = [(f"ending at evaluation {index}", schedule.samples(index)) for index in indices]
         for name, samples in ends:
             result = _outlook((*(other.samples for other in others), samples), batch, self.ruleset)
+            # Without a run that converged, or with two that did not, there is no mean.
             if result.mean is not None and math.isfinite(result.mean):
                 mean = f"mean {result.mean:,.0f} over {len(others) + 1} run(s)"
                 yield f"{name}: {mean}, {self._standing(result.verdict, result.mean, result.scaling)}"
@@ -191,10 +195,12 @@ def results_in(folder: Path) -> dict[Path, float]:
                     status = entry.stat()
                     if stat.S_ISREG(status.st_mode):
                         found[folder / entry.name] = status.st_mtime
+    # By name where two were written at one moment.
     newest = heapq.nlargest(MAX_LOGS, found.items(), key=lambda entry: (entry[1], entry[0]))
     return dict(reversed(newest))
 
 
+# The time of the last change is only there to be part of the cache's key.
 @lru_cache(maxsize=256)
 def _sibling(path: Path, _written: float) -> Sibling:
     """Read what another log says about its seed and its end, once unless it changes; an unreadable one says nothing."""
@@ -209,6 +215,7 @@ def is_finished(path: Path) -> bool:
     """Tell whether a log has its run_stop."""
     try:
         with open_regular(path) as file:
+            # run_stop stands near the end of a log.
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL_BYTES))
             return b'"run_stop"' in file.read(TAIL_BYTES)
     except (OSError, ValueError):
@@ -223,10 +230,11 @@ def choose(path: Path) -> Path | None:
     """
     if not path.is_dir():
         if path.exists():
-            open_regular(path).close()
+            open_regular(path).close()  # a pipe or a device is refused here and not waited for
             return path
         return None
     for folder in (path, path / "bert"):
+        # A log that has ended is never taken, so that a watch may be started before its run.
         running = [log for log in results_in(folder) if not is_finished(log)]
         if running:
             return running[-1]

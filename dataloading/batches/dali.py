@@ -86,6 +86,7 @@ class DaliLoader:
     def _feed(self) -> tuple[NDArray[np.generic], ...]:
         samples, micro_batch = next(self._micro_batches)
         shape_bucket = shape_bucket_of(samples, self.shape_buckets)
+        # Batches leave the pipeline in the order in which they were fed.
         self._in_flight.append(max_seqlen(samples, shape_bucket))
         arrays = flat_arrays(samples, micro_batch, shape_bucket)
         return tuple(arrays[name] for name in FIELDS)
@@ -109,8 +110,9 @@ def _pipeline(feed: Callable[[], tuple[NDArray[np.generic], ...]], on_gpu: bool)
     narrow = fn.external_source(
         source=feed, num_outputs=len(FIELDS), batch=False, dtype=list(FIELDS.values()), ndim=[1] * len(FIELDS)
     )
+    # Moved before they are widened: token ids are a quarter of their final size.
     placed = [output.gpu() if on_gpu else output for output in narrow]
     return tuple(
-        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)
+        output if name == "cu_seqlens" else fn.cast(output, dtype=types.DALIDataType.INT64)  # as `Batch` has it
         for name, output in zip(FIELDS, placed, strict=True)
     )

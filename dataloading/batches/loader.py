@@ -97,6 +97,7 @@ def shape_bucket_of(samples: Samples, shape_buckets: Sequence[ShapeBucket]) -> S
     """
     if not shape_buckets:
         return None
+    # All shape buckets have one max_seqlen, which only a sample that none of them was made for exceeds.
     longest = max(int(samples.lengths.max()), shape_buckets[-1].max_seqlen)
     return fitting(
         ShapeBucket.around(len(samples.input_ids), len(samples), len(samples.masked_lm_ids), longest), shape_buckets
@@ -120,6 +121,7 @@ def flat_arrays(
         ),
         "masked_lm_ids": samples.masked_lm_ids.astype(np.int32),
         "next_sentence_labels": samples.next_sentence_labels.astype(np.int8),
+        # A tensor and not two numbers: a captured step is replayed with the counts of other batches.
         "global_counts": np.array([micro_batch.global_sequences, micro_batch.global_masked]),
     }
     return arrays if shape_bucket is None else arrays | _padded(arrays, shape_bucket)
@@ -127,6 +129,7 @@ def flat_arrays(
 
 def _padded(arrays: dict[str, NDArray[Any]], shape_bucket: ShapeBucket) -> dict[str, NDArray[Any]]:
     tokens = len(arrays["input_ids"])
+    # All but global_counts, which has two numbers in any shape bucket.
     slots = {
         "input_ids": (shape_bucket.tokens, 0),
         "segment_ids": (shape_bucket.tokens, 0),
@@ -147,6 +150,7 @@ def batch_of(samples: Samples, micro_batch: MicroBatch | None = None, shape_buck
     """The ``Batch`` of some samples, padded to ``shape_bucket``; without a plan they are a global batch of their own."""
     whole = micro_batch or MicroBatch(np.arange(len(samples)), len(samples), len(samples.masked_lm_ids))
     tensors = {
+        # astype() copies, so that no tensor shares its memory with a shard.
         name: torch.from_numpy(array.astype(np.int32 if name == "cu_seqlens" else np.int64))
         for name, array in flat_arrays(samples, whole, shape_bucket).items()
     }
@@ -188,8 +192,10 @@ class Prefetcher(Generic[Item]):
         """The next item; starts the thread on first use."""
         # Here, and not when it is made: a loader is built before the clock starts, and must not read until then.
         if self._thread is None:
+            # A program that ends without close() is not held up.
             self._thread = threading.Thread(target=self._work, name="prefetch", daemon=True)
             self._thread.start()
+        # Items are endless: the thread ends by an error, which it puts here, or by close().
         item, error = self._ready.get()
         if error is not None:
             raise error
@@ -233,6 +239,7 @@ class Uploads:
         torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             copies = [batch.pin().to(self._device) for batch in batches]
+            # Behind the copies of all micro-batches, so that one wait serves the step.
             arrived = torch.cuda.Event()
             arrived.record()
         return copies, arrived
@@ -241,6 +248,7 @@ class Uploads:
         """The copies, for the current stream, which waits for them; the host does not."""
         copies, arrived = step
         assert arrived is not None
+        # That of the thread that asks, which is not the one that the copies were begun on.
         current = torch.cuda.current_stream(self._device)
         current.wait_event(arrived)
         for batch in copies:
@@ -268,6 +276,7 @@ class NumpyLoader:
         self._source = source
         self._rank_batches = rank_batches
         self._uploads = Uploads(device) if device.type == "cuda" else None
+        # map() is lazy: nothing is assembled before the first next().
         self._prefetcher = Prefetcher(map(self._assemble, itertools.count()), prefetch)
 
     def __next__(self) -> list[Batch]:

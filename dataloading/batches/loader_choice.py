@@ -96,6 +96,7 @@ def faster_loader(
 ) -> LoaderChoice:
     """Measure both loaders on made-up samples, and choose ``dali`` where it is clearly faster than NumPy's."""
     micro_batches = rank_batches(0)
+    # Which ids they are makes no difference to a loader, how long they are does.
     samples = synthetic_samples(lengths_N[np.concatenate([micro.indices for micro in micro_batches])], vocab_size=2**15)
     ends = np.cumsum([len(micro.indices) for micro in micro_batches])
     made_up = [
@@ -105,6 +106,7 @@ def faster_loader(
     loaders = [make(samples, lambda _: made_up, device, prefetch, shape_buckets) for make in (NumpyLoader, dali)]
     best = [math.inf, math.inf]
     try:
+        # In turns, so that what else the machine does meets both.
         for _ in range(_TURNS):
             best = [min(before, _turn(loader, device, prefetch)) for before, loader in zip(best, loaders, strict=True)]
     finally:
@@ -123,12 +125,14 @@ def _turn(loader: Loader, device: torch.device, prefetch: int) -> float:
     begin = time.perf_counter()
     for _ in range(_STEPS):
         next(loader)
+    # Copies to the GPU are only begun when next() returns.
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (time.perf_counter() - begin) / _STEPS
 
 
 def _is_dali_installed() -> bool:
+    # In two steps: find_spec() imports the parent, and raises where that is missing.
     return importlib.util.find_spec("nvidia") is not None and importlib.util.find_spec("nvidia.dali") is not None
 
 

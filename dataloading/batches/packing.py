@@ -82,7 +82,9 @@ def stream_packs(
         raise ValueError(f"window of {window} samples, expected at least 1")
     first = 0
     for number, lengths in enumerate(_windows(blocks, window)):
+        # A generator of its own for each window, so that none depends on those before it.
         packs = pack_samples(lengths, capacity, max_sequences, [seed, number])
+        # In place, as a window has two million of them.
         np.add(packs.samples, first, out=packs.samples)
         first += len(lengths)
         yield packs
@@ -95,6 +97,7 @@ def _windows(blocks: Iterable[NDArray[np.integer]], window: int) -> Iterator[NDA
     for block in blocks:
         start = 0
         while start < len(block):
+            # A view: the block may be a memory map of a whole data set.
             part = block[start : start + missing]
             start += len(part)
             missing -= len(part)

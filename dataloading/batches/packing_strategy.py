@@ -79,6 +79,7 @@ def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int
     counts = _checked_histogram(histogram, capacity, max_sequences)
     if not counts.any():
         return Strategy(capacity, (), (), 0)
+    # However many may share a pack, no more than this of the shortest fit.
     limit = capacity // int(np.flatnonzero(counts)[0])
     limit = limit if max_sequences is None else min(limit, max_sequences)
     bound = _simple_bound(counts, limit)
@@ -158,6 +159,7 @@ def _first_fit_decreasing(counts: NDArray[np.int64], limit: int) -> Counter[Comb
                 filled, rest = packs, 0
             left -= filled * fitting + rest
             partly = int(rest > 0)
+            # Of these packs some are filled, at most one is filled in part, and the rest stays as it was.
             for added, number in ((fitting, filled), (rest, partly), (0, packs - filled - partly)):
                 now = contents + (length,) * added
                 if now and number:
@@ -251,6 +253,7 @@ def _linear_program(counts: NDArray[np.int64], limit: int, pieces: int) -> tuple
     """
     capacity = len(counts) - 1
     lengths = np.flatnonzero(counts)
+    # To begin with, a length is worth its share of a pack.
     best_prices = np.where(counts > 0, np.arange(capacity + 1) / capacity, 0.0)
     columns, bound = _starting_columns(best_prices, lengths, pieces), 0.0
     used, amounts = columns, np.zeros(0)
@@ -399,8 +402,10 @@ def _rounded(chosen: Mapping[Combination, float], counts: NDArray[np.int64], lim
             for length, number in needed.items():
                 left[length] -= packs * number
 
+    # An amount that falls short of a whole number by the solver's rounding is that number.
     for combination, amount in chosen.items():
         take(combination, int(amount + 1e-6))
+    # Largest fraction first, then by content, so that equal arguments give equal packings.
     for combination in sorted(chosen, key=lambda each: (int(chosen[each]) - chosen[each], each)):
         take(combination, 1)
     packing.update(_first_fit_decreasing(np.array(left), limit))

@@ -97,6 +97,7 @@ class Plan:
         # Of the whole batch, from the index: the step need not add up counts over the ranks before it divides by them.
         masked = int(self.masked_counts[batch].sum())
         mine = micro_batches[rank :: self.world_size]
+        # Places that stayed empty, where the batch does not divide, are -1.
         return [MicroBatch(batch[rows[rows >= 0]], len(batch), masked) for rows in mine]
 
 
@@ -120,6 +121,7 @@ def deal(lengths: NDArray[np.integer], micro_batches: int) -> NDArray[np.int64]:
     if empty:
         dealt = deal(np.append(lengths, np.zeros(empty, lengths.dtype)), micro_batches)
         return np.where(dealt < len(lengths), dealt, -1)
+    # Subtracted, as the negative of 16 bits needs more; stable, so that equal lengths keep the order of the batch.
     longest_first = np.argsort(0xFFFF - lengths.astype(np.uint16), kind="stable")  # 16 bits are sorted by radix
     cost_N = cost(lengths)
     sequences = len(lengths) // micro_batches

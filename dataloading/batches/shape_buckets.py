@@ -69,6 +69,7 @@ def choose_shape_buckets(
     of micro-batches leaves out about one in 10^5. Masked slots are in the largest ratio to tokens that was drawn.
     """
     largest, mean = int(tokens_N.max()), float(tokens_N.mean())
+    # No micro-batch holds more than all of its sequences at their full length.
     top = min(largest + int((largest - mean) / 4), sequences * max_seqlen)
     needed_N = _rounded_up(tokens_N.astype(np.int64) + 1, TOKENS_MULTIPLE)
     sizes_U, counts_U = np.unique(np.append(needed_N, _rounded_up(top + 1, TOKENS_MULTIPLE)), return_counts=True)
@@ -118,7 +119,7 @@ def _boundaries(sizes_U: NDArray[np.int64], counts_U: NDArray[np.int64], most: i
     chosen, last = [], len(sizes_U) - 1
     for first_U in reversed(firsts):
         if last < 0:
-            break
+            break  # fewer boundaries than `most` waste nothing
         chosen.append(last)
         last = int(first_U[last]) - 1
     return sizes_U[chosen[::-1]]

@@ -22,6 +22,7 @@ def synthetic_samples(
     first_segments = (lengths + 1) // 2
     segment_sizes = np.stack([first_segments, lengths - first_segments], axis=1).ravel()
     positions = [
+        # Never position 0, which stands for [CLS].
         np.sort(generator.choice(np.arange(1, length), count, replace=False))
         for length, count in zip(lengths.tolist(), masked_counts.tolist(), strict=True)
     ]

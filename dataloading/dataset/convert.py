@@ -40,11 +40,13 @@ def convert(
     tasks: list[_Task] = [
         (source, index, out / shard_name(index, count), layout, compression) for index in range(count)
     ]
+    # By its digests, as the folder may hold other data when the job goes on.
     description = {"source": [record.digest for record in source.shards], "to": layout, "compression": compression}
     with begun(out, JOB_NAME, description, finished="part_*"):
         for name in run_tasks(_convert_shard, tasks, jobs):
             report(name)
         dataset = index_shards(out, [path.name for _, _, path, _, _ in tasks], source.info)
+    # After the block, since a conversion that fails keeps it and can go on.
     (out / JOB_NAME).unlink()
     return dataset
 
@@ -83,6 +85,7 @@ def _cut(windows: Iterator[Packs], bounds: NDArray[np.int64]) -> Iterator[tuple[
             lengths = np.concatenate([lengths, np.diff(window.offsets)])
         offsets = np.concatenate([[0], np.cumsum(lengths[:wanted])]).astype(np.int64)
         yield samples[: offsets[-1]], offsets
+        # What a window has left is the beginning of the next shard.
         samples, lengths = samples[offsets[-1] :], lengths[wanted:]
 
 
@@ -96,6 +99,7 @@ def _convert_shard(task: _Task) -> str:
         with source.open_listed(index) as shard:
             samples = shard.verify(source.shards[index].digest)
             if layout == "native":
+                # Which of the texts made which shard is not known any more; the manifest names all of them.
                 write_shard(path, samples, source.info.without_sources(), compression)
             else:
                 (write_fixed if layout == "fixed" else write_varlength)(path, samples, source.info)

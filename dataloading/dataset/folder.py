@@ -75,6 +75,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
         ValueError: ``folder`` holds something.
     """
     require_absent_or_empty(folder)
+    # Where an empty folder is there, a rename replaces it.
     with atomic_path(folder) as aside:
         aside.mkdir(parents=True)
         yield aside
@@ -154,12 +155,15 @@ class Dataset:
         # side: an empty shard begins where the next one does, which has the sample.
         shard_of = np.searchsorted(self._first_samples, indices, side="right") - 1
         rows = indices - self._first_samples[shard_of]
+        # Held until the samples are taken: a shard that makes room for another one of this batch stays readable.
         shards = {index: self._shard(index) for index in np.unique(shard_of).tolist()}
+        # Before the samples are read, whose pages would otherwise be given back and read again.
         self._forget_now_and_then(len(indices))
         builder = SampleBuilder()
         # Sample by sample where all shards can: index arrays would take a fixed time for each of many shards.
         if all(shards[shard].add_to(builder, row) for shard, row in zip(shard_of.tolist(), rows.tolist(), strict=True)):
             samples = builder.samples()
+            # Checked here, as add_to() checks nothing.
             try:
                 check_content(samples, self.info, self.folder)
             except ValueError:
@@ -184,6 +188,7 @@ class Dataset:
             with self.open_listed(index) as shard:
                 for start in range(0, len(shard), samples):
                     yield shard.read(start, min(start + samples, len(shard)))
+                    # Given back, or the pages of a whole data set would count as this process's memory.
                     shard.forget()
 
     def verify(self, visit: Callable[[ShardRecord, Samples], None] = lambda *_: None) -> None:
@@ -193,6 +198,7 @@ class Dataset:
                 samples = shard.verify(record.digest)
                 lengths = np.stack([shard.lengths, shard.masked_counts], axis=1)
             rows = self._length_index[self._first_samples[index] : self._first_samples[index + 1]]
+            # A run is planned by the index before it reads any shard, so that the two must agree.
             if not np.array_equal(rows, lengths):
                 raise ValueError(
                     f"{self.folder / LENGTHS_NAME}: lengths of {record.name} differ from the shard; {REMEDY}"
@@ -213,6 +219,7 @@ class Dataset:
         record = self.shards[index]
         shard = open_shard(self.folder / record.name)
         agrees = (len(shard), shard.file_bytes) == (record.samples, record.file_bytes)
+        # Layouts from elsewhere carry no digest: of them only the numbers can be compared.
         if shard.digest is not None:
             agrees &= shard.digest == record.digest and shard.info.without_sources() == self.info.without_sources()
         if not agrees:
@@ -237,6 +244,7 @@ class Dataset:
                 held -= self._open_shards.pop(next(iter(self._open_shards))).held_bytes  # a dict is in order of opening
             self._open_shards[index] = shard
         shard = self._open_shards[index]
+        # At every use, as the file may be cut short while it is mapped.
         shard.require_whole()
         return shard
 

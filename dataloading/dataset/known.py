@@ -35,6 +35,7 @@ def content_md5(blocks: Iterable[Samples]) -> str:
     its ``input_ids`` as a Python list in text."""
     rows = []
     for block in blocks:
+        # As Python's integers: the text of NumPy's would be another, and with it the digest.
         ids, offsets = block.input_ids.tolist(), block.sequence_offsets.tolist()
         for start, stop in pairwise(offsets):
             rows.append(hashlib.md5(str(ids[start:stop]).encode(), usedforsecurity=False).hexdigest())
@@ -50,7 +51,9 @@ def describe_vocabulary(info: DatasetInfo) -> str:
 
 def describe_options(info: DatasetInfo) -> str:
     """Say in words whether the samples were made with the benchmark's settings."""
+    # The defaults are the benchmark's values.
     expected = PretrainingOptions().__dict__
+    # Other options, such as the version of Unicode's tables, are no settings of the reference script.
     recorded = {name: info.options[name] for name in expected if name in info.options}
     if len(recorded) < len(expected):
         most = f"{info.max_seq_length} tokens, {info.max_predictions_per_seq} of them masked"
@@ -98,7 +101,7 @@ def check_published(dataset: Dataset, checksums: Path) -> Iterator[str]:
                 raise ValueError(f"{checksums}: {line[:80]!r}; expected a file name and an md5 on each line")
             listed[Path(fields[0]).stem] = fields[1].lower()
     for index, record in enumerate(dataset.shards):
-        expected = listed.pop(Path(record.name).stem, None)
+        expected = listed.pop(Path(record.name).stem, None)  # what is left of the list in the end is missing here
         if expected is None:
             raise ValueError(f"{checksums}: {record.name} is not in it; name the list of this set of shards")
         with dataset.open_listed(index) as shard:
@@ -126,6 +129,7 @@ class Census:
     def add(self, block: Samples) -> None:
         """The next samples of the data set."""
         digests = block.sample_digests()
+        # uint64 wraps, which is the modulus that is wanted.
         self.multiset_digest = (self.multiset_digest + int(digests.sum(dtype=np.uint64))) % (1 << 64)
         self._digests[self._filled : self._filled + len(block)] = _marked(digests, block)
         self._filled += len(block)
@@ -153,6 +157,7 @@ class Census:
         """The first two samples with this digest."""
         found: list[int] = []
         start = 0
+        # A second pass over the data, for the message alone: only a broken set pays for it.
         for block in self._dataset.blocks():
             found += (start + np.flatnonzero(_marked(block.sample_digests(), block) == digest)).tolist()
             start += len(block)
@@ -166,6 +171,7 @@ _LONG_MARK = np.uint64(1)
 
 def _marked(digests: NDArray[np.uint64], block: Samples) -> NDArray[np.uint64]:
     """``digests`` whose last bit tells whether the sample is too long to be repeated by chance."""
+    # One bit of the digest is given up for it, so that no second array is needed.
     return (digests & ~_LONG_MARK) | (block.lengths >= _LONG_ENOUGH).astype(np.uint64)
 
 

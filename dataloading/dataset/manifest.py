@@ -59,6 +59,7 @@ def write_metadata(
     ``lengths`` and ``masked_counts``: [N], in the order of ``records``.
     """
     index = io.BytesIO()
+    # Little-endian on every machine, as the digest goes over these bytes.
     np.save(index, np.stack([lengths, masked_counts], axis=1).astype("<u2"), allow_pickle=False)
     manifest = {
         "format": FORMAT,
@@ -87,6 +88,7 @@ def read_manifest(folder: Path, part: Part | None = None) -> Manifest:
     path = folder / metadata_names(part)[0]
     found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
     try:
+        # The version first, as another one may have other fields.
         check_version(found["format"], found["schema_version"])
         shards = tuple(ShardRecord(**record) for record in found["shards"])
         return Manifest(DatasetInfo(**found["info"]), shards, found["lengths_sha256"])
@@ -116,6 +118,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     """The length index [count, 2], checked against its digest: a memory map, which the processes of a machine share."""
     limit = 4 * count + 4096  # two numbers of 16 bits a sample, and NumPy's header
     try:
+        # Before it is read for its digest, as the file may be of any size.
         if (size := path.stat().st_size) > limit:
             raise ValueError(f"{path}: {size:,} bytes, expected at most {limit:,}; {REMEDY}")
         digest = sha256_of(path)
@@ -124,6 +127,7 @@ def read_lengths(path: Path, count: int, sha256: str) -> NDArray[np.uint16]:
     if digest != sha256:
         raise ValueError(f"{path}: digest differs from {MANIFEST_NAME}; {REMEDY}")
     try:
+        # allow_pickle: an array of objects would be a pickle, which can run code.
         lengths = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: {error}; {REMEDY}") from None

@@ -23,10 +23,11 @@ def scan_shards(folder: Path, names: Iterable[str], info: DatasetInfo) -> Datase
     Raises:
         ValueError: a shard is damaged, differs from ``info``, or holds what another one holds.
     """
-    records, lengths = [], [np.empty((0, 2), np.uint16)]
+    records, lengths = [], [np.empty((0, 2), np.uint16)]  # concatenate() takes no empty list
     sources: dict[str, str] = dict(info.sources)
     for name in names:
         with open_shard(folder / name) as shard:
+            # A layout from elsewhere promises nothing of its own, so what is said of it holds.
             if shard.digest is None:
                 shard.info = info
             elif shard.info.without_sources() != info.without_sources():
@@ -57,6 +58,7 @@ def merge(folders: list[Path], out: Path) -> Dataset:
     members = _members(folders)
     infos = [dataset.info.without_sources() for dataset in members]
     for dataset, info in zip(members, infos, strict=True):
+        # Sizes are compared before anything is linked: a shard that was cut off would else be part of the whole.
         dataset.check_files()
         if info != infos[0]:
             raise ValueError(
@@ -70,6 +72,7 @@ def merge(folders: list[Path], out: Path) -> Dataset:
     lengths = np.concatenate([dataset.lengths for dataset in members])
     masked_counts = np.concatenate([dataset.masked_counts for dataset in members])
     info = replace(infos[0], sources=sources)
+    # In place: the shards keep their names, and only the metadata is new.
     if {path.parent.absolute() for path in paths} == {out.absolute()}:
         write_metadata(out, records, lengths, masked_counts, info)
     else:
@@ -121,6 +124,7 @@ def _check_sources(members: list[Dataset]) -> None:
     owner: dict[str, Path] = {}
     for dataset in members:
         for name, digest in dataset.info.sources.items():
+            # By content: one text may have been given under two names.
             if digest in owner:
                 raise ValueError(
                     f"{dataset.folder}: {name} was prepared for {owner[digest]} already; prepare each once"
@@ -140,6 +144,6 @@ def _link_or_copy(source: Path, target: Path) -> None:
     """``target`` with the content of ``source``, sharing its place on disk where both are on one file system."""
     try:
         os.link(source, target)
-    except OSError:
+    except OSError:  # another file system, or one without hard links
         shutil.copyfile(source, target)
         sync(target)  # on disk before a manifest lists it

@@ -26,6 +26,7 @@ _BY_CHANCE = 1 - math.sqrt(0.5)
 """Median distance of two random places, as a share of the whole."""
 _NEAR = 0.75 * _BY_CHANCE
 """Two shards that were never mixed have half the distance of chance."""
+# Odd, so that a product with one loses no bit. From a fixed seed, so that the same set always gets the same answer.
 _FACTORS = np.random.default_rng(0).integers(0, 1 << 64, _TEXT, np.uint64) | np.uint64(1)
 
 
@@ -45,6 +46,7 @@ class OrderCheck:
         """The next samples of the data set."""
         for start in range(0, len(block), _AT_A_TIME):
             part = block.slice(start, min(start + _AT_A_TIME, len(block)))
+            # With a token to spare: the last [SEP] is no text.
             rows = np.flatnonzero(part.lengths > _TEXT + 1)
             texts = _beginnings(part, rows)
             kept = texts <= self._last_kept
@@ -72,9 +74,10 @@ class OrderCheck:
         _, starts, counts = np.unique(texts[order], return_index=True, return_counts=True)
         usual = (counts > 1) & (counts <= _MOST_ALIKE)
         starts, counts = starts[usual], counts[usual]
+        # One pair a text, so that a text which occurs often does not outweigh the others.
         rng = np.random.default_rng(1)
         first = rng.integers(0, counts)
-        second = (first + rng.integers(1, counts)) % counts
+        second = (first + rng.integers(1, counts)) % counts  # never the same one
         return np.abs(places[order[starts + first]] - places[order[starts + second]]) / self._samples
 
 

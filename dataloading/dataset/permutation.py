@@ -32,9 +32,10 @@ def shuffled(positions: NDArray[np.integer], count: int, seed: int, epoch: int) 
         seed: at least 0 and less than 2**64.
         epoch: at least 0 and less than 2**64.
     """
-    rows = math.isqrt(count - 1) + 1
+    rows = math.isqrt(count - 1) + 1  # the square root, rounded up
     rows += rows % 2  # on a grid of odd sides every round is an even permutation, and half of the orders never come
     columns = -(-count // rows)
+    # The seed is scrambled before the epoch is added, so that no sum of the two stands for another pair.
     (start,) = _stream(_stream(np.uint64(seed), np.zeros(1, np.uint64)), np.array([epoch], np.uint64))
     keys = _stream(start, np.arange(ROUNDS, dtype=np.uint64))
     cells = positions.astype(np.uint64)
@@ -62,6 +63,7 @@ def _added(digit: NDArray[np.uint64], other: NDArray[np.uint64], key: np.uint64,
     # 32 random bits times the base, the upper half of it: below the base without a division.
     total = (_stream(key, other) >> np.uint64(32)) * base_64 >> np.uint64(32)
     total += digit
+    # Less than twice the base, so that one subtraction is the remainder.
     total -= base_64 * (total >= base_64)
     return total
 

@@ -37,6 +37,7 @@ MEMORY_LIMIT = 2 << 30
 JOB_NAME = "shuffle.json"
 BUCKETS_NAME = "buckets"
 
+# One bucket is held at a time, beside the shard that is being made; the buffer only while buckets are filled.
 _BUCKET_BYTES = 192 << 20
 _BUFFERED_BYTES = 192 << 20
 _SHARD_BYTES = 256 << 20
@@ -79,6 +80,7 @@ def shuffle(
     _check_shards(source, shards)
     buckets = _bucket_count(source)
     settings = {"shards": shards, "seed": seed, "compression": compression, "buckets": buckets}
+    # With the number of buckets, which follows from bounds of this program: buckets of another number are of no use.
     description = {"info": asdict(source.info), "source": [record.digest for record in source.shards]} | settings
     with begun(out, JOB_NAME, description, finished=f"{BUCKETS_NAME}/*"):
         spill = out / BUCKETS_NAME
@@ -115,6 +117,7 @@ def _stored_bytes(source: Dataset) -> int:
     """Bytes of all samples in flat arrays."""
     tokens = sum(record.tokens for record in source.shards)
     masked = sum(record.masked_tokens for record in source.shards)
+    # An id of two bytes and a segment a token, a position and an id a masked one.
     return 3 * tokens + 4 * masked + 17 * len(source)  # two offsets of 8 bytes and a label a sample
 
 
@@ -127,6 +130,7 @@ def _bucket_count(source: Dataset) -> int:
 
 def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report: Callable[[Progress], None]) -> None:
     """First pass: every sample to the end of a bucket that is drawn for it."""
+    # Buckets without complete.json are those of a pass that was stopped.
     shutil.rmtree(spill, ignore_errors=True)
     spill.mkdir()
     files = _BucketFiles(spill, buckets)
@@ -170,6 +174,7 @@ def _write_shards(
         if whole_shard(path) != (info, stop - start):  # seed and source are the same, or `begun` had refused
             pieces = []
             while start < stop:
+                # side: an empty bucket begins where the next one does, which has the sample.
                 needed = int(np.searchsorted(firsts, start, side="right")) - 1
                 if needed != bucket or permuted is None:
                     permuted = None  # two buckets do not fit
@@ -185,6 +190,7 @@ def _write_shards(
 def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples, NDArray[np.int64]]:
     """A bucket's samples, and a random order of them."""
     samples = _read_bucket(spill / f"{bucket:05d}")
+    # The numbers were taken while it was filled; since then the file may have been cut short.
     if len(samples) != count:
         raise ValueError(f"{spill}: bucket {bucket} holds {len(samples):,} of {count:,} samples; delete the folder")
     # A stream of numbers for each bucket: whoever goes on needs no bucket whose shards are there.
@@ -214,12 +220,15 @@ class _BucketFiles:
         self._paths = [folder / f"{bucket:05d}" for bucket in range(count)]
         self._waiting: list[list[bytes]] = [[] for _ in range(count)]
         self._sizes = [0] * count
+        # In equal shares: samples are thrown at random, so that buckets fill at one rate.
         self._most = _BUFFERED_BYTES // count
+        # A bucket that no sample falls into is read like the others.
         for path in self._paths:
             path.touch()
 
     def append(self, bucket: int, samples: Samples) -> None:
         """Add samples to the end of a bucket."""
+        # How much of each kind follows, as nothing in the block marks its parts.
         header = np.array([len(samples), len(samples.input_ids), len(samples.masked_lm_ids)], "<i8")
         parts = [
             header,
@@ -227,6 +236,7 @@ class _BucketFiles:
             samples.masked_counts.astype("<u2"),
             samples.next_sentence_labels,
         ]
+        # Bytes of its own: slices would keep their whole block in memory.
         block = b"".join(part.tobytes() for part in (*parts, *(getattr(samples, name) for name in _BLOCK_ARRAYS)))
         self._waiting[bucket].append(block)
         self._sizes[bucket] += len(block)
@@ -261,6 +271,7 @@ def _read_bucket(path: Path) -> Samples:
     while place < len(content):
         count, tokens, masked = next_array("<i8", 3).tolist()
         lengths, masked_counts = (next_array("<u2", count) for _ in range(2))
+        # In the order in which `append` wrote them.
         labels = next_array("u1", count)
         arrays = {
             name: next_array("u1" if name == "segment_ids" else "<u2", tokens if index < 2 else masked)

@@ -15,6 +15,7 @@ def shard_names(folder: Path) -> list[str]:
     """The files of a folder of shards."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder")
+    # Hidden ones may be what an interrupted command has left.
     names = sorted(path.name for path in folder.iterdir() if path.is_file() and not path.name.startswith("."))
     if MANIFEST_NAME in names:
         raise ValueError(f"{folder} has a {MANIFEST_NAME} already; delete it first to make it anew")
@@ -37,6 +38,7 @@ def info_of(folder: Path, names: list[str], vocab: Path) -> DatasetInfo:
     for name in names:
         with open_shard(folder / name) as shard:
             if shard.digest is not None:
+                # Native shards say it themselves, and the first speaks for all: `scan_shards` compares them.
                 return shard.info.without_sources()
             promised = shard.info.max_seq_length, shard.info.max_predictions_per_seq
             if shard.layout in ("fixed", "tfrecord"):  # the width of their rows is the promise: one file tells

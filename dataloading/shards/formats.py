@@ -30,6 +30,7 @@ def open_shard(path: Path) -> Shard:
     # Numba comes with it, which takes half a second that HDF5 files need not spend.
     from dataloading.shards.tfrecord import is_tfrecord, read_tfrecord
 
+    # A length and its checksum are all that the beginning of such a file offers.
     if is_tfrecord(content[:16]):
         samples, *sizes = read_tfrecord(path, content)
         return FlatShard(path, unknown_info(*sizes), "tfrecord", samples)
@@ -57,6 +58,7 @@ def _open_hdf5(path: Path, content: mmap) -> Shard:
     try:
         with HDF5File(path, content) as file:
             return _reader(file)(path, file)
+    # What a damaged file makes the HDF5 library and NumPy raise is any of these.
     except (OSError, RuntimeError, KeyError, TypeError, ValueError, IndexError, MemoryError) as error:
         complaint = str(error)
         if complaint.startswith(str(path)):
@@ -67,6 +69,7 @@ def _open_hdf5(path: Path, content: mmap) -> Shard:
 def _reader(file: HDF5File) -> Callable[[Path, HDF5File], Shard]:
     """The reader for an HDF5 file, told by the names and types of its arrays."""
     names = file.names
+    # A native file without its attribute is refused by the reader of that layout, which says what is missing.
     if file.attribute("format") is not None or "sequence_offsets" in names:
         return open_native
     if "input_ids" in names:

@@ -47,6 +47,7 @@ class HDF5File:
         self.path = path
         self.content = content
         """The whole file, which arrays in one piece are views of."""
+        # For the description of what is stored where: the bytes themselves are taken from `content`.
         self._file = h5py.File(path, "r")
         self._room = MOST_EXPANSION * len(content)
 
@@ -74,6 +75,7 @@ class HDF5File:
         except KeyError:
             return None
         dtype = found.dtype
+        # Only a single value: an attribute may hold an array as large as it likes.
         if found.shape != () or (dtype.kind not in "iu" and h5py.check_string_dtype(dtype) is None):
             raise ValueError(f"the attribute {name} is {dtype} {found.shape}, expected a text or an integer")
         value: Any = np.empty((), dtype)
@@ -96,6 +98,7 @@ class HDF5File:
     def _open(self, name: str) -> h5py.h5d.DatasetID:
         """An object of the root group, by the library's low-level interface: a run opens thousands of files."""
         group, key = self._file.id, name.encode()
+        # Asked before the link is followed, which could lead into another file.
         try:
             kind = group.links.get_info(key).type
         except (KeyError, RuntimeError):
@@ -132,7 +135,7 @@ class HDF5Array:
         self._size = math.prod(self.shape) * self._stored.itemsize
         self._chunk: tuple[int, ...] | None = None
         self._pipeline: list[int] = []
-        if self._size:
+        if self._size:  # an empty array is stored nowhere
             self._check_storage()
 
     @property
@@ -155,6 +158,7 @@ class HDF5Array:
             )
         self._file.reserve(self._size, self.name)
         values = np.empty(self.shape, self._stored)
+        # A chunk at an edge is stored whole; what of it lies beyond the array is left out.
         for corner, chunk in self._chunks(self._chunk):
             inside = zip(corner, chunk.shape, self.shape, strict=True)
             box = tuple(slice(first, min(first + size, end)) for first, size, end in inside)
@@ -165,10 +169,12 @@ class HDF5Array:
         """ValueError unless every byte that the array claims is stored, and in this file."""
         storage = self._dataset.get_create_plist()
         layout, file_bytes = storage.get_layout(), len(self._file.content)
+        # Others lie in the object's header, or in other files.
         if storage.get_external_count() or layout not in (h5py.h5d.CONTIGUOUS, h5py.h5d.CHUNKED):
             raise ValueError(f"{self.name} is not stored in this file in one piece or in chunks")
         if layout == h5py.h5d.CONTIGUOUS:
             offset = self._dataset.get_offset()
+            # None: no byte of it was ever written.
             if offset is None or offset + self._size > file_bytes:
                 raise ValueError(f"{self.name} claims {self._size:,} bytes that are not inside the file")
             return
@@ -179,6 +185,7 @@ class HDF5Array:
                 f"{self.name} is packed by the HDF5 filters {self._pipeline}, expected shuffle, gzip and fletcher32 "
                 f"{list(_FILTERS)}, or some of them in this order: write the file again with these"
             )
+        # As many as the array needs: a chunk that was never written would be read as fill values, from no bytes at all.
         expected = math.prod(-(-end // size) for end, size in zip(self.shape, chunk, strict=True))
         if (found := self._dataset.get_num_chunks()) != expected:
             raise ValueError(
@@ -195,6 +202,7 @@ class HDF5Array:
     def _chunks(self, shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], NDArray[Any]]]:
         """Yield where each chunk begins, and its values."""
         for corner in product(*(range(0, end, size) for end, size in zip(self.shape, shape, strict=True))):
+            # As stored: the library undoes no filter.
             skipped, content = self._dataset.read_direct_chunk(corner)
             # Each bit is a filter that this chunk has not passed: an optional one that fails is left out.
             filters = [known for place, known in enumerate(self._pipeline) if not skipped >> place & 1]
@@ -222,6 +230,7 @@ def _without_checksum(content: bytes) -> bytes:
     """A chunk without its Fletcher-32 checksum: sums modulo 65,535 of big-endian words, and of their sums so far."""
     stored = int.from_bytes(content[-_FLETCHER32_BYTES:], "little")
     content = content[:-_FLETCHER32_BYTES]
+    # A single byte at the end counts as a word with a zero.
     words = np.frombuffer(content + bytes(len(content) % 2), ">u2").astype(np.uint64)
     weights = np.arange(len(words), 0, -1, dtype=np.uint64) % np.uint64(0xFFFF)
     sums = int((words * weights).sum()), int(words.sum())

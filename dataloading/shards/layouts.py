@@ -75,6 +75,7 @@ class FixedShard(Shard):
 
     def add_to(self, builder: SampleBuilder, index: int) -> bool:
         """Add one sample, unchecked, to ``builder``; False for a mask with gaps, and for integers of another size."""
+        # All but the labels, which are one a sample.
         rows = {name: column[index] for name, column in self._columns.items() if column.ndim == 2}
         length, masked = (int(np.count_nonzero(rows[name])) for name in ("input_mask", "masked_lm_positions"))
         # Where they are not, the slow way finds the gap, and names it.
@@ -114,10 +115,12 @@ class RaggedShard(Shard):
             packed = ("packed_input_len", "packed_masked_lm_len", "next_sentence_labels")
             sizes = {name: VariableLengthColumn(file, name) for name in packed}
             counts = sizes["packed_input_len"].counts
+            # narrow() also refuses negative ones, though nothing is narrower here.
             self._lengths, self._masked_counts, labels = (
                 narrow(column.rows(0, len(column.counts)), np.int64, name, path) for name, column in sizes.items()
             )
             if any(not np.array_equal(column.counts, counts) for column in sizes.values()) or len(counts) != rows:
+                # Without the path, which `dataloading.shards.formats` adds.
                 raise ValueError("packed_input_len, packed_masked_lm_len and next_sentence_labels disagree")
         else:
             counts = np.ones(rows, np.int64)
@@ -183,6 +186,7 @@ class RaggedShard(Shard):
     def _inside_rows(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """[n] where each sample starts inside its row."""
         starts = offsets_of(lengths)
+        # From the beginning of the row, where the flat starts count through all rows.
         return starts[:-1] - starts[self.row_offsets[self._row_of]]
 
 
@@ -195,14 +199,17 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
     """
     _check_writable(samples, info, path)
     count = len(samples)
+    # [n, width]: which places of each padded row are filled.
     real = np.arange(info.max_seq_length) < samples.lengths[:, None]
     masked = np.arange(info.max_predictions_per_seq) < samples.masked_counts[:, None]
 
     def padded(values: NDArray[Any], where: NDArray[np.bool_], dtype: str) -> NDArray[Any]:
+        # Zeros, with which the reference pads.
         rows = np.zeros((count, where.shape[1]), dtype)
         rows[where] = values
         return rows
 
+    # Integers of the types that the shards in circulation have.
     columns = {
         "input_ids": padded(samples.input_ids, real, "<i2"),
         "input_mask": real.astype("i1"),
@@ -211,6 +218,7 @@ def write_fixed(path: Path, samples: Samples, info: DatasetInfo) -> None:
         "masked_lm_ids": padded(samples.masked_lm_ids, masked, "<i2"),
         "next_sentence_labels": samples.next_sentence_labels.astype("i1"),
     }
+    # Composed in memory, for the reason that `dataloading.shards.native` gives.
     image = io.BytesIO()
     with h5py.File(image, "w") as file:
         for name, column in columns.items():
@@ -251,6 +259,7 @@ def narrow(values: NDArray[Any], dtype: Any, name: str, path: Path) -> NDArray[A
     limits = np.iinfo(dtype)
     if values.dtype.kind not in "iu":
         raise ValueError(f"{path}: {name} holds {values.dtype}, expected integers; {REMEDY}")
+    # Nothing in a sample is negative, though these layouts are of signed integers.
     if len(values) and not (values.min() >= max(limits.min, 0) and values.max() <= limits.max):
         raise ValueError(f"{path}: {name}: {values.min()} to {values.max()}, expected 0 to {limits.max}; {REMEDY}")
     return values.astype(dtype, copy=False)
@@ -304,6 +313,7 @@ def _may_have_wrapped(lengths: NDArray[np.int64]) -> bool:
 def _as_in_samples(dtypes: Sequence[np.dtype[Any]]) -> bool:
     """Tell whether the integers of `_RAGGED` are stored as `Samples` has them, so that bytes can be taken as they are."""
     sizes = [dtype.itemsize for dtype in dtypes]
+    # Of one byte there is no order, so that segment ids pass either way.
     return sizes == [2, 1, 2, 2] and all(dtype.newbyteorder("<") == dtype for dtype in dtypes)
 
 
@@ -317,6 +327,7 @@ def _prefix(marked: NDArray[np.bool_], name: str, path: Path) -> NDArray[np.bool
 def _one_value_a_row(array: HDF5Array, rows: int) -> NDArray[Any]:
     if array.ragged or math.prod(array.shape) != rows:
         raise ValueError(f"{array.name} has shape {array.shape}, expected {rows} integers")
+    # Labels come as [n] and as [n, 1].
     return array.read().reshape(-1)
 
 

@@ -55,6 +55,7 @@ def write_shard(path: Path, samples: Samples, info: DatasetInfo, compression: Co
         file.attrs.update(attributes)
         for name, dtype in DTYPES.items():
             data = getattr(samples, name)
+            # An empty array cannot have chunks.
             chunks = {"chunks": (min(len(data), _CHUNK_ELEMENTS),)} if storage and len(data) else {}
             file.create_dataset(name, data=data, dtype=dtype, **(storage if chunks else {}), **chunks)
     write_atomically(path, image.getbuffer())
@@ -88,6 +89,7 @@ def open_native(path: Path, file: HDF5File) -> FlatShard:
 
 def check_version(found_format: object, found_version: object) -> None:
     """ValueError unless a file says that it has this format and schema version."""
+    # As text: what an attribute or a manifest holds may be of any type.
     if (str(found_format), str(found_version)) != (FORMAT, str(SCHEMA_VERSION)):
         raise ValueError(f"{found_format}, schema version {found_version}; expected {FORMAT}, {SCHEMA_VERSION}")
 

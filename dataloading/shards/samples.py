@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+# 2^64 over the golden ratio: the step of SplitMix64.
 SPLITMIX64_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -55,6 +56,7 @@ class Samples:
     def take(self, indices: NDArray[np.int64]) -> "Samples":
         """The samples at ``indices`` (any order, repeats allowed), as a new block."""
         tokens = (self.input_ids, self.segment_ids)
+        # Both arrays at once, as the elements to take are the same.
         (input_ids, segment_ids), sequence_offsets = _gather_ragged(tokens, self.sequence_offsets, indices)
         masked = (self.masked_lm_positions, self.masked_lm_ids)
         (positions, masked_lm_ids), masked_lm_offsets = _gather_ragged(masked, self.masked_lm_offsets, indices)
@@ -85,8 +87,10 @@ class Samples:
     def digest(self) -> str:
         """SHA-256 over names, types and contents: equal for equal samples in equal order."""
         state = hashlib.sha256()
+        # In the order of the class, which is part of the digest.
         for field in fields(self):
             array = np.ascontiguousarray(getattr(self, field.name))
+            # Types with their byte order, so that the digest is one of the bytes that follow.
             state.update(f"{field.name}:{array.dtype.str}:{array.shape}\n".encode())
             state.update(array.data)
         return state.hexdigest()
@@ -97,6 +101,7 @@ class Samples:
         Their sum modulo 2^64 is a digest of a multiset: it tells whether two data sets hold the same samples in whatever
         order. Meant against accidents, not against somebody who looks for collisions; `digest` is for those.
         """
+        # Shifted beyond any length, so that the two do not mix.
         digests = _mix((self.next_sentence_labels.astype(np.uint64) << np.uint64(40)) | self.lengths.astype(np.uint64))
         for kind, offsets, values in (
             (1, self.sequence_offsets, (self.input_ids, self.segment_ids)),
@@ -140,8 +145,10 @@ class SampleBuilder:
     def samples(self) -> Samples:
         """Return the samples that were added, in that order; the arrays may be written to."""
         return Samples(
+            # bytearray, as arrays over bytes cannot be written to.
             input_ids=np.frombuffer(bytearray().join(self._input_ids), "<u2"),
             segment_ids=np.frombuffer(bytearray().join(self._segment_ids), "u1"),
+            # A byte a token.
             sequence_offsets=offsets_of(np.fromiter(map(len, self._segment_ids), np.int64, len(self._segment_ids))),
             masked_lm_positions=np.frombuffer(bytearray().join(self._masked_lm_positions), "<u2"),
             masked_lm_ids=np.frombuffer(bytearray().join(self._masked_lm_ids), "<u2"),
@@ -160,6 +167,7 @@ def row_blocks(offsets: NDArray[np.int64], most: int = _ELEMENTS_AT_A_TIME) -> I
     """Consecutive ranges of ragged rows, of about ``most`` elements each (more where one row alone has more)."""
     start = 0
     while start < len(offsets) - 1:
+        # One row at least, even if it is longer than a whole block.
         stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + most, side="right")) - 1)
         yield range(start, stop)
         start = stop
@@ -174,6 +182,7 @@ def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
 
 def ragged_indices(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Flat element indices of ragged rows that start at ``starts`` and have ``lengths``, row after row."""
+    # What leads from the place in the result to the place in the array, the same for a whole row.
     shift = np.repeat(starts - offsets_of(lengths)[:-1], lengths)
     return np.arange(len(shift)) + shift
 

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from console.files import open_regular
 from dataloading.shards.samples import SampleBuilder, Samples
 
+# For the type alone: that module brings the tokenizers library.
 if TYPE_CHECKING:
     from dataloading.text.tokenization import Vocabulary
 
@@ -80,6 +81,7 @@ class DatasetInfo:
 
     def to_json(self) -> str:
         """Return one line of JSON, keys sorted."""
+        # Sorted, so that equal descriptions make equal files.
         return json.dumps(asdict(self), sort_keys=True)
 
 
@@ -186,6 +188,8 @@ class Shard(ABC):
 
         ``digest`` is what a manifest says of the content; without one, what the file itself says, if it does.
         """
+        # The manifest counts first: a shard that was put in the place of another one carries its own digest, and a
+        # right one.
         expected = digest or self.digest
         samples = self.read(0, len(self))
         found = samples.digest()
@@ -206,6 +210,7 @@ class Shard(ABC):
 
     def require_whole(self) -> None:
         """ValueError where the file has become shorter than it was: to read what is gone would end the process (SIGBUS)."""
+        # size() asks the file, len() the map.
         if self._content is not None and self._content.size() < len(self._content):
             raise ValueError(f"{self.path}: it has become shorter while it was read; {REMEDY}")
 
@@ -222,6 +227,7 @@ class Shard(ABC):
     def close(self) -> None:
         """Let go of the file; samples that were read stay valid."""
         # Dropped and not closed: a map refuses to close while there are views of it, and it goes with the last of them.
+        # Whatever of a shard of any kind may be a view of the map.
         for name in ("_content", "_samples", "_columns", "_bytes", "_labels", "_offsets"):
             vars(self).pop(name, None)
 
@@ -239,8 +245,10 @@ class FlatShard(Shard):
         self._content = content
         self.held_bytes = 0 if content is not None else samples.nbytes
         arrays = (samples.input_ids, samples.segment_ids, samples.masked_lm_positions, samples.masked_lm_ids)
+        # Memoryviews, out of which a slice or a number costs less than out of an array.
         self._bytes = tuple(array.data.cast("B") if len(array) else memoryview(b"") for array in arrays)
         self._labels = samples.next_sentence_labels.data
+        # By way of bytes, as a view cannot be cast from one integer format to another.
         self._offsets = tuple(
             offsets.data.cast("B").cast("q") for offsets in (samples.sequence_offsets, samples.masked_lm_offsets)
         )
@@ -268,6 +276,7 @@ class FlatShard(Shard):
         """Add one sample, unchecked, to ``builder``."""
         input_ids, segment_ids, masked_lm_positions, masked_lm_ids = self._bytes
         sequence_offsets, masked_lm_offsets = self._offsets
+        # Offsets count elements; ids and positions have two bytes each.
         start, stop = sequence_offsets[index], sequence_offsets[index + 1]
         first, last = 2 * masked_lm_offsets[index], 2 * masked_lm_offsets[index + 1]
         builder.add(
@@ -290,6 +299,7 @@ def map_file(path: Path) -> mmap.mmap:
     # notices that data is touched.
     try:
         with open_regular(path) as file:
+            # The map keeps a descriptor of its own.
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}; {REMEDY}") from None
@@ -322,6 +332,7 @@ def check_offsets(samples: Samples, path: Path) -> None:
 def check_content(samples: Samples, info: DatasetInfo, path: Path, remedy: str = REMEDY) -> None:
     """ValueError, which ends in ``remedy``, unless every value is in the range that ``info`` promises."""
     lengths, masked_counts = samples.lengths, samples.masked_counts
+    # From a masked position to the end of its sample, in int64: below 1 where the position lies beyond it.
     room = np.repeat(lengths, masked_counts) - samples.masked_lm_positions
     for name, values, least, most in (
         ("sample length", lengths, 1, info.max_seq_length),

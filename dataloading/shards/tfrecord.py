@@ -94,7 +94,7 @@ def _find_records(path: Path, content: mmap.mmap) -> NDArray[np.int64]:
             raise _error(path, len(bounds) // 2, place, found)
         place += _HEADER.size
         bounds.extend((place, place + length))
-        place += length + 4
+        place += length + 4  # the CRC of the data
     return np.array(bounds, np.int64).reshape(-1, 2)
 
 
@@ -150,7 +150,7 @@ def _masked_crc(data: bytes) -> int:
 def _varint(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int]:
     """(value, place behind it), as a signed 64-bit integer; the place is -1 when there is none."""
     value = 0
-    for index in range(10):
+    for index in range(10):  # 64 bits in groups of seven
         if place + index >= end:
             return 0, -1
         byte = int(content[place + index])
@@ -178,8 +178,10 @@ def _field(content: NDArray[np.uint8], place: int, end: int) -> tuple[int, int, 
         size, begin = _varint(content, begin, end)
         if begin < 0:
             return 0, 0, 0, -1
+    # Groups and types that were never assigned have no length by which to skip them.
     else:
         return 0, 0, 0, -1
+    # A stated length of 2^63 or more is negative here.
     if size < 0 or size > end - begin:
         return 0, 0, 0, -1
     return tag >> 3, wire, begin, begin + size
@@ -253,6 +255,7 @@ def _read_entry(
         if number == 1:
             key, key_end = begin, stop
         elif number == 2:
+            # The reference writes each once; protobuf itself would merge them.
             if feature >= 0:
                 return _REPEATED
             feature, feature_end = begin, stop
@@ -283,6 +286,7 @@ def _read_example(
     list_lengths: NDArray[np.int64],
 ) -> int:
     """Read the known features of an Example into ``lists``; return the problem or 0."""
+    # Cleared first, or a record without a feature would have that of the record before.
     list_lengths[:] = 0
     while place < end:
         number, wire, features, features_end = _field(content, place, end)
@@ -298,6 +302,7 @@ def _read_example(
                 problem = _read_entry(content, begin, stop, names, name_offsets, lists, list_lengths)
                 if problem:
                     return problem
+    # A feature that is absent and one without values look alike, and neither is a sample's.
     for length in list_lengths:
         if length == 0:
             return _MISSING

@@ -16,7 +16,7 @@ from dataloading.compiled import compiled
 from dataloading.shards.hdf5_file import HDF5File
 from dataloading.shards.samples import offsets_of, ragged_indices, row_blocks
 
-_SIGNATURE = np.frombuffer(b"GCOL\x01", np.uint8)
+_SIGNATURE = np.frombuffer(b"GCOL\x01", np.uint8)  # with the version
 
 
 class VariableLengthColumn:
@@ -43,6 +43,7 @@ class VariableLengthColumn:
         """Memory taken by the references, where they are packed."""
         self._bytes = np.frombuffer(file.content, np.uint8)
         self._view = memoryview(file.content)
+        # Addresses of 2^63 or more become negative, and `_place_of` refuses them.
         self._addresses = references["address"].astype(np.int64)
         self._objects = references["object"].astype(np.int64)
         self.counts = references["count"].astype(np.int64)
@@ -111,11 +112,13 @@ def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, 
     8 bytes; number 0 is the free space at the end.
     """
     end = len(content)
+    # The header of a collection has 16 bytes, and so has that of each object in it.
     if address < 0 or address > end - 16:
         return -1
     for index in range(len(signature)):
         if content[address + index] != signature[index]:
             return -1
+    # Behind the signature, the version and three reserved bytes.
     collection_size = _little_endian(content, address + 8, 8)
     if collection_size < 16 or collection_size > end - address:
         return -1
@@ -124,6 +127,7 @@ def _place_of(content: NDArray[np.uint8], address: int, number: int, size: int, 
     while place + 16 <= stop:  # a collection has no index: objects are passed one by one
         found = _little_endian(content, place, 2)
         found_size = _little_endian(content, place + 8, 8)
+        # Object 0 is the free space at the end of a collection; sizes are those of a file that may lie.
         if found == 0 or found_size < 0 or found_size > stop - place - 16:
             return -1
         if found == number:

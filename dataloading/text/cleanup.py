@@ -20,6 +20,7 @@ _CATEGORY = re.compile(r"\[\[Category:[^\]\[]*\]\]")
 _LINK = (re.compile(r"\[\[([^\]|\[]*)\]\]"), r"\1")
 _NAMED_LINK = (re.compile(r"\[\[[^\]|\[]*\|([^\]|\[]*)\]\]"), r"\1")
 _BRACKETS = (
+    # Twice: the first pass lays open the link around a link.
     *(_LINK, _LINK, _NAMED_LINK, _NAMED_LINK),
     (re.compile(r"\[\[:*[Ff]ile:[^\]\[]*\]\]"), ""),
     (re.compile(r"\[\[[Mm]edia:[^\]\[]*\]\]"), ""),
@@ -77,6 +78,7 @@ def articles(text: str) -> str:
 
 def clean(text: str) -> str:
     """``text`` without remains of wiki markup, line by line; ends in a line feed unless it is empty. (clean.sh.)"""
+    # A line with a category goes as a whole, and not only the link.
     cleaned = [_clean_line(line.removesuffix("\n")) for line in _lines(text) if not _CATEGORY.search(line)]
     return "".join(line + "\n" for line in cleaned)
 
@@ -85,7 +87,7 @@ def segment(text: str, split: Callable[[str], list[str]]) -> str:
     """Put one sentence on a line, empty lines kept, and an empty line at the end. (do_sentence_segmentation.py.)"""
     lines = []
     for line in _lines(text):
-        if len(line) == 1:
+        if len(line) == 1:  # the line feed alone
             lines.append("\n")
         lines += [sentence.strip() + "\n" for sentence in split(line)]
     lines.append("\n")
@@ -108,6 +110,7 @@ def hold_out(text: str, count: int, seed: int) -> tuple[list[str], list[str]]:
     rng = random.Random(seed)
     drawn: set[int] = set()
     while len(drawn) < count:
+        # Not randrange(), which draws other numbers from the same seed.
         drawn.add(int(rng.random() * len(found)))
     training = [article for index, article in enumerate(found) if index not in drawn]
     return training, [found[index] for index in sorted(drawn)]
@@ -130,6 +133,7 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
     try:
         from nltk.tokenize import sent_tokenize  # pyright: ignore[reportMissingImports]
 
+        # Called once, as nltk looks for its data only then.
         sent_tokenize("")
     except ImportError:
         raise ValueError(
@@ -145,16 +149,19 @@ def sentence_splitter(sentences: Sentences) -> Callable[[str], list[str]]:
 
 def _lines(text: str) -> list[str]:
     """The lines of ``text`` with their ends, which are line feeds, carriage returns, or both, made line feeds."""
+    # Not splitlines(), which would also split at form feeds and Unicode's separators.
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     last = lines.pop()
     return [line + "\n" for line in lines] + ([last] if last else [])
 
 
 def _clean_line(line: str) -> str:
+    # Each of these rules needs a bracket, and most lines have none.
     if "[" in line:
         for pattern, replacement in _BRACKETS:
             line = pattern.sub(replacement, line)
     line = line.replace("alt=", "")
+    # All that follow need a "<".
     if "<" not in line:
         return line
     # Two lines from here on, as soon as they are read again.

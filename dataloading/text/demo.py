@@ -28,6 +28,7 @@ def write_demo(folder: Path, vocab: Path) -> bool:
     splits = (("train", False, TRAIN_OPTIONS), ("evaluation", True, EVALUATION_OPTIONS))
     if all(_is_current(folder / name, tokenizer, options) for name, _, options in splits):
         return False
+    # All of them before the first is cleared.
     for name, _, _ in splits:
         _require_ours(folder / name, name)
     documents = demo_documents()
@@ -37,6 +38,7 @@ def write_demo(folder: Path, vocab: Path) -> bool:
         sources = {_source(name): text_digest(chosen)}
         info = DatasetInfo.of(tokenizer.vocabulary, *sizes, _recorded(options), sources)
         samples = demo_samples(chosen, tokenizer, options)
+        # Only now that the new samples are made.
         _clear(folder / name)
         write_dataset(folder / name, samples, shards=SHARDS, info=info)
     return True
@@ -88,7 +90,7 @@ def _recorded(options: PretrainingOptions) -> dict[str, int | float | bool | str
 def _is_current(folder: Path, tokenizer: Tokenizer, options: PretrainingOptions) -> bool:
     try:
         dataset = open_dataset(folder)
-        dataset.verify()
+        dataset.verify()  # read through: files that are there may be damaged
     except ValueError:
         return False
     made_so = dataset.info.options == _recorded(options)

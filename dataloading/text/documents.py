@@ -37,6 +37,7 @@ class Document:
     @property
     def held_out(self) -> bool:
         """Tell whether the document belongs to the evaluation set."""
+        # Not hash(), which differs from process to process.
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4], "big") % 100 < HELD_OUT_PERCENT
 
 
@@ -50,6 +51,7 @@ def demo_documents(standard_library: Path | None = None) -> list[Document]:
     topics = folder / "pydoc_data" / "topics.py"
     if not topics.is_file():
         raise ValueError(f"no {topics}: the demo corpus needs the full standard library (Debian: install python3)")
+    # Over all documents, so that no text stands in both data sets.
     seen: set[str] = set()
     documents = []
     for name, text in [*_topics(topics), *_docstrings(folder)]:
@@ -60,6 +62,7 @@ def demo_documents(standard_library: Path | None = None) -> list[Document]:
 
 
 def _topics(path: Path) -> Iterator[tuple[str, str]]:
+    # Bytes, so that a source's own coding line counts.
     tree = ast.parse(path.read_bytes())
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
@@ -97,6 +100,7 @@ def _prose(text: str, seen: set[str]) -> Iterator[str]:
     """The paragraphs of ``text`` that read like English and were not ``seen`` before, each on one line."""
     for block in re.split(r"\n\s*\n", text):
         lines = [line.strip() for line in block.splitlines()]
+        # One such line makes the whole block code, a list or a table.
         if any(_MARKUP.match(line) for line in lines):
             continue
         paragraph = " ".join(" ".join(lines).split())

@@ -60,9 +60,11 @@ def begun(
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(description, indent=1).encode())
         _check_same(path, description)  # also of what another process has just written
+        # Only alone: a temporary file may be what another process is writing.
         for leftover in filter(is_temporary, folder.rglob(".*.partial")) if alone else ():
             leftover.unlink()
         yield
+    # Also what tells this process to end, which arrives as SystemExit or KeyboardInterrupt.
     except BaseException:
         if alone and new and not any(folder.glob(finished)):
             path.unlink(missing_ok=True)
@@ -117,7 +119,7 @@ def _end_with_parent() -> None:
 
     def wait() -> None:
         parent.join()
-        os._exit(1)
+        os._exit(1)  # sys.exit() would end this thread alone
 
     threading.Thread(target=wait, daemon=True).start()
 
@@ -125,6 +127,7 @@ def _end_with_parent() -> None:
 def _check_same(path: Path, description: Mapping[str, object]) -> None:
     """ValueError unless the job begun in a folder is this one."""
     there = read_json(path, _MAX_DESCRIPTION_BYTES, _REMEDY)
+    # By way of JSON, which makes lists of tuples: only so can the two be equal.
     wanted = json.loads(json.dumps(description))
     if there == wanted:
         return

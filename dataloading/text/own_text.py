@@ -49,6 +49,7 @@ def write_own_text(own: OwnText, out: Path) -> Split:
     """
     split = split_documents([document for path in own.text for document in _documents(path, own)], own.evaluation_share)
     with new_folder(out) as aside:
+        # Learned of the training text alone: the documents held out stay unseen.
         vocabulary, lower = _vocabulary(own, split.train)
         write_atomically(aside / "vocab.txt", vocabulary.content)
         tokenizer = Tokenizer(vocabulary, lower)
@@ -62,6 +63,7 @@ def write_own_text(own: OwnText, out: Path) -> Split:
                 max_predictions_per_seq=max(1, int(0.15 * own.max_seq_length)),
                 dupe_factor=dupes,
                 random_seed=seed,
+                # As the vocabulary needs it.
                 do_lower_case=lower,
             )
             _write(aside / name, documents, tokenizer, options, sources)
@@ -74,6 +76,7 @@ def split_documents(documents: Sequence[Document], share: float) -> Split:
 
     Raises ``ValueError`` where there are too few.
     """
+    # By digest, which leaves repeats out and keeps the order of the first ones.
     different = {hashlib.sha256("\n".join(document).encode()).digest(): document for document in documents}
     if len(different) < FEWEST_DOCUMENTS:
         raise ValueError(
@@ -109,6 +112,7 @@ def _vocabulary(own: OwnText, documents: Sequence[Document]) -> tuple[Vocabulary
     """The vocabulary, and whether text is lowered for it."""
     if own.vocab is None:
         lines = [sentence for document in documents for sentence in document]
+        # A short text gives fewer tokens than were asked for, which is no error here.
         tokens = learn_vocabulary(lines, own.vocab_size, lower=not own.cased, exactly=False)
         return Vocabulary.of_tokens(tokens, Path("vocab.txt")), not own.cased
     given = Vocabulary.from_folder(own.vocab) if own.vocab.is_dir() else Vocabulary.from_file(own.vocab)
@@ -123,6 +127,7 @@ def _write(
     """Write a data set, of several shards where the text is long."""
     vocabulary = tokenizer.vocabulary
     sizes = options.max_seq_length, options.max_predictions_per_seq
+    # Python's Unicode tables decide how words are split.
     recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
     info = DatasetInfo.of(vocabulary, *sizes, recorded, sources)
     folder.mkdir()
@@ -141,6 +146,7 @@ def _calls(documents: list[Document]) -> list[list[Document]]:
     calls: list[list[Document]] = [[] for _ in range(count)]
     before = 0
     for document, size in zip(documents, sizes, strict=True):
+        # Where a document begins in the whole text decides which call it goes into.
         calls[before * count // sum(sizes)].append(document)
         before += size
-    return [call for call in calls if call]
+    return [call for call in calls if call]  # a long document leaves calls without one

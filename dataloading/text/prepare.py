@@ -79,7 +79,9 @@ def prepare(
     """
     info = job.info(Vocabulary.from_file(job.vocab))
     mine = _share(len(job.calls), part)
+    # Before anything is made: a text that cannot be read would else end the job after hours.
     _check_texts([path for index in mine for path in job.calls[index]])
+    # Without jobs and part, which change nothing in what is made.
     description = {
         "info": asdict(info),
         "calls": [[path.as_posix() for path in call] for call in job.calls],
@@ -89,6 +91,7 @@ def prepare(
     with begun(out, JOB_NAME, description, finished="part_*", alone=part is None):
         started = time.perf_counter()
         tasks = [(job, info, out, index) for index in mine]
+        # A single process compiles when it comes to its first text.
         if jobs > 1:
             _compile(job, info)
         for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
@@ -103,10 +106,12 @@ def _make_shard(task: _Task) -> tuple[str, int, bool]:
     """Make the shard of one call, unless it is there; return its name, its samples and whether it was there."""
     job, info, out, index = task
     texts = job.calls[index]
+    # Taken now, as the job's description has the names of its texts only.
     info = replace(info, sources={path.as_posix(): sha256_of(path) for path in texts})
     path = out / shard_name(index, len(job.calls))
     if (there := whole_shard(path)) is not None:
         found, count = there
+        # Left as it is: whether the text or the shard is the wrong one cannot be told here.
         if found != info:
             raise ValueError(f"{path}: made from another text, or otherwise; delete it, or name another --out")
         return path.name, count, True

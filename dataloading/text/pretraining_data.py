@@ -150,6 +150,7 @@ def _next_word(twister: NDArray[np.uint32]) -> int:
             twister[word] = twister[(word + 397) % 624] ^ (joined >> 1) ^ (0x9908B0DF if joined & 1 else 0)
         index = 0
     twister[624] = index + 1
+    # In 64 bits, so that no shift to the left loses a bit before it is masked.
     bits = np.int64(twister[index])
     bits ^= bits >> 11
     bits ^= (bits << 7) & 0x9D2C5680
@@ -162,6 +163,7 @@ def _random(twister: NDArray[np.uint32]) -> float:
     """``random.random()``: 53 bits from two words."""
     high = _next_word(twister) >> 5
     low = _next_word(twister) >> 6
+    # 2^26 and 2^53, as in CPython's random().
     return (high * 67108864.0 + low) / 9007199254740992.0
 
 
@@ -225,6 +227,7 @@ def _draw_samples(
     for _ in range(dupe_factor):
         for document in range(len(document_starts)):
             target_seq_length = max_num_tokens
+            # Drawn for every document: the order of draws is part of the result.
             if _random(twister) < short_seq_prob:
                 target_seq_length = 2 + _random_below(twister, max_num_tokens - 1)  # randint(2, max_num_tokens)
             sentence = document_starts[document]

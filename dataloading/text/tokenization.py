@@ -89,6 +89,7 @@ class Vocabulary:
         Raises:
             ValueError: a token cannot stand on a line, or the file would be refused.
         """
+        # Read back from the file that they would make: its digests are what identifies a vocabulary.
         vocabulary = cls._of(_lines(tokens), path)
         if vocabulary.tokens != tuple(tokens):
             raise ValueError(f"{path}: tokens that repeat, or with blanks; expected a vocabulary of BERT's")
@@ -101,6 +102,7 @@ class Vocabulary:
 
     @classmethod
     def _of(cls, content: bytes, path: Path) -> Self:
+        # The first of equal tokens keeps its place, and with it its id.
         tokens = tuple(dict.fromkeys(text_lines(content, path)))
         missing = [token for token in SPECIAL_TOKENS if token not in tokens]
         if missing:
@@ -112,6 +114,7 @@ class Vocabulary:
             raise ValueError(f"{path}: {len(tokens):,} tokens; ids are stored in 16 bits, so at most {1 << 16:,} fit")
         return cls(
             tokens,
+            # MD5 is what is published of the benchmark's vocabulary; SHA-256 is what tells files apart here.
             md5=hashlib.md5(content, usedforsecurity=False).hexdigest(),
             sha256=hashlib.sha256(content).hexdigest(),
         )
@@ -174,7 +177,7 @@ def text_lines(content: bytes, path: Path) -> list[str]:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(f"{path}: line {line}, byte {error.start}: not UTF-8; convert the file to UTF-8") from None
-    if not lines[-1]:
+    if not lines[-1]:  # the last line feed begins no further line
         lines.pop()
     return [line.strip() for line in lines]
 
@@ -203,9 +206,10 @@ class Tokenizer:
             ids: uint16 [T], the lines one after another.
             offsets: int64 [len(lines) + 1], where each line starts in ``ids``; the last entry is T.
         """
+        # Of a subclass, this asks __missing__ for a word that is new.
         ids_of = self._word_ids.__getitem__
         encoded = [b"".join(map(ids_of, split_words(line, self.do_lower_case))) for line in lines]
-        lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)
+        lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)  # two bytes an id
         return np.frombuffer(b"".join(encoded), np.uint16), offsets_of(lengths)
 
 
@@ -226,6 +230,7 @@ class _WordIds(dict[str, bytes]):
         ids = array("H", pieces).tobytes()
         if len(self) >= _CACHED_WORDS:
             self.clear()
+        # A longer word is [UNK] in any case, and remembering it could take any amount of memory.
         if len(word) <= MAX_CHARACTERS_PER_WORD:
             self[word] = ids
         return ids
@@ -237,6 +242,7 @@ def split_words(line: str, do_lower_case: bool) -> list[str]:
     With ``do_lower_case`` letters are lowered and lose their accents (canonical decomposition, non-spacing marks
     dropped).
     """
+    # Nearly every line of English: no table of Unicode has to be asked.
     if line.isascii():
         if not line.isprintable():
             line = line.translate(_ASCII_CONTROLS)

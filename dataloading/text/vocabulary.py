@@ -21,13 +21,16 @@ def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exa
     special tokens in sorted order makes two runs agree.
     """
     normalizer = BertNormalizer(lowercase=lower)
+    # Here and not by the trainer, as the alphabet is counted in the same text.
     text = [normalizer.normalize_str(line) for line in lines]
     alphabet = sorted(_frequent_characters(text))
+    # Each character also as a continuation, so that no word of known ones is [UNK].
     fixed = [*SPECIAL_TOKENS, *alphabet, *(f"##{character}" for character in alphabet)]
     if size <= len(fixed):
         raise ValueError(f"a vocabulary of {size} has no room for more than its {len(fixed)} characters: ask for more")
     tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = BertPreTokenizer()
+    # The alphabet stands among the special tokens.
     trainer = WordPieceTrainer(vocab_size=size, special_tokens=fixed, limit_alphabet=0, show_progress=False)
     tokenizer.train_from_iterator(text, trainer)
     ids = tokenizer.get_vocab()

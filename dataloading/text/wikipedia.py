@@ -76,13 +76,14 @@ def find_inputs(paths: Sequence[Path]) -> list[Path]:
         if path.is_file():
             files.append(path)
             continue
+        # Their order decides which part a file goes into, and which seed draws its articles.
         within = sorted([*path.glob("*/wiki_??"), *path.glob("wiki_??")], key=str)
         if not within:
             raise ValueError(f"{path}: no wiki_?? or */wiki_?? there; expected WikiExtractor's files or their folder")
         files += within
     if not files:
         raise ValueError("no input named; expected WikiExtractor's files or their folder")
-    if len({file.resolve() for file in files}) < len(files):
+    if len({file.resolve() for file in files}) < len(files):  # by way of links, too
         raise ValueError("an input is named twice; its articles would repeat")
     return files
 
@@ -105,17 +106,19 @@ def extract(
             otherwise.
         OSError: the disk is full, or will not be written for another reason.
     """
+    # For its error alone: that punkt is missing is said before anything is made.
     sentence_splitter(options.sentences)
     tasks = _plan(find_inputs(inputs), out, options)
     description = {
         "options": asdict(options),
+        # Another version may split sentences otherwise, so that its parts do not belong with these.
         "nltk": _nltk_version() if options.sentences == "punkt" else None,
         "inputs": [[task.path.name, *map(_input_name, task.inputs)] for task in tasks],
     }
     with begun(out, JOB_NAME, description, finished=f"{_FINISHED}/*.json"):
         (out / _FINISHED).mkdir(exist_ok=True)
         started = time.perf_counter()
-        records: dict[int, PartRecord] = {}
+        records: dict[int, PartRecord] = {}  # they finish in any order
         for done, (index, record, kept) in enumerate(run_tasks(_make_part, tasks, jobs), 1):
             records[index] = record
             seconds = time.perf_counter() - started
@@ -185,6 +188,7 @@ def _make_part(task: _Task) -> tuple[int, PartRecord, bool]:
                 raise ValueError(f"{path}: {error}") from None
             output = gathered(training)
             file.write(output)
+            # Taken while it is written: the file is complete only when the block ends.
             digest.update(output)
             evaluation += held_out
             articles_with_text += sum(bool(article.strip()) for article in training)
@@ -201,6 +205,7 @@ def _finished_part(task: _Task) -> PartRecord | None:
     if finished is None:
         return None
     record = finished[0]
+    # Digests are taken anew, as an input may have changed since.
     there = tuple(_file_record(path, _input_name(path)) for path in task.inputs)
     same = there == record.inputs and task.path.exists() and _file_record(task.path, task.path.name) == record.output
     return record if same else None
@@ -214,6 +219,7 @@ def _read_record(path: Path) -> tuple[PartRecord, list[str]] | None:
         inputs = tuple(FileRecord(**source) for source in row["inputs"])
         record = PartRecord(**row | {"output": FileRecord(**row["output"]), "inputs": inputs})
         return (record, evaluation) if _sha256(joined(evaluation)) == record.evaluation_sha256 else None
+    # A damaged record counts as none, and its part is made again.
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
@@ -222,6 +228,7 @@ def _finish(out: Path, records: Sequence[PartRecord]) -> Extraction:
     """Write the evaluation text and the manifest."""
     evaluation: list[str] = []
     for index in range(len(records)):
+        # From the parts' files, as parts that were there already were not made by this process.
         finished = _read_record(out / _FINISHED / f"{index:05d}.json")
         if finished is None:
             raise ValueError(f"{out / _FINISHED}: part {index} has gone; run the same command again")
