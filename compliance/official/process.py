@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -88,9 +89,16 @@ class Worker:
         # A process that is gone shows as a pipe without a reader: the caller starts another.
         except BrokenPipeError:
             return b""
-        # One line answers one request, so that nothing waits in the buffer, which select does not see.
-        ready, _, _ = select.select([answers], [], [], timeout_s)
-        return answers.readline() if ready else None
+        answer, deadline_s = b"", time.monotonic() + timeout_s
+        # Read past the buffer, which select does not see: a process that stops within its line must not be waited for.
+        while not answer.endswith(b"\n"):
+            ready, _, _ = select.select([answers], [], [], max(0.0, deadline_s - time.monotonic()))
+            if not ready:
+                return None
+            if not (part := os.read(answers.fileno(), 1 << 16)):
+                return answer
+            answer += part
+        return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
         # Looked for without importing it: the worker imports it, and a program that asks nothing need not.

@@ -194,10 +194,10 @@ def load_results(folder: Path, ruleset: str = rules.NEWEST_RULESET) -> Results:
     Raises:
         ValueError: the folder is missing or holds no result file.
     """
-    logs = dict(numbered_logs(folder))
+    logs = numbered_logs(folder)
     verdicts = {verdict.path: verdict for verdict in check_paths([folder], ruleset)}
     runs: list[ReportedRun] = []
-    for number, path in logs.items():
+    for number, path in logs:  # result_1.txt and result_01.txt are two runs of one number
         log = read_log(path)
         # A packed log in a submission is misnamed to the check of the folder, and yet a run to be shown.
         verdict = verdicts.pop(path, None) or check_log(log, ruleset)

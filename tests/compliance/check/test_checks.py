@@ -215,6 +215,14 @@ def test_every_required_key_is_missed(brief_log: str, checked, key: str) -> None
     assert verdict.official == ("pass" if key == "seed" else "fail")
 
 
+def test_without_run_start_times_are_held_as_before_it(brief_log: str, checked) -> None:
+    found = checked(delete("run_start")(later("global_batch_size", -1000)(brief_log))).findings
+    assert {(finding.key, finding.severity) for finding in found} == {
+        ("run_start", "error"),
+        ("global_batch_size", "warning"),
+    }
+
+
 @pytest.mark.parametrize("key", ONCE)
 def test_every_single_key_is_doubled(brief_log: str, checked, key: str) -> None:
     (finding,) = checked(repeat(key)(brief_log)).findings

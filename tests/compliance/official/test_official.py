@@ -1,5 +1,7 @@
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -183,3 +185,13 @@ def test_the_rules_know_every_key_that_a_rule_file_names(ruleset: str) -> None:
         text = (RULE_FILES / f"training_{ruleset}" / f"{name}.yaml").read_text()
         named = {line.split()[-1] for line in text.splitlines() if line.strip().startswith("NAME:")}
         assert named <= rules.KEYS.keys()
+
+
+def test_a_process_that_stops_within_its_answer_is_not_waited_for() -> None:
+    half = 'import sys, time; print("half of an answer", end="", flush=True); time.sleep(600)'
+    worker = process.Worker()
+    worker.process = subprocess.Popen(
+        [sys.executable, "-c", half], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert worker.answer({}, 0.5) == {"crash": "the official checker did not end within 0.5 s"}
+    assert worker.process is None

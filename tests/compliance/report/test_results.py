@@ -147,6 +147,13 @@ def test_a_run_that_ends_before_it_starts_has_no_time(one: Path) -> None:
     assert breakdown(run) == {}
 
 
+def test_two_logs_of_one_number_are_two_runs(tmp_path: Path) -> None:
+    folder = tmp_path / "results" / "my_node" / "bert"
+    for name in ("result_1.txt", "result_01.txt"):
+        write_run(folder / name, "open")
+    assert sorted(run.log.path.name for run in load_results(folder).runs) == ["result_01.txt", "result_1.txt"]
+
+
 def test_folder_without_runs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "result_x.txt").write_text("")
     with pytest.raises(ValueError, match=r"no result_<n>\.txt in it"):
