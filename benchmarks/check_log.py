@@ -68,8 +68,8 @@ def lines_of_the_log() -> list[tuple[bytes, str]]:
 
 
 def large_log(path: Path, line: bytes, megabytes: int) -> Path:
-    # Records of our own keys would be checked by one side alone.
     """The committed log without what only our own logs carry, and with `line` before its last record, over and over."""
+    # Records of our own keys would be checked by one side alone.
     *most, last = [of_run for of_run, _ in lines_of_the_log()]
     with path.open("wb") as file:
         file.writelines(most)

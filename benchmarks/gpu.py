@@ -69,8 +69,9 @@ class Settings:
 
 
 class StoppedError(Exception):
-    # An exception, so that the part under way is ended and the page still printed.
     """A signal asks this process to end."""
+
+    # An exception, so that the part under way is ended and the page still printed.
 
     def __init__(self, number: int) -> None:
         super().__init__(f"cut off by {signal.Signals(number).name}")

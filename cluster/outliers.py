@@ -96,7 +96,7 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
         repeated_P = np.maximum(own_P, few * np.nanmedian(rest_TP) / np.sqrt(taken_P))
         between = _TO_SIGMA * _small_sample(parts) * np.nanmedian(np.abs(excess_P)) * np.sqrt(max(1, parts - 1) / free)
     # What parts differ by holds the error of measuring them: beyond that they differ by this much.
-    # May be negative by chance, where parts differ by less than the error of measuring them.
+    # The difference is negative by chance where parts differ by less than the error of measuring them.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
     # Welch's formula: two variances known by unlike numbers of values make no plain Student's distribution.
@@ -114,8 +114,8 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
 
 
 def _freedom(one_P: Array, of_one: float, other_P: Array, of_other: float) -> Array:
-    # 0 / 0 where nothing scatters at all; one degree of freedom is the most careful answer then.
     """Degrees of freedom of a sum of two variances (Welch and Satterthwaite)."""
+    # 0 / 0 where nothing scatters at all; one degree of freedom is the most careful answer then.
     with np.errstate(divide="ignore", invalid="ignore"):
         freedom_P = (one_P + other_P) ** 2 / (one_P**2 / max(1, of_one) + other_P**2 / max(1, of_other))
     return np.nan_to_num(freedom_P, nan=1.0)

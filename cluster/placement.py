@@ -40,8 +40,8 @@ class Placing:
 
 
 def climb(one: Path, other: Path) -> int:
-    # Paths may have unlike lengths where a tree is uneven: then the shorter one is compared as far as it goes.
     """Return how many levels traffic between two hosts climbs above their leaves; 0 under one leaf."""
+    # Paths may have unlike lengths where a tree is uneven: then the shorter one is compared as far as it goes.
     same = next(
         (level for level, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )

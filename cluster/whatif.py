@@ -79,8 +79,7 @@ def read_metrics(path: Path) -> Recorded:
             record = json.loads(line)
             kind = record["event"]
             if kind in ("step", "eval", "end"):
-                # The clock of the run is in every kind of record; the largest is the end even of a run that was cut
-                # off.
+                # Each of these has the run's clock; the largest is the end even of a run that was cut off.
                 run.seconds = max(run.seconds, _number(record, "time_s"))
             if kind == "step":
                 step = int(_number(record, "step"))

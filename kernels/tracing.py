@@ -210,12 +210,12 @@ def _size(tensor: Tensor) -> int:
 
 @cache
 def accesses(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[str], frozenset[str]]:
-    # Once a kernel: the arguments of a launch do not say what is loaded, and its source does.
     """Parameters of a kernel, or of what it calls, through which it loads, stores, and of which its result is made.
 
     Read off the source: what a pointer is computed from by additions, assignments and calls is where it points to; what has
     been loaded points nowhere.
     """
+    # Once a kernel: the arguments of a launch do not say what is loaded, and its source does.
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     roots: dict[str, set[str]] = {argument.arg: {argument.arg} for argument in tree.args.args}

@@ -26,8 +26,8 @@ class Ceilings:
 
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
-        # The same rows in every part: shares are of what this very process reached.
         """Measure the ceilings once a part, as its first rows."""
+        # The same rows in every part: shares are of what this very process reached.
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():

@@ -23,8 +23,8 @@ _LIKELY_RATE = 600.0
 
 
 def end_to_end(context: Context) -> None:
-    # Looked for before data are made: minutes would pass before the first import fails.
     """The recipe of one GPU to its only evaluation, whose target any model reaches: about five minutes."""
+    # Looked for before data are made, and not found missing by the training program.
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
     # The evaluation set has the benchmark's size, as its time is part of the result.

@@ -147,8 +147,8 @@ def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
     """Return what else computes an op, of PyTorch and of libraries; they may do less (no dropout), never more."""
     if case.op == "varlen_self_attention":
         return {
-            # SDPA knows no lengths: one pads and masks, which is part of its cost.
             "PyTorch varlen_attn without dropout": _torch_varlen,
+            # SDPA knows no lengths: one pads and masks, which is part of its cost.
             "PyTorch SDPA, padded, mask": partial(_padded_sdpa, lengths=lengths),
             "flash-attn 3 without dropout": _flash_attention_3,
         }

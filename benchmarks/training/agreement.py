@@ -97,8 +97,8 @@ Differences = dict[str, Worst]
 def main(arguments: Sequence[str]) -> int:
     """Train on all sides, compare, print, and write if asked; returns the exit status."""
     try:
-        # Missing packages are said before anything is trained.
         settings = tyro.cli(Settings, args=arguments, description=__doc__)
+        # Missing packages are said before anything is trained.
         if importlib.util.find_spec("transformers") is None:
             raise ValueError("transformers, the independent model, is not installed: pip install transformers")
         with tempfile.TemporaryDirectory() as folder:
@@ -175,12 +175,12 @@ def _train_by_the_program(model: ModelConfig, vocab: Path, steps: int, folder: P
     settings |= {f"optimizer.{name}": value for name, value in asdict(OPTIMIZER).items()}
     settings |= {f"data.{name}": folder / name for name in ("train", "evaluation")}
     settings |= {
-        # The evaluation set is looked at once, at the end; its target is out of reach, so that all steps are taken.
         "data.vocab": vocab.resolve(),
         "data.initial-checkpoint": folder / "initial.safetensors",
         "training.global-batch-size": BATCH,
         "training.max-samples": steps * BATCH,
         "training.seed": SEED,
+        # The evaluation set is looked at once, at the end; its target is out of reach, so that all steps are taken.
         "evaluation.interval-samples": steps * BATCH,
         "evaluation.target": 0.999,
         "log.results": folder,

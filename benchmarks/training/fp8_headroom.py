@@ -161,8 +161,8 @@ def changes(trace: Trace) -> list[dict[str, float | str]]:
 
 
 def growth(trace: Trace, place: int) -> Tensor:
-    # Every third site is of the same kind.
     """amax over that of the step before, of a kind's sites and all steps."""
+    # Every third site is of the same kind.
     amax = torch.stack(trace.amax_S)[:, place::3]
     return (amax[1:] / amax[:-1]).flatten()
 

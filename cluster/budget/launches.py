@@ -107,8 +107,7 @@ def step_launches(
                     queries, heads, size = launch.shapes["query"]
                     is_last = queries != shape_bucket.tokens
                     scores = heads * size * (last_pairs if is_last else pairs)
-                    # Attention works on sequences, of which a kernel's shapes say nothing: the lengths' squares say
-                    # what it multiplies.
+                    # A kernel's shapes say nothing of sequences: the squares of their lengths do.
                     launch = replace(launch, multiply_adds=round(ATTENTION_PRODUCTS[launch.kernel] * scores))
                     blocks = heads * (last_tiles if is_last else tiles)
                 layer = _layer(modules.parents)

@@ -17,8 +17,8 @@ STYLE_SHEETS = (
 
 
 def document(title: str, body: str, footer: str) -> str:
-    # Style sheets go into the page itself, which may lie anywhere.
     """Return a page that needs nothing but itself; a policy forbids it to run or load anything."""
+    # Style sheets go into the page itself, which may lie anywhere.
     style = "".join(sheet.read_text(encoding="utf-8") for sheet in STYLE_SHEETS)
     return (
         # A name from a probe's file that got past the escaping could still not run or fetch anything.

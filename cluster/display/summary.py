@@ -101,8 +101,8 @@ def byte_count(size: int) -> str:
 
 
 def links_between(view: View) -> list[Link]:
-    # A link is between hosts by where its ranks are: the file has no field for it.
     """Links between hosts."""
+    # A link is between hosts by where its ranks are: the file has no field for it.
     return [link for link in view.links if view.ranks[link.source].host != view.ranks[link.target].host]
 
 

@@ -86,8 +86,7 @@ def parts_of(
             # Rows differ only in the last layer: (T + rows) / 2 averages keys and values with queries.
             Computation("attention", (calls, (T + rows) / 2 * own_D, pairs * heads, pairs * own_D), attention),
             linear(rows, own_D, D, inner),
-            # Norms run on the rank's own rows under tensor parallelism (sequence parallel), products on columns of all
-            # rows.
+            # With tensor parallelism norms take the rank's own rows, products columns of all rows.
             Computation("norm", (1.0, rows * own_D), hidden),
             linear(rows, D, own_F, inner),
             Computation("gelu", (1.0, rows * own_F)),
@@ -166,8 +165,7 @@ def _layout(model: ModelConfig, tensor: int, own_stages: list[Stage]) -> Layout:
         if not any(stage.owns(name) for stage in own_stages):
             module, _, last = name.rpartition(".")
             setattr(made.get_submodule(module), last, None)  # not among the segments that are counted below
-            # The last stage multiplies by the word table that the first stage owns: it holds a copy outside the flat
-            # vector.
+            # The last stage multiplies by the first one's word table, of which it has a copy outside the vector.
             copied += own if name == WORD and own_stages[-1].is_last else 0
             continue
         stop += own

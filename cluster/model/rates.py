@@ -177,8 +177,7 @@ class Rates:
 
         Copies that take several hosts wait for the links between those.
         """
-        # Neighbouring stages share a host where a copy fits into one; the slower link counts as soon as any copy does
-        # not.
+        # Neighbouring stages share a host where whole copies fit into one; else the slower link counts.
         scope: Scope = "node" if self.ranks // tensor % pipeline == 0 else "rail"
         # A rank of a ring of n sends (n - 1) / n of an all-gather's vector: this is the vector of which it sends
         # ``size``.
@@ -199,8 +198,7 @@ class Rates:
         mean = sum(ordered) / many
         # Expected largest of so many normal deviates (Blom, 1958).
         order_statistic = NormalDist().inv_cdf((many - 0.375) / (many + 0.25)) if many > 1 else 0.0
-        # Three lower bounds on the last rank: the plan's imbalance, what the probe saw of equal work, and noise between
-        # ranks.
+        # Three lower bounds: the plan's imbalance, what the probe saw of equal work, and noise between ranks.
         return max(now, mean * self.last, mean * (1 + self.noise * order_statistic))
 
 
@@ -221,8 +219,7 @@ def costs_of(
         launch_s: of one launch.
         update_bytes_per_s: of memory, in the optimizer.
     """
-    # Attention's products are in 16 bits also where the encoder's are in FP8; fp32 stands in where there is no other
-    # rate.
+    # Attention's products are in 16 bits also where the encoder's are in FP8; fp32 stands in without them.
     sixteen = max(flops.get("bf16", 0.0), flops.get("fp32", 0.0))
     size = 2 if "bf16" in flops else 4
     # 8 bytes: the fp32 gradient of a weight is read and written.
@@ -325,8 +322,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         device.memory_gb * 1e9,
         costs_of(flops, bytes_per_s, 0.0, update),
         _collectives(machine),
-        # Launches of the whole micro-batch as published runs show them, and the time in which a small one does not fill
-        # the device.
+        # Launches as published runs show them, and the time that a device takes which is not full.
         micro_batch_s=math.exp(p["launch"]) + math.exp(p["half_batch"]) * (matrix + memory + power),
         start_s=math.exp(p["start"]),
     )
@@ -344,7 +340,7 @@ def _traffic() -> float:
 def _launches() -> float:
     """Launches of a micro-batch of BERT-Large."""
     work = wikipedia_work()
-    # And here only launches are left, each taken as one second: the sum is their number.
+    # Only launches are left, each taken as one second: the sum is their number.
     rates = Rates(1, 1, 0.0, costs_of({"bf16": math.inf}, math.inf, 1.0, math.inf))
     return _seconds_at(rates, work, work.typical(1))
 
@@ -363,7 +359,7 @@ def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
     latency = math.exp(p["network_latency"]) * math.log2(nodes) / (4 * PARAMETERS / BUCKET_BYTES) if nodes > 1 else 0.0
     curves: dict[tuple[Operation, Scope], Curve] = {}
     scopes: list[tuple[Scope, int, float, float]] = [
-        # In a node a collective waits for one launch, the share of a micro-batch's launches that it is.
+        # In a node a collective costs one launch: a micro-batch's constant time over the number of its launches.
         ("node", inside, 1 / link, math.exp(p["launch"]) / _launches()),
         ("rail", nodes, inside / network, latency),
         # Node links and network form one pipeline, whose slower half counts; all devices of a group share its ports.

@@ -66,12 +66,10 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
 
     Of stages the costliest one counts, and filling and draining them with the number of micro-batches that takes least.
     """
-    # `sequences` counts what one copy has to do in a step, whatever the number of micro-batches; the search bounds with
-    # it.
+    # All that one copy has to do in a step, whatever the number of micro-batches.
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computing(work.model, strategy, rates, work.typical(sequences))
-    # The update and the reduction are left out on purpose: the result must not exceed any way to run the same
-    # computing.
+    # Without update and reduction, since no way to run the same computing may take less than this.
     stages = [rates.micro_batch_s + float(each.sum()) for each in _of_stages(parts, work.model, strategy)]
     if strategy.pipeline > 1:
         # In M micro-batches: the work of the costliest stage, M times what each takes whatever its size, and an M-th of
@@ -254,8 +252,7 @@ def _timeline(
     needs = [0] * len(parts)
     # FP8's copies are cast from gathered weights: there the update gathers them, beside nothing.
     if strategy.reduction in SHARDED and rates.world_size > 1 and strategy.precision != "fp8":
-        # Backward fills the last layers' buckets first, but forward needs the first layers' weights first: so in
-        # reverse.
+        # Backward fills the last layers' buckets first, and forward needs the first layers' weights first.
         gathered = buckets[::-1]
         messages += [_gather(strategy, rates, 4 * (bucket.stop - bucket.start)) for bucket in gathered]
         # A layer's parameters end at `stop` in the flat vector; a bucket that begins before it may hold some of them.
@@ -269,8 +266,7 @@ def _timeline(
     # Micro-batches whose gradients stay local are one piece: no message can begin or end inside them.
     pieces.append(Piece((strategy.gradient_accumulation_steps - reduced) * (sum(forward) + sum(backward))))
     for number in range(reduced):
-        # Sharded gradients have only two buffers of a bucket, so a pass starts when the sums before have been taken
-        # away.
+        # Gradients on a shard share two buffers of a bucket, which a pass finds free.
         if number:  # which waits for the sums of the one before
             pieces += [Piece(0.0, len(messages)), *map(Piece, forward)]
         before = len(pieces)

@@ -101,8 +101,8 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
 
 
 def published_on(device: Device) -> list[Result]:
-    # By the whole name: other forms and memories of a model scale differently.
     """Return the published closed results of a device, the fewest accelerators first."""
+    # By the whole name: other forms and memories of a model scale differently.
     found = [result for result in results() if result.run.machine.device.name == device.name]
     return sorted(found, key=lambda result: (result.run.machine.accelerators, result.seconds))
 

@@ -55,8 +55,7 @@ def meet(launch: Launch, seconds: float, hosts: Sequence[str] = ()) -> Store | N
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # Beyond the limit: who is absent is to be told by the roll call, not by a timeout of the store.
     limit = timedelta(seconds=seconds + 30)
-    # wait_for_workers would block until all are there or the timeout ends; multi_tenant lets PyTorch's own rendezvous
-    # share the server.
+    # wait_for_workers would block until all are there; multi_tenant has PyTorch's rendezvous share the server.
     tcp = TCPStore(
         address, port, None, is_server, timeout=limit, wait_for_workers=False, multi_tenant=True
     )  # fmt: skip
@@ -66,8 +65,7 @@ def meet(launch: Launch, seconds: float, hosts: Sequence[str] = ()) -> Store | N
     # Cut, as a name goes into messages on other hosts.
     store.set(f"host/{launch.rank}", socket.gethostname()[:128])
     if launch.rank:
-        # The others return the store only when rank 0 has seen all of them: nobody starts to talk to one who is not
-        # there.
+        # The others go on only when rank 0 has seen all: nobody talks to one who is not there.
         _answer(store, deadline, seconds)
         return tcp
     absent = _absent(store, launch.world_size, deadline)

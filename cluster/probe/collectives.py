@@ -119,8 +119,7 @@ class _Trial:
         count = piece * many
         self.bytes = 4 * count
         self._ranks, self._rank, self._operation = ranks, rank, operation
-        # Small whole numbers, of which fp32 adds up exactly as many as there are ranks: any order of sums gives the
-        # same.
+        # Small whole numbers, whose sums over ranks are exact in fp32: any order of addition gives the same.
         whole = torch.arange(count, device=device) % _PERIOD
         mine = slice(place * piece, (place + 1) * piece)
         self._own = (whole + place % _PERIOD).float()

@@ -295,7 +295,7 @@ def _view(
 
 
 def _spread(times_T: NDArray[np.float64]) -> float:
-    # Logarithms, so that twice and half are equally far; 1.4826 as in `cluster.outliers`.
     """The relative standard deviation of repeated times, from the median absolute deviation of their logarithms."""
+    # Logarithms, so that twice and half are equally far; 1.4826 as in `cluster.outliers`.
     logarithms = np.log(times_T)
     return float(1.4826 * np.median(np.abs(logarithms - np.median(logarithms))))

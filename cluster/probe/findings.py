@@ -79,9 +79,9 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
     """The switches above each host, and where that is from: Slurm, measuring, or unknown."""
     first = [measured.host_of.index(host) for host in range(measured.hosts)]
     told = [measured.facts[rank].switches for rank in first]
+    # Slurm's topology counts only if it names the switches of all hosts.
     if all(told):
         return told, "slurm"
-    # Slurm's topology counts only if it names the switches of all hosts.
     paths = measured.between_hosts
     if paths is not None:
         ends, source_E, target_E = _ends(paths)

@@ -77,9 +77,9 @@ def _as_paths(found_RTPK: NDArray[np.float64], rounds: Sequence[Pairs]) -> Paths
     for number, pairs in enumerate(rounds):
         for low, high in pairs:
             for one, other, column in ((low, high, 1), (high, low, 2)):
-                # Latency is of both directions and was timed by the lower rank.
                 source.append(one)
                 target.append(other)
+                # Latency is of both directions and was timed by the lower rank.
                 latency.append(found_RTPK[low, :, number, 0])
                 rate.append(found_RTPK[other, :, number, column])  # the receiver's clock
     empty = np.empty((found_RTPK.shape[1], 0))
@@ -158,9 +158,9 @@ class _Messages:
         trips = []
         for _ in range(round_trips):
             start = time.perf_counter()
+            # Two batches: the pong answers a ping that has arrived.
             _run([dist.P2POp(dist.isend, self._small, peer)])
             _run([dist.P2POp(dist.irecv, self._small, peer)])
-            # Two batches: the pong answers a ping that has arrived.
             trips.append(time.perf_counter() - start)
         return statistics.median(trips) / 2
 

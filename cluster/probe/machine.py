@@ -22,8 +22,8 @@ from cluster.view import Card, Host, Rank
 if TYPE_CHECKING:  # imports PyTorch, which naming a processor does without
     from bert.parallel.mesh import Mesh
 
-FACTS_BYTES = 4096
 # All-gathered over all ranks: fixed and small.
+FACTS_BYTES = 4096
 """Of the facts of one rank, as they travel."""
 _MOST_CARDS = 16
 _MOST_SWITCHES = 8

@@ -88,8 +88,7 @@ def fit(observed: Sequence[Result], start: Parameters | None = None, tolerance: 
     deviation = np.array([prior_of(name).deviation for name in names])
     alike = Counter(result.kind for result in observed)
 
-    # A numeric derivative moves one parameter at a time, on which few results depend: the others' misfits are looked
-    # up.
+    # A numeric derivative moves one parameter, on which few results depend: others' misfits are looked up.
     asked = [_asked_for(result) for result in observed]
     picked = [itemgetter(*map(names.index, each)) for each in asked]
 
@@ -115,8 +114,7 @@ class _Noting(dict[str, float]):
     """Parameters at their priors, which note those that a prediction asks for."""
 
     def __missing__(self, name: str) -> float:
-        # Names are noted by asking: what a result depends on follows from the model's code, and no list of it can be
-        # stale.
+        # Noted by asking: what a result depends on follows from the model's code, and no list can be stale.
         return self.setdefault(name, prior_of(name).mean)
 
     # `p.get(chip, 0.0)` of the cost model asks for a parameter that may be absent: here it counts as asked for.

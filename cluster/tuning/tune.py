@@ -118,8 +118,7 @@ class _Search:
         try:
             stages = (self._layouts, self._bucket_sizes, self._prefetch_depths)
             for number, stage in enumerate(stages, 1):
-                # A stage asks the holder of that moment: whether buckets matter depends on the number of processes that
-                # won.
+                # A stage asks the holder of that moment: buckets matter only with several processes.
                 challengers = stage()
                 for place, choice in enumerate(challengers):
                     left = len(challengers) - place + len(stages) - number

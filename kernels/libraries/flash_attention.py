@@ -86,8 +86,8 @@ def varlen_self_attention(
 
 
 def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
-    # Only what is the same for all calls of a signature may be looked at: the registry asks once for each.
     """Say why these inputs, or a packed [T, 3, H, E] in place of the query, cannot be computed."""
+    # Only what is the same for all calls of a signature may be looked at: the registry asks once for each.
     reasons = [] if query_QHE.is_cuda else [f"the tensors are on {query_QHE.device.type}, expected a GPU"]
     if query_QHE.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")

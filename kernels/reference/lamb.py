@@ -38,8 +38,8 @@ class LambSegments:
         return [view for view, adapted in zip(self.views(flat_P), self.adapted, strict=True) if adapted]
 
     def clear_(self, gradients_P: Tensor) -> None:
-        # Without any overwritten segment one fill of the whole is fewer launches.
         """Set a gradient to zero, but for segments that are overwritten."""
+        # Without any overwritten segment one fill of the whole is fewer launches.
         if not self.overwritten:
             gradients_P.zero_()
             return
