@@ -68,10 +68,9 @@ class Settings:
     seconds: float
 
 
+# An exception, so that the part under way is ended and the page still printed.
 class StoppedError(Exception):
     """A signal asks this process to end."""
-
-    # An exception, so that the part under way is ended and the page still printed.
 
     def __init__(self, number: int) -> None:
         super().__init__(f"cut off by {signal.Signals(number).name}")

@@ -11,7 +11,6 @@ from cluster.devices import Device
 MOST_ACCELERATORS = 1 << 20
 """More than any cluster has; what is above is a slip of the hand."""
 
-# HDR100 comes before HDR: the first word that stands in the text counts.
 _BITS = {"XDR": 800, "NDR": 400, "HDR100": 100, "HDR": 200, "EDR": 100, "E810": 100}
 """Gbit/s of a port, by the word that stands for it."""
 
