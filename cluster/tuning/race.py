@@ -33,9 +33,9 @@ class Comparison:
     turns: int
 
     @classmethod
-    # Logarithms: half and twice the time are equally far from equal.
     def of(cls, logarithms: Sequence[float]) -> Comparison:
         """From the logarithm of the ratio of each turn."""
+        # Logarithms: half and twice the time are equally far from equal.
         mean, many = statistics.fmean(logarithms), len(logarithms)
         error = statistics.stdev(logarithms) / math.sqrt(many) if many > 1 else math.inf
         reach = -float(stdtrit(max(1, many - 1), DOUBT)) * error

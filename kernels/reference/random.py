@@ -41,9 +41,9 @@ class Dropout:
             raise ValueError(f"a dropout probability of {self.p}; expected at least 0 and less than 1")
 
     @property
-    # At most 65535: p is below 1, and rounding must not make it so.
     def threshold(self) -> int:
         """An element is kept when its 8 bits, with the draw's tie for a fraction, are no less than this / 256."""
+        # At most 65535: p is below 1, and rounding must not make it so.
         return min(round(self.p * 65536), 65535)
 
     @property

@@ -123,13 +123,13 @@ class Cache:
 def fingerprint(implementation: Implementation) -> str:
     """Hash that changes when the implementation's source does, or the version of the package that it calls."""
     spec = importlib.util.find_spec(implementation.module)
+    # The source of the implementation's own module: a change there is what makes times stale.
     source = "" if spec is None or spec.origin is None else _digest(Path(spec.origin).read_bytes())
     if implementation.requires is None:
         return source
     return f"{source} {implementation.requires} {package_version(implementation.requires.partition('.')[0])}"
 
 
-# The source of the implementation's own module: a change there is what makes times stale.
 def package_version(package: str) -> str | None:
     """The version of an installed package; of one without metadata, size and time of its file; None of one that is not."""
     with suppress(importlib.metadata.PackageNotFoundError):
@@ -176,14 +176,14 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
     """Put a file in place at once; nothing is left of an attempt that fails."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=".")  # the same file system, where replacing is atomic
-    # fsync before the name: after a crash the file is the old one or the new one, never an empty one.
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({"format": _FORMAT} | dict(content), file, indent=1)
-            # BaseException: nothing is left behind by Ctrl-C either.
             file.flush()
+            # fsync before the name: after a crash the file is the old one or the new one, never an empty one.
             os.fsync(file.fileno())
         Path(aside).replace(path)
+    # BaseException: nothing is left behind by Ctrl-C either.
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
