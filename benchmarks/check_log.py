@@ -16,6 +16,7 @@ import time
 from itertools import cycle, islice
 from pathlib import Path
 
+# Run as a script: the repository is not on the path then.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import tyro
@@ -68,9 +69,11 @@ def lines_of_the_log() -> list[tuple[bytes, str]]:
 
 def large_log(path: Path, line: bytes, megabytes: int) -> Path:
     """The committed log without what only our own logs carry, and with `line` before its last record, over and over."""
+    # Records of our own keys would be checked by one side alone.
     *most, last = [of_run for of_run, _ in lines_of_the_log()]
     with path.open("wb") as file:
         file.writelines(most)
+        # Repeated lines are written as they come: a list of them would take the size of the log in memory.
         file.writelines(islice(cycle([line]), megabytes * 10**6 // len(line)))
         file.write(last)
     return path
@@ -92,9 +95,11 @@ def measure(paths: list[Path], rounds: int) -> dict[str, float]:
         "official": [[*official, str(path)] for path in paths],
     }
     seconds: dict[str, list[float]] = {side: [] for side in sides}
+    # Sides alternate, so that a busy moment of the machine falls on both.
     for _ in range(rounds):
         for side, commands in sides.items():
             begin = time.perf_counter()
+            # Imports and start of each process count, as for somebody who checks a log.
             for command in commands:
                 run(command, paths[0].parent)
             seconds[side].append(time.perf_counter() - begin)
@@ -106,6 +111,7 @@ def run(command: list[str], folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=folder,
+        # No other variable of this shell, so that both sides start alike.
         env={"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,

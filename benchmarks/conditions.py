@@ -18,7 +18,9 @@ def conditions(packages: tuple[str, ...] = ("torch", "numpy")) -> dict[str, obje
     return {
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
+        # The processor's instructions and the number of cores, by which figures can be compared.
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} logical cores",
+        # A load beside the run shows here, as otherwise only the figures would.
         "load_average": os.getloadavg(),
         "versions": {"python": platform.python_version()}
         | {name: importlib.metadata.version(name) for name in packages},

@@ -34,6 +34,7 @@ class Part:
     """A function of ``benchmarks`` that gets a ``Context``, and its share of the time where others run too."""
 
     function: str
+    # A relative share: parts that are not asked for leave theirs to the others.
     share: int
 
 
@@ -67,6 +68,7 @@ class Settings:
     seconds: float
 
 
+# An exception, so that the part under way is ended and the page still printed.
 class StoppedError(Exception):
     """A signal asks this process to end."""
 
@@ -76,6 +78,7 @@ class StoppedError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
+    # argparse would exit with its own text; here one line and status 2 are the rule.
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
@@ -118,6 +121,7 @@ def measure(settings: Settings) -> bool:
     """Run the parts one after another; whether all ended well. What one leaves of its time, the others get."""
     end, well = time.monotonic() + settings.seconds, True
     for at, part in enumerate(settings.parts):
+        # Of the shares that are still to come, so that what a part leaves goes to the later ones.
         later = sum(PARTS[other].share for other in settings.parts[at:])
         seconds = (end - time.monotonic()) * PARTS[part].share / later
         report = run_part(part, f"benchmarks.gpu_parts.{PARTS[part].function}", settings, seconds)
@@ -132,6 +136,7 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Re
     behind that row.
     """
     path = settings.folder / f"{part}.json"
+    # A file of an earlier run would pass for rows of this one.
     path.unlink(missing_ok=True)
     end, rows = time.monotonic() + seconds, -1
     while True:
@@ -143,6 +148,7 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Re
         if status is None:
             return _end(path, f"cut off at its limit of {seconds:.0f} s")
         report = Report.load(path)
+        # 1 means that rows failed, which is a result; anything else is an end in the middle.
         if status in (0, 1) and report.error != CUT_OFF:
             return report
         # Ended amid a row: that one has failed, and the next process goes on behind it. Lost between two rows, the part
@@ -159,12 +165,14 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
     command = [sys.executable, str(Path(__file__).parent / "gpu_parts" / "part.py"), function, str(path), str(seconds)]
     command += ["--device", settings.device, *(["--tiny"] if settings.tiny else [])]
     # In a group of its own, which Ctrl-C does not reach and with which all that the part has started is ended.
+    # process_group came with Python 3.11, which is the oldest that is supported.
     process = subprocess.Popen(command, process_group=0)
     try:
         return process.wait(max(0, seconds))
     except subprocess.TimeoutExpired:
         return None
     finally:
+        # The whole group: a part starts compilers and sanitizers of its own.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -200,6 +208,7 @@ def main(arguments: Sequence[str]) -> int:
         try:
             status = 0 if measure(settings) else 1
         except StoppedError as stopped:
+            # As a shell has it.
             status = 128 + stopped.number
         print(page(settings.folder, list(PARTS)))
     except (ValueError, OSError) as error:

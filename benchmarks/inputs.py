@@ -19,17 +19,20 @@ _BERT_WORDS = 30522
 
 def flags(settings: Mapping[str, object]) -> list[str]:
     """Return settings by name as a command line."""
+    # Names of settings have underscores in Python and hyphens on a command line.
     return [text for name, value in settings.items() for text in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def write_demo_text(path: Path) -> Path:
     """Write the standard library's prose, one sentence a line."""
+    # One sentence a line, an empty line between documents, as the preparation reads them.
     path.write_text("\n\n".join("\n".join(document.sentences) for document in demo_documents()), encoding="utf-8")
     return path
 
 
 def made_up_vocabulary(path: Path, size: int) -> Vocabulary:
     """Write and read a vocabulary of made-up words."""
+    # Special tokens first, as vocabularies of BERT have to hold them.
     words = [*SPECIAL_TOKENS, *(f"word{number}" for number in range(len(SPECIAL_TOKENS), size))]
     path.write_text("".join(f"{word}\n" for word in words), encoding="utf-8")
     return Vocabulary.from_file(path)
@@ -54,5 +57,6 @@ def write_made_up_set(
 
 def global_batch(data: Dataset, sequences: int, step: int) -> Batch:
     """Return the batch of a step on one rank."""
+    # One rank's plan: a global batch is its only micro-batch.
     (micro_batch,) = Plan(data.lengths, data.masked_counts, sequences, 1, 1, seed=0).rank_batches(step, 0)
     return batch_of(data.take(micro_batch.indices), micro_batch)

@@ -34,6 +34,7 @@ DEVICES = {80: "A100-SXM-80GB", 90: "H100-SXM-80GB", 100: "B200-SXM-180GB"}
 _REGISTERS, _WARPS, _BLOCKS, _SCHEDULERS = 65536, 64, 32, 4
 _SHARED_KIB = {80: 164, 90: 228, 100: 228}
 
+# Opcodes of NVIDIA's machine code.
 _KINDS = {
     "tensor": r"HGMMA|HMMA|QGMMA|UTC\w*MMA",
     "float": r"F(ADD|MUL|FMA|MNMX|SEL|SETP|2FP)\w*|H(ADD|MUL|FMA)2\w*|DADD|DMUL|DFMA",
@@ -42,6 +43,7 @@ _KINDS = {
     "global": r"LDG\w*|STG|RED\w*|ATOMG?|UTMA\w*",
     "control": r"BRA|BAR|EXIT|NOP|WARP\w*|DEPBAR|SYNCS|BSSY|BSYNC|CALL|RET|FENCE|MEMBAR|ERRBAR|YIELD|CCTL",
 }  # what is none of these is integer and address arithmetic
+# A line of nvdisasm: address, predicate, opcode with modifiers, operands.
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z]\S*)(.*);")
 _TARGET = re.compile(r"\((\.L_x_\d+)\)")
 
@@ -73,7 +75,9 @@ class Tile:
 
     def bytes(self) -> int:
         """Bytes that the block's threads load from memory and store to it, if none is masked."""
+        # Without a width an access has 32 bits.
         widths = [re.search(r"\.[US]?(8|16|64|128)\b", each) for each in self.instructions if _kind(each) == "global"]
+        # 32 threads of a warp, each of so many bytes.
         return sum(int(width[1]) if width else 32 for width in widths) // 8 * 32 * self.warps
 
 
@@ -95,15 +99,19 @@ def main_loop(sass: str) -> list[str]:
             found.append((instruction[2], instruction[3]))
     jumps = [
         (place, labels[target[1]])
+        # Branches to labels of this kernel; calls and returns are none of a loop.
         for place, (opcode, operands) in enumerate(found)
         if opcode.startswith("BRA") and (target := _TARGET.search(operands)) and target[1] in labels
     ]
     opcodes = [opcode for opcode, _ in found]
+    # A jump back is a loop, from its target to itself.
     loops = [range(start, place + 1) for place, start in jumps if start < place]
     for wanted in ("tensor", "global"):
+        # The shortest: an outer loop holds the inner one, and would count its instructions once.
         chosen = [loop for loop in loops if any(_is_source(opcodes[place], wanted) for place in loop)]
         if chosen:
             loop = min(chosen, key=len)
+            # A jump forward inside of the loop skips what lies between: taken as skipped (see above).
             skipped = {
                 each for place, to in jumps if place in loop and place < to in loop for each in range(place + 1, to)
             }
@@ -112,6 +120,7 @@ def main_loop(sass: str) -> list[str]:
 
 
 def _is_source(opcode: str, wanted: str) -> bool:
+    # A store writes results, and is no sign of the loop that reads tiles.
     return _kind(opcode) == wanted and not opcode.startswith("STG")
 
 
@@ -127,6 +136,7 @@ def nanoseconds(tile: Tile, device: Device) -> dict[str, float] | None:
     flops = tile.flops()
     if flops is None or device.multiprocessors is None or device.clock_ghz is None:
         return None
+    # A scheduler issues one instruction a cycle.
     issued = len(tile.instructions) * tile.warps / _SCHEDULERS
     return {
         "tensor": flops / device.bf16_tflops / 1e3,
@@ -154,6 +164,7 @@ def lines(only: str, capabilities: Iterable[int]) -> Iterable[str]:
                 name = f"{module}: {chosen.kernel.__name__}, {chosen.name}, sm_{capability}"
                 if capability not in chosen.capabilities or only not in name:
                     continue
+                # The worse of two compilations; the instructions below are those of aligned pointers.
                 cost = ahead_of_time.cost(module, chosen, capability)
                 cubin = ahead_of_time.compiled(chosen, capability, ("*",)).asm["cubin"]
                 tile = Tile(tuple(main_loop(disassembled(cubin))), chosen.num_warps)
@@ -170,6 +181,7 @@ def line(name: str, tile: Tile, cost: ahead_of_time.Cost) -> str:
     if times is None:
         return text
     flops = tile.flops()
+    # Memory is no limit for products: their tiles come from the cache.
     slowest = max(("tensor", "issue") if flops else times, key=lambda part: times[part])
     rates = ", ".join(f"{part} {time:.2f}" for part, time in times.items())
     rate = f", {flops / times[slowest] / 1e3:.0f} TFLOP/s" if flops else ""

@@ -86,7 +86,9 @@ def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
     """Run the cases of these numbers, print predicted and measured, and add them to the figures in ``out``."""
     if missing := why_not():
         raise SystemExit(f"error: {missing}")
+    # The scheduler is to prefer what is measured.
     go_first()
+    # Rows of other cases in the file stay: cases can be measured one at a time.
     rows: list[dict[str, Any]] = json.loads(out.read_text())["rows"] if out is not None and out.exists() else []
     with tempfile.TemporaryDirectory() as folder:
         for number in cases:
@@ -94,6 +96,7 @@ def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
             rows = [row for row in rows if row["case"] != CASES[number].name] + found
             _print(found)
             if out is not None:
+                # After each case, so that nothing is lost when a later one fails.
                 write_figures(out, {**_summary(rows), "rows": rows}, ("torch", "numpy", "scipy"))
     print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))
 
@@ -103,20 +106,24 @@ def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
     folder.mkdir()
     common = settings_for(case, folder)
     view_file = folder / "cluster.json"
+    # Parsed before the network is made: a wrong setting shows at once.
     ways = {way: parse(_arguments(common, way)) for way in case.reductions}
     with Network(case.hosts, case.rate) as names:
         # The command line of the ranks, which are forks of this process.
         sys.argv = ["cluster", "probe", "--out", str(view_file), "--seconds", str(seconds)]
         others_probing = run_together(names, case, cluster, folder)
         rates = rates_of_view(read_view(view_file))
+        # Before any training: the prediction knows the probe's file alone.
         predicted = {way: predict_step(work_of(each), strategy_of(each), rates) for way, each in ways.items()}
         found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+        # Rounds go over all ways, so that a slow moment of the machine meets none of them alone.
         for _ in range(_ROUNDS):
             for way in ways:
                 # A record's interval is long beside what writing it takes.
                 interval = max(1, min(20, round(_INTERVAL_S / predicted[way].total)))
                 arguments = [*_arguments(common, way), "--log.interval-steps", str(interval)]
                 others = run_together(names, case, lambda arguments=arguments: train(arguments), folder)
+                # The newest, as every run of a round writes a file of its own.
                 metrics = max((folder / way / "bert").glob("metrics_*.jsonl"), key=os.path.getmtime)
                 found[way].append({**steady(metrics), "others": others, "others_probing": others_probing})
     return [_row(case, way, predicted[way], min(found[way], key=lambda each: each["step_ms"])) for way in ways]
@@ -142,6 +149,7 @@ def _row(case: Case, way: str, predicted: PredictedStep, found: dict[str, float]
 def run_together(names: list[str], case: Case, program: Callable[[], int], folder: Path) -> float:
     """Run a program on all ranks; returns the share of the processors' work that was somebody else's meanwhile."""
     before, own = _busy_seconds(), _own_seconds()
+    # Each rank on a core of its own, as far as there are cores.
     run_ranks(names, block(case.hosts, case.ranks), program, folder, limit_s=120, bound=True)
     busy = _busy_seconds() - before
     return max(0.0, busy - (_own_seconds() - own)) / max(busy, 1e-9)
@@ -149,12 +157,14 @@ def run_together(names: list[str], case: Case, program: Callable[[], int], folde
 
 def _busy_seconds() -> float:
     """Seconds that programs have had the processors, or another machine had them; what the kernel does has no owner."""
+    # Steal is time in which the hypervisor ran somebody else.
     user, nice, _, _, _, _, _, steal = map(int, Path("/proc/stat").read_text().splitlines()[0].split()[1:9])
     return (user + nice + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def _own_seconds() -> float:
     times = os.times()
+    # Children count once they have been waited for: all ranks have ended by then.
     return times.user + times.children_user
 
 
@@ -163,6 +173,7 @@ def settings_for(case: Case, folder: Path) -> list[str]:
     layers, hidden, heads, intermediate, words = MODELS[case.model]
     vocabulary = made_up_vocabulary(folder / "vocab.txt", words)
     for part, count in (("train", _SAMPLES), ("evaluation", 200)):
+        # The seed differs for both sets.
         generator = np.random.default_rng(len(part))
         # Like the built-in default's: two in five are full, the others short.
         lengths = np.where(generator.random(count) < 0.4, _LONGEST, generator.integers(8, _LONGEST, count))
@@ -183,6 +194,7 @@ def settings_for(case: Case, folder: Path) -> list[str]:
         "training.gradient-accumulation-steps": case.accumulation,
         "training.reduce-dtype": case.reduce_dtype,
         "training.max-samples": 10_000_000,
+        # Runs end by time: a fraction of a minute has many steps of the small models.
         "training.max-minutes": 0.055,
         "training.seed": 1,
         "evaluation.interval-samples": 5_000_000,

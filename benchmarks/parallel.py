@@ -37,9 +37,11 @@ from cluster.plan.search import REDUCTIONS, search
 from cluster.plan.target import target_of
 
 HOSTS, RANKS = 2, 4
+# Shapes that divide two hosts of four ranks; (4, 2) is one copy over all of them.
 SHAPES = tuple(
     ParallelConfig(tensor, pipeline) for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2))
 )
+# 16 sequences: two for each rank where all have copies of their own.
 MODEL, BATCH = "4 x 256", 16
 
 
@@ -58,6 +60,7 @@ def main(
         raise SystemExit(f"error: {missing}")
     if steps < 2:
         raise SystemExit(f"error: --steps is {steps}, expected at least 2: the first is not counted")
+    # The scheduler is to prefer what is measured.
     go_first()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -74,6 +77,7 @@ def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[s
     """Probe the hosts, and train on them in every shape, and as the planner chooses; returns a row for each."""
     case = Case(HOSTS, RANKS, None if link == "unshaped" else link, MODEL, BATCH, ("flat",))
     folder.mkdir()
+    # Each step is a record; one evaluation at the end, whose time is in none.
     own = {"training.max-steps": steps, "evaluation.interval-samples": steps * BATCH, "log.interval-steps": 1}
     own |= {"training.max-minutes": 10}
     common = settings_for(case, folder) + flags(own)
@@ -85,6 +89,7 @@ def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[s
         run_together(names, case, cluster, folder)
         config, target = parse(common), target_of("tiny_cpu", view, None)
         work, rates = work_of(config), target.rates["fp32"]
+        # The planner's own choice, for comparison, among all that it knows.
         chosen = search(config, work, target).best[0]
         ways = [(*fastest(work, rates, shape), "") for shape in SHAPES]
         for number, (strategy, predicted, by) in enumerate([*ways, (chosen.strategy, chosen.step, "planner")]):
@@ -98,10 +103,12 @@ def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[s
 
 def fastest(work: Work, rates: Rates, shape: ParallelConfig) -> tuple[Strategy, PredictedStep]:
     """Return the way to reduce and the number of micro-batches that are predicted fastest in a shape."""
+    # Sequences of a copy in a step: what can be divided into micro-batches.
     share = BATCH * shape.copy_ranks // rates.world_size
     ways = [
         replace(Strategy(BATCH, many, reduction=reduction), tensor=shape.tensor, pipeline=shape.pipeline)
         for reduction in REDUCTIONS
+        # At least as many micro-batches as stages, which 1F1B needs.
         for many in range(shape.pipeline, share + 1)
         if share % many == 0
     ]

@@ -33,9 +33,12 @@ def main(out: Path | None = None) -> None:
     print(f"{'tree':>5}{'hosts':>14}{'order':>10}{'ring slowed':>13}{'leaves a group':>16}")
     rows = []
     for oversubscription in (1, 4):
+        # 4 x 8 x 16 = 512 hosts.
         tree = FatTree(pods=4, leaves_per_pod=8, hosts_per_leaf=16, oversubscription=oversubscription)
+        # Where half of the hosts are free and half of those are taken, the choice among them counts as well.
         for nodes, free in ((512, 512), (128, 256)):
             for order in ("random", "by name", "place"):
+                # A seed for each draw: all orders meet the same free hosts.
                 slowed, leaves = zip(*(_drawn(tree, nodes, free, order, seed) for seed in range(DRAWS)), strict=True)
                 row = {"oversubscription": oversubscription, "nodes": nodes, "free": free, "order": order}
                 row |= {"ring_slowdown": statistics.mean(slowed), "leaves_a_group": statistics.mean(leaves)}
@@ -61,6 +64,7 @@ def _drawn(tree: FatTree, nodes: int, free: int, order: str, seed: int) -> tuple
         hosts = sorted(hosts)[:nodes]
     elif order == "place":
         hosts = [hosts[host] for host in place(hosts, Placing(nodes, GROUP))]
+    # Leaves of consecutive hosts, as a group of the ring has them.
     groups = [set(hosts[start : start + GROUP]) for start in range(0, nodes, GROUP)]
     return tree.ring_slowdown(hosts[:nodes]), statistics.mean(map(len, groups))
 

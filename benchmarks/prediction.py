@@ -50,15 +50,18 @@ def main(
     if published == measured:
         raise SystemExit("error: nothing to do; expected either --published or --measured")
     if measured:
+        # Imported where it is asked for: it brings in training.
         from benchmarks import measured_steps
 
         measured_steps.measured(cases or range(len(measured_steps.CASES)), seconds, out)
         return
+    # The shipped parameters are not used: they have seen every result.
     calibration, validation = calibrate()
     figures = {
         f"{name}: {title}": summary(calibration, [held for held in validation[name] if choose(held)])
         for name, title, choose in CASES
     }
+    # What results of equal systems differ by, for scale.
     figures["look-up of equal systems"] = of_errors([abs(error) for error in look_up_errors()])
     print(f"{'left out: predicted':44}{'results':>8}{'median':>9}{'75 %':>8}{'90 %':>8}{'in interval':>13}")
     for title, figure in figures.items():
@@ -66,6 +69,7 @@ def main(
         errors = f"{figure['median']:9.1%}{figure['three_quarters']:8.1%}{figure['nine_tenths']:8.1%}"
         print(f"{title:44}{figure['results']:8.0f}{errors} {held}")
     groups: dict[str, float] = {}
+    # Ratios by group show what the model takes for too slow or too fast.
     for name in ("scale", "accelerator"):
         groups |= medians_of_groups(name, validation[name])
     print("\nmedian of predicted / observed, by what was left out:")
@@ -99,6 +103,7 @@ def summary(calibration: Calibration, held: Iterable[Held]) -> dict[str, float]:
 
 def of_errors(errors: list[float]) -> dict[str, float]:
     """Median and tails; an error is the absolute logarithm of predicted over observed."""
+    # Of twenty parts: the 10th is the median, the 15th three quarters, the 18th nine tenths.
     ranked = statistics.quantiles(errors, n=20, method="inclusive")
     return {"results": len(errors), "median": ranked[9], "three_quarters": ranked[14], "nine_tenths": ranked[17]}
 
@@ -107,6 +112,7 @@ def look_up_errors() -> list[float]:
     """Logarithms of a look-up over what was observed, where another submitter has the same system and recipe."""
     errors = []
     for result in results():
+        # Another company: the same one would look itself up.
         alike = [other for other in results() if other.kind == result.kind and other.company != result.company]
         if alike:
             errors.append(math.log(statistics.median(other.seconds for other in alike) / result.seconds))

@@ -64,11 +64,13 @@ def main(repeats: int = 5, quick: bool = False, out: Path | None = None) -> None
 
 def seconds_of(command: str) -> tuple[float, float]:
     """Wall and processor seconds of one process. Raises ``ValueError`` where it ends with a traceback."""
+    # Processor seconds of children, which count once they have ended and were waited for.
     began, before = time.perf_counter(), getrusage(RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-m", *command.split()], cwd=REPOSITORY, capture_output=True, text=True, check=False
     )
     wall, after = time.perf_counter() - began, getrusage(RUSAGE_CHILDREN)
+    # A command that fails quickly must not pass for a fast one.
     if done.returncode not in (0, 1) or "Traceback" in done.stderr:  # 1: the doctor found something
         raise ValueError(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

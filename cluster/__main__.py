@@ -83,6 +83,7 @@ def _predict(
         from cluster.published.probed import machine_of
         from cluster.view import read_view
 
+        # The file of a probe describes the machine whole; a second description could only contradict it.
         if accelerator is not None or interconnect or networking:
             raise ValueError(
                 "--cluster says all of the machine, without --accelerator, --interconnect and --networking"
@@ -92,6 +93,7 @@ def _predict(
         machine = describe_machine(device_named(accelerator), nodes, gpus_per_node, interconnect, networking)
     else:
         raise ValueError("no --accelerator given; `python -m cluster devices` lists those that are known")
+    # Without a batch size, one with which published runs near this scale reached the target.
     prediction = predict(usual_run(machine, round) if batch is None else Run(machine, batch, round))
     if json:
         say_json(as_document(prediction))
@@ -104,6 +106,7 @@ def _predict_table(table: Path, out: Path) -> None:
     from cluster.published.prediction_table import predict_table
 
     rows = predict_table(table, out)
+    # All rows are worked off first: a row that cannot be predicted leaves its cells empty and is no reason to stop.
     for row in rows:
         if row.prediction is None:
             complain(f"{table}: row {row.number} is left empty: {row.reason}", "warning")
@@ -201,12 +204,15 @@ def _place(
     for number, host in enumerate(order):
         say(f"{number:9}  {seen.hosts[host].name:{width}}  {' / '.join(paths[host])}")
     say()
+    # The cost of the first so many hosts of the file is what one gets without placing anything.
     before, after = (cost([paths[host] for host in each], placing) for each in (range(placing.nodes), order))
+    # Without switches all orders cost the same, so the table is still right but prefers nothing.
     if seen.switches_from == "unknown":
         say(f"{view} says nothing of switches, so there is no order to prefer")
     say(f"levels that traffic climbs: {after}, in the order of {view} {before}")
     if out is not None:
         lines = [seen.hosts[host].name for host in order for _ in range(tasks_per_node)]
+        # The names go into a file that Slurm reads, and come from a file that anyone may have written.
         if strange := [name for name in lines if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name)]:
             raise ValueError(f"{view}: a host is called {strange[0]!r}, which is no name for a file of hosts")
         write_atomically(out, "".join(f"{line}\n" for line in lines).encode())
@@ -328,5 +334,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    # Before the command and its imports, so that a signal then ends it in order, too.
     end_in_order()
     sys.exit(main())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("devices.toml")
 
+# Names come from files and drivers; a longer one is no name, and is cut before any expression looks at it.
 _LONGEST_NAME = 200
 
 
@@ -79,7 +80,9 @@ def device_named(name: str) -> Device:
     Raises:
         ValueError: no model of the facts file is in the name; the message names the nearest.
     """
+    # Vendors put hyphens, slashes and brackets anywhere, so only letters, digits and "+" tell words apart.
     words = re.sub(r"[^A-Z0-9+]+", " ", name[:_LONGEST_NAME].upper()).replace("GAUDI 2", "GAUDI2")
+    # Whole words: "A100" must not be found in "A1000", nor "H100" in "GH100".
     alike = [device for device in devices() if re.search(rf"\b{device.model.upper()}\b", words)]
     if not alike:
         alike = [device for device in devices() if device.name.upper() in name.upper()]
@@ -89,13 +92,16 @@ def device_named(name: str) -> Device:
             "`python -m cluster devices` lists all"
         )
     form = _form(words)
+    # Without a form in the name, all forms of the model stay, and memory or the order of the file decides.
     alike = [device for device in alike if device.form == form] or alike
     memory = re.search(r"(\d{2,3}) ?GB\b", words)
+    # The nearest, not the equal one: names round a device's memory in different ways.
     return min(alike, key=lambda device: abs(device.memory_gb - int(memory[1]))) if memory else alike[0]
 
 
 def _form(words: str) -> str | None:
     """Read the form off a name; the driver's name of an SXM device has the kind of its memory in it instead."""
+    # PCIe first: the kind of memory in the name of a card must not make an SXM device of it.
     for pattern, form in ((r"PCIE", "PCIe"), (r"\bNVL\b", "NVL"), (r"SXM|\bHBM3E?\b", "SXM")):
         if re.search(pattern, words):
             return form
@@ -104,5 +110,6 @@ def _form(words: str) -> str | None:
 
 def _nearest(words: str) -> list[str]:
     names = {device.name.upper(): device.name for device in devices()}
+    # cutoff=0.0: the nearest are named however far they are; an empty list would help nobody.
     close = difflib.get_close_matches(words.removeprefix("NVIDIA "), names, n=3, cutoff=0.0)
     return [names[name] for name in close]

@@ -38,14 +38,18 @@ class FatTree:
         Every host sends to the next, on all rails alike, as fast as the fullest uplink lets it. Flows share an uplink
         evenly; that they meet on single cables, as hashing has it, is left out.
         """
+        # Uplinks carry both ways at once: load up and load down are counted apart.
         up: Counter[Path] = Counter()
         down: Counter[Path] = Counter()
         for place, one in enumerate(order):
+            # The ring closes: the last host sends to the first.
             other = order[(place + 1) % len(order)]
             for level in (1, 2):  # uplinks of the pod, and of the leaf
                 if one[:level] != other[:level]:
                     up[one[:level]] += 1
                     down[other[:level]] += 1
+        # As many flows as hosts below fit through uplinks that are not oversubscribed.
         below = {1: self.leaves_per_pod * self.hosts_per_leaf, 2: self.hosts_per_leaf}
         capacity = {level: hosts / self.oversubscription for level, hosts in below.items()}
+        # At least 1: where no uplink is full, the hosts' own cards are the limit.
         return max([1.0, *(load / capacity[len(switch)] for flows in (up, down) for switch, load in flows.items())])

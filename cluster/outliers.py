@@ -32,6 +32,7 @@ Integers = NDArray[np.int64] | Sequence[int]
 CHANCE = 1000
 """One probe in so many names something that is not slow, if noise is as bell-shaped as the test takes it to be."""
 
+# Of two turns nothing tells which one was disturbed.
 _FEWEST_TURNS = 3
 FEWEST_PARTNERS = 3
 """Of an end whose share is told from its paths."""
@@ -72,12 +73,16 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
     turns, parts = times_TP.shape
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a part without any time
+        # By turn: a disturbance of the whole machine moves all parts of a turn alike and drops out.
         centred_TP = times_TP - np.nanmedian(times_TP, axis=1, keepdims=True)
         excess_P = np.nanmedian(centred_TP, axis=0)
+        # Once more: medians of medians need not be 0.
         excess_P = excess_P - np.nanmedian(excess_P)
+        # Around each part's own median: a part that is slow in every turn repeats well.
         rest_TP = np.abs(centred_TP - np.nanmedian(centred_TP, axis=0))
         taken_P = np.maximum(1, np.isfinite(times_TP).sum(axis=0))
         # A turn's deviation from the median of its own few turns is too small on the average.
+        # Numbers that were fitted before took as many degrees of freedom out of what is left.
         free = max(1, parts - fitted)
         few = (
             _TO_SIGMA
@@ -87,29 +92,37 @@ def judge(times_TP: Array, comparisons: int, chance: int = CHANCE, fitted: int =
             * np.sqrt(max(1, parts - 1) / free)
         )
         own_P = few * np.nanmedian(rest_TP, axis=0) / np.sqrt(taken_P)
+        # A part's own few turns may agree by luck: it is never taken to repeat better than the typical part.
         repeated_P = np.maximum(own_P, few * np.nanmedian(rest_TP) / np.sqrt(taken_P))
         between = _TO_SIGMA * _small_sample(parts) * np.nanmedian(np.abs(excess_P)) * np.sqrt(max(1, parts - 1) / free)
     # What parts differ by holds the error of measuring them: beyond that they differ by this much.
+    # The difference is negative by chance where parts differ by less than the error of measuring them.
     beyond_P = np.maximum(0.0, between**2 - repeated_P**2)
     scale_P = np.sqrt(repeated_P**2 + beyond_P)
+    # Welch's formula: two variances known by unlike numbers of values make no plain Student's distribution.
     freedom_P = _freedom(repeated_P**2, _EFFICIENCY * free * (turns - 1), beyond_P, free)
     with np.errstate(divide="ignore", invalid="ignore"):
         deviations_P = np.where(excess_P == 0, 0.0, excess_P / scale_P)
+    # Two parts cannot be told apart, nor two turns judged.
     enough = turns >= _FEWEST_TURNS and parts > 2
+    # One-sided, since only slow parts are looked for, and divided by all comparisons (Bonferroni).
     limit_P = -stdtrit(np.maximum(1.0, freedom_P), 1 / (chance * max(1, comparisons))) if enough else np.inf
     # A tie of all others would make anything an outlier, such as a clock's last digit.
     is_outlier = (deviations_P > limit_P) & (excess_P > 1e-3)
+    # JSON and sorting need finite numbers.
     return Judgement(np.nan_to_num(excess_P), np.nan_to_num(deviations_P, posinf=1e6, neginf=-1e6), is_outlier)
 
 
 def _freedom(one_P: Array, of_one: float, other_P: Array, of_other: float) -> Array:
     """Degrees of freedom of a sum of two variances (Welch and Satterthwaite)."""
+    # 0 / 0 where nothing scatters at all; one degree of freedom is the most careful answer then.
     with np.errstate(divide="ignore", invalid="ignore"):
         freedom_P = (one_P + other_P) ** 2 / (one_P**2 / max(1, of_one) + other_P**2 / max(1, of_other))
     return np.nan_to_num(freedom_P, nan=1.0)
 
 
 def _small_sample(number: int) -> float:
+    # Beyond nine values the correction is n / (n - 0.8) (Croux and Rousseeuw).
     return _SMALL_SAMPLE.get(number, number / (number - 0.8) if number > 1 else 1.0)
 
 
@@ -139,7 +152,9 @@ def take_apart(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for kind in np.unique(kinds_E):
+            # Kinds differ by the network's structure, not by faults: each has its own zero.
             rest_TE[:, kinds_E == kind] -= np.nanmedian(rest_TE[:, kinds_E == kind], axis=1, keepdims=True)
+        # An undirected graph: ends are comparable only where some chain of paths joins them.
         joined = coo_matrix((np.ones(len(source_E)), (source_E, target_E)), shape=(nodes, nodes))
         parts, part_N = connected_components(joined, directed=False)
         members = [part_N == part for part in range(parts)]
@@ -147,8 +162,10 @@ def take_apart(
         rest_TE -= level_TK[:, part_N[source_E]]
         ends = [_partners(source_E, nodes), _partners(target_E, nodes)]
         shares = [np.zeros((len(rest_TE), nodes)) for _ in ends]
+        # Median polish takes a few rounds to settle.
         for _ in range(8):
             for share_TN, paths_NK, of_E in zip(shares, ends, (source_E, target_E), strict=True):
+                # A column of NaN for places that no path fills: nanmedian passes over them.
                 padded = np.concatenate([rest_TE, np.full((len(rest_TE), 1), np.nan)], axis=1)
                 step_TN = np.nan_to_num(np.nanmedian(padded[:, paths_NK], axis=2))
                 # Too few paths to tell an end from them: its share stays with these.

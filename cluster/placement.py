@@ -41,6 +41,7 @@ class Placing:
 
 def climb(one: Path, other: Path) -> int:
     """Return how many levels traffic between two hosts climbs above their leaves; 0 under one leaf."""
+    # Paths may have unlike lengths where a tree is uneven: then the shorter one is compared as far as it goes.
     same = next(
         (level for level, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
@@ -56,9 +57,12 @@ def cost(order: Sequence[Path], placing: Placing) -> int:
 def _added_cost(order: Sequence[Path], place: int, placing: Placing) -> int:
     """Return the cost of what the host at ``place`` of an order says to those before it."""
     one = order[place]
+    # `place and`: the first host has nobody before it; the ring is closed in `cost`.
     ring = climb(order[place - 1], one) if place else 0
     return ring + GROUP_WEIGHT * sum(
+        # Apart, only the same leaf costs: how far leaves lie apart is no matter for a failure of one.
         int(other == one) if placing.apart else climb(other, one)
+        # Hosts of the same group that come earlier: groups are consecutive, so integer division finds its start.
         for other in order[place // placing.group * placing.group : place]
     )
 
@@ -74,12 +78,14 @@ def place(paths: Sequence[Path], placing: Placing) -> list[int]:
         raise ValueError(f"--group is {placing.group}, and there are {len(set(paths))} leaves to have its hosts apart")
     chosen = list(range(len(paths))) if placing.nodes == len(paths) else _choose(paths, placing)
     order = _apart(paths, chosen, placing.group) if placing.apart else _together(paths, chosen, placing.group)
+    # The search is exponential; what was built first is its bound from the start.
     return _search(paths, order, placing) if len(paths) <= EXACT_UP_TO else order
 
 
 def _leaves(paths: Sequence[Path], hosts: Sequence[int]) -> dict[Path, list[int]]:
     """Hosts by leaf; leaves in the order of the tree, hosts in their own."""
     leaves: dict[Path, list[int]] = {}
+    # Leaves sorted by path are in the order of the tree, so a walk over them never comes back to a subtree.
     for host in sorted(hosts, key=lambda host: (paths[host], host)):
         leaves.setdefault(paths[host], []).append(host)
     return leaves
@@ -89,17 +95,21 @@ def _choose(paths: Sequence[Path], placing: Placing) -> list[int]:
     """Choose hosts: of the smallest subtree that has enough, from its fullest leaves; apart, from all leaves in turn."""
     leaves = _leaves(paths, range(len(paths)))
     if placing.apart:
+        # The first host of every leaf, then the second of each: a group may take one of as many leaves as there are.
         turns = sorted((turn, leaf, host) for leaf, hosts in leaves.items() for turn, host in enumerate(hosts))
         return [host for _, _, host in turns[: placing.nodes]]
     subtrees: dict[Path, list[int]] = {}
     for host, path in enumerate(paths):
         for level in range(len(path) + 1):
             subtrees.setdefault(path[:level], []).append(host)
+    # The root, (), holds all hosts, so there is always one.
     enough = [(len(hosts), path) for path, hosts in subtrees.items() if len(hosts) >= placing.nodes]
+    # The smallest subtree with enough hosts keeps traffic below its top; of equals the first by name.
     _, smallest = min(enough)
     within = _leaves(paths, subtrees[smallest])
     chosen: list[int] = []
     for step in (placing.group, 1):  # hosts that fill groups in their leaf, then those that are left over
+        # Rounded down to whole groups: remainders are for the second round.
         there = {leaf: len(hosts) // step * step for leaf, hosts in within.items()}
         while (wanted := placing.nodes - len(chosen)) > 0 and any(there.values()):
             # The fullest leaf, until one has all that is left: of those the one with the fewest to spare.
@@ -118,6 +128,7 @@ def _together(paths: Sequence[Path], chosen: Sequence[int], group: int) -> list[
         subtrees: dict[Path, list[int]] = {}
         for host in hosts:
             subtrees.setdefault(paths[host][: level + 1], []).append(host)
+        # The prefix no longer grows: all of these hosts hang under one switch.
         if len(subtrees) == 1 and len(next(iter(subtrees))) <= level:  # a leaf
             whole = len(hosts) // group * group
             return [hosts[start : start + group] for start in range(0, whole, group)], hosts[whole:]
@@ -127,6 +138,7 @@ def _together(paths: Sequence[Path], chosen: Sequence[int], group: int) -> list[
             filled, over = fill(level + 1, inside)
             groups += filled
             left += over
+            # Groups across subtrees are made only of what no subtree could use itself.
             while len(left) >= group:
                 groups.append(left[:group])
                 left = left[group:]
@@ -141,7 +153,9 @@ def _apart(paths: Sequence[Path], chosen: Sequence[int], group: int) -> list[int
     left = _leaves(paths, chosen)
     order: list[int] = []
     while left:
+        # From the fullest leaves, else the last groups would find too few different ones.
         fullest = sorted(left, key=lambda leaf: (-len(left[leaf]), leaf))
+        # In order of the tree within a group, so that the ring climbs as little as may be.
         for leaf in sorted(fullest[:group]):
             order.append(left[leaf].pop(0))
             if not left[leaf]:
@@ -162,6 +176,7 @@ def _search(paths: Sequence[Path], start: list[int], placing: Placing) -> list[i
             if spent + closing < least:
                 best, least = list(order), spent + closing
             return
+        # One host of each leaf is tried: others of the leaf give the same cost, and would multiply the search.
         for hosts in left.values():
             if not hosts:
                 continue
@@ -170,6 +185,7 @@ def _search(paths: Sequence[Path], start: list[int], placing: Placing) -> list[i
             # Whoever else comes enters a leaf, and the ring goes back to its start.
             if now + _leaves_to_enter(left, paths[order[-1]], placing.nodes - len(order)) < least:
                 extend(now)
+            # To where it was taken from, so that the order of hosts within a leaf stays.
             hosts.insert(0, order.pop())
 
     extend(0)
@@ -180,6 +196,7 @@ def _leaves_to_enter(left: Mapping[Path, Sequence[int]], leaf: Path, hosts: int)
     """Return the fewest other leaves that ``hosts`` more hosts can be in, when those of ``leaf`` are taken first."""
     hosts -= len(left[leaf])
     entered = 0
+    # The largest leaves first: the fewest that can hold all that is left.
     for size in sorted((len(members) for path, members in left.items() if path != leaf), reverse=True):
         if hosts <= 0:
             break

@@ -12,6 +12,7 @@ from typing import Literal
 
 from console.documents import Document
 
+# JSON is read whole: a file beyond that is none that a probe wrote.
 LARGEST_BYTES = 256 * 2**20
 """Of a file that is read: 32,768 ranks with eight devices a host."""
 
@@ -200,6 +201,7 @@ def _check_counts(view: View) -> None:
         if rank.host >= hosts:
             raise ValueError(f"rank {number} is on host {rank.host} of {hosts}")
         sizes[rank.host] += 1
+    # Everything that reads a view divides ranks by hosts.
     if len(set(sizes)) > 1:
         raise ValueError("hosts have different numbers of ranks")
     pairs = set()
@@ -207,6 +209,7 @@ def _check_counts(view: View) -> None:
         if max(link.source, link.target) >= ranks or link.source == link.target:
             raise ValueError(f"a link from rank {link.source} to rank {link.target} of {ranks}")
         pairs.add((link.source, link.target))
+    # Both directions are there, each once: median and heat map take each link as one measurement.
     if len(pairs) < len(view.links):
         raise ValueError("a link is there twice")
     if any(max(outlier.ranks, default=0) >= ranks for outlier in view.outliers):
@@ -218,6 +221,7 @@ def _check_counts(view: View) -> None:
 _FILE = Document(
     kind=View,
     key="view",
+    # Raised with any change of the fields: a file of another version is refused instead of misread.
     format="mlperf-bert cluster view",
     version=2,
     noun="view of a cluster",

@@ -79,12 +79,14 @@ def read_metrics(path: Path) -> Recorded:
             record = json.loads(line)
             kind = record["event"]
             if kind in ("step", "eval", "end"):
+                # Each of these has the run's clock; the largest is the end even of a run that was cut off.
                 run.seconds = max(run.seconds, _number(record, "time_s"))
             if kind == "step":
                 step = int(_number(record, "step"))
                 steps = step - last
                 if steps < 1:
                     raise ValueError(f"step {step} comes after step {last}")
+                # Records have means over their interval, which covers several steps.
                 seconds = {name: steps * _number(record, name) / 1000 for name in PARTS}
                 run.intervals.append(Interval(step, steps, seconds))
                 last = step
@@ -92,6 +94,7 @@ def read_metrics(path: Path) -> Recorded:
                 run.evaluations += _number(record, "eval_s")
             elif kind == "warning":
                 _note(run, str(record["text"])[:1000], int(_number(record, "step")))
+        # RecursionError: JSON may nest deeper than the parser goes.
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError(f"{path}, line {number}: no record of a run ({shown(error)}); {_REMEDY}") from None
     if not run.intervals or not run.seconds:
@@ -101,6 +104,7 @@ def read_metrics(path: Path) -> Recorded:
 
 def _number(record: dict[str, Any], name: str) -> float:
     value = record[name]
+    # bool is an int, and JSON has true.
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
@@ -114,9 +118,11 @@ def _number(record: dict[str, Any], name: str) -> float:
 def _note(run: Recorded, text: str, step: int) -> None:
     """Take in a warning, if it is about a straggler."""
     if slow := _SLOW.match(text):
+        # A ratio below 1 would be a rank that is not slow; rounding may print one.
         own, ratio = float(slow[3]), max(1.0, float(slow[4]))
         run.stragglers.append(Straggler(int(slow[1]), slow[2], step, math.inf, own, own / ratio))
     elif fast := _FAST.match(text):
+        # Only the open entry of the rank: it may have been slow before, and fast, and slow again.
         for place, each in enumerate(run.stragglers):
             if each.rank == int(fast[1]) and each.last_step == math.inf:
                 run.stragglers[place] = replace(each, last_step=step)
@@ -135,6 +141,7 @@ def savings(run: Recorded, view: View | None = None) -> list[Saving]:
         for rank, host in ranks
     ]
     for host in {host for _, host in ranks}:
+        # A host's line beside its only rank's would be the same figure twice.
         if sum(each == host for _, each in ranks) > 1:
             found.append(Saving(f"host {host}", _without(run, [e for e in run.stragglers if e.host == host])))
     if view is not None and (ratio := _slowest_link(view)) > 1:
@@ -153,6 +160,7 @@ def _without(run: Recorded, left_out: Sequence[Straggler]) -> float:
         here = [each for each in run.stragglers if each.first_step < interval.last_step <= each.last_step]
         slowest = _slowest(here)
         others = _slowest([each for each in here if each not in left_out])
+        # Without any straggler a step still takes the median rank's time.
         median = min((each.median_ms for each in here), default=0.0)
         saved += interval.steps * max(0.0, slowest - max(others, median)) / 1000
     return saved
@@ -176,6 +184,7 @@ def _slowest_link(view: View) -> float:
 def report(run: Recorded, view: View | None = None) -> list[str]:
     """Lines that say where the time went, and what it would have been without."""
     known = {name: run.part(name) for name in PARTS}
+    # Start, checkpoints, and whatever else no part counts.
     other = max(0.0, run.seconds - sum(known.values()) - run.evaluations)
     lines = [f"{run.seconds:.2f} s from start to end, {run.intervals[-1].last_step:,} steps"]
     for name, seconds in [*known.items(), ("evaluations", run.evaluations), ("start and other", other)]:

@@ -38,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
         if arguments[:1] == ["--version"]:
             print(version_line())
         else:
+            # One parser for each command, so that --help shows its own options alone.
             chosen = _parser(command).parse_args(arguments[1:] if command else arguments)
             from kernels.tuning import commands  # imports PyTorch, for which --help does not wait
 

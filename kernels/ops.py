@@ -37,6 +37,7 @@ _APEX_LOSS = Implementation("apex", "kernels.libraries.apex", requires="xentropy
 _TORCH_VARLEN = Implementation("torch_varlen", "kernels.libraries.torch_varlen", requires="torch.nn.attention.varlen")
 
 
+# One order for a GPU and one for a CPU: interpreting a kernel is for tests, and takes seconds to minutes.
 def _op(
     definition: Callable[_Parameters, _Returned], triton: str, *others: Implementation, capturable: bool = True
 ) -> Op[_Parameters, _Returned]:
@@ -45,6 +46,7 @@ def _op(
     ``capturable``: whether the definition is.
     """
     compiled = Implementation("triton", triton, requires="triton")
+    # The definition can compute anything, and comes after the libraries.
     plain = (*others, Implementation("reference", definition.__module__, capturable=capturable))
     return Op(definition, {"cuda": (compiled, *plain), "cpu": (*plain, compiled)})
 
@@ -61,6 +63,7 @@ embedding_layer_norm = _op(reference.embedding_layer_norm, "kernels.triton.norms
 masked_lm_loss = _op(reference.masked_lm_loss, "kernels.triton.loss", _APEX_LOSS)
 _DEFINITION = Implementation("reference", "kernels.reference.ops")
 # No kernel of Triton's: cuBLAS adds to what is there in the epilogue of its product, which no pass behind it can match.
+# On a CPU the definition comes first, as PyTorch has no such product there.
 accumulate_weight_gradient = Op(
     reference.accumulate_weight_gradient,
     {"cuda": (_PYTORCH_PRODUCTS, _DEFINITION), "cpu": (_DEFINITION, _PYTORCH_PRODUCTS)},
@@ -85,6 +88,7 @@ _DEFINITION_FP8 = Implementation("reference", "kernels.reference.fp8")
 # The definition comes first on a CPU, where PyTorch's product is right and several times as slow.
 scaled_matmul = Op(fp8.scaled_matmul, {"cuda": (_PYTORCH_FP8, _DEFINITION_FP8), "cpu": (_DEFINITION_FP8, _PYTORCH_FP8)})
 
+# Collected from the module itself, so that no op can be left out of the table.
 OPS: dict[str, Op[..., Any]] = {op.name: op for op in tuple(globals().values()) if isinstance(op, Op)}
 """All of the above, in order."""
 
@@ -95,6 +99,7 @@ def choose(implementations: Mapping[str, str]) -> None:
     Raises:
         ValueError: no such op, or no such implementation of it; then nothing has changed.
     """
+    # All are checked before any is changed: a wrong name must leave no half of a choice.
     for op, name in implementations.items():
         if op not in OPS:
             raise ValueError(f"there is no op {op!r}; expected one of {', '.join(OPS)}")

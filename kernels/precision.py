@@ -14,6 +14,7 @@ def set_product_precision() -> None:
 
     Changes nothing on a CPU.
     """
+    # Settings of the process, not of a call: they hold for every product that follows.
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = False
     products.allow_fp16_reduced_precision_reduction = False

@@ -23,6 +23,7 @@ Returned = TypeVar("Returned")
 AUTO = "auto"
 
 _DEVICES = ("cuda", "cpu")
+# Arguments whose value may decide what is usable; other numbers, such as rates, only have a type.
 _BY_VALUE = (bool, str, torch.dtype)
 _LOG = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Implementation:
 
     def missing(self) -> list[str]:
         """Say why this cannot be imported here, or nothing."""
+        # find_spec imports parents alone: a library that is there but broken shows when it is used.
         try:
             there = self.requires is None or importlib.util.find_spec(self.requires) is not None
         except (ImportError, ValueError):  # a parent of it is missing, or is another package of the same name
@@ -62,6 +64,7 @@ class Implementation:
         if missing := self.missing():
             return missing
         module = importlib.import_module(self.module)
+        # The op's own function first: a module may serve several ops with unlike limits.
         reasons = getattr(module, f"{op}_unsupported_reasons", getattr(module, "unsupported_reasons", None))
         return reasons(*args, **kwargs) if reasons is not None else []
 
@@ -123,6 +126,7 @@ class Op(Generic[Parameters, Returned]):
         Raises:
             ValueError: the one asked for cannot compute them, or none can be captured; the message has the reasons.
         """
+        # Supposed before anything else: tensors without values must not be asked about.
         if self._supposed is not None:
             return self._supposed
         if self._asked != AUTO:
@@ -135,6 +139,7 @@ class Op(Generic[Parameters, Returned]):
             return asked
         measured = self._measured.get(signature(*args, **kwargs)) if self._measured else None
         order = self.order(device_type(*args, **kwargs))
+        # Reasons are collected, so that the error can give all of them.
         against = []
         # The sort is stable: the measured one first, the others in their order, in case that one cannot.
         for implementation in sorted(order, key=lambda implementation: implementation.name != measured):
@@ -142,6 +147,7 @@ class Op(Generic[Parameters, Returned]):
             if not reasons:
                 return implementation
             against.append(f"{implementation.name}: {', '.join(reasons)}")
+        # Outside of a capture some implementation, the definition at the latest, can compute any call.
         raise ValueError(
             f"{self.name} has no implementation that a CUDA graph can capture for such inputs ({'; '.join(against)}): "
             "set training.cuda_graphs to False, or change what is asked of it"
@@ -162,6 +168,7 @@ class Op(Generic[Parameters, Returned]):
     def permits(self, implementation: Implementation, device: str) -> bool:
         """Tell whether this implementation may be chosen for tensors there, if it can compute them."""
         capturable = implementation.capturable and (implementation.repeatable or not self._recomputed)
+        # On a CPU there is nothing to capture, whatever the block asks for.
         return capturable or not self._captured or device != "cuda"
 
     def ask_for(self, name: str, remedy: str | None = None) -> None:
@@ -171,6 +178,7 @@ class Op(Generic[Parameters, Returned]):
         """
         self.check(name)
         self._asked, self._remedy = name, remedy
+        # Choices made under another wish are void.
         self._chosen.clear()
 
     def check(self, name: str) -> None:
@@ -205,6 +213,7 @@ class Op(Generic[Parameters, Returned]):
         """
         before = self._captured, self._recomputed
         self._captured, self._recomputed = True, recomputed
+        # Choices made before may be such that cannot be captured.
         self._chosen.clear()
         try:
             yield
@@ -232,6 +241,7 @@ class Op(Generic[Parameters, Returned]):
         finally:
             self.ask_for(*before)
 
+    # Told once for each set of reasons: a call is made in every layer of every step.
     def _say_fall_back(self, chosen: Implementation, *args: Any, **kwargs: Any) -> None:
         """Say once, with the reasons, that a GPU does not get the implementation meant for it.
 
@@ -248,6 +258,7 @@ class Op(Generic[Parameters, Returned]):
 
 def device_type(*args: Any, **kwargs: Any) -> str:
     """``cuda`` when a tensor among the arguments is there, otherwise ``cpu``."""
+    # One tensor on the GPU decides: others, such as a scalar, may be on the host.
     return "cuda" if any(isinstance(value, Tensor) and value.is_cuda for value in (*args, *kwargs.values())) else "cpu"
 
 
@@ -273,5 +284,6 @@ def _trait(value: object) -> object:
         # Micro-batches all differ in their tokens: exact sizes would each be a choice of their own, and measured.
         shape = value.shape
         doublings = (shape[0] - 1).bit_length() if shape else None
+        # Whether gradients are wanted decides about both ways, and about what can be derived.
         return value.device.type, value.dtype, doublings, shape[1:], value.requires_grad
     return value if isinstance(value, _BY_VALUE) else type(value)

@@ -26,7 +26,9 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.ops import OPS
 
+# Allocation launches nothing; lift_fresh only wraps a constant.
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
+# What they write they do not read, although the schema says that it is changed.
 _OVERWRITES = {"copy_", "fill_", "zero_"}
 _PRODUCTS = {"mm": 0, "addmm": 1, "bmm": 0, "_scaled_mm": 0}
 """Matrix products of PyTorch, and the place of the left one among their arguments."""
@@ -74,12 +76,16 @@ def traced(
     tracer = _Tracer(observer, touched or {})
     with ExitStack() as stack:
         for op in OPS.values():
+            # What a GPU prefers, usable here or not: nothing is asked of the machine.
             stack.enter_context(op.supposed(op.order("cuda")[0]))
         stack.enter_context(
+            # `kernel[grid](...)` is how Triton launches: in place of it stands a note.
             patch.object(KernelInterface, "__getitem__", lambda kernel, grid: tracer.launcher(kernel, grid))
         )
+        # Kernels size their grids by the device's multiprocessors.
         stack.enter_context(patch.object(rows, "multiprocessors", lambda _device: multiprocessors))
         stack.enter_context(tracer)
+        # Tables that LAMB keeps between calls are real tensors; within the trace they must be fake ones.
         lamb._chunks.cache_clear()
         try:
             yield
@@ -97,6 +103,7 @@ class _Tracer(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        # A custom operator is opened, so that its launches are seen and not only its call.
         if (own := OPDEFS.get(func._schema.name)) is not None:
             before, self._operator = self._operator, own._qualname
             try:
@@ -116,6 +123,7 @@ class _Tracer(TorchDispatchMode):
         """Stand in for ``kernel[grid]``."""
 
         def run(*args: object, **options: object) -> None:
+            # Positional and named arguments alike, by the names of the kernel.
             named = dict(zip(kernel.arg_names, args, strict=False)) | options
             tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
             loaded, stored, _ = accesses(kernel.fn)
@@ -125,6 +133,7 @@ class _Tracer(TorchDispatchMode):
                 sizes = {name: min(size, chunks * tensors[name].element_size()) for name, size in sizes.items()}
             rows = [len(value) for name, value in tensors.items() if name == "input_ids"]
             for name in _GATHERED & sizes.keys():
+                # A table's row is read for each id, and no more often than there are ids.
                 sizes[name] = min(sizes[name], rows[0] * tensors[name].shape[-1] * tensors[name].element_size())
             own = kernel.fn.__name__
             self._observer(
@@ -154,16 +163,19 @@ def _of_pytorch(
     changed = {argument.name: argument for argument in func._schema.arguments if _is_written(argument)}
     for parameter, value in named.items():
         for tensor in (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)):
+            # By storage, not by tensor: a view of an argument is no result.
             owned.add(tensor.untyped_storage()._cdata)
             tensors[parameter] = tensor
             size = _size(tensor)
             written += size if parameter in changed else 0
+            # An `out` argument is written and not read; one that is changed in place is both.
             overwritten = name in _OVERWRITES or (parameter in changed and changed[parameter].is_out)
             read += 0 if overwritten and parameter in changed else size
     made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     made = [tensor for tensor in made if tensor.untyped_storage()._cdata not in owned]
     written += sum(map(_size, made))
     if not written:
+        # Nothing written means a view or a query of metadata.
         return None
     # new_zeros and zeros_like have a tensor for its shape and type alone.
     if name.startswith("new_") or name.endswith("_like"):
@@ -174,6 +186,7 @@ def _of_pytorch(
     products = 0
     if name in _PRODUCTS:
         left, right = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
+        # Rows x inner of the left one times columns of the right one, batches included.
         products = left.numel() * right.shape[-1]
     return Launch(
         f"aten.{name}",
@@ -202,6 +215,7 @@ def accesses(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[st
     Read off the source: what a pointer is computed from by additions, assignments and calls is where it points to; what has
     been loaded points nowhere.
     """
+    # Once a kernel: the arguments of a launch do not say what is loaded, and its source does.
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)
     roots: dict[str, set[str]] = {argument.arg: {argument.arg} for argument in tree.args.args}
@@ -213,6 +227,7 @@ def accesses(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[st
         if isinstance(node, ast.Name):
             return roots.get(node.id, set())
         if not isinstance(node, ast.Call):
+            # Any expression points wherever one of its parts does: too much is safer than too little here.
             return set().union(*map(of, ast.iter_child_nodes(node)))
         given = [of(argument) for argument in node.args]
         others = {keyword.arg: of(keyword.value) for keyword in node.keywords}
@@ -239,6 +254,7 @@ def accesses(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[st
             mine.update(*(by_name.get(name, set()) for name in theirs))
         return set().union(*(by_name.get(name, set()) for name in through[2]))
 
+    # Tuples are taken apart where both sides have as many parts; otherwise each gets all.
     def assign(target: ast.expr, value: ast.expr | None, found: set[str]) -> None:
         if isinstance(target, ast.Name):
             roots[target.id] = found
@@ -256,6 +272,7 @@ def accesses(function: Callable[..., Any]) -> tuple[frozenset[str], frozenset[st
                 assign(statement.target, None, found)
             elif isinstance(statement, ast.Return):
                 returned.update(found)
+            # Both branches and loop bodies count, in order: an assignment may move a pointer on.
             follow(getattr(statement, "body", []))
             follow(getattr(statement, "orelse", []))
 

@@ -50,6 +50,7 @@ def main(histogram: Path = HISTOGRAM, rounds: int = 5, out: Path | None = None) 
             started = time.perf_counter()
             packing = algorithm()
             seconds[key].append(time.perf_counter() - started)
+            # Checked in each run: a faster algorithm that leaves sequences out is no algorithm.
             packs[key] = _checked_packs(packing, counts)
     figures = [_figure(key, packs[key], seconds[key], strategies[key[1]]) for key in runs]
     print(f"{int(counts.sum()):,} sequences, {strategies[None].tokens / counts.sum():.1f} tokens on average")
@@ -84,8 +85,10 @@ def _algorithms(counts: NDArray[np.int64]) -> dict[tuple[str, int | None], Calla
 
     runs: dict[tuple[str, int | None], Callable[[], published_packing.Packing]] = {}
     for limit in LIMITS:
+        # `limit=limit` binds the value of this turn, not of the last.
         runs["shortest pack first", limit] = lambda limit=limit: published_packing.shortest_pack_first(counts, limit)
         runs["longest pack first", limit] = lambda limit=limit: published_packing.longest_pack_first(counts, limit)
+        # With a larger limit there are too many combinations for a matrix.
         if limit == 3:
             runs["least squares", limit] = lambda: published_packing.least_squares(counts, 3)
         runs["ours", limit] = lambda limit=limit: ours(limit)
@@ -99,6 +102,7 @@ def _checked_packs(packing: published_packing.Packing, counts: NDArray[np.int64]
         if sum(combination) >= len(counts):
             sys.exit(f"error: {combination} is over the capacity; the figures mean nothing")
         for length in combination:
+            # Slots may be more than sequences: what least squares leaves empty is padding.
             slots[length] += number
     if (slots < counts).any():
         sys.exit("error: an algorithm left sequences out; the figures mean nothing")
@@ -110,6 +114,7 @@ def _figure(key: tuple[str, int | None], packs: int, seconds: list[float], ours:
         "algorithm": key[0],
         "max_sequences": key[1],
         "packs": packs,
+        # Real tokens over all slots of all packs.
         "efficiency": ours.tokens / (packs * ours.capacity),
         "efficiency_bound": ours.efficiency_bound,
         "median_seconds": statistics.median(seconds),

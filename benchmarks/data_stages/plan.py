@@ -84,6 +84,7 @@ def main(
     print(f"{'ranks':>6}{'each':>6}" + "".join(f"{name:>20}" for name in DEALS) + f"{'ours, worst':>20}{'ms':>8}")
     rows = []
     for ranks, sequences in SHARES:
+        # Drawn once for all deals of a row.
         drawn = [drawn_lengths(generator, ranks * sequences, histogram) for _ in range(batches)]
         row: dict[str, Any] = {"ranks": ranks, "sequences": sequences} | {
             name: _imbalances(drawn, ranks, DEALS[name]) for name in DEALS
@@ -96,6 +97,7 @@ def main(
         least = least_imbalance(drawn_lengths(generator, ranks * sequences, histogram), ranks)
         bounds.append({"ranks": ranks, "sequences": sequences, "tokens": least})
         print(f"{ranks:6}{sequences:6}  no dealing has an imbalance of tokens below {least:.4f}", flush=True)
+    # Drawn for a million at most, and repeated up to `samples`.
     lengths = drawn_lengths(generator, min(samples, 1 << 20), histogram)
     plans = _timed_plans(lengths, samples, BATCHES[::3] if quick else BATCHES)
     if out:
@@ -118,6 +120,7 @@ def measure(folder: str, global_batch_size: int, world_size: int) -> None:
     steps = []
     for step in range(STEPS):
         begun = time.perf_counter()
+        # One rank's steps tell: every rank plans the whole global batch, and picks its own part.
         plan.rank_batches(step, world_size - 1)
         steps.append(time.perf_counter() - begun)
     figures = {
@@ -134,16 +137,19 @@ def least_imbalance(lengths: NDArray[np.int64], ranks: int) -> float:
     sequences = len(lengths) // ranks
     mean = lengths.sum() / ranks
 
+    # The bound packs lengths into shares of so many tokens: needing more shares than ranks excludes it.
     def is_excluded(tokens: int) -> bool:
         counts = np.zeros(tokens + 1, np.int64)
         found = np.bincount(lengths)
         counts[: len(found)] = found
         return pack_histogram(counts, tokens, sequences).bound > ranks
 
+    # No share is smaller than the mean, nor than the longest sequence.
     low = max(math.ceil(mean), int(lengths.max()))
     if not is_excluded(low):
         return low / mean
     high = low + math.ceil(mean / 8)  # farther off than any deal here
+    # Bisection: what is excluded for some tokens is excluded for fewer.
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if is_excluded(middle) else (low, middle)
@@ -165,6 +171,7 @@ def _ours(lengths: NDArray[np.int64], ranks: int) -> Groups:
 def _unequal_numbers(lengths: NDArray[np.int64], ranks: int) -> Groups:
     cost_N = cost(lengths).tolist()
     shares: list[list[int]] = [[] for _ in range(ranks)]
+    # A heap gives the rank with the least work in logarithmic time.
     least = [(0, rank) for rank in range(ranks)]
     for sequence in np.argsort(-lengths, kind="stable").tolist():
         so_far, rank = least[0]
@@ -189,6 +196,7 @@ def _imbalances(
     seconds = []
     for lengths in drawn:
         started = time.perf_counter()
+        # Only the deal is timed, not the check.
         groups = dealt_by(lengths, ranks)
         seconds.append(time.perf_counter() - started)
         if not np.array_equal(np.sort(np.concatenate(groups)), np.arange(len(lengths))):
@@ -218,6 +226,7 @@ def _timed_plans(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         _write_made_up_index(folder, lengths, samples)
+        # Processes of their own: memory that this one has had would count for the plan.
         for global_batch_size, ranks in batches:
             code = f"from benchmarks.data_stages import plan; plan.measure({temporary!r}, {global_batch_size}, {ranks})"
             done = subprocess.run(
@@ -237,6 +246,7 @@ def _timed_plans(
 
 
 def _write_made_up_index(folder: Path, lengths: NDArray[np.int64], samples: int) -> None:
+    # The index alone, without shards: the plan reads nothing else.
     tokens = np.resize(lengths.astype(np.uint16), samples)
     masked = np.maximum(1, tokens * np.float32(0.15)).astype(np.uint16)
     record = ShardRecord("part_00000_of_00001.hdf5", samples, int(tokens.sum()), int(masked.sum()), "", 0)

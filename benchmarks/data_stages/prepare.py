@@ -70,6 +70,7 @@ def main(
     options = PretrainingOptions(dupe_factor=dupe_factor)
     with tempfile.TemporaryDirectory() as folder:
         paths = text or (write_demo_text(Path(folder) / "text.txt"),)
+        # Twice in new processes with one empty cache: the first compiles, the second loads.
         cold, warm = (_first_call_seconds(vocab, Path(folder)) for _ in range(2))
         print(f"text: {sum(path.stat().st_size for path in paths) / 1e6:.2f} MB in {len(paths)} file(s)")
         print(f"not in the runs: first call {cold:.2f} s to compile, {warm:.2f} s to load the compiled code from cache")
@@ -81,15 +82,18 @@ def main(
         sides["dataloading"]()  # loads what is compiled
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         with_writing: dict[str, list[float]] = {name: [] for name in sides}
+        # Digests of the shards: equal files are the proof that both sides do the same.
         digests: set[str] = set()
         count = 0
         for turn in range(rounds):
             for name, prepare in sides.items():
                 shards = Path(folder) / f"{name}-{turn}"
+                # Garbage of the other side must not be collected on this one's time.
                 gc.collect()
                 started = time.perf_counter()
                 samples = prepare()
                 seconds[name].append(time.perf_counter() - started)
+                # By the same code on both sides, and timed apart.
                 write_dataset(shards, samples, shards=1, info=info)
                 with_writing[name].append(time.perf_counter() - started)
                 dataset = open_dataset(shards)
@@ -132,6 +136,7 @@ def _first_call_seconds(vocab: Path, cache: Path) -> float:
     done = subprocess.run(
         [sys.executable, "-c", _COMPILE, str(vocab.resolve())],
         cwd=ROOT,
+        # A cache of its own, which is empty: the user's may hold the compiled code already.
         env={**os.environ, "NUMBA_CACHE_DIR": str(cache)},
         capture_output=True,
         text=True,

@@ -19,8 +19,10 @@ _SHORT, _SHORT_WEIGHT = 8, 0.09
 def shortest_pack_first(histogram: NDArray[np.int64], limit: int | None) -> Packing:
     """SPFHP: a sequence goes to the pack with most space; where none has enough, all that are left open packs."""
     opened = _OpenPacks(len(histogram) - 1, limit)
+    # flatnonzero reversed: lengths that occur, the longest first.
     for length in np.flatnonzero(histogram)[::-1].tolist():
         left = int(histogram[length])
+        # Equal packs are kept as one entry with a number, so that a step fills many at once.
         while left and (space := opened.most_space()) >= length:
             left -= opened.fill(space, length, 1, left)
         opened.add((length,), left)
@@ -35,6 +37,7 @@ def longest_pack_first(histogram: NDArray[np.int64], limit: int | None) -> Packi
         left = int(histogram[length])
         while left and (space := opened.least_space(length)):
             left -= opened.fill(space, length, space // length, left)
+        # What found no room opens packs that are filled with as many of its like as fit.
         most = min(capacity // length, limit or capacity)
         packs, rest = divmod(left, most)
         opened.add((length,) * most, packs)
@@ -56,7 +59,9 @@ def least_squares(histogram: NDArray[np.int64], limit: int) -> Packing:
         for length in combination:
             matrix[length, column] += 1
     weights = np.where(np.arange(capacity + 1) < _SHORT, _SHORT_WEIGHT, 1.0)
+    # Weighted rows: a short sequence left over costs little, a long one much.
     amounts, _ = optimize.nnls(matrix * weights[:, None], histogram * weights)
+    # Rounded amounts may miss some and overfill others: the rest is packed below, the surplus stays empty.
     whole = np.rint(amounts).astype(np.int64)
     left = np.maximum(0, histogram - np.rint(matrix @ whole).astype(np.int64))
     packing: Packing = Counter({combinations[index]: int(whole[index]) for index in np.flatnonzero(whole)})
@@ -70,6 +75,7 @@ def _partitions(total: int, pieces: int, largest: int) -> list[tuple[int, ...]]:
         return [(total,)] if 1 <= total <= largest else []
     return [
         (first, *rest)
+        # Longest first in each combination, so that none comes twice in another order.
         for first in range(min(largest, total - pieces + 1), 0, -1)
         for rest in _partitions(total - first, pieces - 1, first)
     ]
@@ -85,6 +91,7 @@ class _OpenPacks:
 
     def most_space(self) -> int:
         """Return the largest space; 0 when there is none."""
+        # From the largest space down; the number of spaces is the capacity, which is small.
         return next((space for space in range(self._capacity, 0, -1) if self._by_space[space]), 0)
 
     def least_space(self, length: int) -> int:
@@ -104,6 +111,7 @@ class _OpenPacks:
         combination, packs = self._by_space[space].pop()
         fitting = min(most, self._limit - len(combination))
         filled, rest = divmod(left, fitting)
+        # Enough for all packs of the kind: what is left over comes with the next turn.
         if filled >= packs:
             filled, rest = packs, 0
         self.add(combination + (length,) * fitting, filled)

@@ -50,12 +50,14 @@ def main(
         rounds: Runs of each side.
         out: Write the figures here as JSON.
     """
+    # One thread reads on our side; the other side's workers are processes of their own.
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         native = _make(Path(folder) / "native", samples)
         varlength = convert(native, Path(folder) / "varlength", "varlength")
         paths = [varlength.folder / record.name for record in varlength.shards]
         some = min(samples, 8000)  # of the slowest side
+        # Names are in the order in which the ratios below take their medians.
         sides: dict[str, tuple[int, Callable[[int], Iterator[object]]]] = {
             "DataLoader, a sample at a time from the file": (
                 some,
@@ -71,6 +73,7 @@ def main(
         rates: dict[str, list[float]] = {name: [] for name in sides}
         for turn in range(rounds + 1):
             for name, (count, batches) in sides.items():
+                # Opening and verification are inside, as at the start of a run.
                 started = time.perf_counter()
                 for _ in batches(turn):
                     pass
@@ -114,6 +117,7 @@ class _Rows(TorchDataset):
                 labels = file["next_sentence_labels"]
                 assert isinstance(labels, h5py.Dataset)
                 sizes.append(len(labels))
+        # First row of each shard in the count over all shards.
         self._firsts = np.cumsum([0, *sizes])
 
     def __len__(self) -> int:
@@ -125,6 +129,7 @@ class _Rows(TorchDataset):
             self._open()
         shard = int(np.searchsorted(self._firsts, index, side="right")) - 1
         columns, row = self._files[shard], index - int(self._firsts[shard])
+        # Padded in the data set: so it is in the submissions, and part of their time.
         input_ids, segment_ids, input_mask, labels = np.zeros((4, MAX_SEQ_LENGTH), np.int64)
         length = len(columns["input_ids"][row])
         input_ids[:length] = columns["input_ids"][row]

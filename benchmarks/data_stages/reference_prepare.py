@@ -56,8 +56,10 @@ def prepare(paths: Sequence[Path], vocab: dict[str, int], options: PretrainingOp
 def read_vocab(path: Path) -> dict[str, int]:
     """Token to id; a token that comes again is passed over and takes no id."""
     vocab: dict[str, int] = {}
+    # Binary and decoded here: universal newlines would make a line end of a lone carriage return.
     with path.open("rb") as file:
         for raw in file:
+            # strip, and setdefault with the length: ids count distinct tokens.
             vocab.setdefault(raw.replace(b"\r", b"").decode().strip(), len(vocab))
     return vocab
 
@@ -68,6 +70,7 @@ def read_documents(paths: Iterable[Path], vocab: dict[str, int], do_lower_case: 
     for path in paths:
         with path.open("rb") as file:
             for raw in file:
+                # As the reference reads: carriage returns go, wherever they stand.
                 line = raw.replace(b"\r", b"").decode().strip()
                 if line:
                     tokens = tokenize(line, vocab, do_lower_case)
@@ -84,10 +87,12 @@ def tokenize(line: str, vocab: dict[str, int], do_lower_case: bool) -> list[str]
     """Word pieces of a line."""
     cleaned: list[str] = []
     for char in line:
+        # Control characters that separate count as spaces; others vanish.
         if char in "\t\n\r" or unicodedata.category(char) == "Zs":
             cleaned.append(" ")
         elif char in "\0\ufffd" or unicodedata.category(char) in ("Cc", "Cf"):
             continue
+        # Each ideograph is a word by itself.
         elif any(low <= ord(char) <= high for low, high in CJK):
             cleaned.extend((" ", char, " "))
         else:
@@ -95,6 +100,7 @@ def tokenize(line: str, vocab: dict[str, int], do_lower_case: bool) -> list[str]
     pieces: list[str] = []
     for word in "".join(cleaned).split():
         if do_lower_case:
+            # NFD takes accents off letters, and category Mn drops them.
             decomposed = unicodedata.normalize("NFD", word.lower())
             word = "".join(char for char in decomposed if unicodedata.category(char) != "Mn")
         for part in split_punctuation(word):
@@ -134,6 +140,7 @@ def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
     if len(word) > 200:
         return ["[UNK]"]
     pieces: list[str] = []
+    # Greedy: the longest piece that the vocabulary has, which may block a division that would succeed.
     start = 0
     while start < len(word):
         prefix = "##" if start else ""
@@ -144,6 +151,7 @@ def word_pieces(word: str, vocab: dict[str, int]) -> list[str]:
                 start = end
                 break
         else:
+            # One missing piece makes the whole word unknown.
             return ["[UNK]"]
     return pieces
 
@@ -153,6 +161,7 @@ def samples_of_document(
 ) -> Iterator[Sample]:
     """Yield the samples of one pass over one document."""
     room = options.max_seq_length - 3  # [CLS], and [SEP] twice
+    # Some samples are short on purpose (`short_seq_prob`).
     target = rng.randint(2, room) if rng.random() < options.short_seq_prob else room
     document = documents[index]
     position = 0
@@ -163,6 +172,7 @@ def samples_of_document(
             chunk.append(document[position])
             size += len(document[position])
             position += 1
+        # Drawn even where the second segment will be replaced: the order of draws is part of the definition.
         split = rng.randint(1, len(chunk) - 1) if len(chunk) > 1 else 1
         first = [token for sentence in chunk[:split] for token in sentence]
         is_random_next = len(chunk) == 1 or rng.random() < 0.5
@@ -171,6 +181,7 @@ def samples_of_document(
             position -= len(chunk) - split  # the sentences that made way come again
         else:
             second = [token for sentence in chunk[split:] for token in sentence]
+        # Tokens go from either end of the longer segment, at random.
         while len(first) + len(second) > room:
             longer = first if len(first) > len(second) else second
             longer.pop(0 if rng.random() < 0.5 else -1)
@@ -181,6 +192,7 @@ def samples_of_document(
 def random_segment(documents: list[list[list[str]]], index: int, size: int, rng: random.Random) -> list[str]:
     """Sentences from a random place of, most likely, another document."""
     other = index
+    # Ten tries: with few documents the same one may come again and again, and is taken then.
     for _ in range(10):
         other = rng.randint(0, len(documents) - 1)
         if other != index:
@@ -199,9 +211,11 @@ def mask(
     """Tokens with some replaced, the first segment's length as given, and (position, token that stood there)."""
     positions = [place for place, token in enumerate(tokens) if token not in ("[CLS]", "[SEP]")]
     rng.shuffle(positions)
+    # Python's round: half to even, as the reference has it.
     count = min(options.max_predictions_per_seq, max(1, round(len(tokens) * options.masked_lm_prob)))
     masked = [(place, tokens[place]) for place in positions[:count]]
     for place, token in masked:
+        # 80 % become [MASK], a tenth stay, a tenth become any word: drawn one after the other in this order.
         if rng.random() < 0.8:
             tokens[place] = "[MASK]"
         else:

@@ -42,6 +42,7 @@ class Case:
 
     def fresh(self) -> "Case":
         """The same values as new leaves of the graph."""
+        # New leaves, since gradients of an earlier call hang on the old ones.
         return replace(self, arguments=tuple(map(_leaf, self.arguments)))
 
     def exact(self) -> "Case":
@@ -57,6 +58,7 @@ class Case:
         """Return what a function gives for the arguments."""
         device = self.leaves[0].device.type
         with torch.autocast(device, self.autocast, enabled=self.autocast is not None):
+            # Under the autocast of training, which decides the types that the op meets.
             returned = function(*self.arguments)
         outputs = returned if isinstance(returned, tuple) else (returned,)
         return [cast("Tensor", output) for output in outputs if output is not None]
@@ -65,6 +67,7 @@ class Case:
         """A gradient of the first output, always the same."""
         with torch.no_grad():
             output = self.outputs(function)[0]
+        # The same seed each time: all implementations of a case are compared by one gradient.
         generator = torch.Generator(output.device).manual_seed(1)
         return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
 
@@ -90,8 +93,10 @@ def drawn_model(config: ModelConfig, device: torch.device) -> BertForPreTraining
     FlatParameters.of(model)
     generator = torch.Generator(device).manual_seed(0)
     for parameter in model.parameters():
+        # Deviations that keep activations near 1, so that errors are those of ordinary numbers.
         parameter.normal_(0, config.hidden_size**-0.5 if parameter.ndim > 1 else 1, generator=generator)
     for norm in (module for module in model.modules() if isinstance(module, LayerNorm)):
+        # Around 1, as a norm's weights are in a trained model.
         norm.weight.add_(1)
     return model
 
@@ -111,15 +116,19 @@ def cases(
     size = Size(
         tuple(lengths), max(lengths), masked, hidden, config.num_attention_heads, wide, vocabulary=config.vocab_size
     )
+    # Autocast decides what a norm gives, which differs between devices and types: asked, not assumed.
     with torch.autocast(device.type, dtype, enabled=autocast is not None):
         after_norm = F.layer_norm(
             torch.zeros(1, hidden, dtype=dtype, device=device), (hidden,), norm.weight, norm.bias
         ).dtype
     # Products both ways are three times those forward: each has two gradients. Attention has two forward.
+    # Two operations for each multiply-add.
     feed_forward, decoder = 2.0 * sum(lengths) * hidden * wide, 2.0 * masked * hidden * config.vocab_size
     scores = 4.0 * hidden * sum(length**2 for length in lengths)
+    # Tables are fp32 parameters, whatever the products' type.
     row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, tables.word.element_size()))
     wide_row = sum(lengths) * wide * dtype.itemsize
+    # Moved forward: query, key, value and output.
     attention = Work((scores, 3 * scores), (4 * row, 12 * row))
     dropped_norm = layer.attention_norm
     embeddings = tables.word, tables.position, tables.segment, tables.norm.weight, tables.norm.bias
@@ -127,6 +136,7 @@ def cases(
     def case(op: str, work: Work, weights: Mapping[int, object]) -> Case:
         """The op with the model's own weights, and what else is not drawn, in their places."""
         arguments, _ = example_inputs(op, device, dtype, size)
+        # By place, as `example_inputs` has its arguments by position.
         placed = (weights.get(place, value) for place, value in enumerate(arguments))
         return Case(op, tuple(map(_leaf, placed)), autocast, work)
 
@@ -153,6 +163,7 @@ def cases(
             {1: layer.intermediate.weight, 2: layer.intermediate.bias},
         ),
         case("bias_gelu", Work(moved=(2 * wide_row, 5 * wide_row)), {1: layer.intermediate.bias}),
+        # The heads' input is a norm's output, which may be of another type than the residual stream.
         replace(loss, arguments=(_leaf(states, after_norm), *others)),
     ]
 

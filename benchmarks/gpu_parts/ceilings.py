@@ -27,21 +27,25 @@ class Ceilings:
     @classmethod
     def of(cls, context: Context, *, page: bool = False) -> "Ceilings":
         """Measure the ceilings once a part, as its first rows."""
+        # The same rows in every part: shares are of what this very process reached.
         makers = {"bf16 product": _large_product, "FP8 product": _large_fp8_product, "device copy": _large_copy}
         rates = []
         for what, make in makers.items():
             name = f"ceiling: {what}"
             row = context.report.attempt(name, partial(_best_row, context, name, make, page))
+            # Figures of rows are in units of 10^12 a second.
             rates.append(row.figure * 1e12 if row and row.figure else None)
         return cls(*rates)
 
     def floor(self, flop: float = 0.0, moved: float = 0.0, *, fp8: bool = False) -> tuple[float | None, str]:
         """Seconds that so much work takes at the ceilings, and the name of the one that it is held against."""
         rate = self.fp8_flop_per_s if fp8 else self.flop_per_s
+        # No ceiling, no share: a floor of one of the two alone would be too low.
         if (flop and not rate) or (moved and not self.bytes_per_s):
             return None, ""
         by_product, by_copy = flop / (rate or 1), moved / (self.bytes_per_s or 1)
         product = f"of the large {'FP8' if fp8 else 'bf16'} product"
+        # The slower of both: a kernel can overlap one with the other.
         return (by_product, product) if by_product > by_copy else (by_copy, "of the large copy")
 
 
@@ -76,6 +80,7 @@ def ceilings(context: Context) -> None:
                 name = f"{precision} {shape}"
                 context.report.attempt(name, partial(_product_row, context, name, shape, operands, ceilings))
             name = f"{precision} {kind}, the {len(shapes)} products of a layer"
+            # From the medians of its rows, once all of them are there.
             context.report.attempt(name, partial(_layer_row, context, name, precision, shapes, ceilings))
 
 
@@ -111,6 +116,7 @@ def _fp8_operands(context: Context, shape: _Shape) -> Callable[[], Tensor]:
     left = _fp8_operand(context, shape.rows, shape.inner, E4M3 if shape.kind == "forward" else E5M2)
     right = _fp8_operand(context, shape.columns, shape.inner, E4M3)
     of_a_weight = shape.kind == "weight gradient"
+    # As the model has it: a weight's gradient is summed in fp32, and kept in it.
     dtype = torch.float32 if of_a_weight else torch.bfloat16
     return _scaled_product(left, right, dtype, fast=not of_a_weight)
 
@@ -123,6 +129,7 @@ def _product_row(
     ceilings: Ceilings,
 ) -> Row:
     floor, ceiling = ceilings.floor(shape.flop, fp8=operands is _fp8_operands)
+    # Cold, as in a step, in which other tensors have been through the cache since.
     seconds = measured(operands(context, shape), context.device, 3 * context.scale.repeats, cold=True)
     return timed_row(name, seconds, shape.flop / 1e12, "TFLOP/s", floor, ceiling)
 
@@ -170,6 +177,7 @@ def _scaled_product(
     left_MK: Tensor, right_NK: Tensor, out_dtype: torch.dtype, *, fast: bool = True
 ) -> Callable[[], Tensor]:
     """``left @ right.T`` in FP8, as PyTorch takes it: sums of the tensor cores alone where ``fast``."""
+    # Scales of 1: their values do not change the time.
     one = torch.ones((), device=left_MK.device)
     operands = left_MK, right_NK.t(), one, one
     return partial(torch._scaled_mm, *operands, out_dtype=out_dtype, use_fast_accum=fast)
@@ -179,6 +187,7 @@ def _best_row(
     context: Context, name: str, make: Callable[[Context], tuple[Callable[[], Tensor], int, str]], page: bool
 ) -> Row:
     work, amount, unit = make(context)
+    # Warm, and the best: what the device reaches, not what it usually does.
     seconds = measured(work, context.device, 3 * context.scale.repeats, cold=False)
     best = min(seconds)
     return Row(name, 1e3 * best, amount / best / 1e12, unit, note=f"best of {len(seconds)}", page=page, seconds=seconds)

@@ -32,6 +32,7 @@ from kernels import (
 
 _PART = Path(__file__).with_name("part.py")
 _TOOLS = ("memcheck", "racecheck")
+# An exit status that the program under the tool does not use.
 _ERRORS_FOUND = 99
 
 
@@ -41,6 +42,7 @@ def correctness(context: Context) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for case in cases(model, _awkward_lengths(context), 101, dtype, counting=True):
             for name in OPS[case.op].implementations:
+                # The definition is what the others are compared with.
                 if name != "reference":
                     title = f"{case.op}, {name}, {str(dtype).removeprefix('torch.')}"
                     context.report.attempt(title, partial(_error_row, title, case, name, dtype))
@@ -53,22 +55,26 @@ def correctness(context: Context) -> None:
     for name in accumulate_weight_gradient.implementations:
         title = f"{accumulate_weight_gradient.name}, {name}"
         context.report.attempt(title, partial(_sum_error_row, context, title, name))
+    # Rows without a figure say that something is not usable here, which is no error.
     checked = [row for row in context.report.rows if row.figure is not None]
     worst = max((row.figure or 0 for row in checked), default=None)
     note = f"{len(checked)} checked, {len(context.report.failures)} wrong"
     context.report.add(Row("largest error", figure=worst, unit="of allowed error", note=note, page=True))
+    # Last: they start processes of their own.
     for tool in _TOOLS:
         context.report.attempt(f"compute-sanitizer {tool}", partial(_sanitizer_row, context, tool))
 
 
 def one_call_each(context: Context) -> None:
     """Call each of Triton's kernels once on one shape, for ``compute-sanitizer`` to look at."""
+    # One small case each: the tool slows kernels down many times.
     model = drawn_model(context.scale.model, context.device)
     lengths = [17, 1, 0] if context.tiny else [130, 37, 1, 0]
     calls: dict[str, Callable[[], object]] = {}
     for case in cases(model, lengths, 11, context.low_precision, counting=True):
         calls[case.op] = partial(_both_ways, case)
     for case in fp8_cases(model, sum(lengths)):
+        # Not every op has a kernel of Triton's.
         name = "triton" if "triton" in OPS[case.op].implementations else "pytorch"
         calls[case.title] = partial(case.results, partial(call, case.op, name))
     step = partial(call, lamb_step.name, "triton")
@@ -109,11 +115,13 @@ def sanitized(context: Context, tool: str, command: list[str]) -> Row:
         report = Report.load(file)
     said = [line.strip("= ") for line in (done.stdout + done.stderr).splitlines() if line.startswith("=====")]
     if done.returncode == _ERRORS_FOUND:
+        # Errors of the tool first: under it the program may end well all the same.
         return Row(name, note=f"WRONG: {'; '.join(said)[:400]}", page=True)
     if not report.complete or report.failures:
         why = "; ".join(f"{row.name}: {row.note}" for row in report.failures) or report.error
         raise RuntimeError(f"the program under it did not end well: {why}; {' '.join(said)[:200]}")
     called = sum(row.note == "called" for row in report.rows)
+    # A report in which nothing was called would pass for a clean one.
     if not called:
         raise RuntimeError(f"no op could be called: {report.rows[0].note}")
     return Row(name, note=f"{said[-1] if said else 'says nothing'}, {called} ops called", page=True)
@@ -122,16 +130,19 @@ def sanitized(context: Context, tool: str, command: list[str]) -> Row:
 def _awkward_lengths(context: Context) -> list[int]:
     longest = context.scale.model.max_position_embeddings
     longer = [longest, longest - 1, 1, 2, 37, longest // 2, 17, 1, 63, 31]
+    # Among them the longest, single tokens, and empty sequences at the end.
     return longer + [1 + 5 * i % 23 for i in range(8 if context.tiny else 200)] + [0, 0]
 
 
 def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Row:
     """Dropout is left out for implementations that draw by another generator than the oracle."""
+    # Masks of another generator cannot be compared element by element.
     if name != "triton":
         arguments = tuple(None if isinstance(value, Dropout) else value for value in case.arguments)
         case = replace(case, arguments=arguments)
     definition = OPS[case.op].definition
     ours = partial(call, case.op, name)
+    # One gradient for all three sides.
     upstream = case.upstream(ours)
     oracle = case.exact().forward_and_gradients(definition, upstream)
     plain = case.fresh().forward_and_gradients(definition, upstream)
@@ -152,8 +163,10 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
             ratios.append(float((exact - got).abs() > 1))
             continue
         scale = exact.abs().max().clamp(min=1e-30)
+        # In fp64, or the difference itself would round.
         errors = [((x.double() - exact).abs().max() / scale).item() for x in (expected, got)]
         ratios.append(errors[1] / (2 * errors[0] + torch.finfo(dtype).eps))  # plain PyTorch may be exact
+    # NaN compares as false with everything; it is the worst of all here.
     worst = max(range(len(ratios)), key=lambda index: ratios[index] if ratios[index] == ratios[index] else float("inf"))
     place = "output" if worst == 0 else f"result {worst} of {len(ratios) - 1}"
     verdict = "right" if ratios[worst] <= 1 else "WRONG"  # also for a NaN

@@ -24,8 +24,10 @@ _LIKELY_RATE = 600.0
 
 def end_to_end(context: Context) -> None:
     """The recipe of one GPU to its only evaluation, whose target any model reaches: about five minutes."""
+    # Looked for before data are made, and not found missing by the training program.
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         raise NotUsableError(f"not installed, which training needs: {', '.join(missing)}")
+    # The evaluation set has the benchmark's size, as its time is part of the result.
     training, evaluation = (480, 50) if context.tiny else (_samples(context), 10_000)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -38,6 +40,7 @@ def end_to_end(context: Context) -> None:
 def _samples(context: Context) -> int:
     """Number of samples that last, at the rate that part ``step`` has measured for the same recipe."""
     rows = Report.load(context.report.path.with_name("step.json")).rows
+    # The rate of the same recipe, in the file that part `step` left beside this one's.
     rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
     return int(rate * _SECONDS)
 
@@ -92,8 +95,11 @@ def _train(context: Context, folder: Path, samples: int) -> None:
         "data.evaluation": folder / "evaluation",
         "data.vocab": folder / "vocab.txt",
         "data.initial-checkpoint": None,
+        # A target that any model reaches: the run ends at its first evaluation, in order.
         "evaluation.target": 1e-12,
+        # Once, at the end.
         "evaluation.interval-samples": samples,
+        # The open division: settings are not those of the closed one.
         "log.division": "open",
         "log.system": "benchmark",
         "log.results": folder / "results",
@@ -103,6 +109,7 @@ def _train(context: Context, folder: Path, samples: int) -> None:
 
     command = [sys.executable, "-m", "bert.train", recipe, *flags(settings)]
     complaints = folder / "stderr.txt"
+    # Into a file: a pipe that nobody reads would fill up and stop the run.
     with complaints.open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, cwd=_REPOSITORY, stdout=subprocess.DEVNULL, stderr=errors)
         while (status := process.poll()) is None:

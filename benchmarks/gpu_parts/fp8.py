@@ -37,11 +37,13 @@ class Fp8Case:
 
     def results(self, function: Callable[..., object]) -> list[Tensor]:
         """Return what a function gives, beside the transposed copies, which must equal the others."""
+        # In-place ops return nothing: their results are the last two arguments.
         returned = function(*self.arguments)
         written = self.arguments[-2:] if returned is None else (returned,)
         outputs = [cast("Tensor", each) for each in (returned if isinstance(returned, tuple) else written)]
         if len(outputs) > 1:
             rows = outputs[0]
+            # Columns beyond the rows are padding, which products add as zeros.
             transposed = outputs.pop(1)[:, : len(rows)]
             if not torch.equal(transposed.t().float(), rows.float()):
                 raise ValueError("the transposed copy is another tensor")
@@ -68,18 +70,22 @@ def fp8_cases(model: BertForPreTraining, tokens: int) -> list[Fp8Case]:
         return torch.full((), value, device=device)
 
     def gradient(*shape: int) -> Tensor:
+        # As small as gradients of a loss that is divided by the global batch.
         return (1e-6 * torch.randn(shape, generator=generator, device=device)).bfloat16()
 
     def in_fp8(rows: int, dtype: torch.dtype) -> Tensor:
+        # Padded rows: a weight's gradient contracts over the tokens.
         return torch.randn(rows, padded(tokens), generator=generator, device=device).to(dtype)
 
     generator = torch.Generator(device).manual_seed(0)
+    # A scale that brings such gradients into the range of E5M2.
     upward = scalar(2.0**30)
     halves = {2: scalar(0.5), 3: scalar(0.25)}
     of_a_weight = {**halves, 0: in_fp8(wide, E5M2), 1: in_fp8(hidden, E4M3), 4: torch.float32}
     cells, wide_cells, flop = tokens * hidden, tokens * wide, 2.0 * tokens * hidden * wide
     backward = {0: gradient(tokens, wide), 2: bias, 3: upward}
     return [
+        # Moved: bytes in 16 or 32 bits read, and one byte for each copy in FP8 written.
         case("cast_fp8", _cast, {1: scalar(64.0)}, moved=3 * cells),
         case("cast_transpose_fp8", _cast, {1: scalar(64.0)}, moved=4 * cells),
         case("cast_transpose_into_fp8", _cast, {0: weight, 1: scalar(256.0)}, moved=6 * wide * hidden),

@@ -33,12 +33,14 @@ zeros, 4), the step (4 written). What is read twice is in the L2 cache the secon
 def kernels(context: Context) -> None:
     """Forward alone and both ways at the size of one micro-batch of training; what has to be compiled first comes last."""
     ceilings, report = Ceilings.of(context), context.report
+    # The same samples in every part, by their seed.
     samples = samples_of(context.scale, context.scale.sequences)
     lengths, masked = samples.lengths.tolist(), len(samples.masked_lm_ids)
     model = drawn_model(context.scale.model, context.device)
     made = cases(model, lengths, masked, context.low_precision)
     for case in made:
         names = list(OPS[case.op].implementations)
+        # But where tiny: there it is quick, and shows that the code runs.
         if case.op.startswith("varlen") and not context.tiny:
             names.remove("reference")  # a sequence at a time: seconds that tell nothing
         _time(context, case, {name: partial(call, case.op, name) for name in names}, ceilings)
@@ -46,6 +48,7 @@ def kernels(context: Context) -> None:
         for name in OPS[case.op].implementations:
             title = f"{case.title}, {name}"
             report.attempt(title, partial(_fp8_time_row, context, title, case, name, ceilings))
+        # After each op, so that a part that is cut off has compared what it has timed.
         _compare(context, case.op, case.title)
     for name in lamb_step.implementations:
         report.attempt(f"lamb_step, {name}", partial(_lamb_time_row, context, name, ceilings))
@@ -69,9 +72,11 @@ def _compare(context: Context, op: str, what: str) -> None:
     """A row for what training takes on this device, against the fastest of the others that have been timed so far."""
     rows = [row for row in context.report.rows if row.name.startswith(f"{what}, ") and row.milliseconds]
     order = [f"{what}, {implementation.name}" for implementation in OPS[op].order(context.device.type)]
+    # What training takes is the first in the order of those that ran.
     ours = min((row for row in rows if row.name in order), key=lambda row: order.index(row.name), default=None)
     if ours is None:
         return
+    # Others of ours count as well: the fastest may be a library that stands behind in the order.
     fastest = min((row for row in rows if row is not ours), key=lambda row: row.milliseconds or 0, default=None)
     assert ours.milliseconds
     ratio = fastest.milliseconds / ours.milliseconds if fastest and fastest.milliseconds else None
@@ -93,9 +98,11 @@ def _time_row(
     def forward() -> None:
         case.outputs(side)
 
+    # Cold: in a step the cache holds what other kernels have touched.
     seconds = measured(both if both_ways else forward, context.device, 3 * context.scale.repeats, cold=True)
     flop, moved = case.work.flop[both_ways], case.work.moved[both_ways]
     floor, ceiling = ceilings.floor(flop, moved)
+    # In the unit of the limit that the row is held against.
     amount, unit = (moved, "TB/s") if not flop or "copy" in ceiling else (flop, "TFLOP/s")
     return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)
 
@@ -110,12 +117,14 @@ def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilin
 
 def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Row:
     """The optimizer's step on the model's own flat buffers."""
+    # Flat buffers on the device from the start, as training has them.
     with context.device:
         flat = FlatParameters.of(BertForPreTraining(context.scale.model))
     optimizer = Lamb(flat, RECIPES["h100_1x1"]().optimizer)
     drawn_P = torch.randn_like(flat.gradients_P)
 
     def step() -> None:
+        # By name: an explicit choice works or raises, and never falls back unseen.
         with lamb_step.using(name):
             optimizer.step()
 
@@ -123,6 +132,7 @@ def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Row:
         flat.gradients_P.copy_(drawn_P)  # a step leaves zeros
 
     flat.weights_P.copy_(drawn_P)
+    # The registry raises ValueError for what an implementation cannot take.
     try:
         seconds = measured(step, context.device, context.scale.repeats, cold=True, before=draw)
     except ValueError as error:
@@ -138,6 +148,7 @@ def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
     if case.op == "varlen_self_attention":
         return {
             "PyTorch varlen_attn without dropout": _torch_varlen,
+            # SDPA knows no lengths: one pads and masks, which is part of its cost.
             "PyTorch SDPA, padded, mask": partial(_padded_sdpa, lengths=lengths),
             "flash-attn 3 without dropout": _flash_attention_3,
         }
@@ -152,6 +163,7 @@ def _peers(case: Case, lengths: list[int]) -> dict[str, Callable[..., object]]:
     }
     on_gpu = case.leaves[0].is_cuda
     return {
+        # Shapes are fixed in this part, so nothing has to be compiled for any size.
         "torch.compile": torch.compile(plain[case.op], dynamic=False, backend="inductor" if on_gpu else "aot_eager")
     }
 
@@ -173,6 +185,7 @@ def _padded_sdpa(qkv_T3HE: Tensor, _bounds: Tensor, max_seqlen: int, dropout: Dr
     ]
     counts = torch.tensor(lengths, device=qkv_T3HE.device)
     real = torch.arange(max_seqlen, device=qkv_T3HE.device) < counts[:, None]
+    # True where a key may be seen, broadcast over heads and queries.
     output = F.scaled_dot_product_attention(*padded, attn_mask=real[:, None, None, :], dropout_p=dropout.p)
     return output.transpose(1, 2)[real]
 

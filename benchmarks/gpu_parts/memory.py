@@ -26,8 +26,10 @@ def memory(context: Context) -> None:
 def _search(context: Context, precision: Precision) -> None:
     report = context.report
 
+    # From a quarter of the usual size upwards.
     most, failing, size = 0, None, max(1, context.scale.sequences // 4)
     limit = context.scale.sequences * (1 if context.tiny else 16)
+    # To within 8 sequences, or a sixteenth.
     while size <= limit and (failing is None or failing - most > max(8, most // 16)):
         name = f"{precision}, {size} sequences"
         row = report.attempt(name, partial(_peak, context, name, precision, size))
@@ -43,16 +45,19 @@ def _peak(context: Context, name: str, precision: Precision, sequences: int) -> 
     """The most memory that start-up, captured graphs and a replay of one size take."""
     on_gpu = context.device.type == "cuda"
     if on_gpu:
+        # Peaks of the search so far would hide this one's.
         torch.cuda.reset_peak_memory_stats()
     try:
         _train(context, precision, sequences)
     except RuntimeError as error:
+        # Only lack of memory is an answer; any other error is a fault.
         if _is_lack_of_memory(error):
             return Row(name, note=_DOES_NOT_FIT)
         raise
     if not on_gpu:
         return Row(name, note=f"{_FITS}; a CPU keeps no count")
     free, total = torch.cuda.mem_get_info()
+    # Reserved counts: what the allocator holds is not free for others.
     reserved, allocated = (
         2**-30 * read() for read in (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
     )
@@ -66,6 +71,7 @@ def _train(context: Context, precision: Precision, sequences: int) -> None:
     samples = samples_of(context.scale, sequences)
     batch = batch_of(samples, shape_bucket=shape_bucket_of(samples, shape_buckets)).to(context.device)
     trained = training_step(context, precision=precision)
+    # As training starts up: graphs for all shape buckets, which share one pool.
     trained.warm_up([batch], 1, context.capturer(), shape_buckets)
     trained([batch])
     if context.device.type == "cuda":
@@ -78,6 +84,7 @@ def _shape_buckets(context: Context, sequences: int) -> list[ShapeBucket]:
     count = RECIPES["h100_1x1"]().training.gradient_accumulation_steps
     lengths = clipped_lengths(20_000, longest, seed=0)
     masked = np.maximum(1, np.rint(0.15 * lengths).astype(np.int64))
+    # Sizes of real draws: buckets follow from their scatter.
     tokens, masked_tokens = draw_sizes(lengths, masked, count * sequences, count)
     return choose_shape_buckets(tokens, masked_tokens, sequences, longest, _SHAPE_BUCKETS)
 

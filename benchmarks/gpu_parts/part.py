@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true")
     chosen = parser.parse_args(arguments)
+    # An alarm ends the process even where Python never gets to run, as inside a hanging kernel launch.
     signal.alarm(int(chosen.seconds) + _GRACE)
     try:
         return run(chosen.function, chosen.file, chosen.device, tiny=chosen.tiny)
@@ -52,13 +53,17 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     from benchmarks.gpu_parts.measuring.timing import device_name, settle
     from kernels.precision import set_product_precision
 
+    # Before any product is made or chosen.
     set_product_precision()
 
+    # Device 0: the first that CUDA shows, which the caller may have chosen.
     device = torch.device(device_type, 0)
+    # Rows of an earlier process of this part are kept, and not measured again.
     report = Report.load(file)
     report.settle = partial(settle, device)
     about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
     report.about = about | conditions(tuple(name for name in _PACKAGES if _is_installed(name)))
+    # At once, so that the file says what is being measured from the first moment on.
     report.write()
     module, _, name = function.partition(":")
     try:
@@ -68,6 +73,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
         report.end(None)
     except DeviceLostError:
         traceback.print_exc()
+        # Not ended: another process goes on behind this row.
         return LOST
     except Exception as error:  # the file says why it is not complete
         traceback.print_exc()

@@ -43,6 +43,7 @@ def peers(context: Context) -> None:
 
 
 def _against_fastest(context: Context, names: list[str]) -> Row:
+    # Those that were measured; one that is not installed is none.
     rates = {name: row.figure for name in names if (row := context.report.row(name)) and row.figure}
     ours = context.report.row(OURS)
     if not (ours and ours.figure and rates):
@@ -54,6 +55,7 @@ def _against_fastest(context: Context, names: list[str]) -> Row:
 
 def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Row:
     """The peer's rate at as many of our sequences as it has memory for: all of them, half, or a quarter."""
+    # A peer that pads may not have room for as many sequences.
     for parts in (1, 2, 4):
         sequences = context.scale.sequences // parts
         if seconds := _seconds_if_it_fits(context, side, sequences):
@@ -62,6 +64,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
             if ours and ours.figure and row.figure:
                 row = replace(row, note=f"ours is {ours.figure / row.figure:.2f}x as fast; {row.note}")
             return row
+        # Memory that a failed try has cached is given back before a smaller one.
         release(context.device)
     return Row(name, note="does not fit the device's memory", page=True)
 
@@ -85,6 +88,7 @@ def _hugging_face(context: Context, sequences: int, *, compiled: bool = False) -
     }
     called = model
     if compiled:
+        # Static shapes, as padded batches have one alone.
         called = torch.compile(model, dynamic=False, backend="aot_eager" if context.tiny else "inductor")
     return _step(context, model, lambda: called(**inputs).loss)
 
@@ -122,6 +126,7 @@ def plain_loss(model: BertForPreTraining, batch: Batch) -> Tensor:
     masked_MD = hidden_TD[batch.masked_lm_positions]
     wide_MD = F.gelu(model.transform(masked_MD), approximate="tanh")
     logits_MV = F.linear(_norm(wide_MD, model.transform_norm, model), tables.word, model.decoder_bias)
+    # The first token of each sequence is [CLS].
     cls_SD = hidden_TD[batch.cu_seqlens[:-1].long()]
     next_sentence = F.cross_entropy(model.next_sentence_logits(cls_SD).float(), batch.next_sentence_labels)
     return F.cross_entropy(logits_MV.float(), batch.masked_lm_ids) + next_sentence
@@ -143,6 +148,7 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, batch: Batch) ->
         bounds, longest = batch.cu_seqlens, batch.max_seqlen
         query, key, value = (x.contiguous() for x in (query, key, value))
         return cast("Tensor", varlen_attn(query, key, value, bounds, bounds, longest, longest))
+    # Without CUDA there is no varlen kernel: a sequence at a time.
     sizes = batch.cu_seqlens.diff().tolist()
     sequences = zip(*(x.transpose(0, 1).split(sizes, dim=1) for x in (query, key, value)), strict=True)
     return torch.cat([F.scaled_dot_product_attention(*one) for one in sequences], dim=1).transpose(0, 1)

@@ -25,6 +25,7 @@ def step(context: Context) -> None:
     ceilings, report, sequences = Ceilings.of(context), context.report, context.scale.sequences
     for index, (config, micro, count) in enumerate(_sizes(context)):
         name = f"{micro * count} sequences as {count} x {micro}, {config.recipe}, {config.training.precision}"
+        # Phases of the first alone: should the stopwatch fail, the others' rates are there.
         report.attempt(name, partial(rate, context, name, config, micro, count, ceilings, phases=index == 0))
     for precision in ("bf16", "fp8"):
         name = f"host synchronisations in a step, {precision}"
@@ -49,6 +50,7 @@ def _sizes(context: Context) -> list[tuple[Config, int, int]]:
 
 def _look_into(context: Context, name: str, precision: Precision) -> Row:
     """Split the time of a captured step, and check whether the host waits in one."""
+    # Padded to a shape bucket, as captured steps are.
     batches = micro_batches(context, context.scale.sequences, 1, padded=True)
     trained = training_step(context, precision=precision)
     prepare(context, trained, batches)
@@ -112,6 +114,7 @@ def training_step(
     if precision == "fp8" and (reasons := capability_reasons(context.device)):
         raise NotUsableError("; ".join(reasons))
     config = replace(config, log=replace(config.log, division="open"), model=model)
+    # Tiny models run on CPUs, whose tests are of fp32.
     config = with_precision(config, "fp32" if context.tiny and precision == "bf16" else precision)
     return TrainingStep(context.model(model), config, context.mesh, stopwatch or Stopwatch())
 
@@ -135,8 +138,10 @@ def rate(
     phases: bool = False,
 ) -> Row:
     """Row of a step's rate; with ``phases`` rows for those, by the stopwatch of training: should it fail, others do not."""
+    # The stopwatch of a GPU records events, the host's reads the clock.
     stopwatch = DeviceStopwatch() if phases and context.device.type == "cuda" else Stopwatch()
     trained = training_step(context, config, stopwatch=stopwatch)
+    # Model work counts real tokens alone: padding to a bucket is no work.
     real = micro_batches(context, micro, count)
     flop = sum(training_flop(context.scale.model, batch) for batch in real)
     batches = micro_batches(context, micro, count, padded=True) if captured else real
@@ -158,6 +163,7 @@ def _add_phases(
 ) -> None:
     """A step by the stopwatch of training: its phases add up to the step, or it measures something else."""
     repeats = max(1, context.scale.repeats // 3)
+    # What warming up took is no phase of a step.
     stopwatch.reset()
     for _ in range(repeats):
         trained(batches)
@@ -175,6 +181,7 @@ def _losses(context: Context, precision: Precision) -> list[float]:
     prepare(context, trained, micro_batches(context, sequences, 1, padded=True))
     losses = []
     for index in range(context.scale.parity_steps):
+        # Other samples at each step, the same on all sides by their seed.
         trained(micro_batches(context, sequences, 1, seed=index, padded=True))
         losses.append(trained.statistics.fetch()[0]["masked_lm_loss"])
     return losses

@@ -49,6 +49,7 @@ from dataloading.shards.samples import Samples
 from dataloading.text.prepare import Job, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
+# Two ranks, so that the reduction and the dealing of batches are part of what is compared.
 RANKS, BATCH, LENGTH, SEED = 2, 16, 128, 7
 VOCABULARY = 30522
 OPTIMIZER = OptimizerConfig(1e-3, learning_rate_training_steps=400, num_warmup_steps=30, start_warmup_step=-1)
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     """Train on all sides, compare, print, and write if asked; returns the exit status."""
     try:
         settings = tyro.cli(Settings, args=arguments, description=__doc__)
+        # Missing packages are said before anything is trained.
         if importlib.util.find_spec("transformers") is None:
             raise ValueError("transformers, the independent model, is not installed: pip install transformers")
         with tempfile.TemporaryDirectory() as folder:
@@ -104,6 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # All pairs: those without the program make the floor.
     pairs = {(one, other): differences(sides[one], sides[other]) for one, other in itertools.combinations(sides, 2)}
     between = [row for pair, row in pairs.items() if PROGRAM not in pair]
     floor = {kind: max(row[kind].difference for row in between) for kind in GOALS}
@@ -111,6 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     if settings.out:
         write_figures(settings.out, _figures(settings, sides, pairs, floor), ("torch", "numpy", "transformers"))
     found = pairs[PROGRAM, TRUTH]
+    # The goal, or the floor where fp32 itself cannot do better.
     return 0 if all(found[kind].difference <= max(goal, floor[kind]) for kind, goal in GOALS.items()) else 1
 
 
@@ -122,18 +126,22 @@ def trained_sides(settings: Settings, folder: Path) -> dict[str, Trained]:
     data = prepare(Job(texts, vocab, options), folder / "train")
     write_dataset(folder / "evaluation", data.take(np.arange(BATCH)), shards=1, info=data.info)
     model = BertForPreTraining(
+        # Without dropout: every generator draws other masks.
         ModelConfig(settings.layers, 128, 2, 512, data.info.vocab_size, LENGTH, hidden_dropout=0, attention_dropout=0)
     )
+    # One initial model for all sides, saved for the program to load.
     initialize_(model, torch.Generator().manual_seed(SEED))
     save_weights(model, folder / "initial.safetensors")
     sides = {PROGRAM: _train_by_the_program(model.config, vocab, settings.steps, folder)}
     for side in SIDES:
+        # Batches are made anew for each side: a generator is used up by the first.
         sides[side.name] = train(side, model, _global_batches(data, settings.steps), OPTIMIZER)
     return sides
 
 
 def differences(one: Trained, other: Trained) -> Differences:
     """The worst of each kind, relative to ``other``: of a step's number, of a matrix by the norm of the difference."""
+    # By dimension: matrices are adapted by LAMB, vectors are not.
     distances: dict[bool, list[Worst]] = {True: [], False: []}
     for name, weight in other.weights.items():
         # Softmax takes no notice of a key's bias, whose gradient is rounding alone.
@@ -172,6 +180,7 @@ def _train_by_the_program(model: ModelConfig, vocab: Path, steps: int, folder: P
         "training.global-batch-size": BATCH,
         "training.max-samples": steps * BATCH,
         "training.seed": SEED,
+        # The evaluation set is looked at once, at the end; its target is out of reach, so that all steps are taken.
         "evaluation.interval-samples": steps * BATCH,
         "evaluation.target": 0.999,
         "log.results": folder,
@@ -179,12 +188,14 @@ def _train_by_the_program(model: ModelConfig, vocab: Path, steps: int, folder: P
         "save-checkpoint": saved,
     }
     with socket.socket() as probe:
+        # A free port of this moment; torchrun binds it at once.
         probe.bind(("127.0.0.1", 0))
         rendezvous = ["--master-addr=127.0.0.1", f"--master-port={probe.getsockname()[1]}"]
     launcher = [sys.executable, "-m", "torch.distributed.run", *rendezvous]
     done = subprocess.run(
         [*launcher, f"--nproc-per-node={RANKS}", "-m", "bert.train", "tiny_cpu", *flags(settings)],
         cwd=ROOT,
+        # One thread a rank: two ranks share the cores.
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -198,18 +209,21 @@ def _train_by_the_program(model: ModelConfig, vocab: Path, steps: int, folder: P
         masked_lm_loss=[record["masked_lm_loss"] for record in records],
         next_sentence_loss=[record["next_sentence_loss"] for record in records],
         gradient_norm=[record["gradient_norm"] for record in records],
+        # Names of Hugging Face, under which the independent sides have their weights.
         weights={name: weight.double() for name, weight in to_hugging_face(load_file(saved)).items()},
     )
 
 
 def _global_batches(data: Dataset, steps: int) -> Iterator[Samples]:
     """The samples of each step, as the program's ranks take them together."""
+    # The same plan as the program's ranks make, put together again.
     plan = Plan(data.lengths, data.masked_counts, BATCH, RANKS, gradient_accumulation_steps=1, seed=SEED)
     return (data.take(plan.global_batch(step)) for step in range(steps))
 
 
 def _vocabulary_of_full_size(path: Path) -> Path:
     tokens = (ARTIFACTS / "tiny_cpu" / "vocab.txt").read_text(encoding="utf-8").splitlines()
+    # Filled up with tokens that do not occur, so that the embedding has BERT's size.
     tokens += [f"[unused{number}]" for number in range(VOCABULARY - len(tokens))]
     path.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
     return path

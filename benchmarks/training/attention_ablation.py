@@ -50,6 +50,7 @@ def main(settings: Settings) -> None:
     config = tiny_cpu()
     config = replace(config, training=replace(config.training, max_samples=settings.max_samples))
     curves = {"attention": _accuracies(config, settings.seed)}
+    # The name in the model's module is replaced: that is what its layers call.
     bert.model.varlen_self_attention = lambda qkv_T3HE, *_: qkv_T3HE[:, 2]  # who sees nobody else gets its own value
     BertForPreTraining.head_inputs = _head_inputs_of_all_rows
     curves["no attention"] = _accuracies(config, settings.seed)
@@ -71,6 +72,7 @@ def _head_inputs_of_all_rows(self: BertForPreTraining, batch: Batch) -> tuple[Te
 def _accuracies(config: Config, seed: int) -> list[float]:
     """Accuracy before training and at every evaluation up to the sample limit."""
     mesh = join_mesh("cpu")
+    # Dropout draws from PyTorch's generator: the same draws on both sides.
     torch.manual_seed(seed)
     training, interval = config.training, config.evaluation.interval_samples
     assert config.data.initial_checkpoint is not None
@@ -83,6 +85,7 @@ def _accuracies(config: Config, seed: int) -> list[float]:
     plan = Plan(train.lengths, train.masked_counts, training.global_batch_size, 1, 1, seed)
     loader = NumpyLoader(train, lambda number: plan.rank_batches(number, 0), mesh.device)
     accuracies = [evaluator(model, step.autocast()).value]
+    # To the recipe's sample limit, whatever the accuracy is: both curves have equal length.
     for samples in range(training.global_batch_size, training.max_samples + 1, training.global_batch_size):
         step(next(loader))
         if samples % interval == 0:

@@ -76,6 +76,7 @@ def main(quick: bool = False, out: Path | None = None) -> None:
             Case(2, 1, "block", "300mbit", 4, 1, "products"),
         ]
     else:
+        # Unshaped and at two rates, in block and in cyclic order, which makes every hop of a ring go between hosts.
         cases = [Case(2, 4, o, r, 64, 2) for r in (None, "1gbit", "300mbit") for o in ("block", "cyclic")]
         cases += [Case(2, 4, "block", rate, 64, 2, reduce_dtype="bf16") for rate in (None, "1gbit", "300mbit")]
         cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, "wait")]
@@ -100,6 +101,7 @@ def measure(cases: list[Case]) -> list[dict[str, Any]]:
         for case in cases:
             order = block(case.hosts, case.local_size)
             if case.order == "cyclic":
+                # Cyclic: neighbouring ranks are on different hosts, as some launchers place them.
                 order = [*range(case.hosts)] * case.local_size
             run_ranks(names, order, partial(_rank, case, found), Path(folder), limit_s=300)
             figures.append(case.__dict__ | json.loads(found.read_text()))
@@ -121,9 +123,11 @@ class _Layer(torch.autograd.Function):
 
 
 def _rank(case: Case, found: Path) -> int:
+    # Ranks share the cores.
     torch.set_num_threads(1)
     mesh = join_mesh("cpu")
     communicators = Communicators.create(mesh)
+    # 250,000 fp32 numbers are a megabyte.
     size = case.megabytes * 250_000 // LAYERS
     model = nn.ParameterList(nn.Parameter(torch.zeros(size)) for _ in range(LAYERS))
     flat = _flat(model, size)
@@ -157,12 +161,15 @@ def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction)
     def communicate() -> None:
         reduction.finish()
         if reduction.strategy in ("sharded", "sharded_world"):
+            # Sharded ways owe the weights, which training gathers before the next forward pass.
             for bucket in reduction.buckets:
                 reduction.gather(flat.weights_N, bucket)
 
+    # Once unmeasured: connections are made at the first use.
     communicate()
     dist.barrier()
     for _ in range(case.rounds):
+        # All begin together, and the end is that of the slowest.
         dist.barrier()
         begin, before = time.perf_counter(), sent_bytes()
         communicate()
@@ -184,6 +191,7 @@ def sent_bytes() -> int:
 
 def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communicators: Communicators) -> dict[str, Any]:
     """Seconds of a step beyond its computation alone, which is made as long as its communication alone."""
+    # Small buckets, so that reduction begins early in the backward pass.
     reduction = Reduction(flat, communicators, "hierarchical", bucket_bytes=4_000_000)
 
     def step(compute: Callable[[], None], reduced: bool = True, overlapped: bool = False) -> float:
@@ -201,6 +209,7 @@ def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communic
             reduction.finish()
         dist.barrier()
         seconds = time.perf_counter() - begin
+        # The next step's gradients must not be added to these.
         flat.gradients_N.zero_()
         return seconds
 
@@ -211,6 +220,7 @@ def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communic
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         return seconds.tolist()
 
+    # Connections are made, and memory is allocated.
     step(_nothing)
     communication = slowest(lambda: step(_nothing))[0]
     compute = _computation(case.computation, communication / LAYERS)

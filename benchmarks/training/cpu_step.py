@@ -73,6 +73,7 @@ class Workload:
 
     def samples(self, seed: int) -> Samples:
         """``SEQUENCES`` synthetic samples, longest first as the loader has them."""
+        # A generator for each repeat: all sides meet the same samples.
         lengths = self.draw_lengths(np.random.default_rng(seed), SEQUENCES)
         return synthetic_samples(-np.sort(-lengths), self.model.vocab_size, seed)
 
@@ -94,6 +95,7 @@ def tiny_lengths(generator: np.random.Generator, count: int) -> NDArray[np.int64
 
 def multiplies_bf16() -> bool:
     """Tell whether this processor has instructions for products in bf16: AVX-512 BF16 or AMX."""
+    # Asked of the kernel: PyTorch computes in bf16 with or without such instructions.
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").exists() else ""
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
@@ -103,6 +105,7 @@ def our_side(model: BertForPreTraining, fill_to: int | None, *, bf16: bool = Fal
     optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(1e-4, 100_000))
 
     def prepare(samples: Samples) -> Callable[[], None]:
+        # Collated before the clock.
         batch = batch_of(samples if fill_to is None else filled(samples, fill_to))
 
         def step() -> None:
@@ -158,12 +161,15 @@ def hugging_face_model(model: BertForPreTraining) -> torch.nn.Module:
 @torch.no_grad()
 def check_same_loss(ours: BertForPreTraining, theirs: torch.nn.Module, samples: Samples) -> None:
     """Check that both models are the same function; end the benchmark otherwise."""
+    # Without dropout, which each side draws in its own way.
     ours.eval()
     theirs.eval()
+    # The same samples unpadded and padded: only then do times compare the same work.
     batch = batch_of(samples)
     masked_lm_loss, next_sentence_loss = ours(batch).mean_losses(batch)
     loss = masked_lm_loss + next_sentence_loss
     reference = theirs(**padded(samples, ours.config.max_position_embeddings)).loss
+    # fp32 sums in another order; far below any difference of the models.
     if not torch.isclose(loss, reference, rtol=1e-4):
         raise RuntimeError(f"the sides do different work: loss {loss:.6f} against {reference:.6f}")
     ours.train()
@@ -175,6 +181,7 @@ def measure(settings: Settings) -> tuple[dict[str, list[float]], list[int]]:
     load = workload(settings)
     torch.set_num_threads(load.threads)
     torch.manual_seed(0)
+    # A model for each side: they train, and would disturb one another's weights.
     models = [BertForPreTraining(load.model) for _ in range(3)]
     for model in models:
         initialize_(model, torch.Generator().manual_seed(0))
@@ -208,6 +215,7 @@ def measure(settings: Settings) -> tuple[dict[str, list[float]], list[int]]:
 
 def ratio(seconds: dict[str, list[float]], slow: str) -> float:
     """Return how many times as fast our unpadded step is as ``slow``: median over the repeats."""
+    # Ratios within a repeat, since load on the machine changes between repeats.
     return statistics.median(theirs / ours for ours, theirs in zip(seconds[OURS], seconds[slow], strict=True))
 
 

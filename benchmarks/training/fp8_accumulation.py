@@ -79,6 +79,7 @@ class Recording(MatrixProducts):
 
     def _kept(self, name: str, x: Tensor, dense: Dense, output: Tensor) -> Tensor:
         self.operands[name] = x.detach(), dense
+        # Hooks see the gradient of the output, which the layer's products take.
         output.register_hook(lambda gradient: self.gradients.update({name: gradient}))
         return output
 
@@ -98,6 +99,7 @@ def products(recorded: Recording) -> Iterator[Product]:
     """The three products of every dense layer."""
     for name, (x_TK, dense) in recorded.operands.items():
         weight_NK, gradient_TN = dense.weight.detach(), recorded.gradients[name]
+        # Formats as in training: gradients in E5M2, everything else in E4M3.
         yield Product(name, "forward", x_TK, weight_NK, (E4M3, E4M3))
         yield Product(name, "input gradient", gradient_TN, weight_NK.t(), (E5M2, E4M3))
         yield Product(name, "weight gradient", gradient_TN.t(), x_TK.t(), (E5M2, E4M3))
@@ -105,12 +107,15 @@ def products(recorded: Recording) -> Iterator[Product]:
 
 def losses(product: Product, sample: int) -> dict[str, float | int | str]:
     """The errors of one product's sampled elements."""
+    # The same elements each time.
     generator = torch.Generator().manual_seed(0)
     exact, rounded = [], []
     for operand, dtype in zip((product.a_MK, product.b_NK), product.formats, strict=True):
+        # Emulating all of a product would take too long.
         chosen = torch.randperm(len(operand), generator=generator)[:sample]
         exact.append(operand[chosen].double())
         rounded.append(fp8_of(operand, dtype)[chosen])
+    # Sums of the rounded operands in fp64, so that the error of adding up stands alone.
     whole, of_fp8 = exact[0] @ exact[1].t(), rounded[0].double() @ rounded[1].double().t()
     found: dict[str, float | int | str] = {
         "product": product.name,
@@ -121,9 +126,11 @@ def losses(product: Product, sample: int) -> dict[str, float | int | str]:
         "rounding to FP8": error(of_fp8, whole),
     }
     for name, promoted in (("tensor cores alone", None), ("fp32 every 128", PROMOTED)):
+        # Published measurements say about 14.
         for bits in (13, 14):
             sums = accumulated(rounded[0], rounded[1], bits, promoted).double()
             found[f"{name}, {bits} bits"] = error(sums, of_fp8)
+            # A regression through the origin: cutting off makes sums too small in magnitude.
             found[f"{name}, {bits} bits, shrinks by"] = 1 - ((sums * of_fp8).sum() / of_fp8.square().sum()).item()
     return found
 
@@ -131,6 +138,7 @@ def losses(product: Product, sample: int) -> dict[str, float | int | str]:
 def fp8_of(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast ``x`` to FP8 with a scale of its own and return what it is then, as fp32."""
     scale = new_scales(x.abs().amax()[None], torch.ones(1), torch.tensor([LARGEST[dtype]]))[0]
+    # The scale is undone exactly, as it is a power of two.
     return cast_fp8(x, scale, torch.zeros(()), dtype).float() / scale
 
 
@@ -144,9 +152,12 @@ def accumulated(a_MK: Tensor, b_NK: Tensor, bits: int, promoted: int | None) -> 
     running = torch.zeros_like(total)
     for start in range(0, a_MK.shape[1], TERMS):
         terms = a_MK[:, None, start : start + TERMS] * b_NK[None, :, start : start + TERMS]
+        # The largest of the terms and of the running sum decides what is aligned to.
         largest = torch.maximum(terms.abs().amax(-1), running.abs())
         running = cut(torch.cat([terms, running[..., None]], dim=-1), largest[..., None], bits).sum(-1)
+        # The sum itself is kept in as many bits.
         running = cut(running, running, bits)
+        # Promoted to fp32 outside of the tensor cores, as without fast accumulation.
         if promoted is not None and (start + TERMS) % promoted == 0:
             total += running
             running.zero_()
@@ -173,6 +184,7 @@ def recorded_layer(settings: Settings) -> Recording:
     """The products of the first layer of a model that has been trained."""
     vocabulary, positions = tiny_cpu().model.vocab_size, tiny_cpu().model.max_position_embeddings
     hidden = settings.hidden
+    # Few layers of full width: the width decides what products sum over.
     model = BertForPreTraining(ModelConfig(2, hidden, hidden // 64, 4 * hidden, vocabulary, positions))
     initialize_(model, torch.Generator().manual_seed(0))
     torch.manual_seed(0)
@@ -185,7 +197,9 @@ def recorded_layer(settings: Settings) -> Recording:
     recording = Recording()
     layer = model.layers[0]
     assert isinstance(layer, EncoderLayer)
+    # Products are recorded in the last step alone.
     layer.products = recording
+    # As many tokens as a weight's gradient of training sums over.
     forward_backward(model, global_batch(data, round(settings.tokens / float(data.lengths.mean())), settings.steps))
     return recording
 

@@ -91,7 +91,9 @@ class Comparison:
     def gradients(self, batch: Batch, *, fp8: bool) -> tuple[float, list[Tensor]]:
         """The loss, and the gradient of every weight in FP8; that of all parameters is in ``flat``."""
         for layer, products in zip(self._layers, self._in_fp8, strict=True):
+            # Exchanged in place: model and weights are the same for both.
             layer.products = products if fp8 else MatrixProducts()
+        # Backward adds to the flat gradient.
         self.flat.gradients_P.zero_()
         masked_lm_loss, next_sentence_loss = self.model(batch).mean_losses(batch)
         loss = masked_lm_loss + next_sentence_loss
@@ -109,19 +111,23 @@ def traced(settings: Settings) -> Trace:
     )
     data = open_dataset(settings.data)
     first, *batches = (global_batch(data, settings.sequences, step) for step in range(settings.steps + 1))
+    # Scales of the first step are found as at the start of training.
     state.calibrate_(lambda: comparison.gradients(first, fp8=True))
     comparison.gradients(first, fp8=True)
     amax_S = state.amax_S.clone()
     for step, batch in enumerate(batches):
         loss, expected = comparison.gradients(batch, fp8=False)
+        # FP8's passes overwrite the flat gradient, by which the model is to go on.
         kept = comparison.flat.gradients_P.clone()
         for choice in CHOICES:
+            # Scales follow from the step before, which is what headroom is about.
             set_scales_(state, amax_S, choice)
             _, found = comparison.gradients(batch, fp8=True)
             pairs = zip(found, expected, strict=True)
             trace.errors[name_of(choice)].append(torch.stack([(a - b).norm() / b.norm() for a, b in pairs]))
         amax_S = state.amax_S.clone()
         trace.amax_S.append(amax_S)
+        # Training itself stays in fp32: all choices see the same weights.
         comparison.flat.gradients_P.copy_(kept)
         trace.losses.append(loss)
         trace.norms.append(float(optimizer.step()))
@@ -132,6 +138,7 @@ def traced(settings: Settings) -> Trace:
 
 def set_scales_(state: Fp8State, amax_S: Tensor, choice: tuple[int, ...]) -> None:
     """The scales that follow from the step before by one choice, and the weights cast by them."""
+    # Sites of a dense layer come in the order of `KINDS`.
     room = torch.tensor([LARGEST[dtype] / 2**bits for dtype, bits in zip(KINDS.values(), choice, strict=True)])
     state.set_scales_(new_scales(amax_S, torch.ones_like(amax_S), room.repeat(len(state.denses))))
     state.refresh_weights_()
@@ -155,6 +162,7 @@ def changes(trace: Trace) -> list[dict[str, float | str]]:
 
 def growth(trace: Trace, place: int) -> Tensor:
     """amax over that of the step before, of a kind's sites and all steps."""
+    # Every third site is of the same kind.
     amax = torch.stack(trace.amax_S)[:, place::3]
     return (amax[1:] / amax[:-1]).flatten()
 
@@ -166,9 +174,11 @@ def saturations(trace: Trace) -> list[dict[str, float | str]]:
         amax = torch.stack(trace.amax_S)[:, place::3]
         largest = torch.full_like(amax[0], LARGEST[dtype])
         for history in HISTORIES:
+            # Of the steps before alone: a scale cannot know its own step.
             before = torch.stack([amax[max(0, step - history) : step].amax(0) for step in range(1, len(amax))])
             row: dict[str, float | str] = {"kind": kind, "steps looked back on": str(history)}
             for bits in HEADROOMS:
+                # The same function as in training, so that powers of two are rounded alike.
                 scale = new_scales(before, torch.ones_like(before), largest / 2**bits)
                 row[f"headroom {bits}"] = (amax[1:] * scale > largest).float().mean().item()
             rows.append(row)
@@ -193,6 +203,7 @@ def effects(trace: Trace) -> list[dict[str, float | str]]:
 
 def costs() -> list[dict[str, float | str]]:
     """The error of rounding normal numbers to FP8, by how far the largest of a tensor lies above their deviation."""
+    # Normal numbers of deviation 1.
     x = torch.randn(1, 2**16, generator=torch.Generator().manual_seed(0))
     rows: list[dict[str, float | str]] = []
     for dtype, exponents in ((E4M3, (4, 8, 10, 12)), (E5M2, (8, 16, 20, 24))):

@@ -30,6 +30,7 @@ def new_model(config: ModelConfig, attention: str = "sdpa") -> torch.nn.Module:
 
 def padded(samples: Samples, length: int) -> dict[str, Tensor]:
     """The keyword arguments of Hugging Face's model, each int64 [n, length] but the [n] next-sentence labels."""
+    # Rows and columns of all tokens at once: no loop over samples.
     rows = np.repeat(np.arange(len(samples)), samples.lengths)
     columns = np.arange(len(rows)) - np.repeat(samples.sequence_offsets[:-1], samples.lengths)
     masked_rows = np.repeat(np.arange(len(samples)), samples.masked_counts)

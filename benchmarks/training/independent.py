@@ -79,6 +79,7 @@ def _backward(side: Side, model: Any, batch: Samples) -> tuple[float, float]:
         masked = inputs["labels"] >= 0
         # The head at masked tokens alone, since logits of all tokens would be most of the work, and have no gradient.
         logits = model.cls.predictions(encoded.last_hidden_state[masked])
+        # Divided by the counts of the whole batch, so that parts add up to the batch's mean.
         masked_lm = F.cross_entropy(logits, inputs["labels"][masked], reduction="sum") / len(batch.masked_lm_ids)
         logits = model.cls.seq_relationship(encoded.pooler_output)
         next_sentence = F.cross_entropy(logits, inputs["next_sentence_label"], reduction="sum") / len(batch)
@@ -101,13 +102,18 @@ class Lamb:
     @torch.no_grad()
     def step(self) -> float:
         """Apply the gradients and forget them; returns their global norm before clipping."""
+        # hypot adds squares of norms without overflow, in fp64.
         global_norm = math.hypot(*(_norm(_gradient(weight)) for weight in self._parameters.values()))
+        # max before dividing: a gradient within the limit keeps its length.
         scale = self._config.max_grad_norm / max(global_norm, self._config.max_grad_norm)
+        # Before the step is counted: the schedule's first step is 0.
         rate = self._learning_rate()
         self._steps += 1
         for name, weight in self._parameters.items():
             update = self._direction(name, _gradient(weight) * scale)
+            # By name, as the reference excludes them.
             if not any(part in name for part in NOT_ADAPTED):
+                # Decay comes before the norm of the update, which it is part of.
                 update += self._config.weight_decay_rate * weight
                 weight_norm, update_norm = _norm(weight), _norm(update)
                 if weight_norm > 0 and update_norm > 0:
@@ -129,6 +135,7 @@ class Lamb:
     def _learning_rate(self) -> float:
         """Learning rate of the step to come: warm-up, then polynomial decay of power 1 to 0 on the absolute step."""
         config = self._config
+        # With start_warmup_step -1 the first step's rate is not 0.
         warmed_up = self._steps - config.start_warmup_step
         if warmed_up < config.num_warmup_steps:
             return config.base_learning_rate * warmed_up / config.num_warmup_steps

@@ -34,6 +34,7 @@ HOSTS = 4
 NAMES = [f"h{host}" for host in range(HOSTS)]
 BETWEEN_HOSTS, BETWEEN_LEAVES = "1gbit", "100mbit"
 DRAWS = 3
+# Small batches of a wide model: the reduction is most of a step.
 MODEL = {
     "data.initial-checkpoint": "None",
     "model.hidden-size": "256",
@@ -56,6 +57,7 @@ class TwoLeaves(Network):
         names = super().__enter__()
         switch = ("-n", self.switch)
         try:
+            # A second bridge in the same namespace: both leaves are one machine's, joined by the slow cable.
             ip(*switch, "link", "add", "br1", "type", "bridge")
             ip(*switch, "link", "add", "up0", "type", "veth", "peer", "name", "up1")
             for host in range(1, HOSTS, 2):
@@ -64,6 +66,7 @@ class TwoLeaves(Network):
                 ip(*switch, "link", "set", f"up{leaf}", "master", f"br{leaf}")
                 for device in (f"up{leaf}", f"br{leaf}"):
                     ip(*switch, "link", "set", device, "up")
+                # Each end shapes what it sends: both directions are slow.
                 shape(self.switch, f"up{leaf}", BETWEEN_LEAVES)
         except BaseException:
             self.__exit__()
@@ -83,13 +86,16 @@ def main(steps: int = 12, out: Path | None = None) -> None:
         raise SystemExit(2)
     generator = random.Random(0)
     with TwoLeaves() as namespaces, tempfile.TemporaryDirectory() as folder:
+        # Data for all trainings are made once.
         data = Path(folder) / "data"
         _python("dataloading", "demo", "--out", str(data), "--vocab", "bert/artifacts/tiny_cpu/vocab.txt")
         view, hosts = Path(folder) / "cluster.json", Path(folder) / "hosts.txt"
+        # The probe's ranks are forks, and read this command line.
         sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", "6"]
         run_ranks(namespaces, range(HOSTS), cluster, Path(folder), limit_s=300)
         print(_python("cluster", "place", str(view), "--out", str(hosts)), end="")
         orders = {"placed": hosts.read_text().split(), "by name": NAMES}
+        # Draws from a fixed seed, so that figures can be repeated.
         orders |= {f"random {draw}": generator.sample(NAMES, HOSTS) for draw in range(DRAWS)}
         rows = []
         for label, order in orders.items():
@@ -125,8 +131,10 @@ def median_step_seconds(results: Path) -> float:
 
 
 def _step_seconds(namespaces: Sequence[str], order: Sequence[str], data: Path, results: Path, steps: int) -> float:
+    # A folder for each order, so that results do not mix.
     results.mkdir()
     program = partial(train, training(data, results, steps))
+    # Names of hosts are their numbers in this network.
     run_ranks(namespaces, [NAMES.index(host) for host in order], program, results, limit_s=300)
     return median_step_seconds(results)
 

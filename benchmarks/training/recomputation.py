@@ -42,6 +42,7 @@ Kernels = Literal["cpu", "gpu"]
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 LENGTHS = (128, 512)
+# The layer in the middle is measured: the last one computes few rows, and the first one's input is the embeddings'.
 LARGE = ModelConfig(num_hidden_layers=3, vocab_size=64)
 """BERT-Large with one layer between the first and the last."""
 
@@ -67,6 +68,7 @@ class Storages(TorchDispatchMode):
 
     def __init__(self, *given: Tensor) -> None:
         super().__init__()
+        # What the body is given is no result of it, though operators may return views of it.
         self._given = [StorageWeakRef(tensor.untyped_storage()).cdata for tensor in given]
         self._made: list[tuple[StorageWeakRef, int]] = []
 
@@ -76,9 +78,11 @@ class Storages(TorchDispatchMode):
         """Run the operator and note what it returns."""
         returned = func(*args, **(kwargs or {}))
         storages = [each.untyped_storage() for each in tree_leaves(returned) if isinstance(each, Tensor)]
+        # Weak references: counting must not keep alive what it counts.
         self._made += [(StorageWeakRef(storage), storage.nbytes()) for storage in storages]
         return returned
 
+    # By storage: several tensors may be views of one.
     def alive(self) -> int:
         """Bytes of those that are still there."""
         sizes = {made.cdata: size for made, size in self._made if not made.expired()}
@@ -102,6 +106,7 @@ class Layer:
         self.cu_seqlens = torch.arange(0, (count + 1) * length, length, dtype=torch.int32)
         self._shape = self.cu_seqlens, length, DropoutSites(config, state)
         hidden_TD = torch.randn(count * length, config.hidden_size)
+        # The input that the layer really gets, in the type in which it gets it.
         with self._autocast(), torch.no_grad():
             self.input_TD = model.layers[0](hidden_TD.bfloat16() if self._bf16 else hidden_TD, *self._shape)
         self.input_TD.requires_grad_()
@@ -135,6 +140,7 @@ def implementations(kernels: Kernels) -> Iterator[None]:
                 name = _GPU_IMPLEMENTATIONS.get(op.name, "triton")
                 op.implementations[name].function(op.name)  # imported while kernels are what they are elsewhere
                 stack.enter_context(op.using(name))
+            # Undone at the end, whatever happens in between.
             stack.callback(setattr, knobs.runtime, "interpret", knobs.runtime.interpret)
             knobs.runtime.interpret = True  # else they refuse tensors that are on no GPU
             stack.enter_context(FakeTensorMode())
@@ -147,6 +153,7 @@ def kept_bytes(
     """Count the bytes a token that a layer keeps for its backward pass, with sequences of one length."""
     counts = []
     with implementations(kernels):
+        # Two sizes: what does not grow with the sequences, such as casts of weights, drops out.
         for count in (2, 3):
             layer = Layer(config, mode, precision, length, count)
             with Storages(layer.input_TD) as storages:
@@ -185,10 +192,12 @@ def main(settings: Settings) -> None:
             counted.add_row(kernels, precision, str(length), *(f"{each:,}" for each in kept.values()))
     timed = Table("precision", "length", *MODES, title="forward and backward pass of a layer")
     for kernels, precision in cases:
+        # The GPU's kernels are counted on fake tensors, whose times mean nothing.
         for length in LENGTHS if kernels == "cpu" else ():
             found = times(precision, length, settings.repeats)
             ms = {mode: 1e3 * statistics.median(seconds) for mode, seconds in found.items()}
             ratios = {
+                # Ratios within a repeat, as load on the machine changes between repeats.
                 mode: statistics.median(map(float.__truediv__, seconds, found["none"]))
                 for mode, seconds in found.items()
             }

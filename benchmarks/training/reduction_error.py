@@ -69,6 +69,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for ranks in self.ranks:
+            # A tree of pairs, and nodes of eight, need powers of two.
             if ranks < LOCAL_SIZE or ranks & (ranks - 1):
                 raise ValueError(f"--ranks {ranks}: expected powers of two from {LOCAL_SIZE}")
 
@@ -87,8 +88,10 @@ class Figures:
 
 def ring(contributions_RW: Tensor) -> Tensor:
     """Add one after another, every partial sum rounded to the contributions' type, [W] or [..., W] of [R, ..., W]."""
+    # Cloned: `+=` below would change the first rank's contribution.
     partial = contributions_RW[0].clone()
     for contribution in contributions_RW[1:]:
+        # In the contributions' type: PyTorch rounds each sum to it, as a collective does at every hop.
         partial += contribution
     return partial
 
@@ -96,12 +99,14 @@ def ring(contributions_RW: Tensor) -> Tensor:
 def tree(contributions_RW: Tensor) -> Tensor:
     """Recursive doubling: neighbours, then neighbouring pairs and so on, rounding every partial sum."""
     while len(contributions_RW) > 1:
+        # Even and odd ranks: neighbours first.
         contributions_RW = contributions_RW[0::2] + contributions_RW[1::2]
     return contributions_RW[0]
 
 
 def rings_of_nodes(contributions_RW: Tensor) -> Tensor:
     """A ring in each node, then one over the nodes."""
+    # Ranks of all nodes with the same place are added in one go.
     return ring(ring(contributions_RW.unflatten(0, (-1, LOCAL_SIZE)).transpose(0, 1)))
 
 
@@ -180,6 +185,7 @@ def sampled_gradients(settings: Settings) -> dict[str, Tensor]:
     whole = len(samples.masked_lm_ids)
     generator = torch.Generator().manual_seed(0)
     tensors = dict(_tensors(model))
+    # Positions are drawn once: all micro-batches tell of the same elements.
     chosen = {
         name: torch.randperm(tensor.numel(), generator=generator)[: settings.elements].sort().values
         for name, tensor in tensors.items()
@@ -241,6 +247,7 @@ def measure(
     """Sum the contributions of ``ranks`` ranks in every order, tensor by tensor, against fp64. Deterministic."""
     largest = max(float(tensor.abs().max()) for tensor in gradients.values())
     tallies = {name: _Tally() for name in orders}
+    # A seed for each number of ranks: equal calls give equal tables.
     generator = torch.Generator().manual_seed(ranks)
     for tensor, gradients_KW in gradients.items():
         contributions_RW = contributions(gradients_KW, ranks, means, generator)
@@ -248,8 +255,10 @@ def measure(
         if not exact_W.any():  # positions and segments that the text does not reach
             continue
         for name, order in orders.items():
+            # Rounded down to a power of two, which itself rounds nothing.
             scale = 2.0 ** np.floor(np.log2(torch.finfo(order.dtype).max / largest)) if order.scaled else 1.0
             sent_RW = (contributions_RW * scale).to(order.dtype)
+            # The scale is taken off in fp64.
             tallies[name].add(tensor, contributions_RW, sent_RW, exact_W, order.add(sent_RW).double() / scale)
     return {name: tally.figures() for name, tally in tallies.items()}
 
@@ -266,6 +275,7 @@ class _Tally:
         self._flushed += int(((sent_RW == 0) & (contributions_RW != 0)).sum())
         self._elements += int((contributions_RW != 0).sum())
         self._errors[tensor] = float((found_W - exact_W).norm() / exact_W.norm())
+        # Clamped, since a sum that became 0 has no direction.
         self._cosines.append(float(found_W @ exact_W / (found_W.norm() * exact_W.norm()).clamp(min=1e-300)))
 
     def figures(self) -> Figures:
@@ -280,7 +290,9 @@ def contributions(gradients_KW: Tensor, ranks: int, means: bool, generator: torc
     mean_W = gradients_KW.mean(0)
     drawn_R = torch.randint(len(gradients_KW), (ranks,), generator=generator)
     factors_RW = torch.randn(ranks, len(mean_W), generator=generator)
+    # What differs from the mean, times a random factor: variances stay, and no two ranks are alike.
     around_RW = (gradients_KW - mean_W)[drawn_R] * factors_RW
+    # As in training, losses have been divided by counts of the global batch.
     return (mean_W + around_RW if means else around_RW) / ranks
 
 

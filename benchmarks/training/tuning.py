@@ -30,6 +30,7 @@ MIDDLE = (
     "--model.intermediate-size=1024",
 )
 CASES = {"tiny_cpu": (), "middle": MIDDLE, "middle, batch 4": (*MIDDLE, "--training.global-batch-size=4")}
+# Fixed beforehand: a comparison that stops when it looks good is biased.
 TURNS = 20
 
 
@@ -42,6 +43,7 @@ def main(seconds: float = 120.0, out: Path | None = None) -> None:
     """
     rows = []
     with tempfile.TemporaryDirectory() as folder:
+        # The choices of this machine's user stay as they are.
         os.environ["MLPERF_BERT_CACHE"] = folder
         for name, settings in CASES.items():
             print(name, flush=True)
@@ -64,9 +66,11 @@ def compared(one: Choice, other: Choice, settings: tuple[str, ...]) -> Compariso
     deadline = time.monotonic() + 600
     with Group(one, "tiny_cpu", settings, deadline) as first, Group(other, "tiny_cpu", settings, deadline) as second:
         steps = window_steps(first)
+        # Once unmeasured: the second group has just started.
         second.pace(steps)
         logarithms = []
         for _ in range(TURNS):
+            # In the order one, other, other, one: a drift of the machine's speed falls on both alike.
             a, b, c, d = (group.pace(steps).seconds_a_token for group in (first, second, second, first))
             logarithms.append(math.log((b + c) / (a + d)))
     return Comparison.of(logarithms)

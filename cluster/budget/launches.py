@@ -67,6 +67,7 @@ class StepLaunch:
         return self.launch.read + self.launch.written
 
 
+# Tracing a step of BERT-Large takes seconds.
 @functools.cache
 def step_launches(
     precision: Literal["bf16", "fp8"], sequences: int, multiprocessors: int, model: ModelConfig | None = None
@@ -76,6 +77,7 @@ def step_launches(
     Raises:
         ValueError: Triton is not installed.
     """
+    # Said here in one line: without Triton an import deep inside would fail.
     if importlib.util.find_spec("triton") is None:
         raise ValueError("triton is not installed: a step cannot be traced without it")
     model = model or ModelConfig()
@@ -86,23 +88,30 @@ def step_launches(
     )
     shape_bucket = ShapeBucket.around(round(tokens), sequences, round(masked), longest)
     lengths, marked = work.lengths.astype(np.int64), work.masked_counts.astype(np.int64)
+    # Share of dropout's kept bits that real lengths touch: rows of bits are laid out for the longest sequence.
     drawn = sequences * float((lengths * _blocks(lengths)).mean()) / (_blocks(longest) * shape_bucket.tokens)
+    # Blocks of a sequence, last ones in full: the kernels compute whole blocks, masked or not.
     tiles, last_tiles = (sequences * float((_blocks(q) * _blocks(lengths)).mean()) for q in (lengths, 1 + marked))
     found: list[StepLaunch] = []
     stopwatch = Stopwatch()
+    # Fake tensors follow autocast, autograd and shapes without memory or arithmetic.
     with FakeTensorMode() as fake:
         step, batch = _step(model, precision, stopwatch), _fake(inert_batch(shape_bucket), fake)
+        # It knows which module is being computed, also in backward.
         with ModuleTracker() as modules:
 
             def observe(launch: Launch) -> None:
                 blocks = 0.0
                 if launch.kernel in ATTENTION_PRODUCTS:
+                    # The last layer is told by its queries: it has those of masked tokens and [CLS] alone.
                     queries, heads, size = launch.shapes["query"]
                     is_last = queries != shape_bucket.tokens
                     scores = heads * size * (last_pairs if is_last else pairs)
+                    # A kernel's shapes say nothing of sequences: the squares of their lengths do.
                     launch = replace(launch, multiply_adds=round(ATTENTION_PRODUCTS[launch.kernel] * scores))
                     blocks = heads * (last_tiles if is_last else tiles)
                 layer = _layer(modules.parents)
+                # The stopwatch of training knows the phase; LAMB's launches are in no module.
                 part = "update" if stopwatch.stage.phase == "update" else _part(launch, layer, shape_bucket.tokens)
                 found.append(StepLaunch(launch, part, layer, round(blocks)))
 
@@ -154,5 +163,6 @@ def _part(launch: Launch, layer: int | None, tokens: int) -> Part:
         return "attention"
     if launch.multiply_adds:
         return "encoder products"
+    # A launch is a pass over tokens if any of its tensors has as many rows; passes over parameters have none.
     of_tokens = any(tokens in shape for shape in launch.shapes.values())
     return "element-wise" if of_tokens else "weights and gradients"

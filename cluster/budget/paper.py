@@ -24,7 +24,9 @@ MICRO_BATCHES = 4
 """Of a step, which share its update: as of the recipe for one GPU."""
 BUDGETED_ON = "H100"
 _ISSUED = "issue slots"
+# What is above is a slip of the hand.
 _LARGEST = 4096
+# A report of benchmarks/gpu.py is far smaller.
 _LARGEST_FILE = 16 << 20
 
 Precision = Literal["bf16", "fp8"]
@@ -102,6 +104,7 @@ def paper_budget(device: Device, precision: Precision, micro_batch: int, measure
         raise ValueError(f"--micro-batch is {micro_batch}, expected 1 to {_LARGEST}")
     table = _table()
     known = table["resource"]["bf16 product"]["ceiling"]
+    # Both are needed: issue slots follow from multiprocessors and clock, shares of the peak from the table.
     if device.multiprocessors is None or device.model not in known:
         raise ValueError(
             f"{device.name} has no efficiencies in {TABLE.name}; expected one of {', '.join(sorted(known))}"
@@ -109,6 +112,7 @@ def paper_budget(device: Device, precision: Precision, micro_batch: int, measure
     if precision == "fp8" and device.fp8_tflops is None:
         raise ValueError(f"{device.name} has no FP8: take --precision bf16")
     launches = step_launches(precision, micro_batch, device.multiprocessors)
+    # FP8 needs no efficiency where the device has none.
     efficiencies = {
         name: _efficiency(name, device) for name in table["resource"] if name != "fp8 product" or device.fp8_tflops
     }
@@ -116,11 +120,13 @@ def paper_budget(device: Device, precision: Precision, micro_batch: int, measure
         efficiencies |= _measured(efficiencies, measured, launches)
     budget = table["budget"][precision] if device.model == BUDGETED_ON else None
     rows = _rows(launches, efficiencies, table["attention"][device.chip], micro_batch, budget and budget["parts"])
+    # Gaps of an update count once for all micro-batches of a step, those of a micro-batch every time.
     gaps = Counter(each.part == "update" for each in launches)
     between = table["launch_us"] * (gaps[False] + gaps[True] / MICRO_BATCHES) / micro_batch
     rows.append(
         Row("launches", between, budget and budget["parts"]["launches"], 0.0, between, "gaps", 0.0, 0.0, len(launches))
     )
+    # Published figures are of whole runs, evaluations included: a little less than a step alone would give.
     best = max((each for each in results() if _is_like(each, device)), key=sequences_per_s, default=None)
     goal = budget and budget["goal"]
     return Budget(device, precision, micro_batch, tuple(rows), goal, tuple(efficiencies.values()), best)
@@ -174,9 +180,11 @@ def _rows(
         at_peak = at_ceiling = 0.0
         for each in chosen:
             needed = {name: amount / efficiencies[name].peak for name, amount in _needs(each, instructions).items()}
+            # Slowest at the share that launches reach: at the peak another resource might be.
             slowest = max(needed, key=lambda name: needed[name] / efficiencies[name].share)
             spent[slowest] += needed[slowest] / efficiencies[slowest].share
             at_peak += max(needed.values())
+            # At the ceiling, too, the slowest resource decides anew.
             at_ceiling += max(seconds / efficiencies[name].ceiling for name, seconds in needed.items())
         rows.append(
             Row(
@@ -199,12 +207,14 @@ def _needs(each: StepLaunch, instructions: Mapping[str, Any]) -> dict[str, float
     memory = {"update": "memory, update", "weights and gradients": "memory, passes over parameters"}
     needs = {memory.get(each.part, "memory, passes over tokens"): each.bytes / 1e12}
     launch = each.launch
+    # Attention is the only op whose instructions count: of the others, products or bytes take longer.
     if each.tiles:
         counted = instructions[launch.kernel]
         needs["attention product"] = _attention_flop(each) / 1e12
         # Four warps a block and four schedulers a multiprocessor: a cycle for each instruction of a warp.
         needs[_ISSUED] = each.tiles * counted["instructions"] * (TILE / counted["keys"]) / 1e12
     elif launch.multiply_adds:
+        # `mat1` of addmm, `self` of the others: the operand's size tells FP8 from 16 bits.
         operand = launch.dtypes.get("mat1", launch.dtypes.get("self"))
         name = "fp8 product" if operand is not None and operand.itemsize == 1 else "bf16 product"
         needs[name] = 2 * launch.multiply_adds / 1e12
@@ -231,15 +241,20 @@ def _measured(
             for part, rows in _table()["resource"][name].get("measured", {}).items()
             for figure in _figures(folder / f"{part}.json", rows)
         ]
+        # All rows or none: a mean over some of them would be of another work than what is assumed.
         if not figures or None in figures:
             continue
+        # The harmonic mean: equal amounts of work in each row, so that times add up.
         rate = len(figures) / sum(1 / figure for figure in figures if figure)
         if name == "attention product":
             inner = [each for each in launches if each.part == "attention"]
+            # The measured figure counts what the model needs; what is computed are whole blocks, which is more.
             model = 2 * sum(each.launch.multiply_adds for each in inner) * 6 / sum(ATTENTION_PRODUCTS.values())
             rate *= sum(map(_attention_flop, inner)) / model
+            # The measured rate holds whatever limited the kernel, so issue slots must not limit it a second time.
             found[_ISSUED] = Efficiency(_ISSUED, efficiencies[_ISSUED].peak, 1.0, 1.0, "in the rate of attention")
         share = rate / efficiency.peak
+        # A measured share above the published ceiling raises that ceiling.
         found[name] = Efficiency(name, efficiency.peak, share, max(share, efficiency.ceiling), f"measured: {folder}")
     if not found:
         raise ValueError(
@@ -249,6 +264,7 @@ def _measured(
 
 
 def _figures(path: Path, names: Sequence[str]) -> list[float | None]:
+    # Size is looked at before reading: the folder is an argument.
     if not path.is_file() or path.stat().st_size > _LARGEST_FILE:
         return [None] * len(names)
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 import compliance.log
 from console.text import visible
 
+# The report's style sheet is found through its package: installed or in a checkout, it is beside the modules.
 STYLE_SHEETS = (
     Path(compliance.log.__file__).parents[1] / "report" / "report.css",
     Path(__file__).with_name("page.css"),
@@ -17,8 +18,10 @@ STYLE_SHEETS = (
 
 def document(title: str, body: str, footer: str) -> str:
     """Return a page that needs nothing but itself; a policy forbids it to run or load anything."""
+    # Style sheets go into the page itself, which may lie anywhere.
     style = "".join(sheet.read_text(encoding="utf-8") for sheet in STYLE_SHEETS)
     return (
+        # A name from a probe's file that got past the escaping could still not run or fetch anything.
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -28,6 +31,7 @@ def document(title: str, body: str, footer: str) -> str:
 
 def text(value: object, limit: int = 400) -> str:
     """Escape a text from outside, of which at most ``limit`` characters are shown."""
+    # `visible` first: control characters and directions of text would survive escaping.
     return escape(visible(value, limit))
 
 

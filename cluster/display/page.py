@@ -28,6 +28,7 @@ from console.text import counted
 
 MOST_CELLS = 96
 """Rows of a heat map; where more hosts are, a cell stands for several and shows the slowest of their links."""
+# Names beside the map overlap when there are more.
 _MOST_NAMED = 48
 _MOST_ROWS = 128
 _MOST_HOSTS_A_LEAF = 64
@@ -69,6 +70,7 @@ def _figures(view: View) -> str:
     products = [row for row in rows if row.name.startswith("product")]
     best = max(products, key=lambda row: row.work, default=None)
     between, within = links_between(view), links_within(view)
+    # Only ranks have a figure always: a probe of one process has no links, one without products no rate.
     figures = [("Ranks", f"{len(view.ranks):,}", f"on {counted(len(view.hosts), 'host')}")]
     if best:
         figures.append(("Matrix products", best.typical, f"a rank, {best.name.removeprefix('product ')}"))
@@ -105,6 +107,7 @@ def _heat_maps(view: View) -> str:
     between = _heat_map("Between hosts", links_between(view), [rank.host for rank in view.ranks], names)
     places = [rank.place for rank in view.ranks]
     within = _heat_map(
+        # Places in a host stand for the same places of all hosts, of which the slowest shows.
         "Within hosts, the slowest of all hosts",
         links_within(view),
         places,
@@ -123,14 +126,18 @@ def _heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names:
     if not links:
         return ""
     size = len(names)
+    # Neighbours by number share a cell where there are more than cells.
     cells = min(size, MOST_CELLS)
     slowest: dict[tuple[int, int], Link] = {}
     for link in links:
         cell = (place_of[link.source] * cells // size, place_of[link.target] * cells // size)
+        # The slowest of the links in a cell: a mean would hide the one that is looked for.
         if cell not in slowest or link.seconds_per_byte > slowest[cell].seconds_per_byte:
             slowest[cell] = link
+    # The median of the links shown, so that one slow link does not shift the colours of all others.
     typical = statistics.median(link.seconds_per_byte for link in links)
     marks = []
+    # Sorted, so that equal views give equal pages.
     for (row, column), link in sorted(slowest.items()):
         over = link.seconds_per_byte / typical
         kind = "slow" if over > 1 else "fast"
@@ -141,6 +148,7 @@ def _heat_map(title: str, links: Sequence[Link], place_of: Sequence[int], names:
             f"latency {duration(link.latency_s)}"
         )
         marks.append(
+            # The even cell lies below the coloured one, whose opacity is its strength.
             f'<g><title>{text(said)}</title><rect class="even" x="{column}" y="{row}" width="1" height="1"/>'
             f'<rect class="{kind}" x="{column}" y="{row}" width="1" height="1" opacity="{strength:.2f}"/></g>'
         )
@@ -170,6 +178,7 @@ def _switches(view: View) -> str:
 
     def branch(below: dict[str, Any]) -> str:
         parts = []
+        # Hosts of a leaf are under the name "" (see `switch_tree`), which no switch has.
         for name, under in below.items():
             if name:
                 parts.append(f'<li><span class="switch">{text(name, 64)}</span>{branch(under)}</li>')
@@ -189,6 +198,7 @@ def _devices(view: View) -> str:
     rows = []
     for row in rate_rows(view):
         host = view.hosts[view.ranks[row.rank].host].name
+        # A bar for up to twice the typical time; beyond, the figure tells.
         width = min(100.0, 100 * max(0.0, row.over - 1))
         rows.append(
             [

@@ -12,6 +12,7 @@ from cluster.plan.scaling import CAUSES, Point
 from cluster.published.results import Result
 from console.files import write_atomically
 
+# One class for each cause, in the order of `CAUSES`: strict, so that a new cause cannot go without colour.
 _CLASSES = dict(zip(CAUSES, ("compute", "data-wait", "reduce", "update", "evaluation", "other"), strict=True))
 """Colours of the report, by cause."""
 
@@ -23,6 +24,7 @@ def write_page(recipe: str, device: Device, points: Sequence[Point], published: 
 
 def render(recipe: str, device: Device, points: Sequence[Point], published: Sequence[Result]) -> str:
     """Return the page; a policy forbids it to run or load anything."""
+    # Points come in ascending order of accelerators, from one node on.
     title = f"{text(recipe)} on up to {points[-1].accelerators:,} {text(device.name)}"
     fastest = min(points, key=lambda point: point.minutes)
     figures = (
@@ -51,16 +53,20 @@ def _curve(points: Sequence[Point], published: Sequence[Result]) -> str:
     """Minutes over accelerators, both in logarithms: the band, the line, and the published results as dots."""
     minutes = [bound for point in points for bound in (point.low, point.high)]
     minutes += [result.seconds / 60 for result in published]
+    # Half decades: the grid lines at 1, 3.2, 10, ... of the ticks below.
     low, high = math.floor(math.log10(min(minutes)) * 2) / 2, math.ceil(math.log10(max(minutes)) * 2) / 2
 
     def y(value: float) -> float:
+        # SVG counts from the top.
         return 100 * (high - math.log10(value)) / (high - low)
 
     x = _across(points)
     upper = [(x(point.accelerators), y(point.high)) for point in points]
     lower = [(x(point.accelerators), y(point.low)) for point in reversed(points)]
     line = [(x(point.accelerators), y(point.minutes)) for point in points]
+    # Results on fewer accelerators than one node of the plan lie left of the axis.
     shown = [result for result in published if result.run.machine.accelerators >= points[0].accelerators]
+    # A line of no length with round caps is drawn as a dot.
     dots = "".join(f"M{x(result.run.machine.accelerators):.2f} {y(result.seconds / 60):.2f}h0" for result in shown)
     ticks = [10 ** (step / 2) for step in range(round(2 * low), round(2 * high) + 1)]
     drawing = (
@@ -80,6 +86,7 @@ def _curve(points: Sequence[Point], published: Sequence[Result]) -> str:
 def _shares(points: Sequence[Point]) -> str:
     """Shares of the time, one cause upon the other, over accelerators."""
     x = _across(points)
+    # The top of one band is the floor of the next, so that all of them fill the height.
     floor = [0.0] * len(points)
     drawing = key = ""
     for cause in CAUSES:
@@ -146,11 +153,13 @@ def _numbers(points: Sequence[Point]) -> str:
     x = _across(points)
     return "".join(
         f'<span class="x" style="left:{x(point.accelerators):.2f}%">{point.accelerators:,}</span>'
+        # Every other number: powers of two side by side would overlap.
         for point in points[::2]
     )
 
 
 def _chart(drawing: str, labels: str, axis: str) -> str:
+    # Stretched to the box; text would be stretched as well, and stands outside as HTML.
     svg = f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" aria-hidden="true">{drawing}</svg>'
     plot = f'<div class="plot">{svg}{labels}</div><p class="axis">{axis}</p>'
     return f'<figure class="wide"><div class="chart">{plot}</div></figure>'

@@ -34,16 +34,19 @@ def heading(view: View) -> str:
 def rate_rows(view: View) -> list[RateRow]:
     """All quantities that every rank has, with the slowest rank of each."""
     rows = []
+    # Ranks measure the same cells in the same order; one with another device may lack some.
     for index, first in enumerate(view.ranks[0].rates):
         same = [
             rank.rates[index].seconds
             for rank in view.ranks
             if index < len(rank.rates) and name_of(rank.rates[index]) == name_of(first)
         ]
+        # A median over only some of the ranks would compare different things.
         if len(same) < len(view.ranks):
             continue
         typical = statistics.median(same)
         rank = max(range(len(same)), key=same.__getitem__)
+        # A device too fast for the clock gives 0.
         over = same[rank] / typical if typical else 1.0
         rows.append(
             RateRow(
@@ -58,6 +61,7 @@ def rate_rows(view: View) -> list[RateRow]:
     return rows
 
 
+# Size is part of the name where the same quantity is measured at several.
 def name_of(rate: Rate) -> str:
     """What was measured."""
     size = {"product": f"{rate.size} x {rate.size}", "launch": ""}.get(rate.quantity, byte_count(rate.size))
@@ -98,6 +102,7 @@ def byte_count(size: int) -> str:
 
 def links_between(view: View) -> list[Link]:
     """Links between hosts."""
+    # A link is between hosts by where its ranks are: the file has no field for it.
     return [link for link in view.links if view.ranks[link.source].host != view.ranks[link.target].host]
 
 
@@ -143,6 +148,7 @@ COLLECTIVE_COLUMNS = ("collective", "scope", "ranks", "latency", "bandwidth", "r
 
 def outlier_sentence(outlier: Outlier) -> str:
     """What is wrong with a part, after its name."""
+    # Ratio 0 marks a wrong result, whose quantity says all of it.
     if not outlier.ratio:
         return outlier.quantity
     deviations = "more than 999" if outlier.deviations > 999 else f"{outlier.deviations:.0f}"
@@ -159,6 +165,7 @@ def switch_tree(view: View) -> dict[str, object]:
     for number, host in enumerate(view.hosts):
         place = tree
         for name in host.switches:
+            # `setdefault` builds the path from the top; a host without known switches hangs at the root.
             below = place.setdefault(name, {})
             assert isinstance(below, dict)
             place = below

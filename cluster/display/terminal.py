@@ -45,6 +45,7 @@ def print_view(view: View) -> None:
     console.print(_tree(view))
 
 
+# Rich would take brackets in a name for markup, and a terminal control characters for commands.
 def _safe(text: str) -> str:
     return escape(visible(text))
 

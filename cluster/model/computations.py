@@ -28,6 +28,7 @@ Count = float | NDArray[np.float64]
 WORD = "embeddings.word"
 """Name of the word table, which the first stage of a copy has, and the last one copies."""
 
+# Few terms for each kind: a probe times a handful of shapes, and more terms than shapes could not be told apart.
 TERMS = {
     "linear": ("calls", "rows x inputs x outputs", "rows x (inputs + outputs)", "inputs x outputs"),
     "attention": ("calls", "tokens x hidden", "pairs x heads", "pairs x hidden"),
@@ -58,6 +59,7 @@ class Computation:
 
 def linear(rows: Count, inputs: int, outputs: int, in_encoder: bool = False) -> Computation:
     """Return a dense layer's three products, its bias, and the addition of its gradient to the others'."""
+    # One call, multiply-adds, activations read and written, and the weight with its gradient: the order of `TERMS`.
     counts = (1.0, rows * inputs * outputs, rows * (inputs + outputs), float(inputs * outputs))
     return Computation("linear", counts, in_encoder=in_encoder)
 
@@ -71,16 +73,20 @@ def parts_of(
     some rows.
     """
     D, F, V = model.hidden_size, model.intermediate_size, model.vocab_size
+    # Counts are arrays over micro-batches and ranks where they depend on lengths, plain numbers elsewhere.
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
     hidden, attention = model.hidden_dropout > 0, model.attention_dropout > 0
     heads = model.num_attention_heads / tensor
+    # The vocabulary is rounded up: shards of the word table are padded to equal size.
     own_D, own_F, own_V = D // tensor, F // tensor, -(-V // tensor)
 
     def layer(rows: Count, query: list[Computation], calls: Count, pairs: Count, inner: bool) -> list[Computation]:
         return [
             *query,
+            # Rows differ only in the last layer: (T + rows) / 2 averages keys and values with queries.
             Computation("attention", (calls, (T + rows) / 2 * own_D, pairs * heads, pairs * own_D), attention),
             linear(rows, own_D, D, inner),
+            # With tensor parallelism norms take the rank's own rows, products columns of all rows.
             Computation("norm", (1.0, rows * own_D), hidden),
             linear(rows, D, own_F, inner),
             Computation("gelu", (1.0, rows * own_F)),
@@ -89,6 +95,7 @@ def parts_of(
         ]
 
     Q = S + M
+    # Every rank of a group has its part of the words, but all tokens look theirs up in it.
     embedding = [Computation("embedding", (1.0, T * D, float(own_V * D)), hidden)]
     # PyTorch's attention on a CPU makes one call of neighbours of one length. In the last layer their numbers of
     # queries differ, too: there each sequence counts as a call.
@@ -96,6 +103,7 @@ def parts_of(
     # Keys and values, queries.
     last = layer(Q, [linear(T, D, 2 * own_D), linear(Q, D, own_D)], S, sizes.last_pairs_AR, False)
     # Pooler, next sentence, transform.
+    # Heads work on rows that a group shares out, with whole weights: hence divided by ranks, not by columns.
     last += [linear(S / tensor, D, D), linear(S / tensor, D, 2), linear(M / tensor, D, D)]
     last += [Computation("gelu", (1.0, M * own_D)), Computation("norm", (1.0, M * own_D))]
     last += [linear(M, D, own_V), Computation("loss", (1.0, M * own_V))]
@@ -135,6 +143,7 @@ def layout_of(model: ModelConfig, tensor: int = 1) -> Layout:
     return layouts_of(model, tensor)[0]
 
 
+# Building the module takes time even without memory, and a search asks for the same shapes over and over.
 @functools.cache
 def layouts_of(model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_stages: int = 1) -> tuple[Layout, ...]:
     """Return the layout of what each rank of a pipeline has, or the largest of those at its place."""
@@ -143,21 +152,26 @@ def layouts_of(model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_s
 
 
 def _layout(model: ModelConfig, tensor: int, own_stages: list[Stage]) -> Layout:
+    # The meta device has shapes and no storage, so names, order and sizes come from the real model.
     with torch.device("meta"):
         made = BertForPreTraining(model)
     ends = [0] * (model.num_hidden_layers + 1)
     stop = shared = copied = 0
+    # A list, since parameters are taken out of the module below while it is walked.
     for name, parameter in list(made.named_parameters()):
         split = split_of(name, tuple(parameter.shape), tensor)
+        # Each parameter is padded for alignment in the flat vector, as `FlatParameters` lays it out.
         own = padded(parameter.numel() if split is None else math.prod(split.shard_shape))
         if not any(stage.owns(name) for stage in own_stages):
             module, _, last = name.rpartition(".")
             setattr(made.get_submodule(module), last, None)  # not among the segments that are counted below
+            # The last stage multiplies by the first one's word table, of which it has a copy outside the vector.
             copied += own if name == WORD and own_stages[-1].is_last else 0
             continue
         stop += own
         shared += own if split is None else 0
         if name.startswith("embeddings."):
+            # `ends` grows with the parameters in their order, so that buckets can be assigned to layers by position.
             ends[0] = stop
         elif name.startswith("layers."):
             ends[1 + int(name.split(".")[1])] = stop

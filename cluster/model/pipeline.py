@@ -39,9 +39,11 @@ def own_layers(model: ModelConfig, pipeline: int = 1, virtual_stages: int = 1) -
     stages = stages_of(model, pipeline * virtual_stages)
     found = []
     for rank in range(pipeline):
+        # With interleaving a rank has every P-th stage, as PyTorch's schedules assign them.
         own = stages[rank::pipeline]
         first, last = any(stage.is_first for stage in own), any(stage.is_last for stage in own)
         layers = sum(len(stage.layers) for stage in own)
+        # Each of its stages has two neighbours, but the model's first and last one have one.
         found.append(OwnLayers(first, layers - last, last, 2 * len(own) - first - last))
     return tuple(found)
 
@@ -60,10 +62,13 @@ def through_stages(
     takes at least the mean work of a rank.
     """
     waits_P11 = message_s * neighbours_P[:, None, None]
+    # `sharing` is taken out: a stage that waits leaves its processors to others, and the last line adds them up again.
     busy_PR = (compute_PAR / sharing + waits_P11).sum(1)
     costliest_R = busy_PR.max(0)
     # One micro-batch through all other ranks fills and drains the pipeline; interleaved, one stage of each.
+    # One micro-batch, hence the division by their number; interleaved, the first stage is that much smaller.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
+    # Never below the processors' own work: where all ranks share them, waiting does not make anything disappear.
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
 
 
@@ -76,6 +81,7 @@ def under_way(strategy: Strategy, place: int) -> float:
     """Micro-batches whose activations the rank at this place of a pipeline keeps at once, as PyTorch schedules them."""
     stages, virtual = strategy.pipeline, strategy.virtual_stages
     if virtual == 1:
+        # 1F1B: stage p runs ahead by the number of stages after it, then one backward pass for each forward pass.
         return min(stages - place, strategy.gradient_accumulation_steps) if stages > 1 else 1
     # Forward passes of a stage before the first backward pass, as ScheduleInterleaved1F1B counts its warm-up, and one
     # more.

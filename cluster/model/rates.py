@@ -34,8 +34,10 @@ from cluster.published.cost_model import (
 from cluster.published.machine import Machine
 from cluster.view import Collective, Operation, Scope, View
 
+# Three products, of two operations for each multiply-add: output, input gradient, weight gradient.
 LINEAR_FLOPS = 6.0
 """Floating-point operations of a linear layer for each row x input x output, forward and backward."""
+# Read where nothing was measured, by `costs_of` alone.
 _ACCESSES = {"attention": 8.0, "norm": 10.0, "gelu": 5.0, "embedding": 8.0, "loss": 6.0}
 """Times that a computation reads or writes each element of its largest term on a GPU."""
 
@@ -54,6 +56,7 @@ class Curve:
         (low, before), (high, after) = self.points[at - 1], self.points[at]
         if size < low:
             return before
+        # Noise may make a larger message faster than a smaller one: no size may have a negative cost.
         slope = max((after - before) / (high - low), 0.0)
         return before + slope * (size - low)
 
@@ -98,8 +101,10 @@ class Rates:
     def seconds(self, computation: Computation, precision: str = "fp32") -> Count:
         """Seconds of a computation, forward and backward."""
         kind = computation.kind
+        # FP8 products exist in the encoder's inner layers alone: heads and the last layer stay in 16 bits.
         if kind == "linear":
             kind = f"linear {'bf16' if precision == 'fp8' and not computation.in_encoder else precision}"
+        # A probe times ops with and without dropout; facts of devices do not tell the two apart.
         elif computation.dropout and f"{kind} with dropout" in self.costs:
             kind = f"{kind} with dropout"
         if kind not in self.costs:
@@ -119,6 +124,7 @@ class Rates:
         """Seconds of a collective on a vector of so many bytes, and the share of processors that it keeps busy."""
         if self.members(scope) == 1:
             return 0.0, 0.0
+        # Where a node is the whole world, or each has one rank, scopes coincide, and only "world" was measured.
         if self.members(scope) == self.world_size:
             scope = "world"
         curve = self.collectives.get((operation, scope))
@@ -130,6 +136,7 @@ class Rates:
         """Seconds of a collective on a vector of so many bytes when nothing is computed beside it."""
         return self.collective(operation, scope, size)[0]
 
+    # Rates compare by identity (eq=False), so the cache keeps one scaled copy for each instance and shape.
     @functools.lru_cache(maxsize=64)  # noqa: B019  a program makes few of them
     def of_data_groups(self, tensor: int, pipeline: int = 1) -> Rates:
         """Return the rates of collectives in data groups, where ``tensor`` neighbours of a host share a stage each.
@@ -142,6 +149,7 @@ class Rates:
             raise ValueError(
                 f"{self.ranks} ranks of a host do not divide into copies of {tensor}: expected a multiple of that"
             )
+        # Copies, not ranks: a data group has one rank of each copy.
         copies = self.world_size // (tensor * pipeline)
         ranks = max(1, self.ranks // (tensor * pipeline))
         nodes = copies // ranks
@@ -155,6 +163,7 @@ class Rates:
         scaled: dict[tuple[Operation, Scope], Curve] = {}
         for (operation, scope), curve in self.collectives.items():
             groups = self.ranks // ranks if scope == "world" and self.nodes > 1 else 1
+            # Sizes shrink rather than seconds grow: latency is paid once whatever shares the link.
             points = tuple((size / groups, longer[scope] * seconds) for size, seconds in curve.points)
             scaled[operation, scope] = replace(curve, points=points)
         return replace(self, nodes=nodes, ranks=ranks, collectives=scaled)
@@ -168,6 +177,7 @@ class Rates:
 
         Copies that take several hosts wait for the links between those.
         """
+        # Neighbouring stages share a host where whole copies fit into one; else the slower link counts.
         scope: Scope = "node" if self.ranks // tensor % pipeline == 0 else "rail"
         # A rank of a ring of n sends (n - 1) / n of an all-gather's vector: this is the vector of which it sends
         # ``size``.
@@ -180,17 +190,21 @@ class Rates:
         """
         ordered = sorted(work_R)
         slowness, now, done, many = self.sharing, 0.0, 0.0, len(ordered)
+        # Event by event: until the next rank ends, all that are left go on at the same speed.
         for place, work in enumerate(ordered):
+            # `slowness * share of those left`: at 1 each has a processor of its own, and it gets no faster below that.
             now += (work - done) * max(1.0, slowness * (many - place) / many) / slowness
             done = work
         mean = sum(ordered) / many
         # Expected largest of so many normal deviates (Blom, 1958).
         order_statistic = NormalDist().inv_cdf((many - 0.375) / (many + 0.25)) if many > 1 else 0.0
+        # Three lower bounds: the plan's imbalance, what the probe saw of equal work, and noise between ranks.
         return max(now, mean * self.last, mean * (1 + self.noise * order_statistic))
 
 
 def _share_of_ring(members: int, of: int) -> float:
     """What a rank of a ring of so many members sends, over what it sends in one ``of`` more."""
+    # Each of n members sends (n - 1) / n of the vector; one member sends nothing.
     return (1 - 1 / members) / (1 - 1 / of) if of > 1 else 0.0
 
 
@@ -205,6 +219,7 @@ def costs_of(
         launch_s: of one launch.
         update_bytes_per_s: of memory, in the optimizer.
     """
+    # Attention's products are in 16 bits also where the encoder's are in FP8; fp32 stands in without them.
     sixteen = max(flops.get("bf16", 0.0), flops.get("fp32", 0.0))
     size = 2 if "bf16" in flops else 4
     # 8 bytes: the fp32 gradient of a weight is read and written.
@@ -217,7 +232,9 @@ def costs_of(
         costs[kind] = (calls, traffic, 0.0)[: len(TERMS[kind])]
     # Two products of queries, keys and values.
     costs["attention"] = (8 * launch_s, _ACCESSES["attention"] * size / bytes_per_s, 0.0, 2 * LINEAR_FLOPS / sixteen)
+    # LAMB's first term is 0: its launches are counted by segment.
     costs["lamb"] = (0.0, launch_s, UPDATE_BYTES / update_bytes_per_s)
+    # On a device of its own the host assembles batches meanwhile, so they cost no time of a step.
     costs["batch"] = (0.0, 0.0)
     return costs
 
@@ -226,16 +243,20 @@ def rates_of_view(view: View) -> Rates:
     """Return the rates that a probe measured on as many ranks as a run is to have."""
     hosts, contention = len(view.hosts), view.contention
     ranks = len(view.ranks) // hosts
+    # Over NCCL each rank has a device, and messages take no processor from computing.
     on_processors = view.backend != "nccl"
     processors = contention.processors if on_processors else math.inf
     return Rates(
         hosts,
         ranks,
+        # Ranks on processors share their host's memory; each GPU has its own.
         view.ranks[0].memory_bytes / (ranks if on_processors else 1),
         fitted_costs(view),
         {(each.operation, each.scope): _curve(each, processors) for each in view.collectives},
         demand=min(1.0, len(view.ranks) * contention.threads / processors),
+        # Never below 1: a rank that happened to be faster in company must not promise a speed-up.
         sharing=max(1.0, contention.together_s / contention.alone_s),
+        # On processors what disturbs a rank is already in `last`, measured with all at once.
         noise=0.0 if on_processors else _noise(view),
         mean=min(1.0, contention.mean_s / contention.together_s),
         last=max(1.0, contention.last_s / contention.together_s),
@@ -252,6 +273,7 @@ def fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
         largest_T = counts_KT.max(axis=0)
         # Rows over their seconds make errors relative; columns over their largest count keep the matrix well scaled. No
         # cost is below zero.
+        # nnls and not lstsq: a negative cost would make some sizes take less than no time.
         found_T, _ = nnls(counts_KT / largest_T / seconds_K[:, None], np.ones(len(timed)))
         costs[kind] = tuple((found_T / largest_T).tolist())
     return costs
@@ -259,6 +281,7 @@ def fitted_costs(view: View) -> dict[str, tuple[float, ...]]:
 
 def _noise(view: View) -> float:
     """How much a rank's products differ from one time to the next; what processors are shared by is in `last` already."""
+    # The median of the ranks: one rank that is disturbed says nothing about the others.
     spreads = [r.spread for rank in view.ranks for r in rank.rates if r.quantity == "product"]
     return float(np.median(spreads)) if spreads else 0.0
 
@@ -279,13 +302,16 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     device, p = machine.device, calibration().parameters
     if precision == "fp8" and device.fp8_tflops is None:
         raise ValueError(f"{device.name} has no FP8: set training.precision to bf16")
+    # The least batch that a run may have; a sequence's own time does not depend on it.
     run = Run(machine, machine.accelerators)
     matrix, memory, power = sequence_time(p, run, precision == "fp8")
     # The limit of power slows all of a sequence alike.
     stretch = (matrix + memory + power) / (matrix + memory)
+    # The fit knows one rate of 16-bit work; FP8's share of the sequence is taken out of the whole afterwards.
     sixteen = SEQUENCE_FLOPS / (sequence_time(p, run, False)[0] * stretch)
     flops = {"bf16": sixteen}
     if device.fp8_tflops is not None:
+        # FP8's own time: what the whole sequence takes in FP8, less what stays in 16 bits.
         eight = sequence_time(p, run, True)[0] * stretch - (1 - FP8_SHARE) * SEQUENCE_FLOPS / sixteen
         flops["fp8"] = FP8_SHARE * SEQUENCE_FLOPS / eight
     update = UPDATE_EFFICIENCY * device.memory_gb_s * 1e9
@@ -296,6 +322,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
         device.memory_gb * 1e9,
         costs_of(flops, bytes_per_s, 0.0, update),
         _collectives(machine),
+        # Launches as published runs show them, and the time that a device takes which is not full.
         micro_batch_s=math.exp(p["launch"]) + math.exp(p["half_batch"]) * (matrix + memory + power),
         start_s=math.exp(p["start"]),
     )
@@ -303,6 +330,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
 
 def _traffic() -> float:
     """Bytes of memory traffic of a sequence of BERT-Large, of Wikipedia's mean, in 16 bits, but for products."""
+    # At one byte a second, seconds are bytes; products take no time.
     work = wikipedia_work()
     costs = costs_of({"bf16": math.inf}, 1.0, 0.0, 1.0) | {"linear bf16": (0.0,) * len(TERMS["linear"])}
     rates = Rates(1, 1, 0.0, costs)
@@ -312,6 +340,7 @@ def _traffic() -> float:
 def _launches() -> float:
     """Launches of a micro-batch of BERT-Large."""
     work = wikipedia_work()
+    # Only launches are left, each taken as one second: the sum is their number.
     rates = Rates(1, 1, 0.0, costs_of({"bf16": math.inf}, math.inf, 1.0, math.inf))
     return _seconds_at(rates, work, work.typical(1))
 
@@ -330,12 +359,15 @@ def _collectives(machine: Machine) -> dict[tuple[Operation, Scope], Curve]:
     latency = math.exp(p["network_latency"]) * math.log2(nodes) / (4 * PARAMETERS / BUCKET_BYTES) if nodes > 1 else 0.0
     curves: dict[tuple[Operation, Scope], Curve] = {}
     scopes: list[tuple[Scope, int, float, float]] = [
+        # In a node a collective costs one launch: a micro-batch's constant time over the number of its launches.
         ("node", inside, 1 / link, math.exp(p["launch"]) / _launches()),
         ("rail", nodes, inside / network, latency),
+        # Node links and network form one pipeline, whose slower half counts; all devices of a group share its ports.
         ("world", world, max(1 / link if inside > 1 else 0.0, 1 / network), latency),
     ]
     for scope, members, per_byte, wait in scopes:
         for operation in get_args(Operation):
             rate = (2 if operation == "all-reduce" else 1) * (1 - 1 / members) * per_byte  # of a ring
+            # Two points are a line: `Curve` extends it beyond 1 GiB.
             curves[operation, scope] = Curve(((0.0, wait), (2.0**30, wait + rate * 2**30)))
     return curves

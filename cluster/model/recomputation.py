@@ -31,12 +31,14 @@ def kept_bytes(
     """
     D, F, H = model.hidden_size, model.intermediate_size, model.num_attention_heads
     size = 4 if precision == "fp32" else 2
+    # "full" keeps a layer's input alone, from which everything is computed again.
     if mode == "full":
         return size * D
     if mode == "selective":  # input, QKV, products of attention output, FC1 and FC2
         return size * (6 * D + F)
     # Besides: context, the first norm's output, GELU's. In FP8 GELU's is kept as FC2's input, like those of the other three.
     activations = size * (8 * D + F) + (3 * D + F if precision == "fp8" else size * F)
+    # Bits are kept for whole groups of keys, so the longest sequence decides, rounded up.
     mask_bytes = H * -(-longest_sequence // _KEYS_A_GROUP) * _KEYS_A_GROUP // 8 if model.attention_dropout else 0
     statistics = 4 * H + 2 * 8  # fp32: of each head's softmax, and of two norms
     return activations + mask_bytes + statistics

@@ -26,8 +26,10 @@ from cluster.published.convergence import log_samples
 from cluster.published.cost_model import RunTime
 from cluster.view import Operation, Scope
 
+# A product's backward pass is two products of the forward one's size, so forward is a third of both together.
 FORWARD = 1 / 3
 """Share of a forward pass in forward and backward."""
+# A mean of few: each has a global batch dealt to all micro-batches and counted.
 _STEPS = 4
 """Steps of the plan that are counted."""
 
@@ -64,14 +66,18 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
 
     Of stages the costliest one counts, and filling and draining them with the number of micro-batches that takes least.
     """
+    # All that one copy has to do in a step, whatever the number of micro-batches.
     sequences = strategy.sequences(rates.world_size) * strategy.gradient_accumulation_steps
     parts = _computing(work.model, strategy, rates, work.typical(sequences))
+    # Without update and reduction, since no way to run the same computing may take less than this.
     stages = [rates.micro_batch_s + float(each.sum()) for each in _of_stages(parts, work.model, strategy)]
     if strategy.pipeline > 1:
         # In M micro-batches: the work of the costliest stage, M times what each takes whatever its size, and an M-th of
         # the other stages' work at both ends. The root is where that is least.
+        # 1e-9: a probe's rates have no constant cost, and the root divides by it.
         seconds, once = max(stages) - rates.micro_batch_s, max(rates.micro_batch_s, 1e-9)
         rest = (sum(stages) - max(stages)) / strategy.virtual_stages
+        # At least one micro-batch for each stage, as PyTorch's schedules ask for, and no more than there are sequences.
         many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
         return PredictedStep(0.0, (seconds + once * many + rest / many) / rates.sharing, 0.0, 0.0, 0.0)
     return PredictedStep(0.0, stages[0], 0.0, 0.0, 0.0)
@@ -83,6 +89,7 @@ def predict_step(work: Work, strategy: Strategy, rates: Rates, steps: int = _STE
     Raises:
         ValueError: the global batch does not divide over the ranks, or a rate is missing.
     """
+    # Two functions, since with stages nothing overlaps: gradients travel after the last micro-batch of the step.
     predicted = _predicted if strategy.pipeline == 1 else _predicted_in_stages
     found = [predicted(work, strategy, rates, step) for step in range(steps)]
     names = ("data_wait", "forward_backward", "reduce", "update", "hidden")
@@ -94,6 +101,7 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     sizes = work.micro_batches(strategy, rates.world_size, step)
     embedding, layer, last = _computing(work.model, strategy, rates, sizes)
     layers = work.model.num_hidden_layers - 1
+    # AR: micro-batches of a step by ranks. Means come last, so that the slowest rank of the real plan is still known.
     # What every rank computes, by the plan.
     compute_AR = rates.micro_batch_s + embedding + layers * layer + last
     assembly = float(rates.seconds(Computation("batch", (1.0, float(strategy.global_batch_size)))))
@@ -107,10 +115,12 @@ def _predicted(work: Work, strategy: Strategy, rates: Rates, step: int) -> Predi
     constant = rates.micro_batch_s * scale
     ends, reducing = _timeline(strategy, data_rates, layout, (*means, constant), layers)
     straggling = max(0.0, rates.last_of(compute_R.tolist()) - rates.mean * compute)  # a mean rank waits so long
+    # What is left to wait for after the last backward pass, and weights that the forward pass waited for at its start.
     exposed = ends.arrived - ends.computed + ends.waited
     reduce = exposed + (straggling if rates.world_size > 1 else 0.0)
     return PredictedStep(
         data_wait,
+        # `rates.mean` is below 1 where ranks share processors: those that end early leave theirs to the others.
         ends.computed - ends.waited - (1 - rates.mean) * compute,
         reduce,
         _update(strategy, rates, layout),
@@ -130,8 +140,10 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
     sizes = work.micro_batches(strategy, rates.world_size, step)
     compute_PAR = np.stack(_of_stages(_computing(work.model, strategy, rates, sizes), work.model, strategy))
+    # Nothing is captured here: each stage's launches count for every micro-batch.
     compute_PAR += rates.micro_batch_s
     element = hidden_bytes(strategy.precision, on_gpu=rates.demand == 0)
+    # Between products each rank of a tensor group has a part of the rows, and sends that part alone.
     rows = float(sizes.tokens_AR.mean()) / strategy.tensor
     message_s = rates.message_seconds(strategy.tensor, strategy.pipeline, rows * work.model.hidden_size * element)
     neighbours_P = np.array(
@@ -142,6 +154,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
     if rates.demand >= 1:
         through_R = through_R + assembly
     through = rates.last_of(through_R.tolist())
+    # Rank 0's records count its computing; whatever the pipeline needs beyond that shows as waiting in `reduce`.
     computing = min(rates.mean * float(compute_PAR[0].sum(0).mean()), through)
     # Twice on the way: the gradient of the last stage's word table before the sums, the table itself after the update.
     word_s = rates.message_seconds(strategy.tensor, strategy.pipeline, 4.0 * layouts[-1].copied)
@@ -155,6 +168,7 @@ def _predicted_in_stages(work: Work, strategy: Strategy, rates: Rates, step: int
         computing,
         through - computing + word_s + reducing,
         _update(strategy, rates, layout) + word_s,
+        # Gradients travel after the last micro-batch: nothing of that is hidden.
         0.0,
     )
 
@@ -186,6 +200,7 @@ def _computing(model: ModelConfig, strategy: Strategy, rates: Rates, sizes: Micr
         _seconds(part, rates, strategy.precision, sizes) + seconds
         for part, seconds in zip(parts, exchanged, strict=True)
     ]
+    # Recomputation repeats the forward third of these kinds, not their backward pass.
     again = [each for each in parts[1] if each.kind in REPEATED[strategy.recompute]]
     found[1] += FORWARD * _seconds(again, rates, strategy.precision, sizes)
     found[1] += exchanged[1] / 2 if strategy.recompute == "full" else 0.0  # those of the forward pass once more
@@ -200,15 +215,18 @@ def _exchanged(
     Each all-gather has a reduce-scatter of as many rows in the other direction; micro-batches count with their mean.
     """
     if tensor == 1:
+        # Without a tensor group nothing is exchanged, and there may be no node-scope curve to ask.
         return 0.0, 0.0, 0.0
 
     def both(rows: float, element: int) -> float:
         size = element * model.hidden_size * rows
+        # Each all-gather's gradient is a reduce-scatter of the same vector, hence both at the same size.
         return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", "reduce-scatter"))
 
     element = 4 if precision == "fp32" else 2
     # As docs/scaling.md counts them, under "Bytes that ranks send": the embeddings' sum travels in fp32.
     T, M = float(sizes.tokens_AR.mean()), float(sizes.masked_AR.mean())
+    # Q: rows of the last layer, which computes only masked tokens and each sequence's [CLS].
     Q = M + sizes.sequences
     return both(T, 4), 4 * both(T, element), both(T, element) + 4 * both(Q, element) + both(M, element)
 
@@ -223,16 +241,21 @@ def _timeline(
     Returns its ends, and the seconds of all messages with nothing beside them.
     """
     embedding, layer, last, constant = means
+    # One piece for each layer: a message of the timeline begins after a whole piece.
     parts = [embedding, *[layer] * layers, last]
+    # The constant cost of a micro-batch is spread evenly over the parts.
     forward = [FORWARD * (each + constant / len(parts)) for each in parts]
     backward = [(1 - FORWARD) * (each + constant / len(parts)) for each in reversed(parts)]
     buckets = layout.buckets(rates.world_size, strategy.bucket_bytes)
     messages: list[Message] = []
+    # needs[i]: messages that must have arrived before piece i begins; none where weights are whole on every rank.
     needs = [0] * len(parts)
     # FP8's copies are cast from gathered weights: there the update gathers them, beside nothing.
     if strategy.reduction in SHARDED and rates.world_size > 1 and strategy.precision != "fp8":
+        # Backward fills the last layers' buckets first, and forward needs the first layers' weights first.
         gathered = buckets[::-1]
         messages += [_gather(strategy, rates, 4 * (bucket.stop - bucket.start)) for bucket in gathered]
+        # A layer's parameters end at `stop` in the flat vector; a bucket that begins before it may hold some of them.
         stops = [*layout.ends[:-1], layout.elements]  # the last layer and the heads wait for all
         needs = [sum(bucket.start < stop for bucket in gathered) for stop in stops]
     pieces = [Piece(seconds, need) for seconds, need in zip(forward, needs, strict=True)]
@@ -240,8 +263,10 @@ def _timeline(
         pieces.insert(0, Piece(0.0, 1))  # the step waits for the first weights before all else
     reduced = strategy.gradient_accumulation_steps if strategy.shard_gradients and rates.world_size > 1 else 1
     """Backward passes whose gradients travel."""
+    # Micro-batches whose gradients stay local are one piece: no message can begin or end inside them.
     pieces.append(Piece((strategy.gradient_accumulation_steps - reduced) * (sum(forward) + sum(backward))))
     for number in range(reduced):
+        # Gradients on a shard share two buffers of a bucket, which a pass finds free.
         if number:  # which waits for the sums of the one before
             pieces += [Piece(0.0, len(messages)), *map(Piece, forward)]
         before = len(pieces)
@@ -252,6 +277,7 @@ def _timeline(
             part = sum(end <= bucket.start for end in layout.ends)
             seconds, share = _reduce(strategy, rates, 4 * (bucket.stop - bucket.start), number == reduced - 1)
             messages.append(Message(seconds, before + len(parts) - min(part, len(parts) - 1), share))
+    # The second value is what the messages would take alone: the difference to what shows is what overlap hides.
     return run(pieces, messages, rates.demand), sum(message.seconds for message in messages)
 
 
@@ -263,6 +289,7 @@ def _gather(strategy: Strategy, rates: Rates, size: int) -> Message:
 
 def _reduce(strategy: Strategy, rates: Rates, size: float, last: bool) -> tuple[float, float]:
     """Seconds of a bucket's reduction, along rails with a step's ``last``, and the share of processors it keeps busy."""
+    # `shard` is what is left for the rails after the sum in the node: each rank of a host carries its own part.
     whole, shard = size, size / rates.ranks
     if strategy.reduction == "flat":
         calls = _sum(strategy, rates, "all-reduce", "world", whole)
@@ -270,10 +297,12 @@ def _reduce(strategy: Strategy, rates: Rates, size: float, last: bool) -> tuple[
         calls = _sum(strategy, rates, "reduce-scatter", "world", whole)
     else:
         calls = _sum(strategy, rates, "reduce-scatter", "node", whole)
+        # Along rails only a step's last sums travel; before, sums of the node are accumulated on the shard.
         calls += _sum(strategy, rates, "all-reduce", "rail", shard) if last else []
         if strategy.reduction == "hierarchical":
             calls += _sum(strategy, rates, "all-gather", "node", whole)
     seconds = sum(each for each, _ in calls)
+    # Calls follow one another: their shares of the processors are averaged by time.
     return seconds, sum(each * share for each, share in calls) / seconds if seconds else 0.0
 
 
@@ -294,6 +323,7 @@ def _sum(
 def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
     data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
     copies = data_rates.world_size
+    # Sharded in a node or over all ranks; otherwise every rank updates every parameter.
     shards = {"sharded": data_rates.ranks, "sharded_world": copies}.get(strategy.reduction, 1)
     elements = layout.padded(copies) / shards
     seconds = rates.seconds(Computation("lamb", (1.0, layout.segments / shards, elements)))
@@ -302,6 +332,7 @@ def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
         seconds += sum(_gather(strategy, data_rates, 4 * (bucket.stop - bucket.start)).seconds for bucket in buckets)
     if shards > 1:
         scope: Scope = "node" if strategy.reduction == "sharded" else "world"
+        # Norms are of whole tensors, which lie across shards; LAMB's trust ratios need them before any weight moves.
         # Two gatherings of squares, the global norm's and the tensors': of these two fp64 numbers a segment and rank.
         seconds += 2 * data_rates.collective_seconds("all-gather", scope, 16.0 * layout.segments * shards)
     if strategy.tensor > 1:  # whose ranks have the gradients of what all of them have together
@@ -319,9 +350,11 @@ def predict_run(
     step = step or predict_step(work, strategy, rates)
     batch = strategy.global_batch_size
     samples = samples or work.samples
+    # Then the reference's convergence points count, with what published runs differ from them by.
     if samples is None:
         p, gigabytes = calibration().parameters, rates.memory_bytes / 1e9
         samples = math.exp(log_samples(p, batch, rates.world_size, gigabytes, batch / step.total, False))
+    # Whole steps: a run ends at a step's end, and evaluates at least once even where the target is below one interval.
     steps = math.ceil(samples / batch)
     evaluations = max(1, math.ceil(samples / work.interval(batch)))
     evaluation = evaluations * evaluation_seconds(work, strategy.precision, strategy.parallel, rates)
@@ -342,6 +375,7 @@ def evaluation_seconds(work: Work, precision: Precision, parallel: ParallelConfi
         parts = parts_of(work.model, sizes, parallel.tensor)
         exchanged = _exchanged(work.model, precision, parallel.tensor, rates, sizes)
         embedding, layer, last = (
+            # Half of what is exchanged: the other half belongs to the backward pass.
             FORWARD * float(_seconds(part, rates, precision, sizes).sum()) + seconds / 2
             for part, seconds in zip(parts, exchanged, strict=True)
         )
@@ -349,5 +383,7 @@ def evaluation_seconds(work: Work, precision: Precision, parallel: ParallelConfi
             computing = own.has_embeddings * embedding + own.inner * layer + own.has_last * last
             total_P[place] += FORWARD * rates.micro_batch_s + computing
     if parallel.virtual_stages > 1:
+        # Interleaved stages are run one batch at a time in evaluation, so ranks wait for one another throughout.
         return float(total_P.sum())
+    # The costliest stage is busy all the time; the others show once, while the pipeline fills and drains.
     return float(total_P.max() + (total_P.sum() - total_P.max()) / len(batches))

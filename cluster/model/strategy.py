@@ -11,6 +11,7 @@ from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Reco
 Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 """As `training.reduction` names them."""
 
+# From the training settings, so that a plan without the field and a run without the option mean the same size.
 BUCKET_BYTES = TrainingConfig.bucket_bytes
 """Of the flat fp32 gradient, unless a run or a plan says otherwise."""
 
@@ -59,6 +60,7 @@ class Strategy:
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")
         if self.shard_gradients and self.reduction not in SHARDED:
             raise ValueError(f"shard_gradients goes with sharded or sharded_world reduction, not with {self.reduction}")
+        # Flat and sharded_world reductions have no step between hosts by itself, which alone switches could add up.
         if self.in_network and self.reduction in ("flat", "sharded_world"):
             raise ValueError(f"in_network goes with hierarchical or sharded reduction, not with {self.reduction}")
         if self.in_network and self.reduce_dtype == "bf16":
@@ -87,6 +89,7 @@ class Strategy:
     def sequences(self, ranks: int) -> int:
         """Sequences of a micro-batch of one copy. Raises ``ValueError`` where the global batch does not divide."""
         share = self.copy_ranks
+        # Only copies see different sequences: ranks of one copy work on the same micro-batch.
         micro_batches = ranks // share * self.gradient_accumulation_steps
         if self.global_batch_size % micro_batches:
             copies = f"{ranks} ranks" if share == 1 else f"{ranks // share} copies of {share} ranks"
@@ -105,6 +108,7 @@ def strategy_of(config: Config) -> Strategy:
         training.gradient_accumulation_steps,
         training.precision,
         "flat" if training.reduction == "auto" else training.reduction,
+        # "auto" counts as off: no rate of switches is known before a run measures them.
         training.in_network == "on",
         training.reduce_dtype,
         training.bucket_bytes,

@@ -46,27 +46,33 @@ class Ends:
 def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> Ends:
     """Let pieces and messages go on side by side. ``demand``: share of the processors that computing keeps busy alone."""
     now = computed = waited = 0.0
+    # `message` counts those that have arrived: messages are waited for by their number, not by name.
     piece = message = 0
     left_piece = pieces[0].seconds if pieces else 0.0
     left_message = messages[0].seconds if messages else 0.0
     while piece < len(pieces) or message < len(messages):
+        # Only the next piece and the next message can be under way: both queues are in order.
         computing = piece < len(pieces) and pieces[piece].needs <= message
         sending = message < len(messages) and messages[message].after <= piece
+        # A cycle between the two would loop forever with infinite times.
         assert computing or sending, "pieces and messages wait for each other"
         # Go on to where the piece, or the message, ends next: until then speeds are the same.
         speed_piece = speed_message = 1.0
         if computing and sending:
+            # Both are slowed only while both run; alone each has the speed it was measured at.
             speed_piece, speed_message = _speeds(demand, messages[message].share)
         until_piece = left_piece / speed_piece if computing else float("inf")
         until_message = left_message / speed_message if sending else float("inf")
         step = min(until_piece, until_message)
         now += step
+        # A piece without seconds is a wait: what passes before it may start is counted as waiting, not computing.
         if not computing and piece < len(pieces) and pieces[piece].seconds == 0:
             waited += step
         if computing:
             left_piece -= step * speed_piece
         if sending:
             left_message -= step * speed_message
+        # Both may end at the same instant, hence two ifs: an else would leave a zero remainder and cost another turn.
         if computing and until_piece <= until_message:
             piece, computed = piece + 1, now
             left_piece = pieces[piece].seconds if piece < len(pieces) else 0.0
@@ -78,7 +84,9 @@ def run(pieces: Sequence[Piece], messages: Sequence[Message], demand: float) -> 
 
 def _speeds(demand: float, share: float) -> tuple[float, float]:
     """Speeds of computing and of a message that go on at once, over those of each alone."""
+    # Share 0 is a GPU's collective, or one member's: nothing to compete for.
     if demand + share <= 1 or share == 0:
         return 1.0, 1.0
+    # At least half of the processors if it asks for them, or whatever computing leaves over.
     given = min(share, max(0.5, 1 - demand))
     return min(1.0, (1 - given) / demand), given / share

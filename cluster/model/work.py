@@ -23,6 +23,7 @@ from dataloading.dataset.folder import open_dataset
 EVALUATION_SEQUENCES = 10_000
 """Of the benchmark."""
 _DRAWN = 200_000
+# Masking rules of the benchmark's data: 15 % of the tokens, at least one.
 _MASKED_SHARE = 0.15
 _MOST_MASKED = 76
 """Masked tokens of a sequence of the benchmark."""
@@ -47,10 +48,12 @@ class MicroBatches:
 
     def of_ranks(self, ranks: int) -> MicroBatches:
         """Return the same micro-batches, in their order, with so many ranks at work on them."""
+        # Which rank computes a micro-batch is a matter of shape alone: dealing balances micro-batches, not ranks.
         each = {name: value.reshape(-1, ranks) for name, value in vars(self).items() if name != "sequences"}
         return replace(self, **each)
 
 
+# eq=False: arrays have no single truth value, and identity is what the caches below need.
 @dataclass(frozen=True, eq=False)
 class Work:
     """What a run trains, and until when.
@@ -78,6 +81,7 @@ class Work:
     def __post_init__(self) -> None:
         if len(self.lengths) == 0 or len(self.evaluation_lengths) == 0:
             raise ValueError("no sequences to train on, or none to evaluate: expected at least one of each")
+        # Here, since an index beyond the position table would only show at the first long sequence of a run.
         longest = max(int(self.lengths.max()), int(self.evaluation_lengths.max()))
         if longest > self.model.max_position_embeddings:
             raise ValueError(
@@ -98,6 +102,7 @@ class Work:
     def _means(self) -> list[float]:
         """Of a sequence: tokens, masked ones, pairs, and those of the last layer."""
         lengths, masked = self.lengths.astype(np.float64), self.masked_counts.astype(np.float64)
+        # Mean of squares, not square of the mean: attention's work is dominated by long sequences.
         return [float(each.mean()) for each in (lengths, masked, lengths**2, (1 + masked) * lengths)]
 
     def micro_batches(self, strategy: Strategy, ranks: int, step: int) -> MicroBatches:
@@ -107,6 +112,7 @@ class Work:
         """
         strategy.sequences(ranks)  # a run may share out an uneven batch after it lost hosts; nobody plans that
         copies = ranks // strategy.copy_ranks
+        # Copies times accumulation, since both are dealt from the same global batch.
         dealt = self._dealt(strategy.global_batch_size, copies * strategy.gradient_accumulation_steps, step)
         return dealt.of_ranks(copies)
 
@@ -114,6 +120,7 @@ class Work:
     def _dealt(self, global_batch_size: int, micro_batches: int, step: int) -> MicroBatches:
         """Micro-batches of a step, [A, 1]: the same ones whichever ranks compute them, and whichever comes first."""
         batch = self._global_batch(global_batch_size, step)
+        # Positions in the global batch are looked up in it: `deal` knows lengths only.
         dealt = batch[deal(self.lengths[batch], micro_batches)][:, None]
         return _sizes(self.lengths[dealt].astype(np.float64), self.masked_counts[dealt].astype(np.float64))
 
@@ -137,10 +144,12 @@ class Work:
 
 def _sizes(lengths_ARS: NDArray[np.float64], masked_ARS: NDArray[np.float64]) -> MicroBatches:
     # In order, a length is one sequence's alone where it differs from both neighbours.
+    # Sorted, so that equal lengths are neighbours; order within a micro-batch has no cost.
     ordered_ARS = np.sort(lengths_ARS, axis=-1)
     is_new = np.diff(ordered_ARS, axis=-1) > 0
     edge = np.ones_like(is_new, shape=(*is_new.shape[:-1], 1))
     is_single = np.concatenate([edge, is_new], axis=-1) & np.concatenate([is_new, edge], axis=-1)
+    # In the order of the fields of `MicroBatches`.
     return MicroBatches(
         lengths_ARS.shape[-1],
         lengths_ARS.sum(-1),
@@ -155,6 +164,7 @@ def _sizes(lengths_ARS: NDArray[np.float64], masked_ARS: NDArray[np.float64]) ->
 def work_of(config: Config) -> Work:
     """Return the work of a configuration, by the length indices of its data sets, which must be there."""
     train, evaluation = (open_dataset(folder) for folder in (config.data.train, config.data.evaluation))
+    # In the closed division the reference's convergence decides; any other run ends at its own sample limit.
     closed = config.log.division == "closed"
     return Work(
         config.model,
@@ -166,6 +176,7 @@ def work_of(config: Config) -> Work:
         config.evaluation.target,
         None if closed else float(config.training.sample_limit),
         config.evaluation.interval_samples,
+        # Seed None draws a new one at each run; a prediction must not change from call to call.
         config.training.seed or 0,
     )
 
@@ -173,7 +184,9 @@ def work_of(config: Config) -> Work:
 @functools.cache
 def wikipedia_work(model: ModelConfig | None = None) -> Work:
     """Return the benchmark's work, its lengths drawn from the shipped histogram of Wikipedia."""
+    # uint16 as the length index on disk has it; a seed of its own, so that a prediction is repeatable.
     lengths = drawn_lengths(np.random.default_rng(0), _DRAWN + EVALUATION_SEQUENCES).astype(np.uint16)
+    # At least one masked token a sequence, as the data preparation makes it.
     masked = np.clip(np.rint(_MASKED_SHARE * lengths), 1, _MOST_MASKED).astype(np.uint16)
     train, evaluation = slice(_DRAWN), slice(_DRAWN, None)
     return Work(model or ModelConfig(), lengths[train], masked[train], lengths[evaluation], masked[evaluation])

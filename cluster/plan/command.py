@@ -37,6 +37,7 @@ def recipe_named(name: str) -> Config:
         raise ValueError(
             f"unknown recipe {name!r}: expected one of {', '.join(RECIPES)}{did_you_mean(name, list(RECIPES))}"
         )
+    # Its settings are derived from its text when a run starts, so there is nothing fixed to search around.
     if name in FOLLOWING:
         raise ValueError(f"{name} takes its settings from its data when it starts: there is nothing to plan")
     return RECIPES[name]()
@@ -56,6 +57,7 @@ def plan(request: Request) -> None:
     say(f"{request.recipe} on {where}, {source}: {counted(len(found.ranked), 'way')} predicted")
     for line in as_lines(found, target.world_size):
         say(line)
+    # `best`, not `ranked`: the few were predicted again by several steps, which may have changed their order.
     best = found.best[0]
     write_plan(run_plan(config, target, best), request.out)
     say()
@@ -70,6 +72,7 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
         device=target.device,
         nodes=target.nodes,
         ranks_per_node=target.ranks_per_node,
+        # A plan has the settings that planning may change, as a command line states them.
         settings=settings_of(configured(config, chosen.schedule, chosen.strategy)),
         hyperparameters=chosen.schedule.source,
         step_seconds={**chosen.step.parts, "other": 0.0},
@@ -97,6 +100,7 @@ def draw_scale(request: ScaleRequest) -> None:
     """
     config = recipe_named(request.recipe)
     device, _ = device_of(request.recipe, request.accelerator)
+    # All points before any output: a plan that fails leaves no half table.
     points = scale(config, device, request.gpus_per_node, request.networking)
     names = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
     say(f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}")

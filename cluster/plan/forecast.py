@@ -23,9 +23,11 @@ def forecast(config: Config, world_size: int, local_size: int = 0, work: Work | 
     """
     try:
         device, per_node = device_of(config.recipe, None)
+    # An unknown device still has memory to state: only the step's time needs its facts.
     except ValueError:
         device, per_node = None, world_size
     on_gpu = config.training.device == "cuda"
+    # Nodes of the device's usual size, or the whole run where it is smaller than one.
     a_node = local_size or min(per_node, world_size)
     nodes = world_size // a_node
     work, strategy = work or work_of(config), strategy_of(config)
@@ -33,6 +35,7 @@ def forecast(config: Config, world_size: int, local_size: int = 0, work: Work | 
     yield f"a rank holds {_gigabytes(sum(memory.values()))} at most: " + ", ".join(
         f"{part} {_gigabytes(size)}" for part, size in memory.items() if size
     )
+    # What other modes would hold tells at once whether recomputation would help.
     others = {
         mode: sum(memory_of_rank(work, replace(strategy, recompute=mode), nodes, a_node, on_gpu).values())
         for mode in RECOMPUTES
@@ -43,10 +46,12 @@ def forecast(config: Config, world_size: int, local_size: int = 0, work: Work | 
     )
     if device is None:
         return
+    # Not all of a device's memory can be used; the search counts with the same share.
     usable = USABLE_MEMORY * device.memory_gb * 1e9
     if sum(memory.values()) > usable:
         remedy = "`python -m cluster plan` finds what fits"
         yield f"more than the {_gigabytes(usable)} that {device.name} has for it: {remedy}"
+    # There is no rate where the device lacks the precision, such as FP8 on an A100: then memory is all that is said.
     rates = described(device, world_size, a_node).rates.get(strategy.precision)
     if rates is not None:
         step = predict_step(work, strategy, rates)

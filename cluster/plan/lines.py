@@ -63,9 +63,11 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
 
     Micro-batches are compared at the best's own batch and copies: those of others follow from them.
     """
+    # By equal strategies, not the same object: `best` holds candidates that were predicted again.
     best = next(each for each in found.ranked if each.strategy == found.best[0].strategy)
     own = _values(best, world_size)
     rivals: dict[tuple[str, str], Candidate] = {}
+    # `ranked` is sorted, so that the first candidate with a value is the fastest with it.
     for each in found.ranked:
         values = _values(each, world_size)
         for setting, value in values.items():
@@ -84,6 +86,7 @@ def _rivals(found: Found, world_size: int) -> Iterator[str]:
 
 def _cause(best: Candidate, rival: Candidate) -> str:
     """What makes a rival slower: another number of steps, or the part that takes the most longer."""
+    # Steps of different batches do not compare part by part: samples to converge differ as well.
     if rival.strategy.global_batch_size != best.strategy.global_batch_size:
         return _steps(rival)
     longer = {part: rival.step.parts[part] - seconds for part, seconds in best.step.parts.items()}
@@ -100,6 +103,7 @@ def _refused(refusals: Sequence[Refusal]) -> Iterator[str]:
     """A line for each reason, with all values that it is the reason for."""
     values: dict[tuple[str, str], list[str]] = {}
     for each in refusals:
+        # Many values fail for the same reason, and share its line.
         shown = f"{each.value:,}" if isinstance(each.value, int) else str(each.value)
         known = values.setdefault((each.setting, each.reason), [])
         if shown not in known:

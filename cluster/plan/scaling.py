@@ -75,10 +75,13 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
     points: list[Point] = []
     nodes = 1
     while nodes * per_node <= LARGEST:
+        # Twice the same machine: as results describe it, for the interval, and as a target of rates.
         machine = describe_machine(device, nodes, per_node, networking=networking)
         target = described(device, nodes * per_node, per_node, networking)
         plan = search(config, work, target).best[0]
+        # The interval is of published results about the fit, taken over to the planned time as a factor.
         low, high = calibration().interval(Run(machine, plan.strategy.global_batch_size))
+        # Launches are inside forward and backward in the step's records; here they are a cause of their own.
         launches = target.rates[plan.strategy.precision].micro_batch_s * plan.strategy.gradient_accumulation_steps
         parts = plan.run.parts
         seconds = {
@@ -86,6 +89,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
             "launches and small kernels": plan.run.steps * launches,
             "reduction": parts["reduce"],
         } | {cause: parts[cause] for cause in ("update", "evaluation", "start")}
+        # Efficiency is relative to the first point, which compares with itself.
         first = points[0].plan if points else plan
         efficiency = _rate(plan, nodes * per_node) / _rate(first, per_node)
         samples = plan.run.samples / first.run.samples
@@ -98,6 +102,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
 
 def published_on(device: Device) -> list[Result]:
     """Return the published closed results of a device, the fewest accelerators first."""
+    # By the whole name: other forms and memories of a model scale differently.
     found = [result for result in results() if result.run.machine.device.name == device.name]
     return sorted(found, key=lambda result: (result.run.machine.accelerators, result.seconds))
 
@@ -106,6 +111,7 @@ def write_table(points: Sequence[Point], path: Path) -> None:
     """Write a row for each point, whole or not at all: what is planned, minutes with their interval, and those of each
     cause.
     """
+    # Written in memory first, so that a failing disk leaves no half file.
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     strategy_names = (

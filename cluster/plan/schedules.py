@@ -19,6 +19,7 @@ from bert.configuration.sections import ModelConfig, OptimizerConfig
 from cluster.published.results import TABLE
 from console.text import counted
 
+# What a log states of a schedule, and what makes two results comparable: batch, rate, betas, steps, warm-up.
 _Key = tuple[int, float, float, float, int, int]
 
 
@@ -47,6 +48,7 @@ def schedules(config: Config) -> list[Schedule]:
     """
     published = _published()
     training = config.training
+    # Samples and learning rates do not carry over to another model or target.
     if config.model != ModelConfig() or config.log.division != "closed":
         return [Schedule(training.global_batch_size, config.optimizer, training.max_samples, None, "the recipe's own")]
     found: dict[int, Schedule] = {}
@@ -54,6 +56,7 @@ def schedules(config: Config) -> list[Schedule]:
         best = found.get(schedule.global_batch_size)
         if best is None or (schedule.samples or 0) < (best.samples or 0):  # of one size, what took the fewest samples
             found[schedule.global_batch_size] = schedule
+    # Last of all, so that nothing published displaces the recipe's own hyperparameters at its own batch.
     samples = _samples(published, training.global_batch_size, config.optimizer)
     found[training.global_batch_size] = Schedule(
         training.global_batch_size, config.optimizer, training.max_samples, samples, "the recipe's own"
@@ -66,6 +69,7 @@ def _published() -> dict[_Key, list[Mapping[str, str]]]:
     found: dict[_Key, list[Mapping[str, str]]] = defaultdict(list)
     with TABLE.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
+            # Open results may have changed the model or the target.
             if row["division"] == "closed" and "Gaudi2" not in row["accelerator"]:  # whose logs state no true samples
                 batch, steps = int(row["global_batch_size"]), round(float(row["opt_learning_rate_training_steps"]))
                 rate, beta_1, beta_2 = (
@@ -80,6 +84,7 @@ def _warmup(row: Mapping[str, str]) -> int:
 
 
 def _samples(published: Mapping[_Key, list[Mapping[str, str]]], batch: int, optimizer: OptimizerConfig) -> float | None:
+    # An exact match: recipes state the numbers that logs print.
     key = (
         batch, optimizer.base_learning_rate, optimizer.beta_1, optimizer.beta_2,
         optimizer.learning_rate_training_steps, optimizer.num_warmup_steps,
@@ -102,6 +107,7 @@ def _of_recipes(published: Mapping[_Key, list[Mapping[str, str]]]) -> list[Sched
     return found
 
 
+# Weight decay is no part of the key: some logs state 0 for it, and samples are counted by what all logs have.
 def _stated(published: Mapping[_Key, list[Mapping[str, str]]]) -> list[Schedule]:
     by_decay: dict[tuple[_Key, float], list[Mapping[str, str]]] = defaultdict(list)
     for key, rows in published.items():
@@ -109,8 +115,10 @@ def _stated(published: Mapping[_Key, list[Mapping[str, str]]]) -> list[Schedule]
             by_decay[key, float(row["opt_lamb_weight_decay_rate"])].append(row)
     found = []
     for ((batch, rate, beta_1, beta_2, steps, warmup), decay), rows in by_decay.items():
+        # See the module's docstring: without its start a warm-up cannot be repeated, and decay 0 stands for unstated.
         if warmup or not steps or not decay:
             continue
+        # Epsilon and the rest are the benchmark's, the defaults of `OptimizerConfig`.
         optimizer = OptimizerConfig(rate, steps, beta_1, beta_2, weight_decay_rate=decay)
         others = f" and {counted(len(rows) - 1, 'other')}" if len(rows) > 1 else ""
         source = f"{rows[0]['submitter']} {rows[0]['round']}, {rows[0]['system']}{others}"

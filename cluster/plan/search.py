@@ -25,7 +25,9 @@ from cluster.plan.schedules import Schedule, schedules
 from cluster.plan.target import Target
 from cluster.published.cost_model import RunTime
 
+# The last one takes the least memory, which `_ways` and `candidate` rely on.
 REDUCTIONS: tuple[Reduction, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
+# A tensor group stays in a host.
 TENSORS = (1, 2, 4, 8)
 """Ranks of a host that share a copy of the model, or a stage of one."""
 PIPELINES = (1, 2, 4, 8, 16, 32, 64)
@@ -33,6 +35,7 @@ VIRTUAL_STAGES = (1, 2, 4)
 """Of each rank of a pipeline."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 """From the most memory to the least, and from the least time to the most."""
+# 25 MiB is the default of training; the others are a factor of four or five apart.
 BUCKETS = tuple(mebibytes * 2**20 for mebibytes in (5, 25, 100, 400))
 BEST = 5
 _MICRO_BATCHES = 2
@@ -95,13 +98,16 @@ def search(config: Config, work: Work, target: Target) -> Found:
     if not first:
         reasons = dict.fromkeys(f"{each.setting} {each.value}: {each.reason}" for each in search.refusals)
         raise ValueError(f"nothing is feasible on {target.world_size:,} x {target.device}: {'; '.join(reasons)}")
+    # `first` has one way to sum for each way to compute; the loop tries the others where they may still win.
     ranked = list(first)
     # No way to sum makes a step faster than one without any reduction: where that is too slow, none is looked at.
     for each in sorted(first, key=lambda candidate: candidate.least_seconds):
         best = _best(ranked)
+        # Until there are enough to compare with, every candidate is worth a look.
         if len(best) < BEST or each.least_seconds < best[-1].seconds:
             ranked += search.other_ways(each)
     ranked.sort(key=lambda candidate: candidate.seconds)
+    # Again by several steps: one step of the plan is enough to sort thousands, not to state a time.
     best = [search.looked_at(each) for each in _best(ranked)]
     best.sort(key=lambda candidate: candidate.seconds)
     return Found(tuple(best), tuple(ranked), tuple(search.refusals))
@@ -111,6 +117,7 @@ def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
     """The few that are fastest, each with its best size of buckets."""
     distinct: dict[Strategy, Candidate] = {}
     for each in sorted(candidates, key=lambda candidate: candidate.seconds):
+        # Sizes of buckets differ by little: a list of the best five would be one way five times.
         distinct.setdefault(replace(each.strategy, bucket_bytes=1), each)
         if len(distinct) == BEST:
             break
@@ -121,6 +128,7 @@ class _Search:
     """Predictions of one recipe on one target, each made once."""
 
     def __init__(self, config: Config, work: Work, target: Target) -> None:
+        # Reasons are collected instead of logged: the command prints those of values that lost everywhere.
         self.refusals: list[Refusal] = []
         self._config, self._work, self._target = config, work, target
         self._reductions = REDUCTIONS
@@ -145,9 +153,11 @@ class _Search:
         found: list[Candidate] = []
         for tensor in self._tensors:
             for place, (least, way) in enumerate(self._by_least_seconds([tensor], 1)):
+                # Without tensor groups all are tried; with them the first of each number shows what sharing costs.
                 if tensor == 1 or place == 0 or self._may_be_among_best(least, found):
                     found += self._with_micro_batches(*way)
         for pipeline in PIPELINES[1:]:
+            # Of each number of stages at least one way is predicted, so that the lines can say why it loses.
             shown = False
             for least, (schedule, way) in self._by_least_seconds(self._tensors, pipeline):
                 if may_be := self._may_be_among_best(least, found):
@@ -156,6 +166,7 @@ class _Search:
                 elif not shown:
                     found += self._with_micro_batches(schedule, way)
                 shown = True
+                # Sorted by their bound: the first that cannot win ends the search of this number of stages.
                 if not may_be:  # nor may any that takes longer at the least
                     break
         return found
@@ -177,11 +188,13 @@ class _Search:
     @staticmethod
     def _may_be_among_best(least: float, found: Sequence[Candidate]) -> bool:
         best = _best(found)
+        # Fewer than the best few: nothing can be excluded yet.
         return len(best) < BEST or least < best[-1].seconds
 
     def _is_divisible(self, tensor: int) -> bool:
         """Whether so many ranks can share a copy of the model."""
         try:
+            # The configuration itself knows which sizes divide; its message is the reason.
             replace(self._config, parallel=ParallelConfig(tensor))
         except ValueError as error:
             self.refusals.append(Refusal("tensor", tensor, str(error)))
@@ -191,6 +204,7 @@ class _Search:
     def _ways(self, tensor: int, pipeline: int) -> Iterator[tuple[Schedule, Strategy]]:
         """Batches in each precision on copies of so many ranks, in one micro-batch."""
         target = self._target
+        # Hosts hold whole copies, or copies take whole hosts: else a data group would leave its rail.
         if not are_whole_copies(target.nodes, target.ranks_per_node // tensor, pipeline):
             return
         copies = target.world_size // (tensor * pipeline)
@@ -200,6 +214,7 @@ class _Search:
                 self._samples[batch] = schedule.samples or self._work.samples
                 for precision in target.rates:
                     if precision != "fp8" or pipeline == 1:  # whose scales are of the whole model
+                        # By the reduction that takes the least memory: what does not fit with it fits with none.
                         reduction = self._reductions[-1]
                         yield schedule, Strategy(batch, 1, precision, reduction, tensor=tensor, pipeline=pipeline)
             # Said once, with the last size of tensor groups: with none of them do copies divide the batch.
@@ -215,6 +230,7 @@ class _Search:
     def _with_micro_batches(self, schedule: Schedule, way: Strategy) -> Iterator[Candidate]:
         """Candidates with the largest micro-batches that fit, and with those that recomputing makes room for."""
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
+        # A single copy has nobody to shard gradients with.
         shards = (False, True) if target.world_size > way.copy_ranks else (False,)
         held = {
             each: sum(
@@ -222,10 +238,12 @@ class _Search:
             )
             for each in (replace(way, shard_gradients=shard) for shard in shards)
         }
+        # Before any micro-batch: weights that do not fit need no search of accumulation.
         if min(held.values()) > usable:
             gigabytes = f"{min(held.values()) / 1e9:,.1f} of {usable / 1e9:,.1f} GB"
             self.refusals.append(Refusal(*_shape(way), f"weights do not fit in {way.precision}: {gigabytes}"))
             return
+        # One more than the largest accumulation there can be, so that all divisors are tried at first.
         enough = way.sequences(target.world_size) + 1
         # From the fastest on: what recomputes or shards more is worth it only with less accumulation than those before.
         for recompute, each in product(RECOMPUTES, held):
@@ -235,6 +253,7 @@ class _Search:
             found = list(islice(fitting, _MICRO_BATCHES) if way.pipeline == 1 else _while_faster(fitting))
             yield from found
             if found:
+                # What recomputes more has to do with less accumulation than this to be worth trying.
                 enough = found[0].strategy.gradient_accumulation_steps
         too_large = any((key[0], key[3]) == (way.precision, way.parallel) for key in self._too_many)
         if enough > way.sequences(target.world_size) and way.pipeline > 1 and too_large:
@@ -242,8 +261,10 @@ class _Search:
 
     def _fitting(self, schedule: Schedule, like: Strategy, enough: int) -> Iterator[Candidate]:
         """Candidates with less accumulation than ``enough``, with which what recomputes less fits, the least one first."""
+        # From the largest micro-batch down: accumulation divides a copy's sequences.
         sequences = like.sequences(self._target.world_size)
         for accumulation in takewhile(lambda each: each < enough, _divisors(sequences)):
+            # At least one micro-batch for each stage; interleaved 1F1B wants them in rounds of equal size.
             rounds = accumulation // like.pipeline
             if rounds == 0 or (like.virtual_stages > 1 and accumulation % rounds):
                 continue  # as schedules of PyTorch need
@@ -258,6 +279,7 @@ class _Search:
         vector = 4 * max(layout.elements for layout in layouts_of(self._work.model, *shape))
         # Larger ones would be one as well.
         buckets = [size for size in BUCKETS if size == like.strategy.bucket_bytes or size < vector]
+        # Gradients on a shard need a reduction that leaves shards.
         reductions = [each for each in self._reductions if each in SHARDED or not like.strategy.shard_gradients]
         for reduction, reduce_dtype, bucket_bytes in product(reductions, ("fp32", "bf16"), buckets):
             strategy = replace(like.strategy, reduction=reduction, reduce_dtype=reduce_dtype, bucket_bytes=bucket_bytes)
@@ -269,9 +291,11 @@ class _Search:
         target, work, precision = self._target, self._work, strategy.precision
         rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
         memory_by = precision, strategy.recompute, strategy.shard_gradients, strategy.parallel
+        # Memory only grows with the micro-batch: what failed once rules out all larger ones of its kind.
         if sequences >= self._too_many.get(memory_by, sequences + 1):
             return None
         try:
+            # The configuration refuses what the program cannot run, before anything is predicted of it.
             configured(self._config, schedule, strategy)
         except ValueError as error:
             self.refusals.append(Refusal("precision", precision, str(error)))
@@ -279,6 +303,7 @@ class _Search:
         try:
             memory = sum(memory_of_rank(work, strategy, target.nodes, target.ranks_per_node, target.on_gpu).values())
             if memory > USABLE_MEMORY * rates.memory_bytes:
+                # One refusal stands for all sizes of buckets and types of sums.
                 alike = sequences, replace(strategy, bucket_bytes=1, reduce_dtype="fp32")
                 if strategy.pipeline == 1 and alike not in self._said:  # of stages it is said where none fits
                     self._said.add(alike)
@@ -288,8 +313,10 @@ class _Search:
                 if strategy.reduction == self._reductions[-1]:  # which takes the least memory of all
                     self._too_many[memory_by] = sequences
                 return None
+            # One step of the plan: enough to rank by, and a search makes thousands of predictions.
             step = predict_step(work, strategy, rates, steps=1)
             run = self._run(strategy, step)
+        # Rates may lack a collective in that scope.
         except ValueError as error:
             way = f"{precision} with {strategy.reduction} in {strategy.reduce_dtype}"
             self.refusals.append(Refusal("way", way, str(error)))

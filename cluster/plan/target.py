@@ -19,6 +19,7 @@ from console.text import counted
 
 _ACCELERATORS = {"h100": "H100-SXM-80GB", "dgxa100": "A100-SXM-80GB", "bert_3_9b": "A100-SXM-40GB"}
 """Names of devices by the first words of a recipe's."""
+# Only the benchmark's own data may be absent: its histogram is shipped.
 _BENCHMARK_DATA = RECIPES["h100_1x1"]().data.train
 _SIZED = re.compile(r"([a-z0-9_]+)_(\d+)x(\d+)")
 """Name of a recipe: devices, nodes, and devices of each."""
@@ -57,11 +58,13 @@ def target_of(
         ValueError: the view is of another number of ranks, the device is unknown, or nothing says which it is.
     """
     if cluster is not None:
+        # A view names devices and links; anything said beside it could only contradict it.
         if accelerator is not None or networking:
             raise ValueError("--cluster says what there is: leave --accelerator and --networking out")
         return _measured(read_view(cluster), cluster, gpus)
     device, per_node = device_of(recipe, accelerator)
     sized = _SIZED.fullmatch(recipe)
+    # The recipe's name states nodes and devices where nothing else is said.
     count = gpus if gpus is not None else int(sized[2]) * int(sized[3]) if sized else per_node
     return described(device, count, per_node, networking)
 
@@ -83,6 +86,7 @@ def described(device: Device, count: int, per_node: int, networking: str = "") -
     """Return so many devices by their facts, in whole nodes. Raises ``ValueError`` where they make none."""
     if count < 1:
         raise ValueError(f"--gpus is {count}, expected at least 1")
+    # Fewer than a node are a part of one.
     per_node = min(count, per_node)
     if count % per_node:
         raise ValueError(f"--gpus is {count:,}, expected whole nodes of {per_node}")
@@ -98,6 +102,7 @@ def described(device: Device, count: int, per_node: int, networking: str = "") -
 
 def _measured(view: View, path: Path, gpus: int | None) -> Target:
     ranks = len(view.ranks)
+    # Contention and collectives were measured with all ranks at once: they say nothing of another number.
     if gpus not in (None, ranks):
         raise ValueError(
             f"{path} is of {counted(ranks, 'rank')}, but --gpus is {gpus}: probe as many as are planned for"
@@ -116,6 +121,7 @@ def _measured(view: View, path: Path, gpus: int | None) -> Target:
 
 def work_for(config: Config) -> Work:
     """Return a configuration's work: by its length index, or, of the benchmark without one, by Wikipedia's histogram."""
+    # Data that are there are planned by their own lengths, also where they are the benchmark's.
     if config.data.train.is_dir() or config.data.train != _BENCHMARK_DATA:
         return work_of(config)
     work = wikipedia_work(config.model)

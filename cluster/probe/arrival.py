@@ -19,7 +19,9 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from bert.parallel.joining.launch import Launch
 from bert.parallel.joining.master_port import require_free_port
 
+# Short beside an arrival, long beside a question to the store from thousands of ranks.
 _PAUSE_S = 0.05
+# As torch.distributed.elastic names it: with it set, PyTorch's env:// rendezvous is a client on every rank.
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _MOST_NAMED = 8
 
@@ -43,25 +45,33 @@ def meet(launch: Launch, seconds: float, hosts: Sequence[str] = ()) -> Store | N
                 "MASTER_ADDR and a free port there as MASTER_PORT"
             )
     deadline = time.monotonic() + seconds
+    # Under torchrun its agent has opened a store at that address already, so rank 0 must not open another.
     is_server = launch.rank == 0 and os.environ.get(_AGENT) != "True"
     if is_server:
+        # Said here in one line: PyTorch's server would end with a stack when the port is taken.
         require_free_port()
     else:
         _reach(deadline, seconds)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Beyond the limit: who is absent is to be told by the roll call, not by a timeout of the store.
     limit = timedelta(seconds=seconds + 30)
+    # wait_for_workers would block until all are there; multi_tenant has PyTorch's rendezvous share the server.
     tcp = TCPStore(
         address, port, None, is_server, timeout=limit, wait_for_workers=False, multi_tenant=True
     )  # fmt: skip
     os.environ[_AGENT] = "True"  # the store stands: PyTorch's rendezvous comes to it as a client, on rank 0 too
+    # A prefix of its own: PyTorch's rendezvous keeps keys in the same store.
     store = PrefixStore("probe", tcp)
+    # Cut, as a name goes into messages on other hosts.
     store.set(f"host/{launch.rank}", socket.gethostname()[:128])
     if launch.rank:
+        # The others go on only when rank 0 has seen all: nobody talks to one who is not there.
         _answer(store, deadline, seconds)
         return tcp
     absent = _absent(store, launch.world_size, deadline)
     if absent:
         text = describe_absent(absent, _present(store, absent, launch.world_size), launch, hosts or slurm_hosts())
+        # The value is never read: the key alone tells the others to end.
         store.set("missing", "")
         time.sleep(4 * _PAUSE_S)  # the others ask once more before the store goes with this process
         raise ValueError(
@@ -80,6 +90,7 @@ def _reach(deadline: float, seconds: float) -> None:
     while True:
         left = deadline - time.monotonic()
         try:
+            # At most five seconds: a name that resolves to a dead address must not take all of the limit.
             socket.create_connection((address, int(port)), timeout=max(0.1, min(5.0, left))).close()
             return
         except OSError as error:
@@ -102,9 +113,11 @@ def _absent(store: Store, world_size: int, deadline: float) -> list[int]:
     """Ranks that have not come when the time is up; [] as soon as all are there."""
     missing = list(range(world_size))
     while missing and time.monotonic() < deadline:
+        # Only the last missing rank is asked for: one question a turn, however many ranks there are.
         while missing and store.check([f"host/{missing[-1]}"]):
             missing.pop()
         time.sleep(_PAUSE_S if missing else 0)
+    # Once more for all: others may have come while the last one was waited for.
     return [rank for rank in missing if not store.check([f"host/{rank}"])]
 
 
@@ -119,6 +132,7 @@ def describe_absent(absent: Sequence[int], present: dict[int, str], launch: Laun
     A rank's host is the one in ``hosts``, in blocks of the local size; else that of its neighbours in the same block that
     did come; else the block's number is told.
     """
+    # Where a launcher does not say how many ranks a host has, they are taken as equally many.
     size = launch.local_size or (launch.world_size // len(hosts) if hosts else 0)
     by_host: dict[str, list[int]] = {}
     for rank in absent:
@@ -127,6 +141,7 @@ def describe_absent(absent: Sequence[int], present: dict[int, str], launch: Laun
         elif rank // size < len(hosts):
             name = f"host {hosts[rank // size]}"
         else:
+            # Without names a neighbour that came tells where its block runs.
             block = range(rank // size * size, (rank // size + 1) * size)
             here = next((present[other] for other in block if other in present), None)
             name = f"host {here}" if here else f"node {rank // size} of {launch.world_size // size}"
@@ -146,6 +161,7 @@ def _listed(ranks: Sequence[int]) -> str:
 def slurm_hosts() -> list[str]:
     """The hosts of this job in the order of their nodes, as Slurm has them; [] without Slurm."""
     names = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
+    # The list goes to a program's command line: nothing that could be an option, nothing but host lists.
     if not re.fullmatch(r"[\w.,\[\]-]{1,65536}", names, re.ASCII) or names.startswith("-"):
         return []
     try:

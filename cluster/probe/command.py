@@ -73,6 +73,7 @@ def probe(request: Request) -> int:
         ValueError: the launch does not fit, ranks do not come, or one is lost on the way.
     """
     launch = Launch.from_environment()
+    # Only rank 0 writes; the others may not even have that folder.
     if launch.rank == 0 and not request.out.absolute().parent.is_dir():
         raise ValueError(f"--out is {request.out}: there is no folder {request.out.absolute().parent}")
     if request.seconds < 1 or request.limit < 1:
@@ -80,6 +81,7 @@ def probe(request: Request) -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     store = meet(launch, request.limit, request.hosts)
     try:
+        # A collective may wait for the slowest rank: at least a minute.
         mesh = join_mesh(device.type, timeout=timedelta(seconds=max(60.0, 4 * request.seconds)))
         view = _measure(mesh, request.seconds, TURNS, request.data)
         status = 0
@@ -89,7 +91,9 @@ def probe(request: Request) -> int:
                 say(line)
             say(request.out)
             status = 1 if view.outliers else 0
+        # All ranks end with rank 0's status, so that any launcher sees it.
         return agreed_integer(status, mesh) if mesh.world_size > 1 else status
+    # Such errors have many lines, of which the first says what happened.
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0][:200]
         raise ValueError(f"rank {launch.rank}: another rank was lost, or the device failed ({reason})") from None
@@ -118,12 +122,15 @@ def report(view: View) -> list[str]:
     return lines
 
 
+# Computations that need gradients enable them by themselves.
 @torch.no_grad()
 def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, limit: float = math.inf) -> View | None:
     """The view, on rank 0; None on the others."""
     start = time.perf_counter()
     # Who is where, and who is measured with whom.
+    # Facts go to all ranks, since each computes the same schedule from them.
     every = [Facts.decoded(content) for content in _gather_bytes(facts_of(mesh).encoded(), mesh)]
+    # A launch that knows no nodes is one node.
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
     sharers = _sharers(mesh, every)
@@ -146,7 +153,9 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
     suspicious = False
     # Only where there is time for as much again, and for the collectives that follow.
     if mesh.is_main and 2 * (time.perf_counter() - start) + 0.4 * seconds < limit:
+        # Screening has a limit of its own, much lower: a second look costs time, a missed fault more.
         suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
+    # Every rank takes part in this agreement, whether suspicious or not: else the others would wait for ever.
     if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
     # What all ranks do at once.
@@ -172,6 +181,7 @@ def _sharers(mesh: Mesh, every: Sequence[Facts]) -> list[int]:
 
 
 def _processors(every: Sequence[Facts]) -> int:
+    # Each machine once, however many hosts are on it.
     return sum({facts.machine: facts.cores for facts in every}.values())
 
 
@@ -185,8 +195,10 @@ def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[
 
     Ranks that share a card would measure each other, so the first at each card stands for it.
     """
+    # Hosts have equally many ranks, so one schedule of places fits all of them.
     place_rounds = rounds_of_pairs(len(nodes[0]))
     within = [[_ordered(ranks[a], ranks[b]) for ranks in nodes for a, b in pairs] for pairs in place_rounds]
+    # In the order of names, which leaves follow: neighbours in it are among the pairs at every distance.
     by_name = sorted(nodes, key=lambda ranks: _natural(every[ranks[0]].host))
     # Reversed: of a card's ranks the first one stays.
     at_cards = [list({every[rank].card: rank for rank in reversed(ranks)}.values())[::-1] for ranks in by_name]
@@ -197,6 +209,7 @@ def _schedules(nodes: Sequence[Sequence[int]], every: Sequence[Facts]) -> tuple[
     return within, between
 
 
+# The lower rank first: it sends first, which both sides of a pair must agree on.
 def _ordered(one: int, other: int) -> tuple[int, int]:
     return (one, other) if one < other else (other, one)
 
@@ -283,5 +296,6 @@ def _view(
 
 def _spread(times_T: NDArray[np.float64]) -> float:
     """The relative standard deviation of repeated times, from the median absolute deviation of their logarithms."""
+    # Logarithms, so that twice and half are equally far; 1.4826 as in `cluster.outliers`.
     logarithms = np.log(times_T)
     return float(1.4826 * np.median(np.abs(logarithms - np.median(logarithms))))

@@ -38,13 +38,14 @@ from kernels import (
 )
 
 _COPIES = 4
-"""Of an computation in one action, each with inputs of its own."""
+"""Of a computation in one action, each with inputs of its own."""
 _DROPOUT = 0.1
 _EPS = 1e-12
 _TURNS = 3
 """At most."""
 _SLICE_S = 0.015
 """Some times as long as a processor stays with a rank before it goes to another."""
+# Rows, inputs and outputs vary apart from one another, so that each term of the cost is told.
 _LINEAR = (
     (64, 128, 128),
     (512, 128, 512),
@@ -88,8 +89,10 @@ class Trial:
 
 def trials_of(device: torch.device) -> list[Trial]:
     """Make the computations that are timed on a device."""
+    # The CPU's shapes would not fill a GPU.
     factor = 8 if device.type == "cuda" else 1
     dtypes = [torch.float32]
+    # Without native bf16 products the time would be that of an emulation.
     if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         dtypes.append(torch.bfloat16)
     trials = [
@@ -97,6 +100,7 @@ def trials_of(device: torch.device) -> list[Trial]:
         for dtype in dtypes
         for shape in _LINEAR
     ]
+    # Both, since a CPU draws dropout in passes of its own.
     for dropout in (False, True):
         trials += [_attention(*shape, dropout, device) for shape in _ATTENTION]
         trials += [_norm(*shape, dropout, device) for shape in _NORM]
@@ -114,14 +118,18 @@ def measure_computations(mesh: Mesh, processors: int, seconds: float) -> list[Co
     time is short for that, there are fewer of them.
     """
     trials = trials_of(mesh.device)
+    # Each trial lasts at least as long as all ranks on a processor take to have had it once.
     window = max(seconds / (_TURNS * len(trials)), _SLICE_S * mesh.world_size / processors)
+    # Fewer turns rather than shorter windows: a window below a time slice measures the scheduler.
     turns = max(1, round(seconds / (window * len(trials))))
     for trial in trials:  # memory is allocated, and implementations are chosen
         trial.action()
     barrier()
     own_TK = np.array([[time_in_window(t.action, window, mesh.device) / t.times for t in trials] for _ in range(turns)])
+    # The mean over ranks first: what one loses another gains, as long as they share processors.
     turns_TK = gather_numbers(own_TK, mesh).mean(axis=0)
     found_K = np.median(turns_TK, axis=0)
+    # Relative, since kinds differ by orders of magnitude.
     spread_K = 1.4826 * np.median(np.abs(turns_TK / found_K - 1), axis=0)
     rows = zip(trials, found_K.tolist(), spread_K.tolist(), strict=True)
     return [ComputationTime(trial.kind, trial.counts, found, spread) for trial, found, spread in rows]
@@ -136,7 +144,9 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
     out = torch.empty_like(one)
     share = seconds / _REPEATS / 3
     barrier()
+    # At least four, so that the clock's resolution does not show.
     count = max(4, int(share / time_in_window(lambda: torch.mm(one, other, out=out), 0.02, mesh.device)))
+    # All ranks must do the same number, or their times would be of different work.
     count = agreed_integer(count, mesh) if mesh.world_size > 1 else count
 
     def work() -> float:
@@ -149,11 +159,14 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
 
     alone, together, begun = [], [], []
     for _ in range(_REPEATS):
+        # The others wait in the barrier while rank 0 computes alone.
         if mesh.rank == 0:
             alone.append(work())
         barrier()
+        # Over and over, until a window ends: nobody is ever done, so nobody gives processors away.
         together.append(time_in_window(work, share, mesh.device))
         barrier()
+        # Once, begun together: who is done gives its share to others, as at the end of a step.
         begun.append(work())
         barrier()
     # Of rank 0 alone: the others send numbers of the same shape, which are not looked at.
@@ -167,11 +180,13 @@ def _backward_of(make: Callable[[], Callable[[], Tensor]], kind: str, counts: tu
     """Time ``_COPIES`` of a computation forward, and then backward in the opposite order."""
     computations = [make() for _ in range(_COPIES)]
     with torch.enable_grad():
+        # Ones: the values of a gradient do not change its time.
         gradient = torch.ones_like(computations[0]())
 
     def action() -> None:
         with torch.enable_grad():
             outputs = [computation() for computation in computations]
+            # Popped, so that an output's graph is freed before the next backward pass, as in a model.
             while outputs:
                 output = outputs.pop()
                 output.backward(gradient if output.ndim else None)
@@ -181,6 +196,7 @@ def _backward_of(make: Callable[[], Callable[[], Tensor]], kind: str, counts: tu
 
 def _leaf(*shape: int, device: torch.device) -> Tensor:
     """A parameter or an activation with room for its gradient, as the flat vector has it."""
+    # With a gradient there, backward adds to it instead of handing over its own, as with the flat vector.
     leaf = torch.rand(*shape, device=device, requires_grad=True)
     leaf.grad = torch.zeros_like(leaf)
     return leaf
@@ -194,6 +210,7 @@ def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int, device: to
         x = torch.rand(rows, inputs, device=device, dtype=dtype, requires_grad=True)
 
         def computation() -> Tensor:
+            # Else gradients would pile up over the repetitions, which no activation's does.
             x.grad = None
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                 return F.linear(x, weight, bias)
@@ -241,6 +258,7 @@ def _norm(rows: int, size: int, dropout: bool, device: torch.device) -> Trial:
 def _embedding(tokens: int, size: int, words: int, dropout: bool, device: torch.device) -> Trial:
     drops = _drops(dropout, device)
     ids = torch.randint(words, (tokens,), device=device)
+    # The table below has 128 positions.
     positions, segments = torch.arange(tokens, device=device) % 128, torch.zeros_like(ids)
 
     def make() -> Callable[[], Tensor]:
@@ -298,7 +316,9 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
 
 def _batch(size: int) -> Trial:
     """What a rank does for its batch of a step: the plan of the whole global batch, and the assembly of its own part."""
+    # uint16, as the length index on disk has it.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
+    # Four ranks: the plan is of the whole global batch, the assembly of a quarter.
     plan = Plan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
 

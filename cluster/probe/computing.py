@@ -57,6 +57,7 @@ def _cpu_cells() -> list[Cell]:
     cells = [_product(torch.float32, size, torch.device("cpu"), judged=size == 512) for size in (128, 256, 512, 1024)]
     if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         cells += [_product(torch.bfloat16, size, torch.device("cpu")) for size in (256, 512, 1024)]
+    # 32 MiB each: memory is to be timed, not a core's cache.
     source, target = torch.ones(2, 8 * 2**20)
     one = torch.zeros(1)
     cells.append(Cell("copy", "fp32", source.nbytes, lambda: target.copy_(source), judged=True))
@@ -66,14 +67,17 @@ def _cpu_cells() -> list[Cell]:
 
 def _gpu_cells(device: torch.device) -> list[Cell]:
     dtypes = [torch.float32, torch.float16, torch.bfloat16]
+    # Three types in three sizes are for predictions; ranks are compared by the largest product in bf16.
     cells = [_product(dtype, size, device, judged=False) for dtype in dtypes for size in (1024, 2048, 4096)]
     cells.append(_product(torch.bfloat16, 8192, device, judged=True))
     source, target = torch.ones(2, 64 * 2**20, device=device)
+    # Pinned memory: other memory would be copied through a buffer of the driver's.
     pinned = torch.ones(16 * 2**20, pin_memory=True)
     on_device = torch.empty_like(pinned, device=device)
     one = torch.zeros(1, device=device)
 
     def launch() -> None:
+        # Many in a row: the host's clock cannot tell a single launch, and the device must not run dry in between.
         for _ in range(_LAUNCHES):
             one.add_(1.0)
 
@@ -88,6 +92,7 @@ def _gpu_cells(device: torch.device) -> list[Cell]:
 
 def _product(dtype: torch.dtype, size: int, device: torch.device, judged: bool = False) -> Cell:
     one, other = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    # The result has its place, so that no allocation is timed.
     out = torch.empty_like(one)
     name = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
     return Cell("product", name, size, lambda: torch.mm(one, other, out=out), judged)
@@ -97,7 +102,9 @@ def _largest_files(folder: Path) -> list[Path]:
     """The largest files of a data folder, enough for `READ_BYTES`. Raises ``ValueError`` where there is none."""
     if not folder.is_dir():
         raise ValueError(f"--data is {folder}: no such folder")
+    # A data folder may hold very many files: enough of them are looked at to find large ones.
     sizes = {path: path.stat().st_size for path in sorted(folder.rglob("*"))[:10_000] if path.is_file()}
+    # The largest first, which are read in one piece; small ones would time the opening.
     files = sorted((path for path, size in sizes.items() if size), key=lambda path: -sizes[path])[:64]
     if not files:
         raise ValueError(f"--data is {folder}: no files there to read")
@@ -110,6 +117,7 @@ def _read(files: Sequence[Path], size: int) -> None:
     for path in files:
         descriptor = os.open(path, os.O_RDONLY)
         try:
+            # Only a request: pages that are dirty or mapped elsewhere stay in the cache.
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             while left > 0 and (block := os.read(descriptor, min(left, 4 * 2**20))):
                 left -= len(block)
@@ -142,16 +150,19 @@ def measure_rates(
         slots: so many of them measure at a time.
         seconds: about how long all of it may take.
     """
+    # As many rounds as the fullest machine needs: all ranks go through the same number of barriers.
     groups = math.ceil(len(sharers) / slots)
     every = _agreed_max(groups, mesh)
     mine = list(sharers).index(mesh.rank) // slots
     weights = [_JUDGED_WINDOW if cell.judged else 1.0 for cell in cells]
+    # At most 0.1 s a window, however much time there is.
     window = min(0.1, seconds / (turns * every * sum(weights)))
     times_TC = np.empty((turns, len(cells)))
     for cell in cells:  # the first time something is allocated or loaded, which no turn is to show
         cell.action()
     for turn in range(turns):
         for group in range(every):
+            # A barrier between groups: ranks that share cores never measure at the same time.
             barrier()
             if group == mine:
                 times_TC[turn] = [

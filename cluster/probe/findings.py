@@ -22,6 +22,7 @@ SCREENING = 4
 
 STEP_OPERATIONS = 56 * 0.5e12
 """Of a rank's share of a step: 56 sequences of BERT-Large of the benchmark's mean length, forward and backward."""
+# Of BERT-Large with its heads, rounded.
 PARAMETERS = 336e6
 _UPDATE_BYTES = 7 * 4 * PARAMETERS
 """LAMB reads a gradient, and reads and writes a weight and two moments, in fp32."""
@@ -78,12 +79,14 @@ def find_leaves(measured: Measured) -> tuple[list[tuple[str, ...]], Source]:
     """The switches above each host, and where that is from: Slurm, measuring, or unknown."""
     first = [measured.host_of.index(host) for host in range(measured.hosts)]
     told = [measured.facts[rank].switches for rank in first]
+    # Slurm's topology counts only if it names the switches of all hosts.
     if all(told):
         return told, "slurm"
     paths = measured.between_hosts
     if paths is not None:
         ends, source_E, target_E = _ends(paths)
         host_E, other_E = (np.array([measured.host_of[ends[end]] for end in of]) for of in (source_E, target_E))
+        # Either may tell leaves apart; the first that does decides.
         for times_TE in (paths.seconds_per_byte_TE, paths.latency_TE):
             # What is slow at its end makes no leaf.
             rest_TE = take_apart(np.log(times_TE), source_E, target_E, len(ends)).rest_TE
@@ -99,31 +102,38 @@ def find_outliers(
     """What is slow or broken, what costs most first. ``chance``: see `cluster.outliers`."""
     layers = [paths for paths in (measured.between_hosts, measured.in_hosts) if paths is not None]
     judged = [index for index, cell in enumerate(measured.cells) if cell.judged]
+    # All comparisons of the probe share the one chance of a wrong name.
     comparisons = len(judged) * len(measured.facts) + sum(4 * len(paths.source_E) for paths in layers)
     step = _step_of(measured)
     ranks = _slow_ranks(measured, judged, step, comparisons, chance)
     found = list(ranks.values())
     for paths in layers:
         for each in _slow_paths(measured, paths, switches, step, comparisons, chance):
+            # A path that is slow by its rank is named once, as the rank.
             if not _explained(each, ranks):
                 found.append(each)
     outliers = _described(measured, found)
     outliers.sort(key=lambda outlier: (-outlier.step_share, -outlier.ratio))
+    # Wrong results come first, whatever the others cost.
     return [*(_broken(measured, each) for each in wrong), *outliers]
 
 
 def _step_of(measured: Measured) -> _Step:
     typical_C = np.median(measured.rates_RTC, axis=(0, 1))
+    # Multiply-add counts as two.
     products = [2.0 * c.size**3 / t for c, t in zip(measured.cells, typical_C, strict=True) if c.quantity == "product"]
     # Read and written.
     copies = [2.0 * c.size / t for c, t in zip(measured.cells, typical_C, strict=True) if c.quantity == "copy"]
     paths, reduce = measured.between_hosts or measured.in_hosts, 0.0
     if paths is not None:
+        # Between hosts, ends are the ranks that stand for network cards.
         ends = len({*paths.source_E.tolist(), *paths.target_E.tolist()})
+        # Within one host the ring is over its ranks.
         many = measured.hosts if measured.between_hosts else ends
         cards = ends / measured.hosts if measured.between_hosts else 1
         # A ring along every rail, in fp32, with the gradient divided over a host's cards.
         reduce = 2 * (many - 1) / many * 4 * PARAMETERS / cards * float(np.median(paths.seconds_per_byte_TE))
+    # The fastest product and copy stand for what the device can do; sizes differ in what they reach.
     return _Step(STEP_OPERATIONS / max(products), _UPDATE_BYTES / max(copies), reduce)
 
 
@@ -134,6 +144,7 @@ def _slow_ranks(
     found: dict[int, _Found] = {}
     kinds: dict[str, list[int]] = {}
     for rank, facts in enumerate(measured.facts):
+        # A mixture of devices has several levels, each of which is right.
         kinds.setdefault(facts.device, []).append(rank)
     for members in kinds.values():
         for index in judged:
@@ -143,6 +154,7 @@ def _slow_ranks(
             for place in np.flatnonzero(judgement.is_outlier):
                 each = _found((members[place],), "", name, judgement, int(place), step)
                 kept = found.get(members[place])
+                # Of several slow quantities of a rank the one that costs a step most is told.
                 if kept is None or (kept.share, kept.ratio) < (each.share, each.ratio):
                     found[members[place]] = each
     return found
@@ -175,8 +187,10 @@ def _slow_paths(
     chance: int,
 ) -> list[_Found]:
     ends, source_E, target_E = _ends(paths)
+    # The last switch of a path is the leaf; () where none is known, which makes all paths alike.
     leaf_of = [switches[host][-1:] for host in measured.host_of]
     # Paths through one leaf switch are compared with their like, and so are those through several.
+    # 0 under one leaf, 1 across.
     kind_E = [int(leaf_of[s] != leaf_of[t]) for s, t in zip(paths.source_E, paths.target_E, strict=True)]
     found: list[_Found] = []
     for quantity, times_TE in (("bandwidth", paths.seconds_per_byte_TE), ("latency", paths.latency_TE)):
@@ -198,6 +212,7 @@ def _slow_paths(
         slow_paths = []
         for e in np.flatnonzero(judgement.is_outlier):
             pair = (int(paths.source_E[e]), int(paths.target_E[e]))
+            # Slower than the slower one of its ends, beyond what taking the ends apart has left.
             if judgement.ratios[e] > max(slow.get(rank, 1.0) for rank in pair):
                 slow_paths.append(_found(pair, "path", quantity, judgement, int(e), step))
         found += _as_ends(slow_paths, paths)
@@ -210,6 +225,7 @@ def _as_ends(slow: Sequence[_Found], paths: Paths) -> list[_Found]:
     for way, side, of_E in (("sending", 0, paths.source_E), ("receiving", 1, paths.target_E)):
         for end in sorted({each.ranks[side] for each in left}):
             own = [each for each in left if each.ranks[side] == end]
+            # All of its paths, and more than one: a single path has two ends, and either may be the cause.
             if 1 < len(own) == int((of_E == end).sum()):
                 ends.append(replace(max(own, key=lambda each: each.ratio), ranks=(end,), way=way))
                 left = [each for each in left if each not in own]
@@ -219,6 +235,7 @@ def _as_ends(slow: Sequence[_Found], paths: Paths) -> list[_Found]:
 def _explained(each: _Found, slow: dict[int, _Found]) -> bool:
     """Whether a slow path comes of a slow rank, whose processor carries what it sends and receives."""
     ratios = [slow[rank].ratio for rank in each.ranks if rank in slow]
+    # A slow rank explains any latency of its paths, and of their bandwidth so much.
     return bool(ratios) and (each.quantity == "latency" or each.ratio <= _AS_SLOW * max(ratios))
 
 
@@ -227,9 +244,11 @@ def _described(measured: Measured, found: Sequence[_Found]) -> list[Outlier]:
     about: dict[tuple[str, tuple[int, ...]], list[_Found]] = {}
     for each in found:
         kind = {"": "device", "path": "path", "part": "part"}.get(each.way, "end")
+        # Sorted, so that both directions between two ranks are one entry.
         about.setdefault((kind, tuple(sorted(each.ranks))), []).append(each)
     outliers = []
     slow_of = [
+        # Of a host all ranks must be slow, and several of them, before the host is named.
         sum(kind == "device" and measured.host_of[of[0]] == host for kind, of in about)
         for host in range(measured.hosts)
     ]
@@ -251,6 +270,7 @@ def _described(measured: Measured, found: Sequence[_Found]) -> list[Outlier]:
             name = _part(measured, ranks)
         elif kind == "end":
             ways = {one.way for one in each if one.quantity == worst.quantity}
+            # An end that is slow at sending and at receiving is one finding.
             way = "both directions" if len(ways) > 1 else ways.pop()
             name = f"{_card(measured, ranks[0])}, {way}"
         else:

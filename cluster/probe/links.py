@@ -45,18 +45,24 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
 
     No turn begins after ``seconds``, but for the third, without which nothing could be judged.
     """
+    # At most one partner in each round (`cluster.probe.schedule`), so a rank is in no two messages at once.
     partners = [next((pair for pair in pairs if mesh.rank in pair), None) for pairs in rounds]
     messages = _Messages(mesh)
+    # Sizes are found once, before the turns, so that turns can be compared.
     sizes = [messages.suited(pair) if pair else (0, 0) for pair in partners]
     start, rows = time.perf_counter(), []
     for turn in range(turns):
+        # NaN where this rank has no part: the receiver's row has the figure.
         row = [(np.nan,) * 3] * len(rounds)
         # Another order in each turn, so that what a round leaves behind falls on others than before.
+        # The same seed on all ranks: both ends of a pair come to it in the same round.
         for number in np.random.default_rng(turn).permutation(len(rounds)):
             if pair := partners[number]:
                 row[number] = messages.both_ways(pair, sizes[number])
         rows.append(row)
+        # The slowest rank decides for all: some leaving the loop earlier would leave others waiting.
         spent = _max_of_all(mesh, time.perf_counter() - start)
+        # Three turns at least, below which `cluster.outliers` judges nothing.
         if spent > seconds and turn >= 2:
             break
     own = torch.tensor(rows, dtype=torch.float64, device=mesh.device).reshape(-1)
@@ -73,6 +79,7 @@ def _as_paths(found_RTPK: NDArray[np.float64], rounds: Sequence[Pairs]) -> Paths
             for one, other, column in ((low, high, 1), (high, low, 2)):
                 source.append(one)
                 target.append(other)
+                # Latency is of both directions and was timed by the lower rank.
                 latency.append(found_RTPK[low, :, number, 0])
                 rate.append(found_RTPK[other, :, number, column])  # the receiver's clock
     empty = np.empty((found_RTPK.shape[1], 0))
@@ -92,6 +99,7 @@ def _max_of_all(mesh: Mesh, value: float) -> float:
 
 
 def _exchange(mesh: Mesh, own: Tensor, theirs: Tensor, pair: tuple[int, int]) -> None:
+    # The sum of both ranks less the own one.
     peer = pair[0] + pair[1] - mesh.rank
     _run([dist.P2POp(dist.isend, own, peer), dist.P2POp(dist.irecv, theirs, peer)])
 
@@ -116,6 +124,7 @@ class _Messages:
     def suited(self, pair: tuple[int, int]) -> tuple[int, int]:
         """Bytes that take about ``_TARGET_SECONDS`` to the higher rank, and to the lower; the same on both."""
         sizes = [_SMALLEST_BYTES, _SMALLEST_BYTES]
+        # Four times as large until it takes long enough: the path's rate is not known before.
         while True:
             _, *rates = self.both_ways(pair, (sizes[0], sizes[1]), round_trips=1)
             # Each rank timed one way, and has 0 for the other: the sum has both.
@@ -126,6 +135,7 @@ class _Messages:
             larger = [
                 size < self._largest and spent < _TARGET_SECONDS for size, spent in zip(sizes, seconds, strict=True)
             ]
+            # Both directions go on until neither grows: the ranks of a pair must make the same calls.
             if not any(larger):
                 return sizes[0], sizes[1]
             sizes = [min(self._largest, 4 * size) if more else size for size, more in zip(sizes, larger, strict=True)]
@@ -148,6 +158,7 @@ class _Messages:
         trips = []
         for _ in range(round_trips):
             start = time.perf_counter()
+            # Two batches: the pong answers a ping that has arrived.
             _run([dist.P2POp(dist.isend, self._small, peer)])
             _run([dist.P2POp(dist.irecv, self._small, peer)])
             trips.append(time.perf_counter() - start)
@@ -160,11 +171,13 @@ class _Messages:
         return float("nan")
 
     def _send(self, peer: int, size: int) -> None:
+        # The receiver says when its memory is ready: only then the message begins.
         _run([dist.P2POp(dist.irecv, self._small, peer)])
         for part in self._parts(size):
             _run([dist.P2POp(dist.isend, part, peer)])
 
     def _parts(self, size: int) -> tuple[Tensor, Tensor]:
+        # The first quarter takes what buffers and shapers let through at once; the rest is timed.
         return self._large[: size // 4], self._large[size // 4 : size]
 
     def _receive(self, peer: int, size: int) -> float:
@@ -178,6 +191,7 @@ class _Messages:
         if self._small.device.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             _run([ready])
+            # Events of the device: the host's clock would time the queueing.
             for operation, event in zip(receive, (first, last), strict=True):
                 for work in dist.batch_isend_irecv([operation]):
                     work.wait()  # of the stream, not of the host
@@ -185,6 +199,7 @@ class _Messages:
             torch.cuda.synchronize()
             seconds = first.elapsed_time(last) / 1e3
         else:
+            # Both are posted before the sender is let go.
             one, other = ([*dist.batch_isend_irecv([operation])] for operation in receive)
             begin = time.perf_counter()
             _run([ready])

@@ -22,6 +22,7 @@ from cluster.view import Card, Host, Rank
 if TYPE_CHECKING:  # imports PyTorch, which naming a processor does without
     from bert.parallel.mesh import Mesh
 
+# All-gathered over all ranks: fixed and small.
 FACTS_BYTES = 4096
 """Of the facts of one rank, as they travel."""
 _MOST_CARDS = 16
@@ -49,6 +50,7 @@ class Facts:
 
     def encoded(self) -> bytes:
         """As JSON of at most ``FACTS_BYTES`` bytes."""
+        # Padded to that size on the way: a longer one could not be sent whole.
         content = json.dumps(asdict(self)).encode()
         assert len(content) <= FACTS_BYTES, f"{len(content)} bytes of facts"
         return content
@@ -94,9 +96,12 @@ def facts_of(mesh: Mesh, sys: Path = Path("/sys")) -> Facts:
     boot = Path("/proc/sys/kernel/random/boot_id")
     return Facts(
         socket.gethostname()[:128],
+        # Hosts that are containers or namespaces of one machine share its boot.
         boot.read_text().strip() if boot.exists() else socket.gethostname()[:128],
+        # At least 1: virtual machines may state neither sockets nor NUMA nodes.
         max(1, len({number(cpu / "topology/physical_package_id") for cpu in cpus})),
         max(1, len(list(sys.glob("devices/system/node/node[0-9]*")))),
+        # Of the machine, which all its ranks share, not of this process' affinity.
         os.cpu_count() or 1,
         host_memory(),
         tuple(cards),
@@ -119,6 +124,7 @@ def number(path: Path) -> int:
 
 def processor_name() -> str:
     """The processor's name as the kernel has it."""
+    # Other architectures have no such line.
     found = re.search(r"^model name\s*: (.*)$", _text(Path("/proc/cpuinfo")), re.M)
     return found[1].strip() if found else "CPU"
 
@@ -139,6 +145,7 @@ def _own_numa(sys: Path) -> int:
     """The NUMA node of the cores that this process may use, or -1 where they are on several."""
     allowed = os.sched_getaffinity(0)
     nodes = [
+        # Listed, not counted: the numbers of NUMA nodes may have gaps.
         int(node.name[4:])
         for node in sys.glob("devices/system/node/node[0-9]*")
         if allowed & {int(cpu.name[3:]) for cpu in node.glob("cpu[0-9]*")}
@@ -150,16 +157,20 @@ def network_cards(sys: Path) -> list[Card]:
     """InfiniBand and RoCE cards with an active port; without any, interfaces that are up. At most ``_MOST_CARDS``."""
     cards = []
     for card in sorted((sys / "class/infiniband").glob("*")):
+        # A card without a cable is listed as well, and carries nothing.
         ports = [port for port in card.glob("ports/*") if "ACTIVE" in _text(port / "state")]
         if ports:
             speed = re.match(r"\s*([\d.]+) Gb/sec", _text(ports[0] / "rate"))
             cards.append(
+                # Names are cut, so that the facts of a rank fit into FACTS_BYTES.
                 Card(card.name[:32], number(card / "device/numa_node"), float(speed[1]) if speed else 0.0)
             )  # fmt: skip
     if not cards:
         for index, name in sorted(socket.if_nameindex()):
             place = sys / "class/net" / name
+            # Virtual interfaces state "unknown" although they carry traffic.
             if name != "lo" and index and _text(place / "operstate").strip() in ("up", "unknown"):
+                # /sys states Mbit/s, and -1 where it does not know.
                 cards.append(Card(name[:32], number(place / "device/numa_node"), max(0, number(place / "speed")) / 1e3))
     return cards[:_MOST_CARDS]
 
@@ -171,8 +182,10 @@ def nearest_card(sys: Path, address: str, cards: Sequence[Card]) -> str:
     def closeness(card: Card) -> int:
         for kind in ("infiniband", "net"):
             place = sys / "class" / kind / card.name / "device"
+            # The link in /sys leads to the device's place in the PCI tree.
             if place.exists():
                 pairs = zip(device, place.resolve().parts, strict=False)
+                # Levels that both paths have in common: the more, the nearer the switch that they share.
                 return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return 0
 
@@ -199,6 +212,7 @@ def nvlink_clique(address: str) -> str:
         return ""
     try:
         pynvml.nvmlInit()
+        # By PCI address: NVML numbers devices otherwise than CUDA_VISIBLE_DEVICES does.
         handle = pynvml.nvmlDeviceGetHandleByPciBusId(address.encode())
         return _fabric(pynvml, handle) or _neighbours(pynvml, handle, address)
     except pynvml.NVMLError:
@@ -214,6 +228,7 @@ def _fabric(pynvml: Any, handle: Any) -> str:
         return ""
     identity = bytes(info.clusterUuid)
     done = info.state == pynvml.NVML_GPU_FABRIC_STATE_COMPLETED and info.status == pynvml.NVML_SUCCESS
+    # A clique's number alone repeats between clusters.
     return f"{identity.hex()}/{info.cliqueId}" if done and any(identity) else ""
 
 
@@ -227,9 +242,11 @@ def _neighbours(pynvml: Any, handle: Any, address: str) -> str:
             kind = pynvml.nvmlDeviceGetNvLinkRemoteDeviceType(handle, link)
             if kind == pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH:
                 return f"{socket.gethostname()}/nvswitch"[:128]
+            # NVML writes eight digits of the domain; /sys writes four.
             joined.append(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link).busId.lower()[-12:])
         except pynvml.NVMLError:
             continue
+    # The lowest address of the joined ones is the same on all of them.
     return f"{socket.gethostname()}/{min([*joined, address])}"[:128] if joined else ""
 
 
@@ -240,8 +257,10 @@ def slurm_switches() -> tuple[str, ...]:
     """
     address, pattern = os.environ.get("SLURM_TOPOLOGY_ADDR", ""), os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")
     if pattern.startswith("switch."):
+        # The last field is the node itself.
         return tuple(name[:64] for name in address.split(".")[:-1][-_MOST_SWITCHES:])
     node = os.environ.get("SLURMD_NODENAME", "")
+    # The name goes to a command line: nothing that could be an option.
     if not re.fullmatch(r"[\w.-]{1,128}", node, re.ASCII) or node.startswith("-"):
         return ()
     try:
@@ -261,4 +280,5 @@ def switches_of(lines: Iterable[str]) -> tuple[str, ...]:
     """The switches that ``scontrol show topology NODE`` prints, from the top to the leaf."""
     found = [re.search(r"SwitchName=(\S+) Level=(\d+)", line) for line in lines]
     levels = {int(match[2]): match[1][:64] for match in found if match}
+    # Levels count from the leaf, 0, upwards.
     return tuple(levels[level] for level in sorted(levels, reverse=True)[-_MOST_SWITCHES:])

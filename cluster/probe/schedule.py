@@ -27,6 +27,7 @@ def rounds_of_pairs(nodes: int) -> list[Pairs]:
 def distances(nodes: int) -> list[int]:
     """Distances on the circle at which pairs are, the neighbours first."""
     half = nodes // 2
+    # Doubling distances: every node reaches any other in few steps, and short distances are dense.
     powers = [1 << power for power in range(half.bit_length())]
     others = sorted(set(range(1, half + 1)) - set(powers))
     # Evenly over what is left, not near its ends: short distances are among the powers already.
@@ -35,13 +36,17 @@ def distances(nodes: int) -> list[int]:
 
 
 def _rounds_at(distance: int, nodes: int) -> list[Pairs]:
+    # Steps of `distance` run around gcd(distance, nodes) separate circles.
     circles = gcd(distance, nodes)
     length = nodes // circles
+    # A circle of even length takes two rounds; of odd length its last step needs a third.
     rounds: list[Pairs] = [[], [], []]
     for start in range(circles):
+        # Two nodes opposite each other are one pair, not one in each direction.
         for step in range(length if length > 2 else 1):
             node = (start + step * distance) % nodes
             last_of_odd = length % 2 == 1 and step == length - 1
             other = (node + distance) % nodes
+            # Alternating steps share no node, so a round has each node at most once.
             rounds[2 if last_of_odd else step % 2].append((min(node, other), max(node, other)))
     return [pairs for pairs in rounds if pairs]

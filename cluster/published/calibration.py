@@ -52,6 +52,7 @@ class Calibration:
 
     def interval(self, run: Run) -> tuple[float, float]:
         """Factors on a predicted time between which a result lies in `INTERVAL` of cases."""
+        # A model that the fit has seen has results of its own to be judged by.
         low, high = self.bounds(run.machine.device.model in self.models, spread(self, run))
         return math.exp(low), math.exp(high)
 
@@ -60,6 +61,7 @@ class Calibration:
         usual = math.hypot(TIME_SCALE, SAMPLES_SCALE)
         if model_seen:
             return self.known[0] * spread, self.known[1] * spread
+        # The wider of both on either side.
         return min(self.unknown[0] * spread, self.known[0] * usual), max(
             self.unknown[1] * spread, self.known[1] * usual
         )
@@ -76,25 +78,30 @@ def fit(observed: Sequence[Result], start: Parameters | None = None, tolerance: 
         start: where to begin; the priors if None.
         tolerance: relative change of the loss at which to stop.
     """
+    # Imported here: a prediction by the shipped calibration needs neither NumPy nor SciPy.
     import numpy as np
     from scipy.optimize import least_squares
 
+    # A chip parameter for each chip among the results; sorted, so that the covariance has the same order everywhere.
     names = [*PRIORS, *sorted({chip_parameter(result.run.machine.device.chip) for result in observed})]
     mean = np.array([prior_of(name).mean for name in names])
     deviation = np.array([prior_of(name).deviation for name in names])
     alike = Counter(result.kind for result in observed)
 
+    # A numeric derivative moves one parameter, on which few results depend: others' misfits are looked up.
     asked = [_asked_for(result) for result in observed]
     picked = [itemgetter(*map(names.index, each)) for each in asked]
 
     @lru_cache(maxsize=4 * len(observed))  # most differences of a slope move no parameter of most results
     def misfits(number: int, values: tuple[float, ...]) -> list[float]:
         found = _misfits(dict(zip(asked[number], values, strict=True)), observed[number])
+        # Squares are summed, so n alike results with n ** -0.25 each weigh as much as the root of n.
         return [_saturated(value) * alike[observed[number].kind] ** -0.25 for value in found]
 
     def residuals(x: np.ndarray) -> np.ndarray:
         values = x.tolist()
         found = [value for number, pick in enumerate(picked) for value in misfits(number, pick(values))]
+        # Priors are residuals like the others, but without Cauchy's loss.
         return np.concatenate([found, (x - mean) / deviation])
 
     begin = mean if start is None else np.array([start.get(name, prior_of(name).mean) for name in names])
@@ -107,8 +114,10 @@ class _Noting(dict[str, float]):
     """Parameters at their priors, which note those that a prediction asks for."""
 
     def __missing__(self, name: str) -> float:
+        # Noted by asking: what a result depends on follows from the model's code, and no list can be stale.
         return self.setdefault(name, prior_of(name).mean)
 
+    # `p.get(chip, 0.0)` of the cost model asks for a parameter that may be absent: here it counts as asked for.
     def get(self, name: str, _: object = None) -> float:
         return self[name]
 
@@ -125,15 +134,18 @@ def _misfits(parameters: Parameters, result: Result) -> list[float]:
     """How far a result is from the model, in usual spreads: in time for its samples, and in samples."""
     step = step_time(parameters, result.run)
     log_samples = log_samples_needed(parameters, result.run, step)
+    # Of such results only the time is known, whose spread holds that of the samples as well.
     if result.samples is None:
         total = time_of_steps(parameters, result.run, step, math.exp(log_samples)).total
         return [math.log(result.seconds / total) / math.hypot(TIME_SCALE, SAMPLES_SCALE)]
+    # The time for the samples that it took, so that both residuals say different things.
     total = time_of_steps(parameters, result.run, step, result.samples).total
     return [math.log(result.seconds / total) / TIME_SCALE, (math.log(result.samples) - log_samples) / SAMPLES_SCALE]
 
 
 def _saturated(residual: float) -> float:
     """The residual whose square is Cauchy's loss of this one."""
+    # Done here and not by the `loss` of least_squares, which would apply to the priors as well.
     return math.copysign(math.sqrt(2 * math.log1p(residual**2 / 2)), residual)
 
 
@@ -152,6 +164,7 @@ def spread(calibration: Calibration, run: Run) -> float:
         for a, row in zip(slopes, calibration.covariance, strict=True)
         for b, c in zip(slopes, row, strict=True)
     )
+    # Of an unknown chip only the prior is known.
     if run.machine.device.model not in calibration.models:
         variance += CHIP.deviation**2
     return math.sqrt(variance + TIME_SCALE**2 + SAMPLES_SCALE**2)
@@ -187,11 +200,14 @@ class Held:
 def held_out(group: Callable[[Result], Hashable], start: Parameters) -> list[Held]:
     """Predict every result by a model that has seen no result of its group, for each group in turn."""
     found = []
+    # str as key: groups are texts or numbers, and the order only has to be the same in each run.
     for left_out in sorted({group(result) for result in results()}, key=str):
         seen = [result for result in results() if group(result) != left_out]
+        # A fit that leaves one group out begins where that of all results ended, and needs fewer digits.
         parameters, covariance = fit(seen, start, tolerance=1e-4)
         models = tuple(sorted({result.run.machine.device.model for result in seen}))
         scales = {(r.run.machine.device.model, r.run.machine.accelerators) for r in seen}
+        # Its bounds are not asked for: they come from what is held out.
         calibration = Calibration(parameters, covariance, models, (0, 0), (0, 0), "")
         for result in results():
             if group(result) == left_out:
@@ -216,9 +232,11 @@ def calibrate() -> tuple[Calibration, dict[str, list[Held]]]:
     """Fit the model to all results, and set its intervals by what cross-validation finds: takes a minute or two."""
     parameters, covariance = fit(results())
     validation = {name: held_out(group, parameters) for name, group in GROUPS.items()}
+    # Both leave models that have seen the device, which is what `known` is about.
     seen = [held for name in ("submitter", "scale") for held in validation[name] if held.model_seen]
     known, unknown = _quantiles(seen), _quantiles(validation["accelerator"])
     models = tuple(sorted({result.run.machine.device.model for result in results()}))
+    # The table's digest, by which a test sees when the fit is older than its data.
     source = hashlib.sha256(TABLE.read_bytes()).hexdigest()
     return Calibration(parameters, covariance, models, known, unknown, source), validation
 
@@ -248,6 +266,7 @@ def to_json(calibration: Calibration) -> str:
         "unknown": [short(value) for value in calibration.unknown],
         "covariance": [[short(value) for value in row] for row in calibration.covariance],
     }
+    # A row of the matrix a line: json.dumps with an indent would give each number its own.
     text = json.dumps(document, indent=1)
     head, _, rows = text.partition('"covariance": ')
     return f'{head}"covariance": {_one_row_a_line(json.loads(rows.rsplit("}", 1)[0]))}\n}}\n'

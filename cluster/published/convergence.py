@@ -53,13 +53,17 @@ def log_samples(
     found = log(_line(REFERENCE_POINTS, batch))
     practice = [(log(knot), p[f"practice_{knot}"]) for knot in BATCH_KNOTS]
     # How practice differs from the reference.
+    # Clamped to the knots: beyond them the difference stays as it is at the last one.
     found += _line(practice, min(max(log(batch), practice[0][0]), practice[-1][0]))
     if old_recipe:  # the less, the more a recipe was tuned for the very run
         growth = p["old_recipe_growth"] * max(0.0, log2(batch / 448))
+        # The effect decays with scale: large runs had recipes of their own even in that round.
         found += (p["old_recipe"] + growth) * exp(-accelerators / TUNED_ACCELERATORS)
     # Batches that memory does not take at once.
+    # Only above what memory takes: below it nothing is accumulated.
     found += p["accumulation"] * max(0.0, log2(batch / accelerators / (SEQUENCES_PER_GB * memory_gb)))
     # The longer a trial takes, the fewer are made.
+    # How long a trial at the smallest reference batch would take on this system.
     minutes = REFERENCE_POINTS[0][1] / sequences_per_second / 60
     return found + p["tuning"] * max(0.0, log2(minutes / LONG_RUN_MINUTES))
 
@@ -68,6 +72,7 @@ def _line(points: Sequence[tuple[float, float]], x: float) -> float:
     """Value at `x` of the lines between points; flat before the first, the last line goes on."""
     if x <= points[0][0]:
         return points[0][1]
+    # Beyond the largest point the last line goes on.
     at = min(bisect_left(points, (x,)), len(points) - 1)
     (left, low), (right, high) = points[at - 1], points[at]
     return low + (high - low) * (x - left) / (right - left)

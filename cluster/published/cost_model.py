@@ -21,6 +21,7 @@ from compliance.log.schedule import evaluation_interval
 PARAMETERS = 336.2e6
 """Of BERT-Large with its heads."""
 
+# In 16 bits.
 GRADIENT_BYTES = 2 * PARAMETERS
 
 UPDATE_BYTES = 30
@@ -72,6 +73,7 @@ class Run:
     round: str | None = None
 
     def __post_init__(self) -> None:
+        # Fewer sequences than devices would leave some without work.
         if not self.machine.accelerators <= self.batch <= LARGEST_BATCH:
             raise ValueError(
                 f"global batch size {self.batch:,} on {self.machine.accelerators:,} accelerators: expected at least one "
@@ -121,9 +123,11 @@ def step_time(p: Parameters, run: Run) -> StepTime:
     share = run.batch / machine.accelerators
     matrix, memory, power = sequence_time(p, run, uses_fp8(run))
     sequence = matrix + memory + power
+    # Rounded up: what does not fit into one micro-batch takes another.
     micro_batches = ceil(share / (_sequences_per_gb(run) * device.memory_gb))
     # A device that b sequences fill half takes as long for n of them as a full one for n + b.
     launch = micro_batches * (exp(p["launch"]) + exp(p["half_batch"]) * sequence)
+    # A group shares the update: each device has LAMB's shard of it.
     update = PARAMETERS * UPDATE_BYTES / (UPDATE_EFFICIENCY * device.memory_gb_s * 1e9) / machine.group
     inside, between = _reduction(p, machine)
     return StepTime(sequence, matrix * share, memory * share, power * share, launch, inside, between, update)
@@ -145,15 +149,18 @@ def sequence_time(p: Parameters, run: Run, fp8: bool) -> tuple[float, float, flo
     rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
     # Joules of a sequence on an architecture of 2020, halved every so many years.
     energy = exp(p["energy"]) * 2 ** (-(device.year - 2020) / exp(p["energy_halving"]))
+    # Without FP8 all operations are at the 16-bit rate; what follows replaces it.
     matrix = SEQUENCE_FLOPS / rate
     if fp8:
         assert device.fp8_tflops is not None
         fp8_rate = exp(p["matrix_efficiency"] + p["fp8_efficiency"]) * device.fp8_tflops * 1e12
+        # A share of the operations stays in 16 bits: times add up, not rates.
         matrix = SEQUENCE_FLOPS * (FP8_SHARE / fp8_rate + (1 - FP8_SHARE) / rate)
         energy *= FP8_SHARE * exp(p["fp8_energy"]) + (1 - FP8_SHARE)
     memory = exp(p["traffic"]) / (device.memory_gb_s * 1e9)
     together = _larger(matrix + memory, energy / device.tdp_w)
     slowness = exp(-_log_speed(p, run))
+    # The factor of chip and software is on all three alike, so that their shares stay.
     return matrix * slowness, memory * slowness, (together - matrix - memory) * slowness
 
 
@@ -179,12 +186,14 @@ def _reduction(p: Parameters, machine: Machine) -> tuple[float, float]:
         between = GRADIENT_BYTES * 2 * (1 - 1 / machine.accelerators) / network_rate(p, machine)
         between += exp(p["network_latency"]) * log2(machine.groups)
     together = _larger(inside, between)
+    # The pipeline's time is split over both halves in proportion, so that the parts add up.
     return (together * inside / (inside + between), together * between / (inside + between)) if together else (0.0, 0.0)
 
 
 def link_rate(p: Parameters, machine: Machine) -> float:
     """Return the bytes a second that a device sends to others of its group."""
     device = machine.device
+    # A bridge joins two cards: among more of them traffic leaves it.
     if machine.is_bridged and machine.group == 2 and device.bridge_gb_s is not None:
         return exp(p["fabric_efficiency"]) * device.bridge_gb_s * 1e9
     return exp(p["fabric_efficiency" if machine.has_fabric else "pcie_efficiency"]) * device.link_gb_s * 1e9
@@ -200,8 +209,10 @@ def network_rate(p: Parameters, machine: Machine) -> float:
     if device.network_gb_s is not None:
         return exp(p["network_efficiency"]) * device.network_gb_s * machine.group * 1e9
     byte_seconds = 8 / (exp(p["network_efficiency"]) * network.gbit_s)  # nanoseconds, of one port
+    # Devices that share ports on boards without switches: the host's memory is another limit.
     if network.ports < machine.per_node < SWITCHED:
         byte_seconds = _larger(byte_seconds, 1 / (exp(p["staging_efficiency"]) * device.host_gb_s))
+    # The ports of all nodes of a group add up.
     return network.ports * machine.group / machine.per_node / byte_seconds * 1e9
 
 
@@ -246,6 +257,7 @@ def time_of_steps(p: Parameters, run: Run, step: StepTime, samples: float) -> Ru
     """Return where the seconds of a run go that takes so many samples in such steps."""
     steps = samples / run.batch
     evaluations = samples / evaluation_interval(run.batch)
+    # Sequences are dealt evenly: the device with one more than others decides.
     passes = ceil(EVALUATION_SEQUENCES / run.machine.accelerators) * step.sequence + step.launch
     names = ("matrix", "memory", "power", "launch", "inside", "between", "update")
     parts = {name: steps * getattr(step, name) for name in names}

@@ -56,11 +56,13 @@ class Machine:
     @cached_property
     def group(self) -> int:
         """Devices that the fast link joins: a node's, or a rack's where it reaches further."""
+        # A link of a rack joins more than a node, but never more devices than there are.
         return min(self.accelerators, max(self.per_node, self.device.link_domain or 0))
 
     @cached_property
     def groups(self) -> int:
         """Number of groups that only the network joins."""
+        # The last group may be smaller.
         return -(-self.accelerators // self.group)
 
     @property
@@ -92,19 +94,24 @@ def describe_machine(
 
 def _network(text: str) -> Network | None:
     """The ports that carry the training: those labelled Compute, or else the fastest that are named."""
+    # Free text from elsewhere: what is far longer is no description.
     text = text[:1000]
+    # Some describe storage and management networks as well, which carry no gradients.
     if compute := re.search(r"Compute\s*:?(.*?)(?:Management|Storage|$)", text, re.S):
         text = compute[1]
     parts = [part for part in re.split(r"[,;+]", text) if not re.search("Management|Storage", part)]
     found = [network for part in parts if (network := _ports(part))]
+    # By the sum of the ports: eight slow ones may carry more than one fast.
     return max(found, key=lambda network: network.ports * network.gbit_s, default=None)
 
 
 def _ports(part: str) -> Network | None:
     """Ports of one kind: "8x ConnectX-6 IB HDR 200Gb/Sec", "1x ConnectX-5 IB EDR"."""
+    # No letter may follow the "x".
     count = re.search(r"\b(\d{1,3}) ?x(?![a-z])", part)
     ports = min(max(int(count[1]), 1), _MOST_PORTS) if count else 1
     if rate := re.search(r"(?<!\d)(\d{1,4}) ?G(?:b|B|igabit|\b)", part):
+        # A rate of 0 is a slip, by which times would be divided.
         return Network(ports, float(rate[1])) if int(rate[1]) else None
     named = next((bits for word, bits in _BITS.items() if re.search(rf"\b{word}\b", part)), None)
     return Network(ports, named) if named else None

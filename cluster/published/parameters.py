@@ -73,4 +73,5 @@ def chip_parameter(chip: str) -> str:
 
 def prior_of(name: str) -> Prior:
     """Return what is held of a parameter beforehand."""
+    # Any other name is that of a chip.
     return PRIORS.get(name, CHIP)

@@ -62,6 +62,7 @@ def usual_run(machine: Machine, round: str | None = None) -> Run:
     Raises:
         ValueError: no batch size converges on so many accelerators.
     """
+    # Only batches with which runs near this scale reached the target, however fast steps of others would be.
     runs = [Run(machine, batch, round) for batch in usual_batches(machine.accelerators)]
     parameters = calibration().parameters
     return min(runs, key=lambda run: run_time(parameters, run).total)
@@ -69,6 +70,7 @@ def usual_run(machine: Machine, round: str | None = None) -> Run:
 
 def _extrapolates(run: Run, using: Calibration) -> tuple[str, ...]:
     machine = run.machine
+    # Of the data, not of the fit: the model answers for any scale.
     largest = max(result.run.machine.accelerators for result in results())
     largest_batch = max(result.run.batch for result in results())
     found = []
@@ -141,6 +143,7 @@ def as_lines(prediction: Prediction) -> list[str]:
             f"batch {result.run.batch:,}: {result.submitter} {result.system} ({result.run.round})"
         )
     notes = list(prediction.extrapolates)
+    # What the device itself brings is a fact; only an assumed network is to be said.
     if machine.groups > 1 and machine.network.is_assumed and machine.device.network_gb_s is None:
         network = machine.network
         ports = counted(network.ports, "port")

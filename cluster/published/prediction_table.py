@@ -54,11 +54,13 @@ def predict_table(source: Path, out: Path) -> list[Row]:
     Raises:
         ValueError: the file is no such table, or nothing in it can be predicted.
     """
+    # A list first: a broken line at the end of the file is found before anything is predicted.
     rows = [_predicted(number, cells) for number, cells in list(_read(source))]
     if all(row.prediction is None for row in rows):
         first = f", row {rows[0].number} because {rows[0].reason}" if rows else ""
         raise ValueError(f"{source}: no row can be predicted{first or ': it has none'}")
     text = io.StringIO()
+    # Columns of an earlier run are replaced, not doubled.
     columns = [name for name in rows[0].cells if name not in ADDED]
     writer = csv.DictWriter(text, [*columns, *ADDED], extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
@@ -74,6 +76,7 @@ def _read(source: Path) -> Iterator[tuple[int, dict[str, str]]]:
         text = content.decode("utf-8-sig")  # spreadsheets put a byte order mark in front
     except UnicodeDecodeError:
         raise ValueError(f"{source}: no text in UTF-8, expected a CSV file") from None
+    # newline="" as the csv module asks for; strict refuses quotes that never end.
     reader = csv.DictReader(io.StringIO(text, newline=""), restval="", strict=True)
     try:
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
@@ -82,6 +85,7 @@ def _read(source: Path) -> Iterator[tuple[int, dict[str, str]]]:
         for number, row in enumerate(reader, 1):
             if number > MOST_ROWS:
                 raise ValueError(f"{source}: more than {MOST_ROWS:,} rows; split the table")
+            # DictReader puts what is beyond the header under None.
             if None in row:
                 raise ValueError(f"{source}: row {number} has more cells than the header has columns")
             yield number, row
@@ -92,6 +96,7 @@ def _read(source: Path) -> Iterator[tuple[int, dict[str, str]]]:
 def _predicted(number: int, cells: dict[str, str]) -> Row:
     try:
         machine = described_machine(cells)
+        # A round that has no name of one counts as none, the newest: other tables have other columns of that name.
         round = cells.get("round", "").strip()
         round = round if ROUND.fullmatch(round) else None
         if cells["global_batch_size"].strip():

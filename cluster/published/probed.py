@@ -19,6 +19,7 @@ def machine_of(view: View) -> Machine:
     Raises:
         ValueError: hosts or devices differ, or the device is not in the facts file.
     """
+    # The model is of equal devices in equal nodes: a mean over different ones would be neither's.
     names = sorted({rank.device for rank in view.ranks})
     ranks = Counter(rank.host for rank in view.ranks)
     if len(names) > 1 or len(set(ranks.values())) > 1:
@@ -27,10 +28,13 @@ def machine_of(view: View) -> Machine:
             "each): a prediction is of equal hosts, so probe some that are"
         )
     device = _device(names[0])
+    # Published results of CPUs count sockets, not ranks.
     per_node = view.hosts[0].sockets if device.form == "CPU" else len(view.ranks) // len(view.hosts)
     machine = describe_machine(device, len(view.hosts), per_node, "bridge" if _has_pairs(view) else "")
+    # Cards in use: ranks may share one, and a host may have more.
     ports = len({(rank.host, rank.card) for rank in view.ranks if rank.card}) // len(view.hosts)
     rate = _measured_gbit_s(view)
+    # Of one host, or without names of cards, the usual network is taken, as without a probe.
     if not ports or rate is None:
         return machine
     # The model takes a port for what it is called, of which training reaches a share; what was measured has lost it already.
@@ -43,6 +47,7 @@ def _device(name: str) -> Device:
     for device in devices():
         if device.form == "CPU" and device.name.rpartition("-")[2] in name:
             return device
+    # The message below says what a probe's device needs, and not what a name on a command line does.
     with suppress(ValueError):
         device = device_named(name)
         if device.form != "CPU":

@@ -95,24 +95,28 @@ def results() -> tuple[Result, ...]:
         for row in csv.DictReader(file):
             if row["division"] != "closed":
                 continue
+            # Devices that the facts file leaves out have no rates to predict from.
             try:
                 machine = described_machine(row)
             except ValueError:
                 continue
             samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])
             run = Run(machine, int(row["global_batch_size"]), row["round"])
+            # Minutes in the table, seconds everywhere else.
             found.append(Result(run, row["submitter"], row["system"], 60 * float(row["minutes"]), samples))
     return tuple(found)
 
 
 def nearest(run: Run, count: int = 3) -> tuple[Result, ...]:
     """Results on machines most like a run's: model and form if there are any, then scale, nodes and batch, newest first."""
+    # A stable sort follows: of equally near results the newest comes first.
     newest_first = sorted(results(), key=lambda result: result.run.round or "", reverse=True)
     return tuple(sorted(newest_first, key=lambda result: _distance(result.run, run))[:count])
 
 
 def _distance(one: Run, other: Run) -> tuple[float, float]:
     here, there = one.machine, other.machine
+    # Tuples compare in order: another model or form weighs more than any distance in scale.
     unlike = (here.device.model != there.device.model) + (here.device.form != there.device.form)
     apart = abs(log2(here.accelerators / there.accelerators)) + 0.5 * abs(log2(here.nodes / there.nodes))
     return unlike, apart + 0.5 * abs(log2(one.batch / other.batch)) + 0.25 * (one.is_old != other.is_old)
@@ -124,4 +128,5 @@ def usual_batches(accelerators: int) -> tuple[int, ...]:
     below = [scale for scale in scales if scale <= accelerators][-1:]
     above = [scale for scale in scales if scale >= accelerators][:1]
     batches = {result.run.batch for result in results() if result.run.machine.accelerators in (*below, *above)}
+    # Where every published batch there is too small, one sequence on each is the least that there can be.
     return tuple(sorted(batch for batch in batches if batch >= accelerators)) or (accelerators,)

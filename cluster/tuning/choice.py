@@ -68,9 +68,11 @@ class Choice:
     @classmethod
     def of(cls, found: object) -> Choice:
         """Read parsed JSON; ``ValueError`` where it is anything else than a choice."""
+        # The file lies in a user's cache folder, and what it holds goes into a command line.
         if not isinstance(found, dict) or set(found) != {"processes", "threads", "settings"}:
             raise ValueError("expected an object with processes, threads, settings")
         counts, settings = (found["processes"], found["threads"]), found["settings"]
+        # type(...) is int: isinstance would let True through.
         if not all(type(count) is int and 1 <= count <= _MOST_PROCESSES for count in counts):
             raise ValueError(f"expected 1 to {_MOST_PROCESSES} processes and threads")
         if not isinstance(settings, dict) or not all(name in SETTINGS for name in settings):
@@ -104,6 +106,7 @@ def set_by_hand(choice: Choice, settings: Sequence[str]) -> str | None:
     for name in VARIABLES:
         if os.environ.get(name):
             return name
+    # A configuration file or a plan states settings of its own, which a kept choice must not override.
     return next((name for name in ("config", "plan", *dict(choice.settings)) if name in given(settings)), None)
 
 
@@ -118,10 +121,12 @@ def _key(config: Config) -> dict[str, object]:
     shape += [(f"training.{name}", getattr(config.training, name)) for name in _OF_THE_STEP]
     return {
         "processor": processor_name(),
+        # The affinity: containers and batch systems may give fewer cores than the machine has.
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(host_memory() / 2**30),
         "gpus": _gpus(),
         "python": platform.python_version(),
+        # From the package's metadata: importing PyTorch takes longer than most choices gain.
         "torch": metadata.version("torch"),
         "data.loader": config.data.loader,
         **dict(shape),
@@ -130,6 +135,7 @@ def _key(config: Config) -> dict[str, object]:
 
 def _gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
     """Models of NVIDIA's GPUs as their driver names them."""
+    # The driver states models under /proc, so that no library is needed.
     texts = [path.read_text(errors="replace") for path in sorted(proc.glob("*/information"))]
     return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.M))]
 
@@ -139,6 +145,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # --help is answered by the run, too
             config = parse(arguments)
+    # Wrong arguments and --help are for bert.train to answer, once.
     except (ValueError, OSError, SystemExit):
         return 0
     choice = kept(config)

@@ -20,6 +20,7 @@ from typing import Self
 from bert.configuration.config import REPOSITORY
 from cluster.tuning.choice import Choice
 
+# Variables by which a launcher says what a process is: inherited ones would make trials part of that launch.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
 _LONGEST_ANSWER = 4096
 
@@ -52,6 +53,7 @@ class Group:
         Raises ``TrialError`` with what they complain about.
         """
         self.choice = choice
+        # A file and not a pipe: one that nobody reads fills up and blocks its writers.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115, closed with the processes that write to it
         command = [sys.executable, "-m", "cluster.tuning.trial", recipe, *choice.arguments, *settings]
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -68,6 +70,7 @@ class Group:
                     )
                 )
             self._answers(deadline)
+        # BaseException: Ctrl-C during the start must leave no processes behind.
         except BaseException:
             self.close(patience=0.0)
             raise
@@ -91,6 +94,7 @@ class Group:
                 raise self._failed("has ended") from None
         windows = self._answers(time.monotonic() + patience)
         return Pace(
+            # The window has ended when the slowest process has.
             max(float(window["seconds"]) for window in windows),
             sum(int(window["tokens"]) for window in windows),
             sum(float(window["waited"]) for window in windows) / len(windows),
@@ -99,6 +103,7 @@ class Group:
     @property
     def memory(self) -> int:
         """The most bytes that its processes have taken, all together."""
+        # VmHWM is the peak of a process.
         texts = [Path(f"/proc/{process.pid}/status").read_text() for process in self._processes]
         return sum(1024 * int(text.partition("VmHWM:")[2].split()[0]) for text in texts)
 
@@ -107,6 +112,7 @@ class Group:
         pending = {process.stdout.fileno(): rank for rank, process in enumerate(self._processes) if process.stdout}
         answers: list[dict[str, float]] = [{} for _ in self._processes]
         while pending:
+            # select over all: reading one pipe after another would wait for a rank whose partner has died.
             ready = select.select(list(pending), [], [], max(0.0, deadline - time.monotonic()))[0]
             if not ready:
                 raise self._failed("was not ready in time")
@@ -119,14 +125,17 @@ class Group:
 
     def _failed(self, what: str) -> TrialError:
         size = self._complaints.seek(0, os.SEEK_END)
+        # The end of it is enough for a message.
         self._complaints.seek(max(0, size - 65536))
         lines = self._complaints.read().decode(errors="replace").strip().splitlines()
+        # The program's own complaints begin with "error: "; else the last line has to do.
         said = [line for line in lines if line.startswith("error: ")] or lines[-1:]
         return TrialError(f"{self.choice} {what}{': ' + said[0].removeprefix('error: ') if said else ''}")
 
     def close(self, patience: float = 5.0) -> None:
         """End them, after so many seconds by force."""
         deadline = time.monotonic() + patience
+        # All inputs are closed first: a process that ends in order waits for the others.
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.close()  # at the end of its input a process ends in order
@@ -146,9 +155,11 @@ def _environments(choice: Choice) -> list[dict[str, str]]:
     # This program may have been started by a launcher itself.
     own = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
     own["OMP_NUM_THREADS"] = str(choice.threads)
+    # One process initializes no process group, as a run without a launcher.
     if choice.processes == 1:
         return [own]
     size = str(choice.processes)
+    # The loopback interface: all ranks are here.
     own |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
     return [own | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(choice.processes)]
 
@@ -156,6 +167,7 @@ def _environments(choice: Choice) -> list[dict[str, str]]:
 def _free_port() -> int:
     """A port that nobody is given by chance before it is used: the system takes those of connections from 32,768 on."""
     while True:
+        # Let go again before the ranks bind it, hence a range that the system gives nobody by itself.
         with socket.socket() as probe:
             try:
                 probe.bind(("", random.SystemRandom().randrange(10_000, 32_000)))

@@ -35,15 +35,18 @@ class Comparison:
     @classmethod
     def of(cls, logarithms: Sequence[float]) -> Comparison:
         """From the logarithm of the ratio of each turn."""
+        # Logarithms: half and twice the time are equally far from equal.
         mean, many = statistics.fmean(logarithms), len(logarithms)
         error = statistics.stdev(logarithms) / math.sqrt(many) if many > 1 else math.inf
         reach = -float(stdtrit(max(1, many - 1), DOUBT)) * error
         # After few turns the reach may be infinite, or beyond what exp takes.
+        # exp overflows a little above 700.
         return cls(math.exp(mean), math.exp(mean - reach), math.exp(min(mean + reach, 700.0)), many)
 
     @property
     def is_faster(self) -> bool:
         """Tell whether the challenger gains, beyond the noise, and enough to be worth it."""
+        # Both significant and worth it.
         return self.high < 1 and self.ratio <= 1 - GAIN
 
     @property
@@ -72,13 +75,16 @@ def race(holder: Group, challenger: Group, steps: int, untimed: int, deadline: f
     """
     least, most = TURNS
     logarithms: list[float] = []
+    # Not counted: the challenger has just started.
     challenger.pace(steps, untimed)
     while len(logarithms) < most:
+        # A linear drift of the machine's speed falls on both alike.
         paces = [group.pace(steps, untimed) for group in (holder, challenger, challenger, holder)]
         of_holder, of_challenger = (
             sum(paces[place].seconds_a_token for place in places) for places in ((0, 3), (1, 2))
         )
         logarithms.append(math.log(of_challenger / of_holder))
+        # Two turns, as one may have been disturbed.
         hopeless = len(logarithms) >= 2 and min(logarithms) > math.log(_HOPELESS)
         if hopeless or (len(logarithms) >= least and Comparison.of(logarithms).is_decided):
             return Comparison.of(logarithms)

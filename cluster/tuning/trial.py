@@ -42,6 +42,7 @@ class Window:
 
 def main(arguments: Sequence[str]) -> int:
     """Build the run, say that it is ready, and train on demand until standard input ends."""
+    # Answers get a descriptor of their own before standard output is taken from the run.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what a run prints is not for who asks
     try:
@@ -50,8 +51,10 @@ def main(arguments: Sequence[str]) -> int:
             mesh = join_mesh(config.training.device)
             run = _built(config, mesh)
             answers.write("{}\n")
+            # The wait for a line is also the wait between windows: a process that reads takes no processor.
             for line in sys.stdin:
                 untimed, timed = map(int, line.split())
+                # Steps before the window use up what was read ahead while others had the machine.
                 _window(run, mesh, untimed)
                 answers.write(json.dumps(asdict(_window(run, mesh, timed))) + "\n")
             run.loader.close()
@@ -87,6 +90,7 @@ def _built(config: Config, mesh: Mesh) -> Run:
 
 def _window(run: Run, mesh: Mesh, steps: int) -> Window:
     run.stopwatch.reset()
+    # All ranks begin together.
     barrier()
     begin, tokens = time.perf_counter(), 0
     for _ in range(steps):
@@ -94,6 +98,7 @@ def _window(run: Run, mesh: Mesh, steps: int) -> Window:
             micro_batches = next(run.loader)
         tokens += sum(batch.tokens for batch in micro_batches)
         run.step(micro_batches)
+    # Work may still be queued on the GPU.
     if mesh.device.type == "cuda":
         torch.cuda.synchronize(mesh.device)
     barrier()

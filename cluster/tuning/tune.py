@@ -42,10 +42,12 @@ def tune(request: Request) -> Choice:
         raise ValueError(f"--seconds is {request.seconds:g}, expected 10 to 86,400")
     begin = time.monotonic()
     config = parse([request.recipe, *request.settings])
+    # Before the default is asked for: data that ship with a recipe may have to be made first.
     _prepare(request)
     default = default_choice(request.recipe)
     search = _Search(request, config, default, begin + request.seconds)
     best = search.winner()
+    # What won in one set of processes must win again in another, or the default stays.
     if best != default and not search.is_confirmed(best):
         best = default
     keep(config, best)
@@ -55,7 +57,9 @@ def tune(request: Request) -> Choice:
 
 def default_choice(recipe: str) -> Choice:
     """What ``run_and_time.sh`` starts where nobody says anything."""
+    # The script that run_and_time.sh itself uses, so that both agree on the default.
     script = 'source launch/processes.sh; default_processes "$1" .venv/bin/python; echo "$NPROC $OMP_NUM_THREADS"'
+    # Variables of this shell would be taken for the user's wishes.
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     counts = _shell("-euo", "pipefail", "-c", script, "bash", recipe, environment=environment).split()
     return Choice(int(counts[0]), int(counts[1]))
@@ -63,6 +67,7 @@ def default_choice(recipe: str) -> Choice:
 
 def _prepare(request: Request) -> None:
     """Make the data of a recipe that ships with them, and look for whatever would stop a run."""
+    # WORLD_SIZE: a launcher around this command is none of the run's.
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", *VARIABLES)}
     _shell("./run_and_time.sh", "--prepare", request.recipe, "--", *request.settings, environment=environment)
 
@@ -89,15 +94,18 @@ class _Search:
         self._request, self._config, self._default, self._deadline = request, config, default, deadline
         self._confirming = deadline - _CONFIRMING * request.seconds
         now = time.monotonic()
+        # Nobody knows yet how long a start takes.
         self._holder = self._start(default, now + 600)
         self._start_seconds = time.monotonic() - now
         try:
             self._steps = window_steps(self._holder)
             self._pace = self._holder.pace(self._steps)
+        # Whatever happens, no process outlives this one.
         except BaseException:
             self._holder.close(patience=0.0)
             raise
         window = self._pace.seconds * (1 + 1 / self._steps)
+        # A start, and the fewest turns of four windows each and one more, a quarter longer for a slower challenger.
         self._least_seconds = self._start_seconds + 1.25 * (TURNS[0] + 1) * 4 * window
         """What it takes to start a choice and compare it, though it be a little slower."""
 
@@ -110,6 +118,7 @@ class _Search:
         try:
             stages = (self._layouts, self._bucket_sizes, self._prefetch_depths)
             for number, stage in enumerate(stages, 1):
+                # A stage asks the holder of that moment: buckets matter only with several processes.
                 challengers = stage()
                 for place, choice in enumerate(challengers):
                     left = len(challengers) - place + len(stages) - number
@@ -131,6 +140,7 @@ class _Search:
 
     def _start(self, choice: Choice, deadline: float | None = None) -> Group:
         if deadline is None:
+            # Three times the first start, as another group has the machine beside it.
             deadline = time.monotonic() + 30 + 3 * self._start_seconds
         return Group(choice, self._request.recipe, self._request.settings, deadline)
 
@@ -140,6 +150,7 @@ class _Search:
             say(f"{choice}: not measured, {why_not}")
             return
         now = time.monotonic()
+        # An equal part of what is left, and never less than a comparison needs.
         deadline = now + max((self._confirming - now) / left, self._least_seconds)
         try:
             challenger = self._start(choice)
@@ -150,6 +161,7 @@ class _Search:
         try:
             found = race(self._holder, challenger, self._steps, self._untimed(choice), deadline)
             say(_told(choice, self._holder.choice, found))
+            # The loser is closed, whichever it is: only two groups are there at a time.
             if found is not None and found.is_faster:
                 loser, self._holder = self._holder, challenger
         finally:
@@ -159,6 +171,7 @@ class _Search:
         if time.monotonic() + self._least_seconds > self._confirming:
             return "the time is up"
         most = max(choice.processes, self._holder.choice.processes)
+        # Memory is taken as proportional to the number of processes.
         needed = self._holder.memory * most // self._holder.choice.processes
         free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0]) * 1024
         if needed > free:
@@ -191,6 +204,7 @@ class _Search:
 
     def _prefetch_depths(self) -> list[Choice]:
         """Depths, where data are waited for at all."""
+        # As many unmeasured steps as the deepest prefetch, so that nothing read ahead earlier is left.
         pace = self._holder.pace(self._steps, max(_DEPTHS) if self._steps > 1 else 0)
         if pace.waited < _WAIT * pace.seconds or "data.prefetch" in given(self._request.settings):
             return []
@@ -203,8 +217,10 @@ class _Search:
 
 def layouts(default: Choice, batch: int, cores: int) -> list[Choice]:
     """Other numbers of processes and threads, on all cores and on half of them; the batch divides over the processes."""
+    # Shares of the batch must be equal.
     counts = [2**power for power in range(cores.bit_length()) if batch % 2**power == 0]
     every = [Choice(count, cores // used // count) for used in (1, 2) for count in counts if cores // used >= count]
+    # dict.fromkeys drops doubles and keeps the order: all cores before half of them.
     return [each for each in dict.fromkeys(every) if each != default]
 
 

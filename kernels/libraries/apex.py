@@ -30,6 +30,7 @@ def dropout_add_layer_norm(
     dropout: Dropout | None = None,
 ) -> Tensor:
     """``layer_norm(residual + dropout(x + bias))``, the norm in one kernel each way. Returns [T, D] in the type of x."""
+    # apex takes operands of one type: that of x.
     summed_TD = residual_TD.to(x_TD.dtype) + drop(x_TD + bias_D.to(x_TD.dtype), dropout)
     return _layer_norm(summed_TD, weight_D, norm_bias_D, eps)
 
@@ -60,12 +61,15 @@ def masked_lm_loss(
     count_correct: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the masked tokens' cross-entropies, [] in fp32, and how many are predicted right, [] int64, if asked for."""
+    # Imported when called: the package is optional.
     library = importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
+    # Counting needs logits that were never rounded to 16 bits; the loss alone takes those of the product.
     logits_of = masked_lm_logits if count_correct else F.linear
     logits_MV = logits_of(hidden_MD, decoder_VD, bias_V)
     ignored_M = labels_M == ignore_index
     # apex reads the logit of every label, also of one that is to be ignored: give it some class, and drop the loss
     classes_M = labels_M.masked_fill(ignored_M, 0)
+    # apex returns losses in the type of the logits unless told otherwise.
     to_float = logits_MV.dtype != torch.float32
     losses_M = library.SoftmaxCrossEntropyLoss.apply(logits_MV, classes_M, 0.0, ignore_index, to_float)
     loss = losses_M.masked_fill(ignored_M, 0.0).sum()

@@ -21,7 +21,9 @@ def owned_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     A batch that is filled up to a shape bucket has rows that no sequence owns. Libraries leave them as they find them in new
     memory, in the output and in the gradients, where the products before and after would take them for numbers.
     """
+    # Compared on the device: reading the last bound would make the host wait, and break a captured step.
     owned = torch.arange(len(x), device=x.device) < cu_seqlens[-1]
+    # where, not a product: what is in unowned rows may be NaN, and NaN times zero is NaN.
     return torch.where(owned.view(-1, *(1,) * (x.dim() - 1)), x, 0.0)
 
 
@@ -46,6 +48,7 @@ def on_owned_rows(attention: VarlenAttention) -> Callable[..., Tensor]:
     return varlen_attention
 
 
+# Libraries without a packed call take three views, whose gradients autograd puts together.
 def of_one_tensor(varlen_attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Make ``varlen_self_attention`` of ``varlen_attention``: the three parts of one tensor [T, 3, H, E] to [T, H, E]."""
 
@@ -62,6 +65,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor, longest: int, dropout: Dropout | None
 ) -> Tensor:
     """Softmax attention inside each sequence. Returns [Q, H, E]."""
+    # Imported when called: the package is optional.
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     dropout_p = 0.0 if dropout is None else dropout.p
@@ -74,6 +78,7 @@ def varlen_self_attention(
     """Softmax attention inside each sequence, with one gradient for the packed tensor. Returns [T, H, E]."""
     from flash_attn import flash_attn_varlen_qkvpacked_func  # pyright: ignore[reportMissingImports]
 
+    # Packed: the kernel writes one gradient, where three would be copied together.
     output_THE = flash_attn_varlen_qkvpacked_func(
         owned_rows(qkv_T3HE, cu_seqlens), cu_seqlens, max_seqlen, dropout_p=0.0 if dropout is None else dropout.p
     )
@@ -82,6 +87,7 @@ def varlen_self_attention(
 
 def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
     """Say why these inputs, or a packed [T, 3, H, E] in place of the query, cannot be computed."""
+    # Only what is the same for all calls of a signature may be looked at: the registry asks once for each.
     reasons = [] if query_QHE.is_cuda else [f"the tensors are on {query_QHE.device.type}, expected a GPU"]
     if query_QHE.dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"{query_QHE.dtype}, expected float16 or bfloat16")
@@ -95,6 +101,7 @@ def unsupported_reasons(query_QHE: Tensor, *_: Any, **__: Any) -> list[str]:
 
 def reasons_without_dropout(query_QHE: Tensor, *args: Any, **kwargs: Any) -> list[str]:
     """``unsupported_reasons`` of a library with the same limits that has no dropout."""
+    # By type, wherever the argument stands: positional or by name.
     drops = any(isinstance(value, Dropout) for value in (*args, *kwargs.values()))
     return unsupported_reasons(query_QHE) + (["it has no dropout"] if drops else [])
 

@@ -16,6 +16,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, bounds_q: Tensor, bounds_k: Tensor, longest: int, dropout: object
 ) -> Tensor:
     """Softmax attention inside each sequence. Returns [Q, H, E]."""
+    # The registry has refused dropout before (see `unsupported_reasons`).
     assert dropout is None
     bounds = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k, "max_seqlen_q": longest, "max_seqlen_k": longest}
     returned = importlib.import_module("flash_attn_interface").flash_attn_varlen_func(query, key, value, **bounds)
@@ -29,6 +30,7 @@ def unsupported_reasons(query_QHE: Tensor, *args: Any, **kwargs: Any) -> list[st
     """Say why these inputs cannot be computed."""
     reasons = reasons_without_dropout(query_QHE, *args, **kwargs)
     capability = capability_of(query_QHE)
+    # FlashAttention-3 is written for Hopper alone.
     if capability is not None and capability[0] != 9:
         reasons.append("compute capability {}.{}, expected 9.0 (Hopper)".format(*capability))
     return reasons

@@ -31,16 +31,19 @@ def varlen_attention(
     """
     del max_seqlen  # what others size their launches by
     lengths = zip(_lengths(cu_seqlens_q), _lengths(cu_seqlens_k), strict=True)
+    # groupby joins neighbours alone; equal lengths that are apart would be two calls, and right all the same.
     groups = [(*pair, len(list(equal))) for pair, equal in groupby(lengths)]
     # split, not slices: its backward is one concatenation, where each slice's would fill a whole stream with zeros
     *queries, unowned = _split(query_QHE, [length_q * count for length_q, _, count in groups])
     *keys, _ = _split(key_THE, [length_k * count for _, length_k, count in groups])
     *values, _ = _split(value_THE, [length_k * count for _, length_k, count in groups])
+    # A length of 0 makes no call.
     outputs = [
         _padless_attention(query, key, value, count, dropout)
         for query, key, value, (length_q, _, count) in zip(queries, keys, values, groups, strict=True)
         if length_q
     ]
+    # Rows after the last sequence are zeros, and hand no gradient on.
     return torch.cat([*outputs, torch.zeros_like(unowned)])
 
 
@@ -58,6 +61,7 @@ def dropout_add_layer_norm(
 ) -> Tensor:
     """``layer_norm(residual + dropout(x + bias))``. Returns [T, D]."""
     biased_TD = x_TD + bias_D
+    # On a CPU drawing is most of the work (see `_kept`).
     if dropout is None or x_TD.is_cuda:
         summed_TD = residual_TD + drop(biased_TD, dropout)
     else:
@@ -95,6 +99,7 @@ def _kept(x: Tensor, dropout: Dropout) -> Tensor:
     The random numbers are most of the work there, so one 64-bit draw serves four elements; 16 bits each hit the probability
     to within 1 / 131072.
     """
+    # From -2**63 to the largest: all 64 bits are random, the sign among them.
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None)
     kept = words.view(torch.int16)[: x.numel()].view(x.shape) >= dropout.threshold - 2**15  # signed
     return kept.to(x.dtype).mul_(dropout.scale)
@@ -111,6 +116,7 @@ def _lengths(cu_seqlens: Tensor) -> list[int]:
 
 def _padless_attention(query: Tensor, key: Tensor, value: Tensor, count: int, dropout: Dropout | None) -> Tensor:
     """Attention of ``count`` sequences of one length; rows [count * length, H, E]."""
+    # [S, H, length, E] as views, which the fused attention takes by their strides.
     query, key, value = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in (query, key, value))
     if dropout is not None and not query.is_cuda:  # PyTorch's fused attention has no dropout on a CPU
         probabilities = (query * query.shape[-1] ** -0.5 @ key.transpose(2, 3)).softmax(dim=-1)

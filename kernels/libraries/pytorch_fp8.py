@@ -51,14 +51,17 @@ def unsupported_reasons(
     reasons = capability_reasons(a_MK.device)
     if out_MN is not None and not (out_MN.is_contiguous() and out_MN.dtype == out_dtype):
         reasons.append(f"{out_MN.dtype} to write {out_dtype} to, or not contiguous")
+    # Both in E5M2 is what neither cuBLASLt nor the definition has.
     if {a_MK.dtype, b_NK.dtype} not in ({E4M3}, {E4M3, E5M2}):
         reasons.append(f"operands in {a_MK.dtype} and {b_NK.dtype}: expected E4M3, or one of E4M3 and one of E5M2")
     if (inverse_a.dtype, inverse_b.dtype) != (torch.float32, torch.float32):
         reasons.append(f"inverse scales in {inverse_a.dtype} and {inverse_b.dtype}, expected float32")
     if out_dtype not in (torch.bfloat16, torch.float16, torch.float32):
         reasons.append(f"a product in {out_dtype}, expected bfloat16, float16 or float32")
+    # PyTorch refuses a bias on an fp32 result.
     if bias_N is not None and out_dtype == torch.float32:
         reasons.append("a bias on a product in float32, expected bfloat16 or float16")
+    # M may be anything: tokens of a micro-batch.
     if any(size % ALIGNMENT for size in (*b_NK.shape, a_MK.shape[1])):
         reasons.append(f"sizes {list(a_MK.shape)} by {list(b_NK.shape)}: N and K are not multiples of {ALIGNMENT}")
     if not (a_MK.is_contiguous() and b_NK.is_contiguous()):

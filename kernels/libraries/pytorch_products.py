@@ -11,9 +11,12 @@ def accumulate_weight_gradient(
     gradient_NK: Tensor, output_gradient_TN: Tensor, input_TK: Tensor, overwrite: bool = False
 ) -> Tensor:
     """Add ``output_gradient.T @ input`` to an fp32 gradient in the product's epilogue, or write it there."""
+    # A view: cuBLAS takes the transposed operand as it lies.
     transposed_NT = output_gradient_TN.t()
+    # mm writes without reading what is there, which may be NaN.
     if overwrite:
         return torch.mm(transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
+    # `out` is the gradient itself: the sum is made in the epilogue, without a pass of its own.
     return torch.addmm(gradient_NK, transposed_NT, input_TK, out_dtype=torch.float32, out=gradient_NK)
 
 

@@ -22,6 +22,7 @@ def varlen_attention(
     """Softmax attention inside each sequence. Returns [Q, H, E]."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # The registry has refused dropout before (see `unsupported_reasons`).
     assert dropout is None
     return cast("Tensor", varlen_attn(query, key, value, bounds_q, bounds_k, longest, longest))
 

@@ -23,6 +23,7 @@ def varlen_attention(
 ) -> Tensor:
     """Softmax attention inside each sequence. Returns [Q, H, E]."""
     heads, size = query.shape[1:]
+    # The same bounds twice mean self-attention; the last layer has queries of its own.
     kind = "self" if bounds_q is bounds_k else "cross"
     output = _attention(heads, size, 0.0 if dropout is None else dropout.p, kind)(
         query,
@@ -35,12 +36,14 @@ def varlen_attention(
         max_seqlen_kv=longest,
         attn_mask_type="padding",
     )
+    # The library returns heads side by side.
     return output.view(len(query), heads, size)
 
 
 varlen_self_attention = of_one_tensor(varlen_attention)
 
 
+# One module for each setting, made once.
 @lru_cache(maxsize=16)
 def _attention(heads: int, size: int, dropout: float, kind: str) -> Any:
     """The library's module; it has no parameters. As a new module is, in training: outside, the dropout is 0."""

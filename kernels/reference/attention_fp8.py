@@ -21,6 +21,7 @@ def attention_cast_fp8(
     """
     context_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     casts = cast_transpose_fp8(context_THE.flatten(1), scale, amax, E4M3)
+    # The definition computes the forward pass again instead of keeping log-sums and masks.
     return context_THE, *casts, context_THE.new_empty(0), context_THE.new_empty(0)
 
 
@@ -40,9 +41,12 @@ def attention_backward_cast_fp8(
 
     ``gradient`` is the output's; the output and the two tensors after it are what the forward pass returned.
     """
+    # What a kernel's forward pass has kept for itself.
     del context_THE, lse_HT, kept
+    # Called from a backward pass, in which gradients are off.
     with torch.enable_grad():
         qkv_T3HE = qkv_T3HE.detach().requires_grad_()
         output_THE = varlen_self_attention(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
     (qkv_gradient_T3HE,) = torch.autograd.grad(output_THE, qkv_T3HE, gradient_THE)
+    # Sums before rounding: the bias gradient must not have the error of E5M2.
     return cast_transpose_sum_fp8(qkv_gradient_T3HE.flatten(1), scale, amax, E5M2)

@@ -60,6 +60,7 @@ def cast_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.dtype) -> T
     ``amax = max(amax, max |x|)``: an infinity or a NaN in x makes it so, and thus a bad step is seen.
     """
     x_RC = _full(x_RC)
+    # amax has no value for an empty tensor; 0 leaves the old one.
     largest = x_RC.abs().amax() if x_RC.numel() else x_RC.new_zeros(())
     torch.maximum(amax, largest, out=amax)  # hands a NaN on, as fmax would not
     # Clamped, since PyTorch's cast makes infinity of what lies beyond E5M2.
@@ -70,6 +71,7 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
     """``cast_fp8``, and the same transposed: [R, C] and [C, padded(R)]. C is a multiple of 16."""
     q_RC = cast_fp8(x_RC, scale, amax, dtype)
     rows = len(q_RC)
+    # Contiguous, as scaled products ask for; zeros add nothing to them.
     return q_RC, F.pad(q_RC.t(), (0, padded(rows) - rows)).contiguous()
 
 
@@ -100,6 +102,7 @@ def bias_gelu_backward_cast_fp8(
     Shapes [T, F], [F, padded(T)] and fp32 [F]; the bias gradient sums what has not been rounded to E5M2.
     """
     y_TF = _full(product_TF) + _full(bias_F)
+    # PyTorch's own derivative, so that the definition has no formula of its own to be wrong.
     gradient_TF = torch.ops.aten.gelu_backward(_full(output_gradient_TF), y_TF, approximate="tanh")
     return cast_transpose_sum_fp8(gradient_TF, scale, amax, E5M2)
 
@@ -123,7 +126,9 @@ def scaled_matmul(
     sum to tensor cores that keep about 14 bits of it.
     """
     del use_fast_accum
+    # Autocast would bring the operands, which are fp32 by now, back to 16 bits.
     with torch.autocast(a_MK.device.type, enabled=False):
+        # FP8 values are exact in fp32, so that the sum alone rounds.
         product_MN = (a_MK.float() * inverse_a) @ (b_NK.float() * inverse_b).t()
         if bias_N is not None:
             product_MN = product_MN + bias_N.detach().to(out_dtype)
@@ -141,6 +146,7 @@ def new_scales(amax_N: Tensor, scale_N: Tensor, largest_N: Tensor) -> Tensor:
     # Fractions are from 0.5 to 1: where amax has the larger one, one power less is the last that keeps below the limit.
     exponent_N = largest_exponent_N - amax_exponent_N - (amax_fraction_N > largest_fraction_N).int()
     exponent_N = exponent_N.clamp(1 - _EXPONENT_BIAS, _EXPONENT_BIAS - 1)
+    # Shifted into the exponent's bits: integers alone, and so exact.
     power_N = ((exponent_N + _EXPONENT_BIAS) << _MANTISSA_BITS).view(torch.float32)  # 2^exponent by its bits
     return torch.where(amax_N.isfinite() & (amax_N > 0), power_N, scale_N)
 

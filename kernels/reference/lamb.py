@@ -39,6 +39,7 @@ class LambSegments:
 
     def clear_(self, gradients_P: Tensor) -> None:
         """Set a gradient to zero, but for segments that are overwritten."""
+        # Without any overwritten segment one fill of the whole is fewer launches.
         if not self.overwritten:
             gradients_P.zero_()
             return
@@ -103,7 +104,9 @@ def lamb_step(
 
     Source: You et al., arXiv 1904.00962, with the reference's weight-decay and adaptation exclusions.
     """
+    # Before anything else reads the gradient: clipping and skipping are decided by it.
     norm = sum_of_squares(gradients_P).sqrt().to(gradients_P.dtype)
+    # Both halves are ops of their own, so that shards can add up their squares in between.
     squares_2A = lamb_directions(parameters_P, gradients_P, state, segments, hyperparameters, norm=norm, step=step)
     lamb_apply(parameters_P, state, segments, squares_2A, norm=norm, learning_rate=learning_rate)
     if copies_P is not None:
@@ -131,16 +134,20 @@ def lamb_directions(
     beta_1, beta_2 = hyperparameters.beta_1, hyperparameters.beta_2
     root_factor, epsilon_factor = bias_corrections(step, beta_1, beta_2)
     # Factors lie on the device: of a step that is skipped they are those that change nothing.
+    # `norm < inf` is False for infinity and for NaN: one comparison on the device, and no read by the host.
     taken = norm < torch.inf  # False for NaN
     clip = torch.where(taken, clip_factor(norm, hyperparameters.max_grad_norm), 0.0)
     torch.nan_to_num(gradients_P, nan=0.0, posinf=0.0, neginf=0.0, out=gradients_P)  # NaN times zero is NaN
     gradients_P.mul_(clip)
     # Interpolated, because beta and 1 - beta, each rounded to fp32, do not add up to 1: the variance would drift by 1.3e-5.
+    # A step that is not taken interpolates by 0: moments stay without a branch.
     momentum_P.lerp_(gradients_P, (1 - beta_1) * taken.to(momentum_P.dtype))
     torch.square(gradients_P, out=update_P)
     variance_P.lerp_(update_P, (1 - beta_2) * taken.to(variance_P.dtype))
+    # Cleared as soon as it has been read: the next backward pass adds to it.
     segments.clear_(gradients_P)
     state.skipped.add_(~taken)
+    # `update_P` is scratch, so no step allocates.
     torch.sqrt(variance_P, out=update_P)
     update_P.mul_(root_factor).add_(hyperparameters.epsilon * epsilon_factor)
     torch.div(momentum_P, update_P, out=update_P)
@@ -148,6 +155,7 @@ def lamb_directions(
     if not updates:  # the batched ops refuse empty lists
         return root_factor.new_zeros(2, 0)
     # torch._foreach_*: the batched ops that torch.optim is built on
+    # Decay is part of the direction and so of its norm, as in the reference.
     torch._foreach_add_(updates, weights, alpha=hyperparameters.weight_decay)
     return _sums_of_squares([*weights, *updates]).view(2, -1)
 
@@ -168,6 +176,7 @@ def lamb_apply(
     updates = segments.adapted_views(state.update_P)
     if updates:
         torch._foreach_mul_(updates, list(_trust_ratios(squares_2A.sqrt().to(state.update_P.dtype)).unbind()))
+    # A rate of 0 for a step that is skipped: no branch, and weights stay bit for bit.
     parameters_P.addcmul_(state.update_P, learning_rate * (norm < torch.inf), value=-1)
 
 
@@ -182,6 +191,7 @@ def sum_of_squares(vector_P: Tensor) -> Tensor:
 
 def _sums_of_squares(vectors: Sequence[Tensor]) -> Tensor:
     """fp64 [len(vectors)]."""
+    # Pieces bound what fp64 copies take at a time.
     pieces = [vector.split(PIECE) for vector in vectors]
     norms = torch._foreach_norm([piece for parts in pieces for piece in parts], 2, torch.float64)
     squares = torch.stack(norms).square()
@@ -194,6 +204,7 @@ def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor
     The momentum's own is divided out: the direction is momentum / (root_factor * root + epsilon_factor * epsilon), with a
     rounding less, and a pass. In double precision, since 1 - beta^step cancels in single.
     """
+    # fp64 on the device: the step number is there, and a captured graph reads it at each replay.
     steps = step.double()
     epsilon_factor = 1 - beta_1**steps
     return (1 - beta_2**steps).rsqrt() * epsilon_factor, epsilon_factor
@@ -201,10 +212,12 @@ def bias_corrections(step: Tensor, beta_1: float, beta_2: float) -> tuple[Tensor
 
 def clip_factor(norm: Tensor, max_grad_norm: float) -> Tensor:
     """Return the factor [] that brings a gradient of this norm down to ``max_grad_norm``, and leaves a smaller one alone."""
+    # Clamped below, so that a gradient within the limit is multiplied by exactly 1.
     return max_grad_norm / norm.clamp(min=max_grad_norm)
 
 
 def _trust_ratios(norms_2A: Tensor) -> Tensor:
     weight_norms_A, update_norms_A = norms_2A.unbind()
+    # A weight or a direction of norm 0 has no ratio: the reference takes 1.
     usable_A = (weight_norms_A > 0) & (update_norms_A > 0)
     return torch.where(usable_A, weight_norms_A / update_norms_A, 1.0)

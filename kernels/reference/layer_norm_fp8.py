@@ -32,6 +32,7 @@ def add_norm_cast_fp8(
     it.
     """
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
+    # native_layer_norm returns the statistics that its backward pass needs; F.layer_norm does not.
     y_TD, *statistics_T1 = torch.native_layer_norm(summed_TD, weight_D.shape, weight_D, norm_bias_D, eps)
     statistics_2T = torch.stack([each_T1.flatten() for each_T1 in statistics_T1])
     if scale is None or amax is None:
@@ -56,12 +57,15 @@ def add_norm_backward_cast_fp8(
     Returns x's in E5M2 [T, D] and its transpose [D, padded(T)], the residual's [T, D], and [D] of bias, weight, norm_bias.
     """
     dy_TD = dy_TD if shortcut_dy_TD is None else dy_TD + shortcut_dy_TD
+    # Drawn again from the counter: no mask was kept.
     summed_TD = residual_TD + dropout_rows(x_TD + bias_D, dropout)
     mean_T1, rstd_T1 = statistics_2T[:, :, None]
     # bias_D stands for the norm's bias, of which only shape and type count.
     dsummed_TD, dweight_D, dnorm_bias_D = torch.ops.aten.native_layer_norm_backward(
         dy_TD.to(summed_TD.dtype), summed_TD, weight_D.shape, mean_T1, rstd_T1, weight_D, bias_D, [True, True, True]
     )
+    # Dropout's backward is the same mask and scale on the gradient.
     dbiased_TD = dropout_rows(dsummed_TD, dropout)
+    # Rounded to x's type first: other implementations cast what they have stored.
     casts = cast_transpose_fp8(dbiased_TD.to(x_TD.dtype), scale, amax, E5M2)
     return *casts, dsummed_TD.to(residual_TD.dtype), dbiased_TD.sum(0).to(bias_D.dtype), dweight_D, dnorm_bias_D

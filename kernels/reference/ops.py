@@ -14,7 +14,9 @@ def dropout_rows(x_ND: Tensor, dropout: Dropout | None, rows_N: Tensor | None = 
     """Dropout of a matrix by the generator's definition; ``rows_N`` are the rows' numbers there, by default 0 to N - 1."""
     if dropout is None:
         return x_ND
+    # Numbers of rows, not their places here, so that any subset draws what the whole would.
     rows_N = torch.arange(len(x_ND), device=x_ND.device) if rows_N is None else rows_N
+    # where, not a product with the mask: NaN in a dropped place must not stay.
     return torch.where(dropout.mask(rows_N, x_ND.shape[1]), x_ND * dropout.scale, 0.0)
 
 
@@ -78,6 +80,7 @@ def dense_gelu(x_TD: Tensor, weight_FD: Tensor, bias_F: Tensor) -> Tensor:
 
 def bias_gelu(product_TF: Tensor, bias_F: Tensor) -> Tensor:
     """``gelu(product + bias)`` in the tanh form, in the product's type: ``dense_gelu`` after its product. Returns [T, F]."""
+    # The bias is a parameter in fp32; the sum is to have the product's type, as an epilogue would give it.
     return F.gelu(product_TF + bias_F.to(product_TF.dtype), approximate="tanh")
 
 
@@ -92,6 +95,7 @@ def accumulate_weight_gradient(
     # Autocast would bring operands in fp32 back to 16 bits.
     with torch.autocast(gradient_NK.device.type, enabled=False):
         transposed_NT, input_TK = output_gradient_TN.t().to(gradient_NK.dtype), input_TK.to(gradient_NK.dtype)
+        # mm writes without reading what is there, which may be NaN.
         if overwrite:
             return torch.mm(transposed_NT, input_TK, out=gradient_NK)
         return gradient_NK.addmm_(transposed_NT, input_TK)
@@ -197,6 +201,7 @@ def correct_predictions(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
     Of equal logits the one with the lowest index counts as the largest. A row with a NaN is never right.
     """
     largest_M, predicted_M = logits_MV.detach().max(dim=-1)  # the first of equal ones, and NaN where there is one
+    # A NaN counts as the largest, so that a row with one could be right by chance.
     return ((predicted_M == labels_M) & ~largest_M.isnan()).sum()
 
 

@@ -43,6 +43,7 @@ class Dropout:
     @property
     def threshold(self) -> int:
         """An element is kept when its 8 bits, with the draw's tie for a fraction, are no less than this / 256."""
+        # At most 65535: p is below 1, and rounding must not make it so.
         return min(round(self.p * 65536), 65535)
 
     @property
@@ -65,7 +66,9 @@ class Dropout:
             seed, [draws[None, :], torch.full_like(draws, self.stream)[None, :], rows[:, None], step & _WORD]
         )
         # int64 has no room for the product of two words, and wraps: its lower 32 bits are right all the same.
+        # The highest 8 bits of the product depend on all bits of the word.
         tie = (((words[0] ^ words[1] ^ words[2] ^ words[3]) * TIE_MULTIPLIER & _WORD) >> 24)[..., None]
+        # int16 holds numbers of 8 bits and a threshold of 256.
         least = (self.threshold // 256 + (tie < self.threshold % 256)).to(torch.int16)
         lanes = torch.arange(PLACES_A_DRAW, dtype=torch.int16, device=rows.device)
         numbers = torch.zeros((), dtype=torch.int16, device=rows.device)
@@ -77,6 +80,7 @@ class Dropout:
 
 def philox(seed: Tensor, counter: list[Tensor]) -> list[Tensor]:
     """Four words of 32 bits, in int64, for each counter of four words (broadcast against one another); ``seed`` int64 []."""
+    # All words in int64: PyTorch has no arithmetic of unsigned 32-bit numbers on every device.
     c0, c1, c2, c3 = torch.broadcast_tensors(*(word & _WORD for word in counter))
     k0, k1 = seed & _WORD, (seed >> 32) & _WORD
     for _ in range(ROUNDS):

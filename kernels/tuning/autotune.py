@@ -55,17 +55,20 @@ class Choice:
         types = {"op": str, "signature": str, "label": str, "taken": str, "milliseconds": dict, "errors": dict}
         if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != types:
             raise ValueError(f"expected an object with {', '.join(types)}, the last two by implementation")
+        # A file may hold NaN or infinity, by which everything would be fastest.
         if not all(type(value) in (int, float) and 0 < value < math.inf for value in found["milliseconds"].values()):
             raise ValueError("a time that is not a positive number")
         if not all(isinstance(value, str) for value in found["errors"].values()):
             raise ValueError("an error that is not text")
         if (
+            # An implementation that is gone, or that never ran, cannot be taken.
             found["op"] not in OPS
             or found["taken"] not in OPS[found["op"]].implementations.keys() & found["milliseconds"]
         ):
             raise ValueError(f"unknown op or implementation: {found['op']}, {found['taken']}")
         return cls(**found)
 
+    # What is taken comes first, the others by time.
     def __str__(self) -> str:
         fastest_first = sorted(self.milliseconds.items(), key=lambda item: (item[0] != self.taken, item[1]))
         times = [f"{name} {milliseconds:.3g} ms" for name, milliseconds in fastest_first]
@@ -115,6 +118,7 @@ def observed() -> Iterator[list[Request]]:
     """Collect, for the length of a block, a request for each kind of call that is made to the ops."""
     requests: list[Request] = []
 
+    # Called once a kind of call: the registry remembers the choice from then on.
     def note(op: Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         requests.append(Request.of(op.name, args, kwargs))
 
@@ -135,6 +139,7 @@ def tune(requests: Iterable[Request], cache: Cache | None = None, *, seconds: fl
     choices: dict[tuple[str, str], Choice] = {}
     for request in requests:
         place = request.op, request.signature
+        # A kind of call that two layers make is measured once.
         if place in choices or request.op in pins or OPS[request.op].asked != AUTO:
             continue
         choice = _cached(cache, request)
@@ -153,6 +158,7 @@ def apply(choices: Choices) -> None:
     """
     for op in OPS.values():
         of_op = [choice for choice in choices.measured if choice.op == op.name]
+        # Also where nothing was measured: an earlier call's choices are forgotten.
         op.prefer({choice.signature: choice.taken for choice in of_op})
         if op.name in choices.pins and op.asked == AUTO:
             remedy = f"it is pinned on rank 0's machine: python -m kernels clear {op.name} there takes the pin back"
@@ -169,6 +175,7 @@ def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
     devices = [request.device] if request.device.type == "cuda" else []
     try:
         # Random states are those of the run, and dropout draws from them: measuring must not move them.
+        # Only the device's generator and the CPU's: forking all devices would make a context on each.
         with torch.random.fork_rng(devices):
             args, kwargs = request.arguments()
             usable, errors = _usable(request, args, kwargs)
@@ -179,6 +186,7 @@ def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
         _LOG.warning("%s is not measured: its arguments do not fit into the memory that is left", request.label)
         return None
     finally:
+        # Memory that measuring has cached is not left to the run.
         if devices:
             torch.cuda.empty_cache()
     errors |= failed
@@ -221,6 +229,7 @@ def _usable(
             if not reasons:
                 found.append(each)
         except Exception as error:  # a library that is there and cannot be loaded
+            # chr(10): before Python 3.12 no backslash may stand inside an f-string's braces.
             errors[each.name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
     for_tests = "reference" if device == "cuda" else "triton"
     return [each for each in found if each.name != for_tests] or found, errors
@@ -234,6 +243,7 @@ def _run(implementation: Implementation, request: Request, args: tuple[Any, ...]
     outputs = [output for output in outputs if isinstance(output, Tensor) and output.requires_grad]
     if outputs:
         leaves = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.requires_grad]
+        # Ones in the output's type: values do not matter for time.
         upstream = [torch.ones_like(output) for output in outputs]
         # Not by backward(), which would also add to .grad in the time that is measured.
         torch.autograd.grad(outputs, leaves, upstream, allow_unused=True)
@@ -275,6 +285,7 @@ def _cache_key(request: Request) -> dict[str, object]:
     else:
         device = f"{platform.machine()} {platform.processor()}, {torch.get_num_threads()} threads"
     return {
+        # Anything that may move a time is in the key: a change makes a new file, and the old one is left.
         "device": device,
         "torch": torch.__version__,
         "triton": package_version("triton"),

@@ -66,6 +66,7 @@ class Cache:
         found = _read(path)
         if found is None:
             return None
+        # The name has only part of the digest: the key inside is what counts.
         if found.get("key") != dict(key):
             _LOG.warning("%s is of another origin and is ignored", path)
             return None
@@ -100,6 +101,7 @@ class Cache:
         if found is None:
             return {}
         found.pop("format")
+        # An entry that is not text was written by something else.
         return {op: name for op, name in found.items() if isinstance(name, str)}
 
     def pin(self, op: str, name: str) -> None:
@@ -111,6 +113,7 @@ class Cache:
         return self.folder / "pins.json"
 
     def _path(self, op: str, key: Mapping[str, object]) -> Path:
+        # sort_keys: equal keys must give equal names whatever their order.
         return self.folder / f"{op}-{_digest(json.dumps(key, sort_keys=True).encode())}.json"
 
     def _paths(self, op: str | None = None) -> list[Path]:
@@ -120,6 +123,7 @@ class Cache:
 def fingerprint(implementation: Implementation) -> str:
     """Hash that changes when the implementation's source does, or the version of the package that it calls."""
     spec = importlib.util.find_spec(implementation.module)
+    # The source of the implementation's own module: a change there is what makes times stale.
     source = "" if spec is None or spec.origin is None else _digest(Path(spec.origin).read_bytes())
     if implementation.requires is None:
         return source
@@ -150,9 +154,11 @@ def _read(path: Path) -> dict[str, Any] | None:
     """The object in a file that ``_write`` wrote; None without one, with a warning where there is something else."""
     try:
         if path.exists() and not path.is_file():
+            # Opening a FIFO would block until somebody writes to it.
             raise ValueError("a pipe or the like, which may never answer")
         with path.open("rb") as file:
             content = file.read(_MOST_BYTES + 1)
+        # One byte more than allowed is enough to tell.
         if len(content) > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES} bytes")
         found = json.loads(content)
@@ -174,8 +180,10 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({"format": _FORMAT} | dict(content), file, indent=1)
             file.flush()
+            # fsync before the name: after a crash the file is the old one or the new one, never an empty one.
             os.fsync(file.fileno())
         Path(aside).replace(path)
+    # BaseException: nothing is left behind by Ctrl-C either.
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise

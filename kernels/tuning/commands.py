@@ -22,6 +22,7 @@ def table(chosen: Namespace) -> None:
     pins = Cache().pins()
     print(f"{'op':28}{'implementation':20}{'auto':6}{where}, with gradients and dropout")
     for name, op in OPS.items():
+        # Small inputs are enough to ask by: reasons depend on types, sizes' divisibility and the device.
         args, kwargs = example_inputs(name, device, dtype)
         taken = pins.get(name) or op.chosen(*args, **kwargs).name
         for index, implementation in enumerate(op.order(device.type)):

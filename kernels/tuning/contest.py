@@ -43,6 +43,7 @@ def contest(
     for name in works:
         call(name)
         if name in samples:
+            # A call after compilation is the first of the times.
             samples[name].clear()  # the first call compiles
             call(name)
     best = min((each[0] for each in samples.values()), default=0.0)
@@ -52,13 +53,16 @@ def contest(
     racing = [name for name in samples if min(samples[name]) <= HOPELESS * best]
     least, most = _ROUNDS
     deadline = time.perf_counter() + seconds
+    # With one left there is nothing to compare.
     for turn in range(most if len(racing) > 1 else 0):
         if turn >= least and time.perf_counter() > deadline:
             break
+        # Begun by another each round, so that nobody always has the first place.
         for index in range(len(racing)):
             name = racing[(index + turn) % len(racing)]
             if name not in errors:
                 call(name)
+    # In the order of `works`, by which equals are decided.
     return {name: statistics.median(samples[name]) for name in works if name in samples}, errors
 
 
@@ -80,11 +84,13 @@ class Timer:
     def __call__(self, work: Callable[[], object]) -> float:
         """Seconds that ``work`` takes."""
         if not self._on_gpu:
+            # A CPU has finished when the call returns.
             begun = time.perf_counter()
             work()
             return time.perf_counter() - begun
         # Before the start is recorded: it empties the cache, and belongs to no time. So does the waiting.
         self._cache.zero_()
+        # A device that waits lets the host queue all launches, so that their latency does not show.
         torch.cuda._sleep(HEAD_START_CYCLES)
         self._start.record()
         work()

@@ -54,6 +54,7 @@ class _Maker:
 
     def values(self, *shape: int) -> Tensor:
         """Random numbers that ask for a gradient."""
+        # Drawn on the CPU: the same numbers for every device.
         made = torch.randn(shape, generator=self._generator).to(self.device, self.dtype)
         return made.requires_grad_()
 
@@ -79,6 +80,7 @@ class _Maker:
 
 def _varlen_attention(make: _Maker) -> tuple[Any, ...]:
     size = make.size
+    # Views of one tensor, as the model's are: some implementations copy what is not contiguous.
     query, key, value = make.values(make.tokens, 3, size.heads, size.hidden // size.heads).unbind(1)
     return query, key, value, make.cu_seqlens(), make.cu_seqlens(), size.max_seqlen, make.dropout()
 
@@ -180,6 +182,7 @@ def _add_norm_cast_fp8(make: _Maker) -> tuple[Any, ...]:
 
 def _add_norm_backward_cast_fp8(make: _Maker) -> tuple[Any, ...]:
     rows, row = (make.tokens, make.size.hidden), (make.size.hidden,)
+    # Mean 0, deviation 1, as those of the normal numbers nearly are.
     statistics = torch.tensor([[0.0], [1.0]], device=make.device).repeat(1, make.tokens)
     tensors = _detached(make, rows, rows, rows, row, rows, row)
     return *tensors, statistics, make.dropout(), *_scale_and_amax(make)
@@ -190,6 +193,7 @@ def _scaled_matmul(make: _Maker) -> tuple[Any, ...]:
     size = make.size
     operands = _detached(make, (make.tokens, size.hidden), (size.intermediate, size.hidden))
     inverses = (torch.ones((), device=make.device) for _ in operands)
+    # No bias, and sums of the tensor cores alone, as going forward.
     return *(operand.to(E4M3) for operand in operands), *inverses, make.dtype, None, True
 
 
@@ -210,10 +214,12 @@ def _lamb_step(make: _Maker) -> Arguments:
 
 def _lamb_directions(make: _Maker) -> Arguments:
     size = make.size
+    # A matrix and two vectors, since trust ratios are of the first alone.
     segments = LambSegments((size.hidden * size.intermediate, size.intermediate, size.hidden), (True, False, False))
     weights, gradients = (make.values(sum(segments.sizes)).detach().float() for _ in range(2))
     hyperparameters = LambHyperparameters(0.9, 0.999, 1e-6, 0.01, 1.0)
     step = torch.ones((), dtype=torch.int64, device=make.device)
+    # The norm of as many normal numbers.
     norm = torch.full((), len(gradients) ** 0.5, device=make.device)
     return (weights, gradients, LambState.zeros_like(weights), segments, hyperparameters), {"step": step, "norm": norm}
 

@@ -30,6 +30,7 @@ class Request:
     @classmethod
     def of(cls, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Request":
         """The request for a call with these arguments in the present state of autograd and autocast."""
+        # The first tensor stands for all of the call.
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         kept = tuple(_template(value) for value in args), {name: _template(value) for name, value in kwargs.items()}
@@ -87,6 +88,7 @@ def _template(value: Any) -> Any:
 def _made(value: Any) -> Any:
     if isinstance(value, _Like):
         return value.make()
+    # Cloned at each use: ops may change a tensor in place, such as an amax.
     return value.clone() if isinstance(value, Tensor) else _rebuilt(value, _made)
 
 

@@ -36,6 +36,7 @@ BUDGET = {
 Attention stands before matrix products, because names of its kernels contain those of a matrix product's library.
 """
 
+# Kernels of Triton have the names of their functions, which the rows above could not tell.
 _TRITON_ROWS = {
     "attention": "attention",
     "lamb": "LAMB",
@@ -53,7 +54,9 @@ _ON_PAGE = 0.01
 def split(context: Context, run: Callable[[], None], sequences: int, precision: str) -> None:
     """Add a row for each part of the budget: time on the device in one step, and what is left idle."""
     on_gpu = context.device.type == "cuda"
+    # Timed without the profiler, which slows launches down; its own record gives the parts.
     seconds = measured(run, context.device, context.scale.repeats, cold=False)
+    # One step: the profiler's record of many would be large, and their parts are alike.
     with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as recorded:
         run()
         if on_gpu:
@@ -61,8 +64,10 @@ def split(context: Context, run: Callable[[], None], sequences: int, precision: 
     own_rows = _rows_of_own_kernels()
     spent: dict[str, float] = {}
     kernels: dict[str, float] = {}
+    # Sums by kernel; self time, so that nothing counts twice.
     for event in recorded.key_averages():
         microseconds = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        # On a GPU the host's events run beside those of the device.
         of_the_host = on_gpu and event.device_type != DeviceType.CUDA
         if of_the_host or event.is_user_annotation or not microseconds:
             continue
@@ -72,6 +77,7 @@ def split(context: Context, run: Callable[[], None], sequences: int, precision: 
     if not spent:
         raise NotUsableError("the profiler saw nothing on the device")
     whole = statistics.median(seconds) * 1e6
+    # What no kernel accounts for: gaps between launches, and the host.
     spent["idle: launches, host"] = max(0.0, whole - sum(spent.values()))
     for row, microseconds in sorted(spent.items(), key=lambda item: -item[1]):
         figure, share = microseconds / sequences, microseconds / whole
@@ -86,6 +92,7 @@ def split(context: Context, run: Callable[[], None], sequences: int, precision: 
                 page=share >= _ON_PAGE,
             )
         )
+    # The dozen that take the most, by name, for whoever wants to know what a row consists of.
     for key, microseconds in sorted(kernels.items(), key=lambda item: -item[1])[:12]:
         context.report.add(
             Row(f"kernel, {precision}: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step")
@@ -96,12 +103,14 @@ def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Ro
     """Check, by PyTorch's own watch, whether anything makes the host wait; on a CPU there is nothing to wait for."""
     if context.device.type == "cpu":
         raise NotUsableError("nothing to see on a CPU")
+    # Work that is queued already must not be what makes the host wait.
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
     except RuntimeError as error:
         return Row(name, note=f"WRONG: {first_line(error)}")
+    # Back to the default: other parts synchronize on purpose.
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return Row(name, note="none", page=True)

@@ -58,6 +58,7 @@ class Report:
     path: Path
     about: Mapping[str, object]
     """What the figures depend on: part, device, commit, versions."""
+    # The default does nothing: reports are also made without a device.
     settle: Callable[[], None] = lambda: None
     """Called after each measurement, for the next to find the device as it was; may raise ``DeviceLostError``."""
     rows: list[Row] = field(default_factory=list)
@@ -76,6 +77,7 @@ class Report:
             return cls(path, {"part": path.stem})
         found = json.loads(path.read_text(encoding="utf-8"))
         rows = [Row(**row) for row in found.pop("rows")]
+        # Derived from `error`, and written for people who read the file.
         del found["complete"]
         state = {name: found.pop(name) for name in ("measuring", "error", "took")}
         return cls(path, found, rows=rows, **state)
@@ -97,6 +99,7 @@ class Report:
     def add(self, *rows: Row, quiet: bool = False) -> None:
         """Take rows, instead of earlier ones of the same names, and print them."""
         names = {row.name for row in rows}
+        # Rows replace earlier ones of their name: a run that goes on reports the same rows anew.
         self.rows = [*(row for row in self.rows if row.name not in names), *rows]
         self.write()
         for row in rows if not quiet else ():
@@ -109,16 +112,19 @@ class Report:
         """
         if found := self.row(name):
             return found
+        # Written before the measurement: should the process die in it, the file says where.
         self.measuring = name
         self.write()
         try:
             row = measure()
         except Exception as error:  # whatever one library raises must not take the others' figures along
             row = Row(name, note=f"{_kind(error)}: {first_line(error)}")
+        # After every measurement, failed or not: asynchronous errors show here and not in the next row.
         try:
             self.settle()
         except DeviceLostError as error:
             self.measuring = None
+            # The row that lost the device is named as failed before the process ends.
             self.add(row if row and row.failed else Row(name, note=f"failed: {first_line(error)}"))
             raise
         self.measuring = None
@@ -134,6 +140,7 @@ class Report:
     def write(self) -> None:
         """Write the file anew; a reader finds the old one or the new one, whenever this process ends."""
         now = time.monotonic()
+        # Seconds since the last writing are added, so that several processes of a part add up.
         self.took, self._since = self.took + now - self._since, now
         figures = {
             **self.about,
@@ -144,6 +151,7 @@ class Report:
             "rows": [{name: _json_value(value) for name, value in asdict(row).items()} for row in self.rows],
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Aside and renamed: a reader never finds half a file.
         aside = self.path.with_name(f".{self.path.name}.partial")
         aside.write_text(json.dumps(figures, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         aside.replace(self.path)
@@ -187,4 +195,5 @@ def _kind(error: Exception) -> str:
 
 
 def _json_value(value: object) -> object:
+    # JSON has no NaN and no infinity.
     return None if isinstance(value, float) and not math.isfinite(value) else value

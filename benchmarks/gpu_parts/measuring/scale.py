@@ -42,6 +42,7 @@ class Scale:
     parity_sequences: int
 
 
+# 96 sequences a micro-batch, ten repeats, a product of 8192, 2 GiB copied, 200 steps of 16 sequences for losses.
 FULL = Scale(ModelConfig(), 96, 10, 8192, 2**31, 200, 16)
 TINY = Scale(ModelConfig(2, 64, 2, 128, 500, 64), 4, 1, 64, 2**16, 3, 4)
 
@@ -91,6 +92,7 @@ class Context:
 
 def clipped_lengths(count: int, longest: int, seed: int) -> NDArray[np.int64]:
     """Lengths [count] drawn from Wikipedia's."""
+    # At least 3: [CLS] and [SEP] twice.
     return np.clip(drawn_lengths(np.random.default_rng(seed), count), 3, longest)
 
 
@@ -98,7 +100,9 @@ def wikipedia_lengths(sequences: int, longest: int) -> NDArray[np.int64]:
     """Lengths [sequences], longest first, spread over Wikipedia's as evenly as so many can be."""
     length, count = length_counts()
     below = np.cumsum(count) / count.sum()
+    # Quantiles instead of draws: small batches would scatter, and figures with them.
     quantiles = (np.arange(sequences) + 0.5) / sequences
+    # Longest first, as the loader has them.
     return np.clip(length[np.searchsorted(below, quantiles)][::-1], 3, longest)
 
 
@@ -112,10 +116,12 @@ def micro_batches(context: Context, sequences: int, count: int, seed: int = 0, *
     """A global batch as ``count`` micro-batches of ``sequences``, on the device; ``padded``: each to its shape bucket."""
     batches = []
     for index in range(count):
+        # Each micro-batch has samples of its own.
         samples = samples_of(context.scale, sequences, seed + index)
         longest = context.scale.model.max_position_embeddings
         sizes = len(samples.input_ids), sequences, len(samples.masked_lm_ids), longest
         batches.append(batch_of(samples, shape_bucket=ShapeBucket.around(*sizes) if padded else None))
+    # Counts of the whole global batch, by which losses are divided.
     counts = torch.stack([batch.global_counts for batch in batches]).sum(dim=0)
     return [replace(batch, global_counts=counts).to(context.device) for batch in batches]
 
@@ -124,7 +130,9 @@ def training_flop(model: ModelConfig, batch: Batch) -> float:
     """Model FLOP of a training step on a micro-batch: three times the forward pass, nothing padded, nothing left out."""
     hidden, layers = model.hidden_size, model.num_hidden_layers
     lengths = batch.cu_seqlens.diff().double()
+    # Products of the layers: query, key, value and output, and the two of the feed-forward half.
     dense = 2 * batch.tokens * (4 * hidden**2 + 2 * hidden * model.intermediate_size)
     attention = 4 * hidden * float((lengths**2).sum())
+    # The transform and the decoder, of masked tokens alone.
     head = 2 * batch.masked_lm_ids.numel() * (hidden**2 + hidden * model.vocab_size)
     return 3 * (layers * (dense + attention) + head)

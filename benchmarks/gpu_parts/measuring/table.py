@@ -6,6 +6,7 @@ from pathlib import Path
 from benchmarks.gpu_parts.measuring.report import Report, Row, number, percent
 
 _COLUMNS = ("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note")
+# Wide enough for the longest usual cell; longer ones are cut, as a page of a terminal has its end.
 _WIDEST = (13, 58, 9, 9, 18, 10, 6, 62)
 
 
@@ -14,6 +15,7 @@ def page(folder: Path, parts: Sequence[str]) -> str:
     lines = [_COLUMNS]
     for part in parts:
         path = folder / f"{part}.json"
+        # A part that was not asked for has no file, and no line.
         if not path.exists():
             continue
         report = Report.load(path)
@@ -44,6 +46,7 @@ def _why_or_where(report: Report) -> str:
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    # A bar would end the cell.
     kept = [_shortened(cell.replace("|", "/"), width).ljust(width) for cell, width in zip(cells, widths, strict=True)]
     return f"| {' | '.join(kept)} |"
 

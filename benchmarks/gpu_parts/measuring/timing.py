@@ -11,6 +11,7 @@ import torch
 from benchmarks.gpu_parts.measuring.report import DeviceLostError, Row, first_line
 from kernels.tuning.contest import HEAD_START_CYCLES, flush_buffer
 
+# Compilation, allocation and choice of an implementation are done by then.
 _WARM_UP = 3
 
 
@@ -27,22 +28,27 @@ def measured(
     On a GPU by events. ``cold``: what the call reads is not in the L2 cache, and the host is ahead of the device, as inside
     a captured step; otherwise calls follow one another as they do in a training loop.
     """
+    # One call on a CPU, where nothing is compiled.
     for _ in range(_WARM_UP if device.type == "cuda" else 1):
         before()
         work()
     if device.type == "cpu":
         return [_host_seconds(work, before) for _ in range(repeats)]
     cache = flush_buffer(device) if cold else None
+    # Made before the loop: creating events costs time on the host.
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    # Whatever was queued must not be in the first time.
     torch.cuda.synchronize()
     for start, stop in events:
         before()
         if cache is not None:
             cache.zero_()
+            # The host queues the work while the device waits, so that launches do not show.
             torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         work()
         stop.record()
+    # Once, at the end: synchronizing in between would empty the queue each time.
     torch.cuda.synchronize()
     return [start.elapsed_time(stop) / 1e3 for start, stop in events]
 
@@ -66,6 +72,7 @@ def timed_row(
 def release(device: torch.device) -> None:
     """Give cached memory back, for the next to have it; what only cycles hold counts as free."""
     if device.type == "cuda":
+        # Reference cycles hold tensors until the collector looks for them.
         gc.collect()
         torch.cuda.empty_cache()
 
