@@ -107,7 +107,7 @@ def search(config: Config, work: Work, target: Target) -> Found:
         if len(best) < BEST or each.least_seconds < best[-1].seconds:
             ranked += search.other_ways(each)
     ranked.sort(key=lambda candidate: candidate.seconds)
-    # Again by several steps: one step of the plan is enough to sort thousands, not to state a time.
+    # Again by several steps: one step of the plan is enough to sort by, and not to state a time.
     best = [search.looked_at(each) for each in _best(ranked)]
     best.sort(key=lambda candidate: candidate.seconds)
     return Found(tuple(best), tuple(ranked), tuple(search.refusals))
@@ -313,7 +313,7 @@ class _Search:
                 if strategy.reduction == self._reductions[-1]:  # which takes the least memory of all
                     self._too_many[memory_by] = sequences
                 return None
-            # One step of the plan: enough to rank by, and a search makes thousands of predictions.
+            # One step of the plan is enough to rank by (see `looked_at`).
             step = predict_step(work, strategy, rates, steps=1)
             run = self._run(strategy, step)
         # Rates may lack a collective in that scope.

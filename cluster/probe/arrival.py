@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from bert.parallel.joining.launch import Launch
 from bert.parallel.joining.master_port import require_free_port
 
-# Short beside an arrival, long beside a question to the store from thousands of ranks.
+# Short beside an arrival, long beside a question to the store.
 _PAUSE_S = 0.05
 # As torch.distributed.elastic names it: with it set, PyTorch's env:// rendezvous is a client on every rank.
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
