@@ -40,7 +40,7 @@ def main(
     """Print the table.
 
     Args:
-        published: Cross-validate on the published results; takes a minute or two.
+        published: Cross-validate on the published results; takes half a minute of a processor.
         measured: Predict steps from a probe, and run them; takes about a minute a case. Needs root.
         rows: Print every result and what was predicted, too.
         cases: Numbers of the cases that are measured, from 0; all of them unless given.

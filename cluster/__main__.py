@@ -115,7 +115,7 @@ def _predict_table(table: Path, out: Path) -> None:
 
 @app.command(name="calibrate")
 def _calibrate(out: Path) -> None:
-    """Fit the cost model to the published results again, which takes a minute or two.
+    """Fit the cost model to the published results again, which takes some half a minute of a processor.
 
     Args:
         out: Where to write what `cluster/published/calibration.json` holds.
@@ -141,7 +141,7 @@ def probe(
     Args:
         out: The file to write, such as cluster.json.
         data: Also time the reading of this folder, on every rank.
-        seconds: About how long it may take, and half as long again where something is suspicious.
+        seconds: About how long it may take; a second look, where something is suspicious, takes up to as long again.
         limit: Seconds within which all processes must have come.
         hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
     """

@@ -137,8 +137,11 @@ def savings(run: Recorded, view: View | None = None) -> list[Saving]:
     ]
     ranks = {(each.rank, each.host) for each in run.stragglers}
     found += [
-        Saving(f"rank {rank} on host {host}", _without(run, [e for e in run.stragglers if e.rank == rank]))
-        for rank, host in ranks
+        # By the host as well: after a restart a rank's number may be on another.
+        Saving(
+            f"rank {each[0]} on host {each[1]}", _without(run, [e for e in run.stragglers if (e.rank, e.host) == each])
+        )
+        for each in ranks
     ]
     for host in {host for _, host in ranks}:
         # A host's line beside its only rank's would be the same figure twice.

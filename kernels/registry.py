@@ -283,7 +283,8 @@ def _trait(value: object) -> object:
     if isinstance(value, Tensor):
         # Micro-batches all differ in their tokens: exact sizes would each be a choice of their own, and measured.
         shape = value.shape
-        doublings = (shape[0] - 1).bit_length() if shape else None
+        # Nothing at all is a size of its own: -1 has as many bits as 1.
+        doublings = (shape[0] - 1).bit_length() if shape and shape[0] else shape[:1]
         # Whether gradients are wanted decides about both ways, and about what can be derived.
         return value.device.type, value.dtype, doublings, shape[1:], value.requires_grad
     return value if isinstance(value, _BY_VALUE) else type(value)

@@ -69,7 +69,8 @@ class Rates:
         ranks: of a node.
         memory_bytes: of a rank's device, or of its part of a host.
         costs: seconds for one unit of each term of a computation, by its kind; that of linear layers with the type after it,
-            "linear bf16". What drops out has "with dropout" after it where that is known.
+            "linear bf16". Others have "bf16" where 16 bits were timed apart. What drops out has "with dropout" at the end
+            where that is known.
         collectives: by operation and scope.
         micro_batch_s: of each micro-batch, whatever its size.
         demand: share of the processors that computing keeps busy; 0 where devices of their own compute.
@@ -104,8 +105,10 @@ class Rates:
         # FP8 products exist in the encoder's inner layers alone: heads and the last layer stay in 16 bits.
         if kind == "linear":
             kind = f"linear {'bf16' if precision == 'fp8' and not computation.in_encoder else precision}"
+        elif precision != "fp32" and f"{kind} bf16" in self.costs:
+            kind = f"{kind} bf16"
         # A probe times ops with and without dropout; facts of devices do not tell the two apart.
-        elif computation.dropout and f"{kind} with dropout" in self.costs:
+        if computation.dropout and f"{kind} with dropout" in self.costs:
             kind = f"{kind} with dropout"
         if kind not in self.costs:
             raise ValueError(

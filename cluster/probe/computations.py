@@ -102,7 +102,8 @@ def trials_of(device: torch.device) -> list[Trial]:
     ]
     # Both, since a CPU draws dropout in passes of its own.
     for dropout in (False, True):
-        trials += [_attention(*shape, dropout, device) for shape in _ATTENTION]
+        # Each in its type: in 16 bits PyTorch takes several times as long forward for short sequences on some processors.
+        trials += [_attention(dtype, *shape, dropout, device) for dtype in dtypes for shape in _ATTENTION]
         trials += [_norm(*shape, dropout, device) for shape in _NORM]
         trials += [_embedding(*shape, dropout, device) for shape in _EMBEDDING]
     trials += [_gelu(*shape, device) for shape in _GELU]
@@ -221,12 +222,14 @@ def _linear(dtype: torch.dtype, rows: int, inputs: int, outputs: int, device: to
     return _backward_of(make, f"linear {name}", tuple(map(float, counts)))  # type: ignore[arg-type]
 
 
-def _attention(count: int, length: int, heads: int, size: int, dropout: bool, device: torch.device) -> Trial:
+def _attention(
+    dtype: torch.dtype, count: int, length: int, heads: int, size: int, dropout: bool, device: torch.device
+) -> Trial:
     cu_seqlens = torch.arange(count + 1, dtype=torch.int32, device=device) * length
     drops = _drops(dropout, device)
 
     def make() -> Callable[[], Tensor]:
-        qkv = torch.rand(count * length, 3, heads, size, device=device, requires_grad=True)
+        qkv = torch.rand(count * length, 3, heads, size, device=device, dtype=dtype, requires_grad=True)
 
         def computation() -> Tensor:
             qkv.grad = None
@@ -236,7 +239,7 @@ def _attention(count: int, length: int, heads: int, size: int, dropout: bool, de
 
     pairs = count * length**2
     counts = (1.0, float(count * length * heads * size), float(pairs * heads), float(pairs * heads * size))
-    return _backward_of(make, _named("attention", dropout), counts)
+    return _backward_of(make, _named("attention" + " bf16" * (dtype == torch.bfloat16), dropout), counts)
 
 
 def _norm(rows: int, size: int, dropout: bool, device: torch.device) -> Trial:

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,7 @@ def _largest_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ValueError(f"--data is {folder}: no such folder")
     # A data folder may hold very many files: enough of them are looked at to find large ones.
-    sizes = {path: path.stat().st_size for path in sorted(folder.rglob("*"))[:10_000] if path.is_file()}
+    sizes = {path: path.stat().st_size for path in sorted(islice(folder.rglob("*"), 10_000)) if path.is_file()}
     # The largest first, which are read in one piece; small ones would time the opening.
     files = sorted((path for path, size in sizes.items() if size), key=lambda path: -sizes[path])[:64]
     if not files:

@@ -229,7 +229,7 @@ GROUPS: dict[str, Callable[[Result], Hashable]] = {
 
 
 def calibrate() -> tuple[Calibration, dict[str, list[Held]]]:
-    """Fit the model to all results, and set its intervals by what cross-validation finds: takes a minute or two."""
+    """Fit the model to all results, and set its intervals by what cross-validation finds: half a minute of a processor."""
     parameters, covariance = fit(results())
     validation = {name: held_out(group, parameters) for name, group in GROUPS.items()}
     # Both leave models that have seen the device, which is what `known` is about.

@@ -1,13 +1,14 @@
 """Where the time of a run went: parts, stragglers and links that are taken away, from records of a run."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bert.reporting.intervals import SLOW_INTERVALS, Stragglers
-from cluster.whatif import read_metrics, report, savings
+from cluster.whatif import Straggler, read_metrics, report, savings
 from tests.cluster.test_view import made_up
 from tests.conftest import REPOSITORY
 
@@ -56,6 +57,17 @@ def test_stragglers_cost_what_others_waited_for_them(tmp_path: Path) -> None:
     alone = 10 * (20 - SLOW_INTERVALS) - both
     assert found["host h1"] == pytest.approx(both * 0.04 + alone * 0.02)
     assert found["rank 3 on host h1"] == pytest.approx(alone * 0.02)
+
+
+def test_a_rank_that_came_back_on_another_host_is_two(tmp_path: Path) -> None:
+    run = read_metrics(write(tmp_path / "metrics_0.jsonl", steps(20)))
+    for host, first, last in (("h1", 0, 50), ("h2", 50, math.inf)):
+        run.stragglers.append(Straggler(1, host, first, last, own_ms=60.0, median_ms=40.0))
+    found = {each.without: each.seconds for each in savings(run)}
+    early = sum(interval.steps for interval in run.intervals if interval.last_step <= 50)
+    assert found["rank 1 on host h1"] == pytest.approx(early * 0.02)
+    late = sum(interval.steps for interval in run.intervals) - early
+    assert found["rank 1 on host h2"] == pytest.approx(late * 0.02)
 
 
 def test_links_cost_the_share_that_the_slowest_one_adds(tmp_path: Path) -> None:

@@ -60,6 +60,16 @@ def test_a_step_on_one_rank_is_the_sum_of_its_computations() -> None:
     assert found.total == pytest.approx(sum(found.parts.values()))
 
 
+def test_what_was_timed_in_16_bits_counts_where_a_run_computes_in_them() -> None:
+    dry, wet = (Computation("attention", (1.0, 0.0, 0.0, 0.0), dropout=dropout) for dropout in (False, True))
+    names = ("attention", "attention with dropout", "attention bf16", "attention bf16 with dropout")
+    costs = {name: (float(cost), 0.0, 0.0, 0.0) for cost, name in enumerate(names)}
+    timed, before = rates(costs=costs), rates(costs={name: costs[name] for name in names[:2]})
+    for precision, expected in (("fp32", [0.0, 1.0]), ("bf16", [2.0, 3.0]), ("fp8", [2.0, 3.0])):
+        assert [timed.seconds(each, precision) for each in (dry, wet)] == expected
+        assert [before.seconds(each, precision) for each in (dry, wet)] == [0.0, 1.0]
+
+
 @pytest.mark.parametrize("tensor", [2, 4])
 def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_exchange(tensor: int) -> None:
     """By hand: of two layers the first gathers and scatters all tokens four times, the last the rows of its heads."""
