@@ -2,13 +2,12 @@
 
 Nothing here reads the device: the rate and the step count live there, losses and norms are summed there, and the host
 fetches the sums once an interval. So both halves can be captured (``bert.cuda_graphs``): forward and backward of a
-micro-batch once for each shape bucket, the update once. On several ranks the last micro-batch of a step has graphs of its
-own, because the reduction runs beside its backward pass; so has the first one where weights are gathered beside its
-forward pass, or where products write over the gradients of the step before.
+micro-batch once for each shape bucket and role (the last one's reduction runs beside its backward pass, the first one may
+gather weights or write over gradients), the update once.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -77,11 +76,9 @@ class TrainingStep:
         # The rail that is not used is given back before the reduction keeps the groups.
         communicators = communicators.settle(self.choice.way)
         settings = self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes
-        self._reduction = ShardedReduction(*settings, self._waiting) if shards_gradients else Reduction(*settings)
+        self._reduction = ShardedReduction(*settings, stopwatch.waiting) if shards_gradients else Reduction(*settings)
         self.optimizer: Lamb | ShardedLamb
-        self._gather: WeightGather | None = None
-        if strategy in SHARDED:
-            self._gather = WeightGather(model, self.flat, self._reduction)
+        self._gather = WeightGather(model, self.flat, self._reduction) if strategy in SHARDED else None
         # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
         if self._gather is None and tensor is None and self._pipeline is None:
             # Not with FP8, whose layers keep FP8 copies of their weights.
@@ -153,18 +150,8 @@ class TrainingStep:
         assert self._gather is not None
         self._gather.start()
         if not is_capturing():
-            with self._waiting():
+            with self._stopwatch.waiting():
                 self._gather.wait(1)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count the body as waiting for other ranks, in the midst of a forward or backward pass that is not captured."""
-        if is_capturing():
-            yield
-            return
-        with self._stopwatch.time("reduce"):
-            yield
-        self._stopwatch.stage.enter("forward_backward")  # told to the watchdog: the pass goes on
 
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):

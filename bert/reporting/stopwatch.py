@@ -73,6 +73,16 @@ class Stopwatch:
             self._inside = inside + seconds
 
     @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the body as waiting for other ranks, in the midst of a forward or backward pass that is not captured."""
+        if is_capturing():
+            yield
+            return
+        with self.time("reduce"):
+            yield
+        self.stage.enter("forward_backward")  # told to the watchdog: the pass goes on
+
+    @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Count the body towards the phase around it, and as waiting for ranks that compute the same micro-batch."""
         phase, begin = self.stage.phase, time.perf_counter()
