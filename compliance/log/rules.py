@@ -138,7 +138,7 @@ class KeyRule:
         value: what the value must be; None where the value carries nothing.
         metadata: fields that must be there, each with its rule.
         closed, open: the rulesets in which a log of that division must hold the key.
-        written: whether the writer of this repository insists on it, in every log.
+        written: whether the writer of this repository insists on it, in every log, before the clock starts.
         source: where the rule stands.
     """
 
@@ -176,11 +176,11 @@ def _optional(key: str, value: ValueRule) -> KeyRule:
 
 
 def _span(
-    name: str, start: tuple[tuple[str, ValueRule], ...], stop: str, *, required: frozenset[str], written: bool
+    name: str, start: tuple[tuple[str, ValueRule], ...], stop: str, *, required: frozenset[str]
 ) -> tuple[KeyRule, KeyRule]:
     """The two rules of an interval that repeats inside the run."""
     opening = KeyRule(f"{name}_start", "INTERVAL_START", ("run",), "common.yaml", once=False, metadata=start)
-    opening = replace(opening, closed=required, open=required, written=written)
+    opening = replace(opening, closed=required, open=required)
     closing = replace(opening, key=f"{name}_stop", event_type="INTERVAL_END", metadata=((stop, COUNT),))
     return opening, closing
 
@@ -236,9 +236,9 @@ _RULES = (
     KeyRule("init_stop", "INTERVAL_END", ("init",), "common.yaml; TR 11"),
     KeyRule("run_start", "INTERVAL_START", ("ready",), "common.yaml; TR 11"),
     # An alternative to blocks for others' logs; the writer logs blocks.
-    *_span("epoch", _EPOCH, "epoch_num", required=NONE, written=False),
-    *_span("block", _BLOCK, "first_epoch_num", required=ALL, written=True),
-    *_span("eval", _EPOCH, "epoch_num", required=NONE, written=True),
+    *_span("epoch", _EPOCH, "epoch_num", required=NONE),
+    *_span("block", _BLOCK, "first_epoch_num", required=ALL),
+    *_span("eval", _EPOCH, "epoch_num", required=NONE),
     KeyRule(
         "eval_accuracy",
         "POINT_IN_TIME",
