@@ -60,7 +60,8 @@ def train(run: Run) -> Status:
 
     for due in _evaluation_points(run):
         log.block_start(at.samples)
-        while status is None and at.samples < min(due, training.sample_limit):
+        end = min(due, training.sample_limit)
+        while status is None and at.samples < end:
             stage.step = at.steps + 1
             with run.stopwatch.time("data_wait"):
                 # The first call starts the reading ahead: nothing was read before ``run_start``.
@@ -75,8 +76,8 @@ def train(run: Run) -> Status:
             # Decided by position and settings alone, so that all ranks meet in the same collectives. What one rank
             # knows by itself, such as a signal, ``report`` makes known to all.
             keep = run.checkpoints.due(at.steps)
-            # Before an evaluation too, whose time is none of the steps'.
-            at_interval = at.steps % run.config.log.interval_steps == 0 or at.samples >= due or keep
+            # Before an evaluation too, whose time is none of the steps', and at the end.
+            at_interval = at.steps % run.config.log.interval_steps == 0 or at.samples >= end or keep
             if status is None and at_interval:
                 if intervals.report(at, _is_to_stop(run)):
                     status, keep = "aborted", True

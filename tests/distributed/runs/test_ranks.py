@@ -98,7 +98,8 @@ def test_accumulation_gives_the_same_losses(
 
 
 def test_a_run_may_be_limited_in_steps_and_in_minutes(small_run: SmallRun, tmp_path: Path) -> None:
-    assert len(train(small_run, tmp_path / "steps", 2, training__max_steps=6)) == 6
+    taken = train(small_run, tmp_path / "steps", 2, training__max_steps=6, log__interval_steps=4)
+    assert [record["step"] for record in taken] == [4, 5, 6], "an interval, what an evaluation ended, and the rest"
     endless = {"training__max_samples": 10_000_000, "training__max_minutes": 0.001}
     taken = train(small_run, tmp_path / "minutes", 2, **endless)
     assert 1 <= len(taken) < 10_000_000 // 16, "whichever rank's time was up first has stopped both"
