@@ -61,6 +61,10 @@ def file(tmp_path: Path) -> Path:
 
 def test_a_view_is_read_back_as_it_was(file: Path) -> None:
     assert read_view(file) == made_up()
+    view = made_up()
+    of_two = dataclasses.replace(view, collectives=(dataclasses.replace(view.collectives[0], ranks=2),))
+    write_view(of_two, file)
+    assert read_view(file) == of_two
 
 
 def test_nothing_is_left_of_a_view_that_cannot_be_written(tmp_path: Path) -> None:
@@ -90,6 +94,8 @@ DAMAGE = {
     "uneven hosts": (change("view", "ranks", 0, "host", to=1), "different numbers of ranks"),
     "a link to nowhere": (change("view", "links", 0, "target", to=8), "to rank 8 of 8"),
     "a link twice": (change("view", "links", 1, "target", to=1), "a link is there twice"),
+    "a collective of one": (change("view", "collectives", 0, "ranks", to=1), "of fewer than two or more than the 8"),
+    "a collective too large": (change("view", "collectives", 0, "ranks", to=9), "of fewer than two or more than the 8"),
     "an outlier elsewhere": (
         change("view", "outliers", 0, "ranks", to=[99]),
         "an outlier is about more than the 8 ranks",
