@@ -169,6 +169,18 @@ def test_a_flipped_bit_in_the_data(folder: Path, data: st.DataObject, name: str)
     assert np.array_equal(bundle.array(other), original.array(other))
 
 
+@pytest.mark.parametrize(
+    ("byte", "message"), [(0, "a string of"), (5, "another checksum"), (1000, "the index says"), (-1, "the index says")]
+)
+def test_a_flipped_bit_in_the_object_graph(folder: Path, tmp_path: Path, byte: int, message: str):
+    """In its length, the checksum of that, the text; which other tensors are where hangs on it."""
+    entry = TensorBundle(folder / "tf2").entries["_CHECKPOINTABLE_OBJECT_GRAPH"]
+    content, bit = (folder / "tf2.data-00000-of-00001").read_bytes(), 8 * (entry.offset + byte % entry.size)
+    bundle = TensorBundle(copied(folder, "tf2", tmp_path / "data", ".data-00000-of-00001", flipped(content, bit)))
+    with pytest.raises(ValueError, match=rf"tf2\.data-00000-of-00001: _CHECKPOINTABLE_OBJECT_GRAPH.* {message}"):
+        _ = bundle.variable_names
+
+
 @pytest.mark.parametrize("kept", [0, 1, 8191, 21_319])
 def test_truncated_data(folder: Path, tmp_path: Path, kept: int):
     content = (folder / "tf1.data-00000-of-00001").read_bytes()[:kept]

@@ -19,6 +19,19 @@ def test_the_stopwatch_counts_each_phase_until_taken() -> None:
     assert stopwatch.take()["reduce"] == 0
 
 
+def test_a_phase_within_another_is_no_part_of_it() -> None:
+    stopwatch, begin = Stopwatch(), time.perf_counter()
+    with stopwatch.time("forward_backward"):
+        since = time.perf_counter()
+        for _ in range(2):
+            with stopwatch.time("reduce"):
+                time.sleep(0.01)
+        until = time.perf_counter()
+    end, taken = time.perf_counter(), stopwatch.take()
+    assert taken["reduce"] >= 0.02
+    assert until - since <= sum(taken.values()) <= end - begin
+
+
 def test_an_exchange_is_part_of_its_phase_and_in_a_pass_told_apart() -> None:
     stopwatch, phases = Stopwatch(), []
     for phase in ("forward_backward", "update"):

@@ -146,6 +146,13 @@ def test_the_number_of_shards_is_checked(source: Dataset, tmp_path: Path, shards
     assert not (tmp_path / "data").exists()
 
 
+def test_there_may_be_one_shard_and_as_many_as_samples(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "source", make_samples(3), shards=2, info=INFO)
+    for shards in (1, 3):
+        dataset = shuffle(open_dataset(tmp_path / "source"), tmp_path / str(shards), shards=shards, seed=1)
+        assert [record.samples for record in dataset.shards] == [3 // shards] * shards
+
+
 def test_shards_that_memory_cannot_hold_are_refused(
     source: Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
