@@ -383,7 +383,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[FakeHost, dict[s
             for changes in (
                 {"accelerator_model_name": "NVIDIA H100-SXM5-80GB"},
                 {"host_processor_model_name": "Intel Xeon Platinum 8480C"},
-                {"host_memory_capacity": "2 TB"},
+                *({"host_memory_capacity": size} for size in ("2 TB", "2200 GB", "2164185 MB", "2164185272 kB")),
+                *({"host_memory_capacity": size} for size in ("2 TiB", "2016GiB", "2063928 MiB", "2113462180 KiB")),
                 {"accelerator_memory_capacity": "80 GB"},
                 {"accelerator_memory_capacity": "as sold"},
                 {"operating_system": "Ubuntu 24.04"},
