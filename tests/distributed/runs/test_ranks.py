@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from dataloading.dataset.convert import convert
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.merge import index_shards
 from dataloading.options import Layout
 from tests.conftest import SmallRun
-from tests.distributed.ranks import records, result_of, torchrun, train, trained, wait_for
+from tests.distributed.ranks import Ranks, records, result_of, torchrun, train, trained, wait_for
 from tests.programs import PATIENCE_S, Program
 
 
@@ -129,6 +130,20 @@ def test_a_signal_ends_the_run_as_aborted_with_the_log_complete(
     if not launched:
         assert process.returncode == 128 + number
         assert "Traceback" not in output
+
+
+def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for_it(
+    small_run: SmallRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its host goes on without the one that was told to stop, whose rank ends as it does elsewhere."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
+    with Ranks(arguments, 2) as started:
+        started.wait_for(lambda: result_of(tmp_path).exists() and '"eval_stop"' in result_of(tmp_path).read_text())
+        started.processes[1].send_signal(signal.SIGTERM)
+        assert started.ends() == [FAULT_STATUS, 128 + signal.SIGTERM], started.output
+    assert "stopped with ranks of another host: to be started again without them" in started.output
+    assert [record["status"] for record in records(tmp_path, "end")] == ["aborted"]
 
 
 @pytest.mark.parametrize("layout", ["varlength", "fixed"])
