@@ -190,6 +190,17 @@ def test_sharded_gradients_travel_with_every_micro_batch(way: str) -> None:
         Strategy(32, shard_gradients=True)
 
 
+@pytest.mark.parametrize("way", ["sharded", "sharded_world"])
+def test_the_wait_for_the_first_weights_is_none_of_computing(way: str) -> None:
+    """Which are all of them, in one bucket."""
+    fast, slow = (
+        predict_step(TINY, Strategy(16, reduction=way), rates(seconds_per_byte=each))  # type: ignore[arg-type]
+        for each in (1e-9, 1e-6)
+    )
+    assert slow.forward_backward == pytest.approx(fast.forward_backward)
+    assert slow.reduce > 2 * 1e-6 * 4 * layout_of(TINY.model).elements, "gathered, and summed"
+
+
 def test_ranks_that_share_processors_wait_less_for_the_longest() -> None:
     own, shared = rates(), rates(sharing=4.0)
     work = [1.0, 1.0, 1.0, 2.0]
