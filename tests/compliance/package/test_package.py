@@ -464,7 +464,7 @@ def test_the_script_repeats_the_configuration(recipe: str, tmp_path: Path) -> No
     header = {key.lstrip("."): value for key, value in header.items()}
     header |= {"training.global_batch_size": "64", "training.autotune": "False", "optimizer.epsilon": "1e-07"}
     script = tmp_path / "run_and_time.sh"
-    script.write_text(_script("impl", recipe, header))
+    script.write_text(_script("impl", recipe, header | {"training.seed": "7"}))  # which each run draws for itself
     place = tmp_path / "../implementations/impl"
     place.resolve().mkdir(parents=True, exist_ok=True)
     (place / "run_and_time.sh").write_text('#!/bin/sh\necho "$@"\n')
@@ -472,6 +472,8 @@ def test_the_script_repeats_the_configuration(recipe: str, tmp_path: Path) -> No
     done = subprocess.run(["bash", str(script), "--log.run", "3"], capture_output=True, text=True, check=True)
     name, runs, separator, *arguments = shlex.split(done.stdout)
     assert (name, runs, separator) == (recipe, "10", "--")
+    sections = {argument.partition(".")[0] for argument in arguments if argument.startswith("--")}
+    assert sections == {"--optimizer", "--training", "--evaluation", "--log"}, "data and model are whose recipe it is"
     parsed = parse([recipe, *arguments])
     for section in ("optimizer", "training", "evaluation"):
         for field in fields(getattr(told, section)):
