@@ -390,6 +390,17 @@ def test_a_log_cannot_have_the_package_checker_run_code(root: Path, tmp_path: Pa
     assert not made.exists()
 
 
+def test_a_pipe_in_the_place_of_a_log_does_not_keep_the_package_checker_waiting(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (root / LOGS[2]).unlink()
+    os.mkfifo(root / LOGS[2])
+    monkeypatch.setattr(official_package, "TIMEOUT_S", 120)
+    [answer], _, _ = official_package.ask([(find(root).benchmarks[0], "closed")], [], None, "5.0.0")
+    assert answer.outcome == "fail"
+    assert "did not end" not in answer.message
+
+
 def test_a_worker_that_dies_is_a_failure(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     [folder] = find(root).benchmarks
     broken = tmp_path / "python"
