@@ -66,3 +66,12 @@ def test_the_page_holds_every_point_and_loads_nothing(points: list[Point]) -> No
         assert f"<td>{point.accelerators:,}</td><td>{batch}</td>" in page
     assert "default-src 'none'" in page
     assert not re.search(r"https?://|<script|src=", page.replace("default-src", ""))
+
+
+def test_the_curve_fills_its_axis_to_half_a_decade(points: list[Point]) -> None:
+    page = render("dgxa100_8x8", DEVICE, points, [])
+    [band] = re.findall(r'var\(--band\)" points="([^"]*)"', page)
+    heights = [float(place.partition(",")[2]) for place in band.split()]
+    between = 100 / (page.count('class="grid"') - 1)
+    assert 0 <= min(heights) < between
+    assert 100 - between < max(heights) <= 100
