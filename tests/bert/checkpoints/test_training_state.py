@@ -308,6 +308,20 @@ def test_waiting_for_one_may_take_as_long_as_writing_others_did(make: Make, monk
     assert told == [f"warning at step 3: no checkpoint was written: {run.folder}/step_00000002: Not a directory"]
 
 
+def test_the_next_one_waits_for_the_one_before(make: Make, gate: threading.Event) -> None:
+    run, stage, told = make(), Stage(), list[str]()
+    progress = Progress(0.4, 100, Schedule(10, 10))
+    seen = RunCheckpoints(run.checkpoints, stage, Reporter(progress, [PlainLines(progress, told.append)]))
+    seen.save(Position(1, 8))
+    assert (stage.phase, stage.entered) == ("checkpoint", 1)
+    threading.Timer(0.05, gate.set).start()
+    seen.save(Position(2, 16))
+    assert (stage.phase, stage.entered) == ("checkpoint", 3), "waited as checkpoint_write"
+    seen.wait(Position(2, 16))
+    assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000002", "step_00000001"]
+    assert told == []
+
+
 def changed(**values: object) -> Callable[[Path], None]:
     """Give entries of state.json other values, or take those out whose new value is ``...``."""
 
