@@ -205,6 +205,8 @@ def test_ranks_that_do_not_divide_into_copies_are_refused() -> None:
         ValueError, match=r"6 ranks on each host do not divide .*: set it to 2, or start a multiple of 4"
     ):
         require_whole_groups(4, 6, "on each host")
+    with pytest.raises(ValueError, match="2, but 1 rank on each host do not divide"):
+        join_mesh("cpu", parallel=ParallelConfig(2))
 
 
 def test_hosts_of_one_name_are_told_apart_by_their_boot() -> None:
