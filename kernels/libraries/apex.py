@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.libraries.pytorch import drop
-from kernels.reference.ops import compute_dtype, correct_predictions, masked_lm_logits, summed_embeddings
+from kernels.reference.ops import (
+    adding_gradient,
+    compute_dtype,
+    correct_predictions,
+    masked_lm_logits,
+    summed_embeddings,
+)
 from kernels.reference.random import Dropout
 
 _MOST_LOGITS = 2**32
@@ -58,8 +64,11 @@ def masked_lm_loss(
     labels_M: Tensor,
     ignore_index: int = -1,
     count_correct: bool = True,
+    decoder_gradient_VD: Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the masked tokens' cross-entropies, [] in fp32, and how many are predicted right, [] int64, if asked for."""
+    decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
     library = importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
     logits_of = masked_lm_logits if count_correct else F.linear
     logits_MV = logits_of(hidden_MD, decoder_VD, bias_V)

@@ -262,6 +262,11 @@ def test_apex_cross_entropy(labels: list[int]):
         assert correct == expected
     with torch.autocast("cpu", torch.bfloat16):
         assert apex.masked_lm_loss(*tensors)[0].dtype == torch.float32
+    added = torch.zeros(11, 8), torch.zeros(11, 8)
+    for each, gradient in zip((apex, reference), added, strict=True):
+        each.masked_lm_loss(*tensors, decoder_gradient_VD=gradient)[0].backward()
+    torch.testing.assert_close(*added)
+    assert added[0].any() == any(label != -1 for label in labels)
 
 
 def test_reasons_against_apex():
