@@ -117,12 +117,16 @@ class _Product(torch.autograd.Function):
 
 
 class AccumulatingTable(Placement):
-    """The word table, of which the decoder reads a copy, if there is one, and adds its gradient to the table's."""
+    """The word table, to whose gradient both add, decoder and embeddings; the decoder reads a copy, if there is one."""
 
     def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
         """``copies``: as of ``AccumulatingProducts``."""
         self._gradients = gradients
         self._copies = copies
+
+    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return both, and the gradient: the decoder's part, which may be written over what is there, comes before."""
+        return input_ids_T, word_VD, word_VD.grad
 
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: nn.Parameter, bias_V: Tensor, labels_M: Tensor, count_correct: bool
@@ -167,7 +171,7 @@ def accumulate_products(
         layer.products = AccumulatingProducts(gradients, copies)
     word_VD = _table(model)
     if word_VD is not None and word_VD.grad is not None:  # a rank that keeps its shard alone has none
-        model.placement = AccumulatingTable(gradients, copies)
+        model.placement = model.embeddings.placement = AccumulatingTable(gradients, copies)
 
 
 def _table(model: BertForPreTraining) -> nn.Parameter | None:

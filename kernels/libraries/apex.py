@@ -51,8 +51,10 @@ def embedding_layer_norm(
     bias_D: Tensor,
     eps: float,
     dropout: Dropout | None = None,
+    word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
     """Sum of the three embeddings, layer norm, dropout. Returns [T, D] in the type of the tables."""
+    word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(_layer_norm(summed_TD, weight_D, bias_D, eps), dropout)
 

@@ -110,8 +110,14 @@ def embedding_layer_norm(
     bias_D: Tensor,
     eps: float,
     dropout: Dropout | None = None,
+    word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the three embeddings, layer norm, dropout. Ids are integers [T]. Returns [T, D]."""
+    """Sum of the three embeddings, layer norm, dropout. Ids are integers [T]. Returns [T, D].
+
+    The backward pass adds the word table's gradient to ``word_gradient_VD``, if that is given, and hands none on to
+    autograd: it is in at least fp32.
+    """
+    word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return dropout_rows(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout)
 

@@ -61,9 +61,9 @@ def test_fp8_multiplies_in_fp8_and_bf16_casts_weights() -> None:
     assert bf16["aten.mm"] + bf16["aten.addmm"] > 4 * 4 * 3
 
 
-@pytest.mark.parametrize(("precision", "megabytes"), [("bf16", 500), ("fp8", 688)])
+@pytest.mark.parametrize(("precision", "megabytes"), [("bf16", 0), ("fp8", 188)])
 def test_passes_over_the_word_table(precision: str, megabytes: int) -> None:
-    """Besides products, and kernels that touch the rows of tokens: a sum of the embeddings' gradient, and FP8's cast."""
+    """Besides products, and kernels that touch the rows of tokens: the cast where LAMB leaves no copy."""
     table = (30_522, 1024)
     passes = [
         each
