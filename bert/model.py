@@ -126,9 +126,9 @@ class Placement:
         """Return this rank's rows of the sum of products of shards."""
         return product
 
-    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
-        """Return for the own rows a table of words, and where in it theirs are."""
-        return input_ids_T, word_VD
+    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return for the own rows where in a table their words are, the table, and what its gradient is added to."""
+        return input_ids_T, word_VD, None
 
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool
@@ -157,7 +157,7 @@ class Embeddings(nn.Module):
     def forward(self, batch: "Batch", sites: DropoutSites) -> Tensor:
         """[T, D]."""
         # Where ranks share the table, one of the own rows' words, and ids that count its rows.
-        word_ids_T, word_VD = self.placement.words(batch.input_ids, self.word)
+        word_ids_T, word_VD, word_gradient_VD = self.placement.words(batch.input_ids, self.word)
         return embedding_layer_norm(
             word_ids_T,
             self.placement.own_rows(batch.position_ids),
@@ -169,6 +169,7 @@ class Embeddings(nn.Module):
             self.norm.bias,
             self.config.layer_norm_eps,
             sites.embeddings(),
+            word_gradient_VD,
         )
 
 

@@ -3,6 +3,7 @@
 Autograd takes three passes over a weight's gradient in every micro-batch: it is written in 16 bits, cast to fp32, and added
 to the flat gradient. Here the product's epilogue does all three. The first micro-batch of a step writes over what the last
 step left, so that nothing need be set to zero. And where the optimizer writes 16-bit copies of weights, nothing is cast.
+The decoder's product, with the word table, is one of them.
 
 Under autocast on a GPU; elsewhere the model multiplies as PyTorch does. ``bert.products.fp8`` hands its gradients over here,
 too.
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts
-from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype
+from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts, Placement
+from kernels import accumulate_weight_gradient, bias_gelu, compute_dtype, masked_lm_loss
 
 Add = Callable[[Tensor | None, bool], Tensor]
 """Adds a product to a gradient, or writes it there where the second argument is True; without a gradient, returns one."""
@@ -30,16 +31,17 @@ class WeightGradients:
     """Sums of weight gradients that autograd has no part in, but to call a parameter's hooks when its gradient is there."""
 
     def __init__(self) -> None:
-        self._overwrite = False
+        self.overwrite = False
+        """Whether what the backward pass finds counts for nothing, as in the first of a step."""
 
     @contextmanager
     def overwritten(self, overwrite: bool) -> Iterator[None]:
         """Say of the backward pass in the body whether it is the first of a step: what is there counts for nothing."""
-        self._overwrite = overwrite
+        self.overwrite = overwrite
         try:
             yield
         finally:
-            self._overwrite = False
+            self.overwrite = False
 
     def add(self, weight: nn.Parameter, add: Add) -> Tensor | None:
         """Add a gradient; what autograd is to be told of it.
@@ -50,7 +52,7 @@ class WeightGradients:
         # Sharded gradients are freed as soon as they are sent, so that each pass begins without any.
         if weight.grad is None:
             return add(None, True)
-        add(weight.grad, self._overwrite)
+        add(weight.grad, self.overwrite)
         return None
 
 
@@ -76,11 +78,8 @@ class AccumulatingProducts(MatrixProducts):
 
     def _product(self, x_TK: Tensor, dense: Dense, bias_N: Tensor | None) -> Tensor:
         dtype = compute_dtype(x_TK)
-        weight_NK = self._copies.get(dense.weight)
-        if weight_NK is None or weight_NK.dtype != dtype:
-            # In every micro-batch, where the optimizer leaves no copies, as a sharded one.
-            weight_NK = dense.weight.detach().to(dtype)
         # Cast outside of the function, so that what it keeps for its backward pass has 16 bits too.
+        weight_NK = _copy(self._copies, dense.weight, dtype)
         output_TN = _Product.apply(x_TK.to(dtype), dense.weight, bias_N, weight_NK, self._gradients)
         assert isinstance(output_TN, Tensor)
         return output_TN
@@ -119,25 +118,69 @@ class _Product(torch.autograd.Function):
         return x_gradient_TK, ctx.gradients.add(ctx.parameter, add), bias_gradient_N, None, None
 
 
-def product_weights(model: BertForPreTraining) -> list[nn.Parameter]:
-    """The weights here that an encoder layer multiplies with by its ``products``.
+class AccumulatingTable(Placement):
+    """The word table, to whose gradient both add, decoder and embeddings; the decoder reads a copy, if there is one."""
 
-    The last layer has its queries of some rows only, and takes keys and values by themselves.
+    def __init__(self, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]) -> None:
+        """``copies``: as of ``AccumulatingProducts``."""
+        self._gradients = gradients
+        self._copies = copies
+
+    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return both, and the gradient: the decoder's part, which may be written over what is there, comes before."""
+        return input_ids_T, word_VD, word_VD.grad
+
+    def masked_lm_loss(
+        self, hidden_MD: Tensor, word_VD: nn.Parameter, bias_V: Tensor, labels_M: Tensor, count_correct: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``kernels.masked_lm_loss``. The embeddings' backward pass, which comes later, has autograd call the hooks."""
+        return masked_lm_loss(
+            hidden_MD,
+            _copy(self._copies, word_VD, compute_dtype(hidden_MD)),
+            bias_V,
+            labels_M,
+            count_correct=count_correct,
+            decoder_gradient_VD=word_VD.grad,
+            overwrite=self._gradients.overwrite,
+        )
+
+
+def _copy(copies: Mapping[nn.Parameter, Tensor], weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """The weight in ``dtype``: cast in every micro-batch where the optimizer leaves no such copy, as a sharded one."""
+    copy = copies.get(weight)
+    return weight.detach().to(dtype) if copy is None or copy.dtype != dtype else copy
+
+
+def product_weights(model: BertForPreTraining) -> list[nn.Parameter]:
+    """The weights here that an encoder layer multiplies with by its ``products``, and the word table where it is whole.
+
+    The last layer has its queries of some rows only, and takes keys and values by themselves. Of the word table's gradient
+    every backward pass brings the decoder's part before that of the embeddings, which is added.
     """
     found = []
     for layer in model.layers:
         assert isinstance(layer, EncoderLayer)
         denses = [layer.query_key_value, layer.attention_output, layer.intermediate, layer.output]
         found += [dense.weight for dense in (denses if layer is not model.layers[-1] else denses[1:])]
-    return [weight for weight in found if weight is not None]  # others are of other stages
+    return [weight for weight in [*found, _table(model)] if weight is not None]  # others are of other stages
 
 
 def accumulate_products(
     model: BertForPreTraining, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]
 ) -> None:
-    """Let the layers that multiply as PyTorch does have their weight gradients added to ``gradients``."""
+    """Let the layers that multiply as PyTorch does, and the decoder, have their weight gradients added to ``gradients``."""
     for layer in _plain(model.layers):
         layer.products = AccumulatingProducts(gradients, copies)
+    word_VD = _table(model)
+    if word_VD is not None and word_VD.grad is not None:  # a rank that keeps its shard alone has none
+        model.placement = model.embeddings.placement = AccumulatingTable(gradients, copies)
+
+
+def _table(model: BertForPreTraining) -> nn.Parameter | None:
+    """Return the word table, unless ranks share it; the last of several stages has a copy that is no parameter."""
+    word_VD = model.embeddings.word
+    is_whole = type(model.placement) in (Placement, AccumulatingTable) and isinstance(word_VD, nn.Parameter)
+    return word_VD if is_whole else None
 
 
 def _plain(layers: Iterable[nn.Module]) -> Iterator[EncoderLayer]:

@@ -13,7 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.libraries.pytorch import drop
-from kernels.reference.ops import compute_dtype, correct_predictions, masked_lm_logits, summed_embeddings
+from kernels.reference.ops import (
+    adding_gradient,
+    compute_dtype,
+    correct_predictions,
+    masked_lm_logits,
+    summed_embeddings,
+)
 from kernels.reference.random import Dropout
 
 _MOST_LOGITS = 2**32
@@ -46,8 +52,10 @@ def embedding_layer_norm(
     bias_D: Tensor,
     eps: float,
     dropout: Dropout | None = None,
+    word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
     """Sum of the three embeddings, layer norm, dropout. Returns [T, D] in the type of the tables."""
+    word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(_layer_norm(summed_TD, weight_D, bias_D, eps), dropout)
 
@@ -59,8 +67,11 @@ def masked_lm_loss(
     labels_M: Tensor,
     ignore_index: int = -1,
     count_correct: bool = True,
+    decoder_gradient_VD: Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the masked tokens' cross-entropies, [] in fp32, and how many are predicted right, [] int64, if asked for."""
+    decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
     # Imported when called: the package is optional.
     library = importlib.import_module("apex.contrib.xentropy.softmax_xentropy")
     # Counting needs logits that were never rounded to 16 bits; the loss alone takes those of the product.

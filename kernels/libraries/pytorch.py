@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.libraries.flash_attention import of_one_tensor
-from kernels.reference.ops import summed_embeddings
+from kernels.reference.ops import adding_gradient, summed_embeddings
 from kernels.reference.random import Dropout
 
 
@@ -80,8 +80,10 @@ def embedding_layer_norm(
     bias_D: Tensor,
     eps: float,
     dropout: Dropout | None = None,
+    word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
     """Sum of the three embeddings, layer norm, dropout. Returns [T, D]."""
+    word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return drop(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout)
 

@@ -3,6 +3,8 @@
 Shape legend in ``kernels/__init__.py``.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -112,8 +114,14 @@ def embedding_layer_norm(
     bias_D: Tensor,
     eps: float,
     dropout: Dropout | None = None,
+    word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
-    """Sum of the three embeddings, layer norm, dropout. Ids are integers [T]. Returns [T, D]."""
+    """Sum of the three embeddings, layer norm, dropout. Ids are integers [T]. Returns [T, D].
+
+    The backward pass adds the word table's gradient to ``word_gradient_VD``, if that is given, and hands none on to
+    autograd: it is in at least fp32.
+    """
+    word_VD = adding_gradient(word_VD, word_gradient_VD)
     summed_TD = summed_embeddings(input_ids_T, position_ids_T, segment_ids_T, word_VD, position_LD, segment_2D)
     return dropout_rows(F.layer_norm(summed_TD, weight_D.shape, weight_D, bias_D, eps), dropout)
 
@@ -141,6 +149,8 @@ def masked_lm_loss(
     labels_M: Tensor,
     ignore_index: int = -1,
     count_correct: bool = True,
+    decoder_gradient_VD: Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the cross-entropies of the masked tokens, and how many have the label as their largest logit.
 
@@ -150,11 +160,37 @@ def masked_lm_loss(
 
     Where it counts, as an evaluation does, the loss too is that of ``masked_lm_logits``: 16 bits would make equal what is
     not. Otherwise, as in training, logits have the type of the product.
+
+    The backward pass adds the decoder's gradient to ``decoder_gradient_VD``, if that is given, or writes it there, and hands
+    none on to autograd: it is in at least fp32, and the decoder may be a copy that asks for none.
     """
+    decoder_VD = adding_gradient(decoder_VD, decoder_gradient_VD, overwrite)
     if not count_correct:
         return cross_entropy_sum(F.linear(hidden_MD, decoder_VD, bias_V), labels_M, ignore_index), None
     logits_MV = masked_lm_logits(hidden_MD, decoder_VD, bias_V)
     return cross_entropy_sum(logits_MV, labels_M, ignore_index), correct_predictions(logits_MV, labels_M)
+
+
+def adding_gradient(table: Tensor, gradient: Tensor | None, overwrite: bool = False) -> Tensor:
+    """Return a view of ``table`` whose gradient is added to ``gradient``, or written there; without it the table itself."""
+    if gradient is None:
+        return table
+    # A copy that asks for no gradient has to ask for one, or the backward pass would not come here.
+    found = _Adding.apply(table if table.requires_grad else table.detach().requires_grad_(), gradient, overwrite)
+    assert isinstance(found, Tensor)
+    return found
+
+
+class _Adding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, gradient: Tensor, overwrite: bool) -> Tensor:
+        ctx.gradient, ctx.overwrite = gradient, overwrite
+        return table.view_as(table)
+
+    @staticmethod
+    def backward(ctx: Any, found: Tensor) -> tuple[None, None, None]:
+        ctx.gradient.copy_(found) if ctx.overwrite else ctx.gradient.add_(found)
+        return None, None, None
 
 
 def masked_lm_logits(hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.ops import accumulate_weight_gradient
 from kernels.reference.ops import compute_dtype, fp32_product
 
 if TYPE_CHECKING:
@@ -48,20 +49,23 @@ def masked_lm_loss(
     labels_M: Tensor,
     ignore_index: int = -1,
     count_correct: bool = True,
+    decoder_gradient_VD: Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of the cross-entropies of the masked tokens, and how many have the label as their largest logit.
 
     Rows whose label is ``ignore_index`` count for nothing; any other label outside 0 to V - 1 makes the loss NaN. The
     products follow autocast; logits have their type, or fp32 where correct predictions are counted. Saved for the backward:
     the two operands and the gradient of the logits, [M, V] in the type of the logits; without gradients nothing is saved or
-    written.
+    written. What is added to ``decoder_gradient_VD`` is never rounded to 16 bits.
     Returns (loss [] in fp32, correct [] int64 or None as ``count_correct`` says).
     """
     dtype = compute_dtype(hidden_MD)
     hidden_MD, decoder_VD = hidden_MD.to(dtype), decoder_VD.to(dtype)
     with_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (hidden_MD, decoder_VD, bias_V))
     operands = hidden_MD, decoder_VD, bias_V, labels_M
-    loss, correct, _ = _masked_lm_loss(*operands, ignore_index, with_gradient, count_correct)
+    sums = decoder_gradient_VD, overwrite
+    loss, correct, _ = _masked_lm_loss(*operands, ignore_index, with_gradient, count_correct, *sums)
     return loss, correct if count_correct else None
 
 
@@ -72,6 +76,8 @@ def unsupported_reasons(
     labels_M: Tensor,
     ignore_index: int = -1,
     count_correct: bool = True,
+    decoder_gradient_VD: Tensor | None = None,
+    overwrite: bool = False,
 ) -> list[str]:
     """Return the reasons why ``masked_lm_loss`` cannot take these; empty when it can."""
     reasons = []
@@ -157,10 +163,13 @@ def _masked_lm_loss(
     ignore_index: int,
     with_gradient: bool,
     count_correct: bool,
+    decoder_gradient_VD: Tensor | None = None,
+    overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss [] fp32, correct [] int64, and the gradient of the loss by the logits, [M, W], 0 past V.
 
-    Without counting ``correct`` is [0], without gradient the last is [0, W].
+    Without counting ``correct`` is [0], without gradient the last is [0, W]. The last two arguments are for the backward
+    pass alone.
     """
     rows, vocabulary = len(hidden_MD), len(decoder_VD)
     logits_MW = hidden_MD.new_empty((rows, _width(vocabulary)), dtype=_logits_dtype(hidden_MD, count_correct))
@@ -188,17 +197,22 @@ def _masked_lm_loss(
 def _masked_lm_loss_backward(
     upstream: Tensor, logits_gradient_MW: Tensor, hidden_MD: Tensor, decoder_VD: Tensor, bias_V: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of hidden [M, D], decoder [V, D] and bias [V], each in its own dtype; ``upstream`` [] fp32.
+    """Gradient of hidden [M, D], hidden scaled as the decoder's gradient needs it, and gradient of bias [V].
+
+    Each has the dtype of what it is of; ``upstream`` is [] in fp32.
 
     The sum for the bias reads the logits' gradient once more. Adding it up in the first kernel would take an atomic addition
     an element, which moves more than the 2 bytes an element of this.
     """
     logits_gradient_MV = logits_gradient_MW[:, : len(decoder_VD)]
-    factor_MV = logits_gradient_MV.to(decoder_VD.dtype)  # fp32 where correct predictions were counted
-    hidden_gradient_MD = _scaled(torch.mm(factor_MV, decoder_VD), upstream)
-    decoder_gradient_VD = torch.mm(factor_MV.t(), _scaled(hidden_MD, upstream))
+    hidden_gradient_MD = _scaled(torch.mm(_factor(logits_gradient_MW, decoder_VD), decoder_VD), upstream)
     bias_gradient_V = logits_gradient_MV.sum(0, dtype=torch.float32) * upstream
-    return hidden_gradient_MD, decoder_gradient_VD, bias_gradient_V.to(bias_V.dtype)
+    return hidden_gradient_MD, _scaled(hidden_MD, upstream), bias_gradient_V.to(bias_V.dtype)
+
+
+def _factor(logits_gradient_MW: Tensor, decoder_VD: Tensor) -> Tensor:
+    """[M, V] in the type of products; it is fp32 where correct predictions were counted."""
+    return logits_gradient_MW[:, : len(decoder_VD)].to(decoder_VD.dtype)
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
@@ -221,7 +235,7 @@ def _tile(vocabulary: int) -> _Tile:
 
 @_masked_lm_loss.register_fake
 def _(hidden_MD: Tensor, decoder_VD: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, with_gradient, count_correct = others
+    _, _, _, with_gradient, count_correct, *_ = others
     kept = len(hidden_MD) if with_gradient else 0
     return (
         hidden_MD.new_empty((), dtype=torch.float32),
@@ -231,22 +245,33 @@ def _(hidden_MD: Tensor, decoder_VD: Tensor, *others: Any) -> tuple[Tensor, Tens
 
 
 @_masked_lm_loss_backward.register_fake
-def _(_upstream: Tensor, _gradient: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in operands)
+def _(
+    _upstream: Tensor, _gradient: Tensor, hidden_MD: Tensor, _decoder_VD: Tensor, bias_V: Tensor
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (hidden_MD, hidden_MD, bias_V))
 
 
 def _setup_context(ctx, inputs, output) -> None:
-    hidden_MD, decoder_VD, bias_V, *_ = inputs
+    hidden_MD, decoder_VD, bias_V, *_, decoder_gradient_VD, overwrite = inputs
     _, correct, logits_gradient_MW = output
     ctx.mark_non_differentiable(correct, logits_gradient_MW)
     ctx.set_materialize_grads(False)  # or zeros of [M, W] would be written for the output that nobody uses
     ctx.save_for_backward(logits_gradient_MW, hidden_MD, decoder_VD, bias_V)
+    # Not saved: autograd would refuse a pass after another one has added to it.
+    ctx.decoder_gradient, ctx.overwrite = decoder_gradient_VD, overwrite
 
 
 def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     if upstream is None:
-        return (None,) * 7
-    return *_masked_lm_loss_backward(upstream, *ctx.saved_tensors), None, None, None, None
+        return (None,) * 9
+    logits_gradient_MW, _, decoder_VD, _ = ctx.saved_tensors
+    hidden_gradient_MD, scaled_MD, bias_gradient_V = _masked_lm_loss_backward(upstream, *ctx.saved_tensors)
+    factor_MV, decoder_gradient_VD = _factor(logits_gradient_MW, decoder_VD), None
+    if ctx.decoder_gradient is None:
+        decoder_gradient_VD = torch.mm(factor_MV.t(), scaled_MD)
+    else:
+        accumulate_weight_gradient(ctx.decoder_gradient, factor_MV, scaled_MD, ctx.overwrite)
+    return hidden_gradient_MD, decoder_gradient_VD, bias_gradient_V, *(None,) * 6
 
 
 _masked_lm_loss.register_autograd(_backward, setup_context=_setup_context)

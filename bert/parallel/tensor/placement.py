@@ -47,7 +47,7 @@ class SharedPlacement(Placement):
         assert isinstance(rows, Tensor)
         return rows
 
-    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor]:
+    def words(self, input_ids_T: Tensor, word_VD: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return a table of the own rows' words in their order, brought together from the shards that have them."""
         # One shard alone has a word, and the others add zeros. Places outside of this one are clamped only to be read
         # safely.
@@ -55,7 +55,7 @@ class SharedPlacement(Placement):
         here_T = (places_T >= 0) & (places_T < len(word_VD))
         found_TD = torch.where(here_T[:, None], F.embedding(places_T.clamp(0, len(word_VD) - 1), word_VD), 0.0)
         table_WD = self.summed(found_TD)
-        return torch.arange(len(table_WD), device=table_WD.device), table_WD
+        return torch.arange(len(table_WD), device=table_WD.device), table_WD, None
 
     def masked_lm_loss(
         self, hidden_MD: Tensor, word_VD: Tensor, bias_V: Tensor, labels_M: Tensor, count_correct: bool

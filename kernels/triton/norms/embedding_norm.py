@@ -135,8 +135,9 @@ def _embedding_norm(
     threshold: int,
     scale: float,
     stream: int,
+    word_gradient: Tensor | None = None,  # noqa: ARG001
 ) -> tuple[Tensor, Tensor]:
-    """Output [T, D]; means and reciprocal deviations, fp32 [2, T]."""
+    """Output [T, D]; means and reciprocal deviations, fp32 [2, T]. The last argument is for the backward pass alone."""
     tokens, columns = len(input_ids), word.shape[1]
     layout = Layout.of(columns)
     inputs = (input_ids, position_ids, segment_ids, word, position, segment, weight, bias)
@@ -155,7 +156,7 @@ def _(*inputs: Any) -> tuple[Tensor, Tensor]:
     return word.new_empty(tokens, word.shape[1]), word.new_empty(2, tokens, dtype=torch.float32)
 
 
-@torch.library.custom_op("mlperf_bert::embedding_layer_norm_backward", mutates_args=())
+@torch.library.custom_op("mlperf_bert::embedding_layer_norm_backward", mutates_args=("dword",))
 def _embedding_norm_gradients(
     dy: Tensor,
     input_ids: Tensor,
@@ -170,38 +171,46 @@ def _embedding_norm_gradients(
     threshold: int,
     scale: float,
     stream: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the word table [V, D], the position table [L, D], and of weight, bias and both segments [4, D]."""
+    dword: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the position table [L, D], and of weight, bias and both segments [4, D]; the word table's is added.
+
+    In fp32 whatever the tables are: atomics in 16 bits would round at every token that has the word.
+    """
     (tokens, columns), layout = dy.shape, Layout.of(dy.shape[1])
     programs = backward_programs(dy.device, tokens, layout, WARPS)
     inputs = (dy, input_ids, position_ids, segment_ids, word, position, segment, weight, statistics)
-    # In fp32 whatever the tables are: atomics in 16 bits would round at every token that has the word.
-    dword, dposition = (table.new_zeros(table.shape, dtype=torch.float32) for table in (word, position))
+    dposition = position.new_zeros(position.shape, dtype=torch.float32)
     partials = dy.new_empty(programs, 4, columns, dtype=torch.float32)
     scalars, options = (tokens, threshold, scale, stream), layout.options(columns, state is not None)
     _embedding_norm_backward[(programs,)](
         *(tensor.contiguous() for tensor in inputs), dword, dposition, partials, state, *scalars, **options
     )
-    return dword.to(word.dtype), dposition.to(position.dtype), sums_over_programs(partials, weight.dtype)
+    return dposition.to(position.dtype), sums_over_programs(partials, weight.dtype)
 
 
 @_embedding_norm_gradients.register_fake
-def _(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(*inputs: Any) -> tuple[Tensor, Tensor]:
     _, _, _, _, word, position, _, weight, *_ = inputs
-    return word.new_empty(word.shape), position.new_empty(position.shape), weight.new_empty(4, word.shape[1])
+    return position.new_empty(position.shape), weight.new_empty(4, word.shape[1])
 
 
 def _save_embedding_norm(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, _, _, state, threshold, scale, stream = inputs
+    *tensors, _, _, state, threshold, scale, stream, word_gradient = inputs
     ctx.scalars = threshold, scale, stream
+    # Not saved: autograd would refuse a pass after another one has added to it, as the decoder's has.
+    ctx.word_gradient = word_gradient
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)  # else zeros would be made as the gradient of the statistics
     ctx.save_for_backward(*tensors, output[1], state)
 
 
 def _embedding_norm_autograd(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    dword, dposition, vectors_4D = _embedding_norm_gradients(dy, *ctx.saved_tensors, *ctx.scalars)
-    return None, None, None, dword, dposition, vectors_4D[2:], vectors_4D[0], vectors_4D[1], *(None,) * 5
+    word, added = ctx.saved_tensors[3], ctx.word_gradient
+    dword = word.new_zeros(word.shape, dtype=torch.float32) if added is None else added
+    dposition, vectors_4D = _embedding_norm_gradients(dy, *ctx.saved_tensors, *ctx.scalars, dword)
+    tables = dword.to(word.dtype) if added is None else None, dposition, vectors_4D[2:]
+    return None, None, None, *tables, vectors_4D[0], vectors_4D[1], *(None,) * 6
 
 
 _embedding_norm.register_autograd(_embedding_norm_autograd, setup_context=_save_embedding_norm)
@@ -218,6 +227,7 @@ def embedding_layer_norm(
     bias_D: Tensor,
     eps: float,
     dropout: Dropout | None = None,
+    word_gradient_VD: Tensor | None = None,
 ) -> Tensor:
     """Sum of the three embeddings, layer norm, dropout; row t of the mask is token t. Returns [T, D] in the tables' dtype.
 
@@ -225,9 +235,8 @@ def embedding_layer_norm(
     backward pass: the inputs and 8 bytes a token.
     """
     tables = (word_VD, position_LD, segment_2D)
-    return _embedding_norm(
-        input_ids_T, position_ids_T, segment_ids_T, *tables, weight_D, bias_D, eps, *dropout_scalars(dropout)
-    )[0]
+    others = weight_D, bias_D, eps, *dropout_scalars(dropout), word_gradient_VD
+    return _embedding_norm(input_ids_T, position_ids_T, segment_ids_T, *tables, *others)[0]
 
 
 def embedding_layer_norm_unsupported_reasons(
@@ -241,6 +250,7 @@ def embedding_layer_norm_unsupported_reasons(
     bias_D: Tensor,
     eps: float,  # noqa: ARG001
     dropout: Dropout | None = None,
+    word_gradient_VD: Tensor | None = None,
 ) -> list[str]:
     """Return the reasons why these inputs cannot be computed here; empty when they can."""
     reasons = unsupported_rows(word_VD, dropout)
@@ -250,6 +260,11 @@ def embedding_layer_norm_unsupported_reasons(
     ids = {ids.dtype for ids in (input_ids_T, position_ids_T, segment_ids_T)}
     if not ids <= {torch.int32, torch.int64}:
         reasons.append("ids that are neither int32 nor int64")
+    # By atomics: in 16 bits they would round at every token that has the word.
+    if word_gradient_VD is not None and not (
+        word_gradient_VD.dtype == torch.float32 and word_gradient_VD.is_contiguous()
+    ):
+        reasons.append(f"a word gradient in {word_gradient_VD.dtype}, or not contiguous: expected float32, contiguous")
     return reasons
 
 

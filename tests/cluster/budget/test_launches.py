@@ -61,6 +61,19 @@ def test_fp8_multiplies_in_fp8_and_bf16_casts_weights() -> None:
     assert bf16["aten.mm"] + bf16["aten.addmm"] > 4 * 4 * 3
 
 
+@pytest.mark.parametrize(("precision", "megabytes"), [("bf16", 0), ("fp8", 188)])
+def test_passes_over_the_word_table(precision: str, megabytes: int) -> None:
+    """Besides products, and kernels that touch the rows of tokens: the cast where LAMB leaves no copy."""
+    table = (30_522, 1024)
+    passes = [
+        each
+        for each in launches(precision)
+        if each.part == "ends" and not each.launch.multiply_adds and table in each.launch.shapes.values()
+    ]
+    passes = [each for each in passes if "input_ids" not in each.launch.shapes]
+    assert sum(each.bytes for each in passes) / 1e6 == pytest.approx(megabytes, abs=1)
+
+
 def test_the_update_is_lamb_and_its_bytes_are_those_of_the_parameters() -> None:
     update = [each for each in launches("bf16") if each.part == "update"]
     steps = [each.launch for each in update if each.launch.kernel == "apply_kernel"]

@@ -239,6 +239,11 @@ def assert_same(ours: Any, definition: Any, arguments: list[Any]) -> None:
 def test_apex_layer_norms(nvidia_apex: dict[str, Any], op: str):
     arguments = example_inputs(op, CPU, torch.float32)[0][:-1]
     assert_same(getattr(apex, op), getattr(reference, op), [*arguments, None])
+    if op == "embedding_layer_norm":
+        added = [torch.zeros_like(arguments[3]) for _ in range(2)]
+        for each, gradient in zip((apex, reference), added, strict=True):
+            each.embedding_layer_norm(*arguments, None, gradient).square().sum().backward()
+        torch.testing.assert_close(*added)
     assert nvidia_apex["eps"] == 1e-12
 
 
@@ -262,6 +267,11 @@ def test_apex_cross_entropy(labels: list[int]):
         assert correct == expected
     with torch.autocast("cpu", torch.bfloat16):
         assert apex.masked_lm_loss(*tensors)[0].dtype == torch.float32
+    added = torch.zeros(11, 8), torch.zeros(11, 8)
+    for each, gradient in zip((apex, reference), added, strict=True):
+        each.masked_lm_loss(*tensors, decoder_gradient_VD=gradient)[0].backward()
+    torch.testing.assert_close(*added)
+    assert added[0].any() == any(label != -1 for label in labels)
 
 
 def test_reasons_against_apex():

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.libraries import pytorch
 from kernels.reference import ops as reference
 from kernels.reference.random import Dropout
 from kernels.triton.norms import embedding_norm
@@ -120,6 +121,24 @@ def test_constant_rows_without_upstream_gradient_are_inert(name: str):
     torch.testing.assert_close(*gradients)
 
 
+@pytest.mark.parametrize("module", [reference, pytorch, embedding_norm], ids=lambda module: module.__name__)
+def test_the_word_tables_gradient_is_added_where_it_is_asked_for(module: Any):
+    """In fp32 also of a table in 16 bits; autograd has none of it, and the other gradients as before."""
+    arguments = inputs("embedding_layer_norm", 9, 64, LOW, None)
+    leaves = arguments[3:8]
+    gradients = []
+    added = torch.ones(7, 64)
+    for given in ({}, {"word_gradient_VD": added}):
+        module.embedding_layer_norm(*arguments, **given).float().square().sum().backward()
+        gradients.append([leaf.grad for leaf in leaves])
+        for leaf in leaves:
+            leaf.grad = None
+    (expected, *others), (found, *found_others) = gradients
+    assert found is None
+    assert all(map(torch.equal, found_others, others))
+    torch.testing.assert_close(added, 1 + expected.float(), rtol=0.01, atol=0.01)
+
+
 def test_parameters_keep_a_dtype_of_their_own():
     arguments = inputs("dropout_add_layer_norm", 5, 64)
     leaves = [x.detach().to(LOW if x.ndim > 1 else HIGH).requires_grad_() for x in arguments[:5]]
@@ -166,5 +185,6 @@ def test_opcheck(name: str, dropout: Dropout | None):
     output, statistics = op(*tensors, eps, *scalars)
     backward = getattr(torch.ops.mlperf_bert, f"{name}_backward").default
     detached = [x.detach() for x in tensors[:-1]]
-    arguments = (torch.ones_like(output).detach(), *detached, statistics, *scalars)
+    added = [torch.zeros(7, 16)] if name.startswith("embedding") else []
+    arguments = (torch.ones_like(output).detach(), *detached, statistics, *scalars, *added)
     torch.library.opcheck(backward, arguments, test_utils=("test_schema", "test_faketensor"))

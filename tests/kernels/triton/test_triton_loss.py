@@ -113,7 +113,7 @@ def test_evaluation_writes_no_gradients(monkeypatch: pytest.MonkeyPatch):
     arguments = inputs(3, 8, 70)
     asked = []
     inner = triton_loss._masked_lm_loss
-    monkeypatch.setattr(triton_loss, "_masked_lm_loss", lambda *args: (asked.append(args[-2]), inner(*args))[1])
+    monkeypatch.setattr(triton_loss, "_masked_lm_loss", lambda *args: (asked.append(args[5]), inner(*args))[1])
     with torch.no_grad():
         loss, _ = triton_loss.masked_lm_loss(*arguments)
     with_gradient, _ = triton_loss.masked_lm_loss(*arguments)
@@ -129,6 +129,27 @@ def test_backward_twice_and_in_part():
     (once,) = torch.autograd.grad(loss, hidden, retain_graph=True)
     (again,) = torch.autograd.grad(2 * loss, hidden)
     torch.testing.assert_close(again, 2 * once)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("definition", [True, False], ids=["definition", "triton"])
+def test_the_decoders_gradient_is_added_or_written_where_it_is_asked_for(definition: bool, copied: bool):
+    """In fp32, and autograd has none of it, whether the decoder is a parameter or a copy without a gradient."""
+    hidden, decoder, bias, labels = inputs(9, 8, 70, torch.bfloat16)
+    masked_lm_loss = reference.masked_lm_loss if definition else triton_loss.masked_lm_loss
+    leaves = hidden, decoder, bias
+    expected = torch.autograd.grad(masked_lm_loss(*leaves, labels, -1, False)[0], leaves)
+    gradient = torch.full((70, 8), torch.nan)
+    for calls, overwrite in ((1, True), (2, False)):
+        for leaf in leaves:
+            leaf.grad = None
+        given = hidden, decoder.detach() if copied else decoder, bias, labels, -1, False
+        masked_lm_loss(*given, decoder_gradient_VD=gradient, overwrite=overwrite)[0].backward()
+        assert decoder.grad is None
+        assert torch.equal(hidden.grad, expected[0])
+        assert torch.equal(bias.grad, expected[2])
+        torch.testing.assert_close(gradient, calls * expected[1].float(), rtol=0.01, atol=1e-3)
+    assert definition == torch.equal(gradient.bfloat16().float(), gradient), "Triton's is never rounded to 16 bits"
 
 
 def test_upstream_is_not_rounded_to_the_operands_dtype():

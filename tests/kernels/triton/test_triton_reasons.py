@@ -83,6 +83,16 @@ def test_what_an_op_cannot_do(op: str, changes: dict[int | str, Callable[[Any], 
     assert reason in reasons(op, changes)
 
 
+@pytest.mark.parametrize("change", [Tensor.bfloat16, Tensor.t])
+def test_a_gradient_that_the_embeddings_cannot_be_added_to(change: Callable[[Tensor], Tensor]):
+    args, _ = example_inputs("embedding_layer_norm", CPU, torch.float32)
+    asked = OPS["embedding_layer_norm"].implementations["triton"].unsupported_reasons
+    gradient = torch.zeros(512, 128)
+    assert not asked("embedding_layer_norm", *args, word_gradient_VD=gradient)
+    [reason] = asked("embedding_layer_norm", *args, word_gradient_VD=change(gradient))
+    assert "expected float32, contiguous" in reason
+
+
 @pytest.mark.parametrize("op", IN_TRITON)
 def test_what_is_compiled_needs_a_gpu(op: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("triton.knobs.runtime.interpret", False)
