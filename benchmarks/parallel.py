@@ -1,6 +1,6 @@
 """Where each shape of ranks wins: copies of a model on 2 hosts of 4 ranks, whole, by heads and columns, in stages, or both.
 
-    sudo python benchmarks/parallel.py [--links unshaped 50mbit] [--steps 4] [--out FILE]
+    sudo python benchmarks/parallel.py [--links unshaped 50mbit] [--steps 12] [--out FILE]
 
 Hosts are network namespaces of this machine whose links have the given rates, so all ranks share its processors: tensor
 groups and stages save memory and bytes here, never time of computing. Each shape is run as it is predicted fastest from a
@@ -46,7 +46,7 @@ MODEL, BATCH = "4 x 256", 16
 
 
 def main(
-    links: tuple[str, ...] = ("unshaped", "50mbit"), steps: int = 4, seconds: float = 15.0, out: Path | None = None
+    links: tuple[str, ...] = ("unshaped", "50mbit"), steps: int = 12, seconds: float = 15.0, out: Path | None = None
 ) -> None:
     """Print a table for each rate of links. Needs root.
 

@@ -29,11 +29,21 @@ def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> Plan:
     )
 
 
+def captures(config: Config, mesh: Mesh) -> bool:
+    """Tell whether the step is captured, and replayed."""
+    return mesh.device.type == "cuda" and config.training.cuda_graphs
+
+
 def choose_shapes(config: Config, train: Dataset, mesh: Mesh) -> list[ShapeBucket]:
-    """Choose shape buckets that micro-batches are padded to for capture of the step; none where it is not, as on a CPU."""
+    """Choose shape buckets that micro-batches are padded to: for capture of the step, and for 16-bit products of a CPU.
+
+    There are none where no shape is fixed, and padding would be work for nothing.
+    """
     training = config.training
-    # Where nothing is captured no shape is fixed, and padding would be work for nothing.
-    if mesh.device.type != "cuda" or not training.cuda_graphs:
+    # oneDNN compiles 16-bit products for each number of rows, and keeps the newest thousand: without padding, which costs
+    # less, nearly every micro-batch would wait for some of its own.
+    compiled = mesh.device.type == "cpu" and training.precision != "fp32"
+    if not compiled and not captures(config, mesh):
         return []
     micro_batches = mesh.data_size * training.gradient_accumulation_steps
     tokens, masked = draw_sizes(train.lengths, train.masked_counts, training.global_batch_size, micro_batches)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from rich.console import Console
 
-from bert.batches import build_loader, choose_shapes, made_up_batches
+from bert.batches import build_loader, captures, choose_shapes, made_up_batches
 from bert.checkpoints.during_run import NoCheckpoints, RunCheckpoints
 from bert.checkpoints.initial_model import first_model
 from bert.checkpoints.training_state import Checkpoints, RunState, restore
@@ -75,7 +75,7 @@ def build_run(
         start=start,
         skipped=skipped,
         # Weights that are saved must be those that were evaluated; a step that is not captured takes the host long.
-        overlapping=bool(shape_buckets) and config.save_checkpoint is None,
+        overlapping=captures(config, mesh) and config.save_checkpoint is None,
         log=log,
         reporter=reporter,
         stopwatch=stopwatch,
@@ -144,7 +144,7 @@ def _warmed_up_step(
 ) -> TrainingStep:
     """Build the model from the initial checkpoint and warm it up on synthetic batches, without a look at the data.
 
-    Where there are ``shape_buckets``, the step is captured for each, and so is the evaluation for its own.
+    Where it is captured, the step is for each of ``shape_buckets``, and the evaluation for its own.
     """
     # On every rank the whole model, which ``TrainingStep`` then divides where ranks share it.
     model = first_model(config, mesh, seed)
@@ -161,7 +161,7 @@ def _warmed_up_step(
     torch.manual_seed(seed * mesh.world_size + mesh.rank)
     model.seed_dropout(seed * (mesh.world_size // mesh.pipeline) + mesh.dropout_stream)
     batches = made_up_batches(config, train, mesh, shape_buckets)
-    capturer = CudaCapturer(mesh.device) if shape_buckets else None
+    capturer = CudaCapturer(mesh.device) if captures(config, mesh) else None
     measured = config.training.autotune and mesh.device.type == "cuda"
     step.warm_up(
         batches,

@@ -62,14 +62,22 @@ def through_stages(
     takes at least the mean work of a rank.
     """
     waits_P11 = message_s * neighbours_P[:, None, None]
-    # `sharing` is taken out: a stage that waits leaves its processors to others, and the last line adds them up again.
-    busy_PR = (compute_PAR / sharing + waits_P11).sum(1)
+    # A stage that waits leaves its processors to others, and the last line adds them up again.
+    busy_PR = (compute_PAR / alone_in_stages(sharing, strategy.pipeline) + waits_P11).sum(1)
     costliest_R = busy_PR.max(0)
     # One micro-batch through all other ranks fills and drains the pipeline; interleaved, one stage of each.
     # One micro-batch, hence the division by their number; interleaved, the first stage is that much smaller.
     ends_R = (busy_PR.sum(0) - costliest_R) / compute_PAR.shape[1] / strategy.virtual_stages
     # Never below the processors' own work: where all ranks share them, waiting does not make anything disappear.
     return np.maximum(costliest_R + ends_R, compute_PAR.sum(1).mean(0))
+
+
+def alone_in_stages(sharing: float, pipeline: int) -> float:
+    """Return how many times as fast a stage computes while the others wait.
+
+    Its ranks, of all copies and tensor groups, still share processors with one another: only other stages' are free.
+    """
+    return min(sharing, float(pipeline))
 
 
 def hidden_bytes(precision: Precision, on_gpu: bool) -> int:

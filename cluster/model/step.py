@@ -15,7 +15,7 @@ import numpy as np
 
 from bert.configuration.sections import SHARDED, ModelConfig, ParallelConfig, Precision
 from cluster.model.computations import Computation, Count, Layout, layout_of, layouts_of, parts_of
-from cluster.model.pipeline import hidden_bytes, own_layers, through_stages
+from cluster.model.pipeline import alone_in_stages, hidden_bytes, own_layers, through_stages
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
 from cluster.model.strategy import Strategy
@@ -79,7 +79,8 @@ def least_step(work: Work, strategy: Strategy, rates: Rates) -> PredictedStep:
         rest = (sum(stages) - max(stages)) / strategy.virtual_stages
         # At least one micro-batch for each stage, as PyTorch's schedules ask for, and no more than there are sequences.
         many = max(strategy.pipeline, min(math.sqrt(rest / once), sequences))
-        return PredictedStep(0.0, (seconds + once * many + rest / many) / rates.sharing, 0.0, 0.0, 0.0)
+        through = (seconds + once * many + rest / many) / alone_in_stages(rates.sharing, strategy.pipeline)
+        return PredictedStep(0.0, through, 0.0, 0.0, 0.0)
     return PredictedStep(0.0, stages[0], 0.0, 0.0, 0.0)
 
 
@@ -220,8 +221,10 @@ def _exchanged(
 
     def both(rows: float, element: int) -> float:
         size = element * model.hidden_size * rows
-        # Each all-gather's gradient is a reduce-scatter of the same vector, hence both at the same size.
-        return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", "reduce-scatter"))
+        # Each all-gather's gradient is a reduce-scatter of the same vector, hence both at the same size. On CPUs ranks
+        # send one another what they then add.
+        scatter: Operation = "reduce-scatter" if rates.demand == 0 else "all-to-all"
+        return sum(rates.tensor_seconds(each, tensor, size) for each in ("all-gather", scatter))
 
     element = 4 if precision == "fp32" else 2
     # As docs/scaling.md counts them, under "Bytes that ranks send": the embeddings' sum travels in fp32.

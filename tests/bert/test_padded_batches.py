@@ -2,12 +2,18 @@
 
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from bert.batches import captures, choose_shapes, made_up_batches
+from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import Precision
+from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, batch_of, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
@@ -75,3 +81,22 @@ def test_the_comparison_notices_slots_that_are_not_inert(field: str) -> None:
     wrong = torch.where(value == TOKENS, TOKENS + 1, value) if field == "cu_seqlens" else value.clamp(min=0)
     with pytest.raises(AssertionError):
         assert_near(trained(replace(padded, **{field: wrong})), trained(padded))
+
+
+@pytest.mark.parametrize(("precision", "padded"), [("fp32", False), ("bf16", True)])
+def test_products_in_16_bits_of_a_cpu_have_few_numbers_of_rows(precision: Precision, padded: bool) -> None:
+    """oneDNN compiles them for each; those in 32 bits come as they are."""
+    config = RECIPES["tiny_cpu"]()
+    model = replace(config.model, hidden_size=256, num_attention_heads=4)
+    config = replace(config, model=model, training=replace(config.training, precision=precision))
+    lengths = np.random.default_rng(0).integers(8, 129, 4096)
+    train = cast(Any, SimpleNamespace(
+        lengths=lengths, masked_counts=lengths // 7 + 1, info=SimpleNamespace(max_seq_length=128)
+    ))  # fmt: skip
+    mesh = Mesh(0, 1, 0, torch.device("cpu"))
+    assert not captures(config, mesh)
+    shapes = choose_shapes(config, train, mesh)
+    assert bool(shapes) == padded
+    assert len(shapes) <= 16
+    [batch] = made_up_batches(config, train, mesh, shapes)
+    assert (batch.shape_bucket in shapes) == padded

@@ -98,6 +98,11 @@ def test_equal_stages_are_idle_while_they_are_filled_and_drained(micro_batches: 
     assert 1 - micro_batches / seconds == pytest.approx(3 / (virtual_stages * micro_batches + 3))
     [shared] = through_stages(compute_PAR, none_P, 1.0, strategy, sharing=4.0)
     assert shared == micro_batches, "as processors that one leaves idle compute for another"
+    [crowded] = through_stages(compute_PAR, np.full(4, 2.0), 10.0, strategy, sharing=16.0)
+    [paired] = through_stages(compute_PAR, np.full(4, 2.0), 10.0, strategy, sharing=4.0)
+    assert crowded == paired, (
+        "a stage's own ranks share processors, too, and no other's leaving gives it more than all of its"
+    )
     [waiting] = through_stages(compute_PAR, np.array([1.0, 2.0, 2.0, 1.0]), 0.1, strategy, sharing=1.0)
     assert waiting > seconds + 0.2 * micro_batches
 
