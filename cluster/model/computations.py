@@ -77,8 +77,7 @@ def parts_of(
     T, S, M = sizes.tokens_AR, float(sizes.sequences), sizes.masked_AR
     hidden, attention = model.hidden_dropout > 0, model.attention_dropout > 0
     heads = model.num_attention_heads / tensor
-    # The vocabulary is rounded up: shards of the word table are padded to equal size.
-    own_D, own_F, own_V = D // tensor, F // tensor, -(-V // tensor)
+    own_D, own_F, own_V = D // tensor, F // tensor, words_of_rank(V, D, tensor)
 
     def layer(rows: Count, query: list[Computation], calls: Count, pairs: Count, inner: bool) -> list[Computation]:
         return [
@@ -108,6 +107,12 @@ def parts_of(
     last += [Computation("gelu", (1.0, M * own_D)), Computation("norm", (1.0, M * own_D))]
     last += [linear(M, D, own_V), Computation("loss", (1.0, M * own_V))]
     return embedding, each, last
+
+
+def words_of_rank(vocabulary: int, hidden: int, tensor: int) -> int:
+    """Return rows that a rank has of the word table, of which shards are filled up to equal sizes that multiply fast."""
+    split = split_of(WORD, (vocabulary, hidden), tensor) if tensor > 1 else None
+    return vocabulary if split is None else split.length
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def merge(folders: list[Path], out: Path) -> Dataset:
             raise ValueError(
                 f"{dataset.folder}: made otherwise than {members[0].folder} ({_difference(info, infos[0])})"
             )
-    records = [replace(record) for dataset in members for record in dataset.shards]
+    records = [record for dataset in members for record in dataset.shards]
     check_records(records, out)
     _check_sources(members)
     sources = {name: digest for dataset in members for name, digest in dataset.info.sources.items()}

@@ -1,5 +1,6 @@
 """A step by hand, by its properties, and beside what published results say of the same machine."""
 
+import math
 from dataclasses import replace
 from itertools import chain
 from typing import get_args
@@ -87,6 +88,16 @@ def test_ranks_that_share_a_copy_divide_its_products_and_pay_for_what_they_excha
     ring = (1 - 1 / tensor) / (1 - 1 / 4)
     assert dear.forward_backward - free.forward_backward == pytest.approx(1e-6 * ring * exchanged)
     assert predict_run(TINY, strategy, rates(1, 4)).total < predict_run(TINY, strategy, rates(1, 4, 1e-6)).total
+
+
+def test_a_rank_multiplies_by_the_words_that_it_has() -> None:
+    model = replace(TINY.model, vocab_size=30_522)
+    for tensor in (1, 2, 4, 8):
+        sizes = TINY.micro_batches(Strategy(16, tensor=tensor), 8, 0)
+        _, _, last = parts_of(model, sizes, tensor)
+        loss = next(each for each in last if each.kind == "loss")
+        words = float(np.mean(np.asarray(loss.counts[1])) / np.mean(sizes.masked_AR))
+        assert words == (30_522 if tensor == 1 else 8 * math.ceil(30_522 / (8 * tensor)))
 
 
 @pytest.mark.parametrize("virtual_stages", [1, 2])
