@@ -130,7 +130,7 @@ def test_messages_meet_and_streams_wait(shape: Shape):
         messages = Counter(each.group for each in timeline.collectives if each.name.startswith("message"))
         assert all(timeline.rank in ends for ends in messages)
         place = timeline.rank // shape.tensor
-        # Of each step hidden states and gradients; and with the word table's PyTorch's question in the first.
+        # Of each step hidden states, gradients and the word table's; of the first one PyTorch's question as well.
         own = range(place, last + 1, shape.pipeline)
         ways = sum((stage > 0) + (stage < last) for stage in own)
         word = 4 if place in (0, shape.pipeline - 1) else 0
