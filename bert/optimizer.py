@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bert.configuration.sections import OptimizerConfig
 from bert.model import BertForPreTraining, EncoderLayer
-from kernels import LambHyperparameters, LambSegments, LambState, lamb_step
+from kernels import LambHyperparameters, LambSegments, LambState, WeightCast, lamb_step
 
 ALIGNMENT = 16
 """Every parameter, and every rank's shard of a bucket, starts at a multiple of this many elements: 64 bytes. Kernels that
@@ -140,9 +140,16 @@ class Lamb:
     copies_P: Tensor | None
     """The weights in the type that the next step multiplies with, if it is to find them so."""
 
-    def __init__(self, flat: FlatParameters, config: OptimizerConfig, copies: torch.dtype | None = None) -> None:
-        """``copies``: the type of those that every step leaves."""
+    def __init__(
+        self,
+        flat: FlatParameters,
+        config: OptimizerConfig,
+        copies: torch.dtype | None = None,
+        casts: tuple[WeightCast, ...] = (),
+    ) -> None:
+        """``copies``: the type of those that every step leaves. ``casts``: what it leaves in FP8."""
         self.flat = flat
+        self.casts = casts
         self.copies_P = None if copies is None else flat.weights_P.to(copies)
         self.config = config
         self.state = LambState.zeros_like(flat.weights_P)
@@ -166,6 +173,7 @@ class Lamb:
             step=self.steps + 1,
             learning_rate=rate,
             copies_P=self.copies_P,
+            casts=self.casts,
         )
         self.steps += norm < torch.inf  # neither infinite nor NaN: the step was taken
         return norm

@@ -77,13 +77,12 @@ class TrainingStep:
         communicators = communicators.settle(self.choice.way)
         settings = self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes
         self._reduction = ShardedReduction(*settings, stopwatch.waiting) if shards_gradients else Reduction(*settings)
-        self.optimizer: Lamb | ShardedLamb
         self._gather = WeightGather(model, self.flat, self._reduction) if strategy in SHARDED else None
         # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
         if self._gather is None and tensor is None and self._pipeline is None:
-            # Not with FP8, whose layers keep FP8 copies of their weights.
-            copied = accumulates and training.precision == "bf16"
-            self.optimizer = Lamb(self.flat, config.optimizer, torch.bfloat16 if copied else None)
+            dtype = torch.bfloat16 if accumulates and self.fp8 is None else None
+            casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)  # in place of copies
+            self.optimizer = Lamb(self.flat, config.optimizer, dtype, casts)
         else:
             stages = None if self._pipeline is None else self._pipeline.group
             self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor, stages)
@@ -155,12 +154,14 @@ class TrainingStep:
 
     def _update_weights(self) -> None:
         with self._stopwatch.time("update"):
+            if self.fp8 is not None:
+                self.fp8.update_scales_()  # first, as weights are cast with the new ones
             self.statistics.add_step(self.optimizer.step())
             # Before the next forward pass: FP8 casts whole weights, the last stage copies the first one's word table.
             if self.fp8 is not None or self._pipeline is not None:
                 self.gather_weights()
-            if self.fp8 is not None:
-                self.fp8.update_()
+            if self.fp8 is not None and not isinstance(self.optimizer, Lamb):  # which leaves casts
+                self.fp8.refresh_weights_()
 
     def gather_weights(self) -> BertForPreTraining:
         """Gather all weights of the last step, some of which only other ranks may have, and return the model.

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 from kernels.reference import attention_fp8, fp8, lamb, layer_norm_fp8
 from kernels.reference import ops as reference
 from kernels.reference.fp8 import new_scales
-from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState
+from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast
 from kernels.reference.ops import compute_dtype, cross_entropy_sum, masked_lm_logits
 from kernels.reference.random import Dropout
 from kernels.registry import Implementation, Op
@@ -129,6 +129,7 @@ __all__ = [
     "LambHyperparameters",
     "LambSegments",
     "LambState",
+    "WeightCast",
     "accumulate_weight_gradient",
     "add_norm_backward_cast_fp8",
     "add_norm_cast_fp8",

@@ -19,17 +19,18 @@ Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden, F
 transposed are padded to a multiple of 16.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bert.model import BertForPreTraining, Dense, EncoderLayer, MatrixProducts
 from bert.products.weight_gradients import WeightGradients
 from kernels import (
+    WeightCast,
     bias_gelu_backward_cast_fp8,
     bias_gelu_cast_fp8,
     cast_fp8,
@@ -115,8 +116,9 @@ class Fp8Dense:
 class Fp8State:
     """All sites and FP8 weights of a model.
 
-    After every optimizer step ``update_``; after any other change of the weights ``refresh_weights_``, or ``calibrate_``
-    where they or the data are new altogether. No state of training: a run computes it from its weights and a few batches.
+    Before every optimizer step ``update_scales_``; after it, unless it makes the ``casts``, and after other changes of the
+    weights ``refresh_weights_``, or ``calibrate_`` where they or the data are new altogether. No state of training: a run
+    computes it from its weights and a few batches.
     """
 
     scale_S: Tensor
@@ -150,8 +152,15 @@ class Fp8State:
     def update_(self) -> None:
         """Update scales from what the last step has seen, and FP8 weights to what the optimizer left."""
         # Scales first, as weights are cast with the new ones.
-        self._update_scales_()
+        self.update_scales_()
         self.refresh_weights_()
+
+    def casts(self, places: Mapping[nn.Parameter, slice]) -> tuple[WeightCast, ...]:
+        """What an optimizer needs that makes the casts itself; ``places`` of parameters in its vector."""
+        return tuple(
+            WeightCast(places[fp8.dense.weight].start, fp8.weight.scale, fp8.weight.amax, fp8.weight_NK, fp8.weight_KN)
+            for fp8 in self.denses
+        )
 
     @torch.no_grad()
     def refresh_weights_(self) -> None:
@@ -185,7 +194,8 @@ class Fp8State:
         self.amax_S.zero_()
 
     @torch.no_grad()
-    def _update_scales_(self) -> None:
+    def update_scales_(self) -> None:
+        """Update scales from what the last step has seen, which weights are to be cast with next."""
         # First, as parts of one tensor on several ranks must have one scale.
         self._agree_(self.amax_S)
         self.scale_S.copy_(new_scales(self.amax_S, self.scale_S, self._largest_S))

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.reference.fp8 import cast_transpose_into_fp8
+
 PIECE = 1 << 16
 """Elements that are squared and added at a time: what they take in double precision stays in a core's cache."""
 
@@ -78,6 +80,22 @@ class LambState:
         return cls(momentum_P, variance_P, update_P, torch.zeros((), dtype=torch.int64, device=parameters_P.device))
 
 
+@dataclass(frozen=True)
+class WeightCast:
+    """FP8 copies of a weight [N, K] that lies in the flat parameters, and the scale that they are made with."""
+
+    start: int
+    """Of the weight in the vector."""
+    scale: Tensor
+    amax: Tensor
+    q_NK: Tensor
+    q_KN: Tensor
+
+    def weight(self, parameters_P: Tensor) -> Tensor:
+        """[N, K], as a view."""
+        return parameters_P[self.start : self.start + self.q_NK.numel()].view(self.q_NK.shape)
+
+
 def lamb_step(
     parameters_P: Tensor,
     gradients_P: Tensor,
@@ -88,11 +106,13 @@ def lamb_step(
     step: Tensor,
     learning_rate: Tensor,
     copies_P: Tensor | None = None,
+    casts: tuple[WeightCast, ...] = (),
 ) -> Tensor:
     """Update by LAMB in place; return the gradient's global norm before clipping, [], and set the gradient to zero.
 
     Where segments are overwritten, the gradient is left with any content. ``copies_P``, if there is one, gets the parameters
-    in its own type, in which the next step multiplies with them.
+    in its own type, in which the next step multiplies with them, and ``casts`` get weights as ``cast_transpose_into_fp8``
+    makes them.
 
     ``step``, int64 [], counts from 1; with ``learning_rate``, fp32 [], it lies on the parameters' device, so that a captured
     step can be replayed. As the MLPerf reference defines it: gradients are clipped by their global norm, moments are
@@ -111,6 +131,8 @@ def lamb_step(
     lamb_apply(parameters_P, state, segments, squares_2A, norm=norm, learning_rate=learning_rate)
     if copies_P is not None:
         copies_P.copy_(parameters_P)
+    for cast in casts:
+        cast_transpose_into_fp8(cast.weight(parameters_P), cast.scale, cast.amax, cast.q_NK, cast.q_KN)
     return norm
 
 

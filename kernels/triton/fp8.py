@@ -1,5 +1,6 @@
 # ruff: noqa: ANN001, ANN202, ARG001
 # pyright: reportCallIssue=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false
 """FP8 casts in Triton: everything that is wanted of an input, in one pass over it.
 
 A program reads a tile once, computes in fp32, and writes it as FP8 in rows, in FP8 transposed, and adds it up by columns, as
@@ -12,8 +13,9 @@ far as asked. Bytes of memory traffic an element, of bf16 inputs:
 | ``cast_transpose_sum_fp8`` | 2 | 2, and 4 / 128 of partial sums, which are read again |
 | ``bias_gelu_backward_cast_fp8`` | 4 | as the one above |
 
-(fp32 weights are read at 4.) The same contracts as in ``kernels.reference.fp8``, bit for bit where no GELU is computed:
-every product ``x * scale`` is one fp32 multiplication. Shape legend there; P: programs that walk along the rows.
+(fp32 weights are read at 4; LAMB has left them in the cache.) The same contracts as in ``kernels.reference.fp8``, bit for
+bit where no GELU is computed: every product ``x * scale`` is one fp32 multiplication. Shape legend there; P: programs that
+walk along the rows.
 """
 
 from typing import TYPE_CHECKING
@@ -38,16 +40,18 @@ _ROWS = 128
 _COLUMNS = 64
 _WARPS = 8
 _STAGES = 1
+_ONCE = "evict_first"
+"""Hint for what has no reader soon, and would take the place of LAMB's next group in the L2 cache."""
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
 def _cast_kernel(
     x, scale, amax, q, transposed, partials, rows, columns,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr = "",
 ):  # fmt: skip
     """Cast one tile."""
-    value = _tile(x, rows, columns, ROWS, COLUMNS)
-    _write(value, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS)
+    value = _tile(x, rows, columns, ROWS, COLUMNS, EVICTION)
+    _write(value, scale, amax, q, transposed, partials, rows, columns, LARGEST, ROWS, COLUMNS, EVICTION)
 
 
 @triton.jit(do_not_specialize_on_alignment=SCALARS)
@@ -74,10 +78,10 @@ def _gelu_backward_kernel(
 
 
 @triton.jit
-def _tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _tile(x, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr = ""):
     """Load this program's [ROWS, COLUMNS] in fp32, with zeros outside of [rows, columns]."""
     places, inside = _places(x, rows, columns, ROWS, COLUMNS)
-    return tl.load(places, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(places, mask=inside, other=0.0, eviction_policy=EVICTION).to(tl.float32)
 
 
 @triton.jit
@@ -111,7 +115,7 @@ def _bias(bias, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _write(
     value, scale, amax, q, transposed, partials, rows, columns,
-    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EVICTION: tl.constexpr = "",
 ):  # fmt: skip
     """Write everything asked of a tile; ``transposed`` and ``partials`` may be None. ``amax`` points to its bits, int32."""
     places, inside = _places(q, rows, columns, ROWS, COLUMNS)
@@ -119,7 +123,7 @@ def _write(
     value = tl.where(inside, value, 0.0)
     raise_amax(amax, tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF))
     cast = quantized(value * tl.load(scale), LARGEST, q.dtype.element_ty)
-    tl.store(places, cast, mask=inside)
+    tl.store(places, cast, mask=inside, eviction_policy=EVICTION)
     columns, padded_rows = aligned(columns), aligned(rows)
     first_row, first_column = _first(columns, ROWS, COLUMNS)
     row, column = first_row + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -127,7 +131,8 @@ def _write(
     if transposed is not None:
         transposed += first_column.to(tl.int64) * padded_rows
         inside = in_columns[:, None] & (row < padded_rows)[None, :]  # products contract over the padding too
-        tl.store(transposed + (column[:, None] * padded_rows + row[None, :]), tl.trans(cast), mask=inside)
+        places = transposed + (column[:, None] * padded_rows + row[None, :])
+        tl.store(places, tl.trans(cast), mask=inside, eviction_policy=EVICTION)
     if partials is not None:
         partials += (first_row // ROWS).to(tl.int64) * columns + first_column
         tl.store(partials + column, tl.sum(value, axis=0), mask=in_columns)  # of what FP8 has not rounded
@@ -151,8 +156,8 @@ def cast_transpose_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, dtype: torch.d
 
 @torch.library.custom_op("mlperf_bert::cast_transpose_into_fp8", mutates_args=("amax", "q_RC", "q_CR"))
 def cast_transpose_into_fp8(x_RC: Tensor, scale: Tensor, amax: Tensor, q_RC: Tensor, q_CR: Tensor) -> None:
-    """Write [R, C] and [C, padded(R)] in the type that they have."""
-    _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None)
+    """Write [R, C] and [C, padded(R)] in the type that they have; of a weight, which LAMB has left in the cache."""
+    _launch(_cast_kernel, (x_RC,), scale, amax, q_RC, q_CR, None, EVICTION=_ONCE)
 
 
 @torch.library.custom_op("mlperf_bert::cast_transpose_sum_fp8", mutates_args=("amax",))
@@ -228,12 +233,13 @@ def _launch(
     amax: Tensor,
     q_RC: Tensor,
     *results: Tensor | None,
+    **options: str,
 ) -> None:
     rows, columns = q_RC.shape
     assert columns % ALIGNMENT == 0  # as unsupported_reasons says
     kernel[(-(-rows // _ROWS) * -(-columns // _COLUMNS),)](
         *(x.contiguous() for x in inputs), scale, amax.view(torch.int32), q_RC, *results, rows, columns,
-        LARGEST=LARGEST[q_RC.dtype], ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
+        LARGEST=LARGEST[q_RC.dtype], ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=_WARPS, num_stages=_STAGES, **options,
     )  # fmt: skip
 
 
@@ -272,6 +278,7 @@ def configurations() -> "list[Configuration]":
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
         fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}
         fixed |= {parameter: None for parameter, kind in types.items() if kind == "None"}
+        fixed["EVICTION"] = _ONCE if types.get("x") == "*fp32" else ""  # of weights
         types = {"scale": "*fp32", "amax": "*i32", "partials": "*fp32", "rows": "i32", "columns": "i32", **types}
         types |= dict.fromkeys(("q", "transposed"), POINTERS[fp8])
         return Configuration.of(name, kernel, types, fixed, _WARPS, _STAGES, capabilities=(90, 100))

@@ -14,6 +14,7 @@ the same place, seldom leave it. Bytes of memory traffic a parameter of a group 
 | norm | gradient 4 | |
 | directions | parameter, gradient, momentum, variance: 16 | both moments 8; zeros 4, if the gradient needs them |
 | step | | parameter 4, its copy 2 |
+| FP8 casts, in place of the copy | | both ways round 2 |
 
 That is 34 or 38; 46 or 50 of what does not fit. ``tests/kernels/triton/test_triton_lamb_traffic.py`` counts them.
 """
@@ -28,7 +29,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, bias_corrections
+from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast, bias_corrections
+from kernels.triton.fp8 import cast_transpose_into_fp8, cast_transpose_into_fp8_unsupported_reasons
 from kernels.triton.lamb_passes import apply_kernel, direction_kernel, squares_kernel
 from kernels.triton.squares import sum_of_squares
 
@@ -57,6 +59,7 @@ def lamb_step(
     step: Tensor,
     learning_rate: Tensor,
     copies_P: Tensor | None = None,
+    casts: tuple[WeightCast, ...] = (),
 ) -> Tensor:
     """Do what ``kernels.reference.lamb.lamb_step`` does, on fp32 buffers; copies may be of any floating-point type.
 
@@ -68,7 +71,9 @@ def lamb_step(
     flat = parameters_P, gradients_P, state.momentum_P, state.variance_P, state.update_P
     tables = chunks.table_C4, chunks.traits_G2, chunks.spans_A2, chunks.groups
     numbers = norm, step, learning_rate, *astuple(hyperparameters)
-    _lamb_step(*flat, copies_P, state.skipped, *tables, *numbers)
+    fp8 = [[cast.start for cast in casts], [cast.scale for cast in casts], [cast.amax for cast in casts]]
+    fp8 += [[cast.q_NK for cast in casts], [cast.q_KN for cast in casts]]
+    _lamb_step(*flat, copies_P, state.skipped, *fp8, *tables, *numbers)
     return norm
 
 
@@ -118,12 +123,17 @@ def lamb_directions_unsupported_reasons(
     return _reasons(segments, parameters_P, flat, (*numbers.values(), state.skipped))
 
 
-def lamb_step_unsupported_reasons(*args: Any, copies_P: Tensor | None = None, **numbers: Tensor) -> list[str]:
+def lamb_step_unsupported_reasons(
+    *args: Any, copies_P: Tensor | None = None, casts: tuple[WeightCast, ...] = (), **numbers: Tensor
+) -> list[str]:
     """Return the reasons why ``lamb_step`` cannot work on these arguments; empty when it can."""
     copies = {} if copies_P is None else {"copies": copies_P}
     reasons = lamb_directions_unsupported_reasons(*args, **numbers, **copies)
     if copies_P is not None and (copies_P.shape != args[0].shape or not copies_P.is_contiguous()):
         reasons.append("copies of another shape than the parameters, or not contiguous")
+    for cast in casts:
+        given = cast.weight(args[0]), cast.scale, cast.amax, cast.q_NK, cast.q_KN
+        reasons += cast_transpose_into_fp8_unsupported_reasons(*given)
     return reasons
 
 
@@ -190,7 +200,7 @@ class _Chunks:
     spans_A2: Tensor
     """Of each adapted segment: its first chunk, and the one after its last, counted from the first of its group."""
     groups: list[int]
-    """The first chunk and the first adapted segment of each group, one after the other, and then the ends of both."""
+    """First chunk, adapted segment and element of each group, one after the other, and then the ends of all three."""
 
 
 @lru_cache(maxsize=8)
@@ -204,7 +214,7 @@ def _chunks(segments: LambSegments, device: torch.device, group: int | None = No
     for segment, (start, stop) in enumerate(pairwise(accumulate(segments.sizes, initial=0))):
         filled += stop - start
         if not groups or (group is not None and filled > group):
-            groups += [len(rows), len(spans)]
+            groups += [len(rows), len(spans), start]
             filled = stop - start
         before = len(rows)
         # From the last aligned place before the segment: what the chunk then has of its neighbour is masked.
@@ -213,15 +223,18 @@ def _chunks(segments: LambSegments, device: torch.device, group: int | None = No
         overwritten = bool(segments.overwritten) and segments.overwritten[segment]
         traits.append((len(spans) if segments.adapted[segment] else -1, overwritten))
         if segments.adapted[segment]:
-            spans.append((before - groups[-2], len(rows) - groups[-2]))  # partial sums are written anew for each group
+            spans.append((before - groups[-3], len(rows) - groups[-3]))  # partial sums are written anew for each group
     tables = (torch.tensor(values, dtype=torch.int32, device=device) for values in (rows, traits, spans))
     table_C4, traits_G2, flat_spans = tables
-    return _Chunks(table_C4, traits_G2, flat_spans.view(-1, 2), [*groups, len(rows), len(spans)])
+    return _Chunks(table_C4, traits_G2, flat_spans.view(-1, 2), [*groups, len(rows), len(spans), sum(segments.sizes)])
 
 
 @torch.library.custom_op(
     "mlperf_bert::lamb_step",
-    mutates_args=("parameters_P", "gradients_P", "momentum_P", "variance_P", "update_P", "copies_P", "skipped"),
+    mutates_args=(
+        *("parameters_P", "gradients_P", "momentum_P", "variance_P", "update_P", "copies_P", "skipped"),
+        *("amaxes", "casts_NK", "casts_KN"),
+    ),
 )
 def _lamb_step(
     parameters_P: Tensor,
@@ -231,6 +244,11 @@ def _lamb_step(
     update_P: Tensor,
     copies_P: Tensor | None,
     skipped: Tensor,
+    starts: Sequence[int],
+    scales: Sequence[Tensor],
+    amaxes: Sequence[Tensor],
+    casts_NK: Sequence[Tensor],
+    casts_KN: Sequence[Tensor],
     table_C4: Tensor,
     traits_G2: Tensor,
     spans_A2: Tensor,
@@ -244,17 +262,23 @@ def _lamb_step(
     weight_decay: float,
     max_grad_norm: float,
 ) -> None:
-    """Step group by group; directions of all groups are at the start of ``update_P``."""
+    """Step and cast group by group; directions of all groups are at the start of ``update_P``."""
     vectors = parameters_P, gradients_P, momentum_P, variance_P, update_P, skipped
     numbers = _Numbers.of(norm, step, beta_1, beta_2, epsilon, weight_decay, max_grad_norm)
     # Scratch for the largest group serves all: launches of one stream run one after another.
     squares_2A = parameters_P.new_empty(2, len(spans_A2), dtype=torch.float64)
-    bounds = list(pairwise(zip(groups[::2], groups[1::2], strict=True)))
-    partial_sums = parameters_P.new_empty(2 * max(stop - start for (start, _), (stop, _) in bounds))
-    for (first, first_adapted), (stop, stop_adapted) in bounds:
+    casts = [WeightCast(*each) for each in zip(starts, scales, amaxes, casts_NK, casts_KN, strict=True)]
+    bounds = list(pairwise(zip(groups[::3], groups[1::3], groups[2::3], strict=True)))
+    partial_sums = parameters_P.new_empty(2 * max(stop - start for (start, *_), (stop, *_) in bounds))
+    for (first, first_adapted, begin), (stop, stop_adapted, end) in bounds:
         own_C4, adapted = table_C4[first:stop], slice(first_adapted, stop_adapted)
         _launch_directions(vectors, partial_sums, squares_2A, (own_C4, traits_G2), spans_A2, adapted, numbers)
         _launch_apply(parameters_P, update_P, copies_P, squares_2A, own_C4, traits_G2, norm, learning_rate)
+        # Now, while weights are still in the cache. One of several segments has been stepped when the last one has.
+        for cast in casts:
+            if begin < cast.start + cast.q_NK.numel() <= end:
+                weight_NK = cast.weight(parameters_P)
+                cast_transpose_into_fp8(weight_NK, cast.scale, cast.amax, cast.q_NK, cast.q_KN)
 
 
 @_lamb_step.register_fake

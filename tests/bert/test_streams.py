@@ -9,7 +9,8 @@ from torch import Tensor
 from bert.evaluation.evaluator import PendingAccuracy
 from dataloading.batches.loader import Uploads, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
-from tests.bert.timeline import Stream, Timeline, TimelineError
+from tests.bert.process_groups import TimelineError
+from tests.bert.timeline import Stream, Timeline
 
 META = torch.device("meta")
 

@@ -1,9 +1,11 @@
 """What a rank gives a device to do, without device and without other ranks: operators and collectives by stream.
 
-Stands in for what PyTorch has of CUDA's streams, events and graphs, and for its process groups. Tensors need no values: on
-the device "meta" they have none, and a host that reads one fails. Memory goes back to the stream that it was taken on as
-soon as nobody has it, as with PyTorch's allocator, and other streams must be through with it by the time that one goes on.
-"""
+Stands in for what PyTorch has of CUDA's streams, events and graphs, as ``process_groups.py`` does for its groups. Tensors
+need no values: on the device "meta" they have none, and a host that reads one fails. Memory goes back to the stream that it
+was taken on as soon as nobody has it, as with PyTorch's allocator, and other streams must be through with it by the time
+that one goes on.
+Stands in for what PyTorch has of CUDA's streams, events and graphs; ``process_groups.py`` for its groups. Tensors need no
+values: on"""
 
 import itertools
 import weakref
@@ -11,42 +13,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from bert.parallel.reduction import gradients
+from tests.bert.process_groups import Collective, Group, TimelineError, exchange_batch
 
 Clock = Counter["Stream"]
 """How far each stream has come, by the operators that it was given."""
-
-
-class TimelineError(AssertionError):
-    """Streams that do not wait for one another where one needs what the other makes; or a wait that a capture forbids."""
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A call that all members of a group have to make, each as its next one in this group."""
-
-    name: str
-    group: tuple[int, ...]
-    dtype: torch.dtype
-    elements: int
-    """Of the whole: what a rank has after a gather, or before a scatter."""
-    stream: "Stream" = field(compare=False, repr=False)
-    clock: Clock = field(compare=False, repr=False)
-    """What it comes after, and itself."""
-
-    def comes_after(self, other: "Collective") -> bool:
-        """Tell whether it cannot begin before another of its rank has ended."""
-        return self.clock[other.stream] >= other.clock[other.stream]
 
 
 @dataclass(frozen=True)
@@ -154,6 +136,8 @@ class Timeline(TorchDispatchMode):
     def __init__(self, rank: int) -> None:
         super().__init__()
         self.rank = rank
+        self.host = Stream(self, "host")
+        """Of waits for other ranks, which all that the host gives its device later comes after."""
         self.main = self.current = Stream(self, "main")
         self.streams = [self.main]
         self.collectives: list[Collective] = []
@@ -171,12 +155,15 @@ class Timeline(TorchDispatchMode):
         """Stand in for CUDA and for process groups, and look at all operators in the block."""
         stream = gradients.CommunicationStream
         patch.setattr(gradients, "CommunicationStream", lambda _: stream(torch.device("cuda", 0)))
-        patch.setattr(dist, "new_group", lambda ranks, **_: Group(self, tuple(ranks)))
+        patch.setattr(dist, "new_group", lambda ranks, **_: self._new_group(patch, tuple(ranks)))
+        patch.setattr(dist, "batch_isend_irecv", exchange_batch)
+        # PyTorch finds a rank's place in a group by the group of all.
+        patch.setattr(distributed_c10d, "_get_default_group", lambda: SimpleNamespace(rank=lambda: self.rank))
         for name, stand_in in {
             "Stream": self._new_stream,
             "Event": lambda **_: Event(self),
             "current_stream": lambda _=None: self.current,
-            "stream": self._on,
+            "stream": self.on,
             "synchronize": lambda _=None: self.host_waits("the device"),
             "is_initialized": lambda: True,
             "is_current_stream_capturing": lambda: self.current.capture is not None,
@@ -241,13 +228,53 @@ class Timeline(TorchDispatchMode):
     def collective(self, name: str, group: tuple[int, ...], whole: Tensor, *others: Tensor) -> None:
         """Give the current stream a collective, which reads and writes all these."""
         self.run(name, {self._access(tensor, True): None for tensor in (whole, *others)})
-        stream, graph = self.current, self.current.capture
-        made = Collective(name, group, whole.dtype, whole.numel(), stream, stream.clock.copy())
-        (self.collectives if graph is None else graph.collectives).append(made)
+        self._note(name, group, whole.dtype, whole.numel())
+
+    def exchange(self, name: str, stream: Stream, messages: Sequence[tuple[tuple[int, int], Tensor]]) -> Event:
+        """Give a stream messages by their sender and receiver, after the current one; returns what they are over at."""
+        stream.wait_stream(self.current)
+        with self.on(stream):
+            self.run(name, {self._access(tensor, receiver == self.rank): None for (_, receiver), tensor in messages})
+            for ends, tensor in messages:
+                # PyTorch keeps what is sent until it is.
+                self._record(tensor, stream)
+                self._note(name, ends, tensor.dtype, tensor.numel())
+            return stream.record_event()
+
+    def stream_of(self, ranks: tuple[int, ...]) -> Stream:
+        """Return a stream for messages among these."""
+        return Stream(self, f"messages {'-'.join(map(str, ranks))}")
+
+    def meet(self, name: str, group: tuple[int, ...]) -> None:
+        """Let the host wait until the others of the group are here as well."""
+        with self.on(self.host):
+            self.run(name, {})
+            self._note(name, group, torch.uint8, 0)
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        """Make a stream the current one."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
 
     def host_waits(self, what: str) -> None:
         """Fail: nothing here may let the host wait."""
         raise TimelineError(f"the host waits for {what}")
+
+    def _note(self, name: str, group: tuple[int, ...], dtype: torch.dtype, elements: int) -> None:
+        stream, graph = self.current, self.current.capture
+        after, moment = stream.clock | self.host.clock, stream.clock[stream]
+        after[stream] = moment - 1
+        made = Collective(name, group, dtype, elements, stream, moment, after)
+        (self.collectives if graph is None else graph.collectives).append(made)
+
+    def _new_group(self, patch: pytest.MonkeyPatch, ranks: tuple[int, ...]) -> Group:
+        group = Group(self, ranks)
+        patch.setitem(distributed_c10d._world.pg_group_ranks, group, {rank: place for place, rank in enumerate(ranks)})
+        return group
 
     def _access(self, tensor: Tensor, writes: bool) -> _Access:
         reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)) + 1
@@ -276,19 +303,11 @@ class Timeline(TorchDispatchMode):
         return self.streams[-1]
 
     @contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    @contextmanager
     def _capturing(self, graph: Graph, stream: Stream, **_: object) -> Iterator[None]:
         stream.clock |= self.current.clock  # torch.cuda.graph waits for the device first
         stream.capture = graph
         graph.streams.append(stream)
-        with self._on(stream):
+        with self.on(stream):
             yield
         for each in graph.streams:
             each.capture = None
@@ -298,58 +317,3 @@ class Timeline(TorchDispatchMode):
 
 def _covers(access: _Access, other: _Access) -> bool:
     return access.start <= other.start and other.stop <= access.stop
-
-
-def require_same_order(timelines: Sequence[Timeline]) -> None:
-    """Raise ``TimelineError`` unless the members of each group call the same collectives of it in the same order."""
-    for group in {each.group for timeline in timelines for each in timeline.collectives}:
-        first, *others = ([each for each in timelines[rank].collectives if each.group == group] for rank in group)
-        for rank, own in zip(group[1:], others, strict=True):
-            for number, (theirs, mine) in enumerate(zip_longest(first, own)):
-                if theirs != mine:
-                    raise TimelineError(f"call {number} of group {group} is {theirs}, on rank {rank} {mine}")
-
-
-def require_an_end(timelines: Sequence[Timeline]) -> None:
-    """Raise ``TimelineError`` where ranks wait for one another for ever: what is called comes after what was before it."""
-    left = [list(timeline.collectives) for timeline in timelines]
-    while any(left):
-        ready = [
-            [each for place, each in enumerate(own) if not any(map(each.comes_after, own[:place]))] for own in left
-        ]
-        met = next((each for own in ready for each in own if all(each in ready[rank] for rank in each.group)), None)
-        if met is None:
-            raise TimelineError(f"ranks wait for one another: {[own[:1] for own in ready]}")
-        for rank in met.group:
-            left[rank].remove(met)
-
-
-class Group(dist.ProcessGroup):
-    """Stand-in for a process group of which there is one rank: notes the calls, and leaves tensors as they are."""
-
-    def __init__(self, timeline: Timeline, ranks: tuple[int, ...]) -> None:
-        super().__init__(ranks.index(timeline.rank), len(ranks))  # pyright: ignore[reportCallIssue]
-        self._timeline = timeline
-        self.ranks = ranks
-
-    def allreduce(self, tensors: list[Tensor], *_: Any) -> "Group":
-        return self._note("all_reduce", *tensors)
-
-    def broadcast(self, tensors: list[Tensor], *_: Any) -> "Group":
-        return self._note("broadcast", *tensors)
-
-    def all_gather_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
-        return self._note("all_gather", output, own)
-
-    def reduce_scatter_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
-        return self._note("reduce_scatter", own, output)
-
-    def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
-        return self._note("all_to_all", output, own)
-
-    def wait(self, *_: Any) -> None:
-        """As a finished ``Work``, which every call returns."""
-
-    def _note(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
-        self._timeline.collective(name, self.ranks, whole, *others)
-        return self

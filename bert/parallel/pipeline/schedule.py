@@ -57,7 +57,7 @@ class PipelineSchedule:
         self.sites = [self.pipeline.model.next_sites() for _ in micro_batches]
         rows = max(map(self.pipeline.rows, micro_batches))
         # PyTorch's stages have buffers of one shape. The ranks of a copy have the same micro-batches, and so grow at
-        # once.
+        # once. The host then waits until all stages have said that they know their shapes.
         if self._schedule is None or rows > self.rows:
             self.rows = -(-rows // TOKENS_MULTIPLE) * TOKENS_MULTIPLE
             self._schedule = self._torch_schedule()

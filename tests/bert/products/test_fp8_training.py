@@ -367,7 +367,7 @@ def loss_curve(fp8: bool, mistake: str = "") -> Tensor:
         if state is None:
             continue
         if mistake == "weights of the step before":
-            state._update_scales_()
+            state.update_scales_()
         else:
             state.update_()
         if mistake == "one inverse off":  # the input of the second layer's FC2, four times too large

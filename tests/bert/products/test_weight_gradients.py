@@ -136,6 +136,33 @@ def test_steps_leave_copies_and_only_what_is_overwritten(small_run: SmallRun) ->
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
+def test_steps_leave_fp8_weights_as_a_pass_of_their_own_does(small_run: SmallRun) -> None:
+    """Of weights, scales and magnitudes, to the last bit; also of a step that is not taken."""
+    found, expected = made("fp8"), made("fp8")
+    assert isinstance(expected.optimizer, Lamb)
+    expected.optimizer.casts = ()
+    steps = found, expected
+    for step in steps:
+        step.warm_up(global_batch(small_run), 1)
+    for number in range(3):
+        for step in steps:
+            step._schedule(global_batch(small_run))
+            if number == 1:
+                step.flat.gradients_P[5] = torch.nan
+            step._update()
+        assert expected.fp8 is not None
+        expected.fp8.refresh_weights_()
+        assert all(map(torch.equal, *map(fp8_numbers, steps)))
+    assert found.optimizer.skipped.item() == 1
+
+
+def fp8_numbers(step: TrainingStep) -> list[Tensor]:
+    assert step.fp8 is not None
+    casts = [cast.view(torch.uint8) for each in step.fp8.denses for cast in (each.weight_NK, each.weight_KN)]
+    return [step.flat.weights_P, step.fp8.scale_S, step.fp8.amax_S, *casts]
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_recomputed_and_captured_steps_are_the_steps(small_run: SmallRun, recompute: Recompute) -> None:
     """To the last bit; the first micro-batch and the others are captured by themselves."""

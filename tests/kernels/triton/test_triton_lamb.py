@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from kernels import LambHyperparameters, LambSegments, LambState
+from kernels import LambHyperparameters, LambSegments, LambState, WeightCast
 from kernels.reference import lamb
+from kernels.reference.fp8 import E4M3, cast_transpose_into_fp8
 from kernels.triton import lamb as triton_lamb
 from kernels.triton import squares as triton_squares
+from kernels.triton.quantize import fp8_pair
 from kernels.triton.squares import BLOCK, sum_of_squares
 from tests.kernels.lamb_oracle import HYPERPARAMETERS, NumpyLamb, Shards, at
 
@@ -136,15 +138,19 @@ def test_opcheck() -> None:
     norm, squares_2A = torch.tensor(2.0), torch.rand(2, sum(segments.adapted), dtype=torch.float64)
     tables = chunks.table_C4, chunks.traits_G2
     copies = torch.rand(len(weights)).bfloat16()
-    whole = [weights, gradients, *moments, update, copies, torch.tensor(0), *tables, chunks.spans_A2, chunks.groups]
+    casts = [[CHUNK], [torch.ones(())], [torch.zeros(())], *([each] for each in fp8_pair(torch.zeros(16, 32), E4M3))]
+    before = weights, gradients, *moments, update, copies, torch.tensor(0)
+    after = *tables, chunks.spans_A2, chunks.groups, norm, step, rate, *astuple(HYPERPARAMETERS)
     arguments = [weights, gradients, *moments, update, torch.tensor(0), *tables, chunks.spans_A2, norm, step]
     for op, given in (
         (triton_lamb._lamb_directions, (*arguments, *astuple(HYPERPARAMETERS))),
-        (triton_lamb._lamb_step, (*whole, norm, step, rate, *astuple(HYPERPARAMETERS))),
+        (triton_lamb._lamb_step, (*before, *([] for _ in casts), *after)),
         (triton_lamb._lamb_apply, (weights, update, squares_2A, *tables, norm, rate)),
         (triton_squares._partial_sums, (torch.rand(BLOCK + 5),)),
     ):
         torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
+    # The schema is checked by arithmetic that FP8 does not have.
+    torch.library.opcheck(triton_lamb._lamb_step, (*before, *casts, *after), test_utils="test_faketensor")
 
 
 def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +173,42 @@ def test_groups_step_as_all_segments_at_once(monkeypatch: pytest.MonkeyPatch) ->
         assert state.skipped.item() == 1
     for others in found[1:]:
         assert all(map(torch.equal, found[0], others))
+
+
+def test_casts_are_those_of_a_pass_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, of weights of one segment and of several, in one group and in two, and of a step that is not taken."""
+    shapes = [(48, 64), (80, 32)]
+    segments = LambSegments((1024, 1024, 1024, 21, 43, 80 * 32), (True,) * 6)
+    starts = (0, 3 * 1024 + 64)
+    flat, gradients = weights_and_gradients(segments, 2)
+    gradients.append(torch.full_like(flat, torch.nan))
+    for group in (1 << 30, 2100, 1):
+        monkeypatch.setattr(triton_lamb, "GROUP", group)
+        triton_lamb._chunks.cache_clear()
+        weights, others = flat.clone(), flat.clone()
+        states = LambState.zeros_like(flat), LambState.zeros_like(flat)
+        found, expected = (
+            tuple(
+                WeightCast(start, torch.tensor(8.0), torch.zeros(()), *fp8_pair(torch.zeros(shape), E4M3))
+                for start, shape in zip(starts, shapes, strict=True)
+            )
+            for _ in range(2)
+        )
+        for step, gradient in enumerate(gradients, start=1):
+            numbers = (segments, HYPERPARAMETERS)
+            versions = [cast.q_KN._version for cast in found]
+            triton_lamb.lamb_step(weights, gradient.clone(), states[0], *numbers, **at(step, 0.1), casts=found)
+            assert [cast.q_KN._version > before for cast, before in zip(found, versions, strict=True)] == [True] * 2
+            triton_lamb.lamb_step(others, gradient.clone(), states[1], *numbers, **at(step, 0.1))
+            assert torch.equal(weights, others)
+            for mine, theirs in zip(found, expected, strict=True):
+                cast_transpose_into_fp8(theirs.weight(others), theirs.scale, theirs.amax, theirs.q_NK, theirs.q_KN)
+                assert mine.amax == theirs.amax > 0
+                assert torch.equal(mine.q_NK.view(torch.uint8), theirs.q_NK.view(torch.uint8))
+                assert torch.equal(mine.q_KN.view(torch.uint8), theirs.q_KN.view(torch.uint8))
+                for each in (mine, theirs):
+                    each.scale.mul_(0.5)
+                    each.amax.zero_()
 
 
 @pytest.mark.parametrize("module", [lamb, triton_lamb])

@@ -1,0 +1,152 @@
+"""Process groups of which there is one rank: its calls are noted, and held against those of the other ranks.
+
+As NCCL has them in PyTorch: a collective that is waited for at once runs on the current stream. Messages run beside it, one
+by one on a communicator of each pair of ranks, or in a batch on that of the group; each has a stream, which the current one
+comes after where a message is waited for. Communicators are made when they are first used, and hosts wait for one another.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tests.bert.timeline import Clock, Event, Stream, Timeline
+
+
+class TimelineError(AssertionError):
+    """Streams that do not wait for one another where one needs what the other makes; or a wait that a capture forbids."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A call that all members of a group have to make, each as its next one in this group.
+
+    A message is one of a sender and a receiver.
+    """
+
+    name: str
+    group: tuple[int, ...]
+    dtype: torch.dtype
+    elements: int
+    """Of the whole: what a rank has after a gather, or before a scatter."""
+    stream: "Stream" = field(compare=False, repr=False)
+    moment: int = field(compare=False, repr=False)
+    """Of the stream: messages of a batch share one."""
+    after: "Clock" = field(compare=False, repr=False)
+    """What it comes after."""
+
+    def comes_after(self, other: "Collective") -> bool:
+        """Tell whether it cannot begin before another of its rank has ended."""
+        return self.after[other.stream] >= other.moment
+
+
+def require_same_order(timelines: Sequence["Timeline"]) -> None:
+    """Raise ``TimelineError`` unless the members of each group call the same collectives of it in the same order."""
+    for group in {each.group for timeline in timelines for each in timeline.collectives}:
+        first, *others = ([each for each in timelines[rank].collectives if each.group == group] for rank in group)
+        for rank, own in zip(group[1:], others, strict=True):
+            for number, (theirs, mine) in enumerate(zip_longest(first, own)):
+                if theirs != mine:
+                    raise TimelineError(f"call {number} of group {group} is {theirs}, on rank {rank} {mine}")
+
+
+def require_an_end(timelines: Sequence["Timeline"]) -> None:
+    """Raise ``TimelineError`` where ranks wait for one another for ever: what is called comes after what was before it."""
+    left = [list(timeline.collectives) for timeline in timelines]
+    ready = [_ready(own) for own in left]
+    while any(left):
+        met = next((each for own in ready for each in own if all(each in ready[rank] for rank in each.group)), None)
+        if met is None:
+            raise TimelineError(f"ranks wait for one another: {[own[:1] for own in ready]}")
+        for rank in met.group:
+            left[rank].remove(met)
+            ready[rank] = _ready(left[rank])
+
+
+def _ready(calls: list[Collective]) -> list[Collective]:
+    return [each for place, each in enumerate(calls) if not any(map(each.comes_after, calls[:place]))]
+
+
+class Group(dist.ProcessGroup):
+    """Stand-in for a process group: notes the calls, and leaves tensors as they are."""
+
+    def __init__(self, timeline: "Timeline", ranks: tuple[int, ...]) -> None:
+        super().__init__(ranks.index(timeline.rank), len(ranks))  # pyright: ignore[reportCallIssue]
+        self._timeline = timeline
+        self.ranks = ranks
+        self._communicators: dict[int | None, Stream] = {}
+        """Stream of the one with each other rank, and of the group's own."""
+
+    def allreduce(self, tensors: list[Tensor], *_: Any) -> "Group":
+        return self._note("all_reduce", *tensors)
+
+    def broadcast(self, tensors: list[Tensor], *_: Any) -> "Group":
+        return self._note("broadcast", *tensors)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
+        return self._note("all_gather", output, own)
+
+    def reduce_scatter_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
+        return self._note("reduce_scatter", own, output)
+
+    def all_to_all_single(self, output: Tensor, own: Tensor, *_: Any) -> "Group":
+        return self._note("all_to_all", output, own)
+
+    def send(self, tensors: list[Tensor], receiver: int, *_: Any) -> "Messages":
+        ends = self._timeline.rank, self.ranks[receiver]
+        return self._exchange("message", self._communicator(receiver), [(ends, tensor) for tensor in tensors])
+
+    def recv(self, tensors: list[Tensor], sender: int, *_: Any) -> "Messages":
+        ends = self.ranks[sender], self._timeline.rank
+        return self._exchange("message", self._communicator(sender), [(ends, tensor) for tensor in tensors])
+
+    def exchange(self, operations: Sequence[dist.P2POp]) -> "Messages":
+        """Begin these together."""
+        messages = []
+        for each in operations:
+            own, other = self._timeline.rank, self.ranks[each.group_peer]
+            messages.append(((own, other) if each.op is dist.isend else (other, own), each.tensor))
+        return self._exchange("message of a batch", self._communicator(), messages)
+
+    def wait(self, *_: Any) -> None:
+        """As a finished ``Work``, which every collective returns."""
+
+    def _note(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
+        self._communicator()
+        self._timeline.collective(name, self.ranks, whole, *others)
+        return self
+
+    def _exchange(self, name: str, stream: "Stream", messages: list[tuple[tuple[int, int], Tensor]]) -> "Messages":
+        return Messages(self._timeline, self._timeline.exchange(name, stream, messages))
+
+    def _communicator(self, other: int | None = None) -> "Stream":
+        if other not in self._communicators:
+            ranks, of = self.ranks, "a group"
+            if other is not None:
+                ranks, of = tuple(sorted((self._timeline.rank, self.ranks[other]))), "a pair"
+            self._communicators[other] = self._timeline.stream_of(ranks)
+            self._timeline.meet(f"communicator of {of}", ranks)
+        return self._communicators[other]
+
+
+class Messages:
+    """Stand-in for the ``Work`` of messages."""
+
+    def __init__(self, timeline: "Timeline", over: "Event") -> None:
+        self._timeline, self._over = timeline, over
+
+    def wait(self) -> None:
+        """Let the current stream come after them; the host does not wait."""
+        self._timeline.current.wait_event(self._over)
+
+
+def exchange_batch(operations: list[dist.P2POp]) -> list[Messages]:
+    """Stand in for ``dist.batch_isend_irecv``."""
+    group = operations[0].group
+    assert isinstance(group, Group)
+    return [group.exchange(operations)]

@@ -1,0 +1,236 @@
+"""The training step of several stages without a device: messages that meet, and streams that wait for them."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import schedules
+
+from bert.model import BertForPreTraining
+from bert.parallel.mesh import Mesh, process_group
+from bert.parallel.pipeline import schedule
+from bert.parallel.pipeline.stages import PipelineParallel
+from bert.parallel.tensor.exchange import Exchange
+from bert.reporting.stopwatch import Stopwatch
+from dataloading.batches.loader import inert_batch
+from kernels import OPS
+from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
+from tests.bert.timeline import Timeline
+from tests.kernels.triton.test_triton_traced_step import SHAPE_BUCKET, TracedStep, config, no_autocast
+
+__all__ = ["no_autocast"]
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of ``copies`` of the model, all on one host."""
+
+    pipeline: int
+    virtual_stages: int = 1
+    tensor: int = 1
+    copies: int = 1
+    reduction: str = "flat"
+    shard_gradients: bool = False
+    micro_batches: int = 4
+
+    def __str__(self) -> str:
+        sharded = "+" * self.shard_gradients
+        ranks = f"{self.copies} x {self.pipeline} ({self.virtual_stages}) x {self.tensor}"
+        return f"{ranks}-{self.reduction}{sharded}-{self.micro_batches}"
+
+    @property
+    def ranks(self) -> int:
+        return self.copies * self.pipeline * self.tensor
+
+
+TWO = Shape(2, micro_batches=2)
+SHARED = Shape(2, virtual_stages=2, tensor=2)
+SHAPES = [
+    TWO,
+    Shape(4),
+    Shape(4, virtual_stages=2, micro_batches=8),
+    SHARED,
+    Shape(2, copies=2, reduction="sharded"),
+    Shape(2, tensor=2, copies=2, reduction="sharded_world", shard_gradients=True, micro_batches=2),
+]
+Fault = Callable[[int, pytest.MonkeyPatch], None]
+"""Takes something from the library on a rank, or on all of them."""
+
+
+def step_of(rank: int, shape: Shape) -> TracedStep:
+    recipe = config()
+    training = replace(
+        recipe.training,
+        reduction=shape.reduction,
+        shard_gradients=shape.shard_gradients,
+        gradient_accumulation_steps=shape.micro_batches,
+        bucket_bytes=20_000,
+    )
+    model = replace(recipe.model, num_hidden_layers=8, hidden_size=64, intermediate_size=128)
+    parallel = replace(
+        recipe.parallel, tensor=shape.tensor, pipeline=shape.pipeline, virtual_stages=shape.virtual_stages
+    )
+    recipe = replace(recipe, model=model, training=training, parallel=parallel)
+    mesh = Mesh(rank, shape.ranks, rank, META, (tuple(range(shape.ranks)),), shape.tensor, shape.pipeline)
+    return TracedStep(BertForPreTraining(recipe.model).to(META).train(), recipe, mesh, Stopwatch())
+
+
+@contextmanager
+def first_step() -> Iterator[None]:
+    """Let the host read that all stages know their shapes, which PyTorch asks before a schedule's first step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Tensor, "item", lambda _: 1)
+        # Numbers are drawn anew after what PyTorch does before, and "meta" draws none.
+        patch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
+        yield
+
+
+def no_fault(_rank: int, _patch: pytest.MonkeyPatch) -> None:
+    """Leave the library as it is."""
+
+
+def two_steps(rank: int, shape: Shape, fault: Fault = no_fault) -> Timeline:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        for op in OPS.values():
+            stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
+        patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which "meta" does not have
+        timeline = stack.enter_context(Timeline(rank).watching(patch))
+        fault(rank, patch)
+        step, batch = step_of(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
+        try:
+            with first_step():
+                step([batch] * shape.micro_batches)
+            step([batch] * shape.micro_batches)
+        except RuntimeError as error:
+            raise error.__cause__ or error from None  # PyTorch's stages have their own around what a pass raises
+    return timeline
+
+
+def all_ranks(shape: Shape, fault: Fault = no_fault) -> list[Timeline]:
+    """Two steps of each rank, whose calls have been held against one another."""
+    timelines = [two_steps(rank, shape, fault) for rank in range(shape.ranks)]
+    require_same_order(timelines)
+    require_an_end(timelines)
+    return timelines
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_messages_meet_and_streams_wait(shape: Shape):
+    """A timeline fails where a stream does not wait for what it reads or writes over, and where the host waits."""
+    timelines = all_ranks(shape)
+    last = shape.pipeline * shape.virtual_stages - 1
+    for timeline in timelines[: shape.pipeline * shape.tensor]:  # of a copy
+        messages = Counter(each.group for each in timeline.collectives if each.name.startswith("message"))
+        assert all(timeline.rank in ends for ends in messages)
+        place = timeline.rank // shape.tensor
+        # Of each step hidden states, gradients and the word table's; of the first one PyTorch's question as well.
+        own = range(place, last + 1, shape.pipeline)
+        ways = sum((stage > 0) + (stage < last) for stage in own)
+        word = 4 if place in (0, shape.pipeline - 1) else 0
+        assert messages.total() == 2 * (2 * shape.micro_batches * ways) + 2 * ways + word
+    groups = {each.group for each in timelines[0].collectives if each.name == "all_reduce"}
+    assert ((0, 1) in groups) == (shape.tensor == 2)
+
+
+def unbatched(operations: list[dist.P2POp]) -> list[Any]:
+    return [
+        each.op(
+            each.tensor, group=each.group, **{"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+        )
+        for each in operations
+    ]
+
+
+def everywhere(owner: Any, name: str, stand_in: Any) -> Fault:
+    return lambda _, patch: patch.setattr(owner, name, stand_in)
+
+
+def on_one(faulty: int, owner: Any, name: str, stand_in: Any) -> Fault:
+    return lambda rank, patch: patch.setattr(owner, name, stand_in) if rank == faulty else None
+
+
+def send_without_waiting(tensor: Tensor, **ends: Any) -> None:
+    dist.isend(tensor, **ends)
+
+
+@pytest.mark.parametrize(
+    ("fault", "shape", "message"),
+    [
+        (
+            everywhere(schedules, "_wait_batch_p2p", lambda _: None),
+            TWO,
+            "on main reads what message of a batch on messages 0-1 wrote",
+        ),
+        (
+            everywhere(dist, "send", send_without_waiting),
+            TWO,
+            r"aten.zero_.* on main writes what message on messages 0-1 read",
+        ),
+        (everywhere(PipelineParallel, "copy_word_", lambda _: torch.cuda.synchronize()), TWO, "the host waits"),
+        (
+            on_one(0, PipelineParallel, "hidden_dtype", lambda _: torch.bfloat16),
+            TWO,
+            r"is .*bfloat16.*, on rank 1 .*32",
+        ),
+        (on_one(0, schedule, "TOKENS_MULTIPLE", 512), TWO, r"elements=32768\), on rank 1 .*elements=12288\)"),
+        (
+            on_one(0, PipelineParallel, "copy_word_", lambda _: None),
+            TWO,
+            r"elements=12288\), on rank 1 .*elements=3200\)",
+        ),
+        (on_one(0, dist, "batch_isend_irecv", unbatched), TWO, r"'message'.*, on rank 1 .*'communicator of a group'"),
+        (
+            on_one(2, Exchange, "all_reduce_", lambda *_: None),
+            SHARED,
+            r"of group \(2, 3\) is .*reduce_scatter.*, on rank 3 .*all_reduce",
+        ),
+        (everywhere(dist, "batch_isend_irecv", unbatched), TWO, "ranks wait for one another"),
+    ],
+    ids=["received", "sent", "host", "type", "size", "count", "communicator", "tensor group", "end"],
+)
+def test_what_does_not_fit_is_noticed(fault: Fault, shape: Shape, message: str):
+    with pytest.raises(TimelineError, match=message):
+        all_ranks(shape, fault)
+
+
+def test_only_a_first_step_may_ask_for_shapes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "first_step", nullcontext)
+    with pytest.raises(RuntimeError, match="meta tensor"):
+        two_steps(0, TWO)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_released_before_it_is_sent_is_noticed(kept: bool, monkeypatch: pytest.MonkeyPatch):
+    """PyTorch keeps it: without that, the next tensor might take its memory."""
+    if not kept:
+        monkeypatch.setattr(Timeline, "_record", lambda *_: None)
+    with Timeline(0).watching(monkeypatch):
+        dist.isend(torch.zeros(4), group=process_group((0, 1)), group_dst=1)
+        released = r"aten.zeros.* on main may be given memory that message on messages 0-1 has"
+        with nullcontext() if kept else pytest.raises(TimelineError, match=released):
+            torch.zeros(4)
+
+
+@pytest.mark.parametrize("sorted_pairs", [True, False])
+def test_hosts_that_wait_for_one_another_are_noticed(sorted_pairs: bool):
+    """Each makes a communicator with the rank before it and with the one behind: in one order on all, or each its own."""
+    timelines = [Timeline(rank) for rank in range(3)]
+    for timeline in timelines:
+        with pytest.MonkeyPatch.context() as patch, timeline.watching(patch):
+            rank, group = timeline.rank, process_group((0, 1, 2))
+            pairs = [(rank, (rank + 1) % 3), ((rank - 1) % 3, rank)]
+            for sender, receiver in sorted(pairs) if sorted_pairs else pairs:
+                if rank == sender:
+                    dist.isend(torch.zeros(4), group=group, group_dst=receiver)
+                else:
+                    dist.irecv(torch.zeros(4), group=group, group_src=sender)
+    require_same_order(timelines)
+    with nullcontext() if sorted_pairs else pytest.raises(TimelineError, match=r"wait for one another.*of a pair"):
+        require_an_end(timelines)
