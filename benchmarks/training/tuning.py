@@ -29,7 +29,7 @@ MIDDLE = (
     "--model.hidden-size=256",
     "--model.intermediate-size=1024",
 )
-CASES = {"tiny_cpu": (), "middle": MIDDLE, "middle, batch 4": (*MIDDLE, "--training.global-batch-size=4")}
+CASES = {"tiny_cpu": (), "middle": MIDDLE, "tiny_cpu, batch 4": ("--training.global-batch-size=4",)}
 # Fixed beforehand: a comparison that stops when it looks good is biased.
 TURNS = 20
 
