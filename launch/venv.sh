@@ -28,9 +28,10 @@ prepare_venv() {
 # in PYTHONPATH it takes the place of the pinned one. Where .venv is, in the root of the repository. The interpreter of Triton
 # 3.6, which PyTorch 2.11 brings, fails with NumPy 2.4.
 prepare_torch() {
-  local python=${PYTHON:-python3} folder=.venv/torch-$1
+  local python folder=.venv/torch-$1
   [[ $1 =~ ^[0-9]+([.+][0-9a-z]+)*$ ]] || fail "TORCH is ${1@Q}, expected a version such as 2.11.0" # it is part of a path
   [[ -e $folder/installed ]] && return
+  python=$(venv_maker)
   say "installing PyTorch $1 into $folder (once, a minute or two)"
   rm -rf "$folder" && mkdir -p "$folder"
   grep -vE '^(torch|setuptools|numpy)==' constraints.txt >"$folder/constraints.txt"
@@ -58,8 +59,16 @@ venv_entries() { (shopt -s nullglob dotglob && cd .venv/lib && printf '%s\n' pyt
 
 venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt pyproject.toml; } 2>/dev/null; }
 
+# The interpreter that makes .venv. Where that is activated its own comes first, which has no pip and would clear itself.
+venv_maker() {
+  local python=${PYTHON:-python3}
+  [[ $(command -v "$python") != "$PWD"/.venv/* ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
+  printf '%s\n' "$python"
+}
+
 install_venv() {
-  local python=${PYTHON:-python3} part requirements
+  local python part requirements
+  python=$(venv_maker)
   command -v "$python" >/dev/null || fail "there is no $python: install CPython 3.11 or newer, or set PYTHON to its path"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' &>/dev/null ||
     fail "$python is $("$python" -V 2>&1), expected 3.11 or newer: set PYTHON to the path of a newer one"

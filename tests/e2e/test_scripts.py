@@ -292,6 +292,21 @@ def test_another_pytorch_stands_beside_the_packages_and_is_installed_once(bare: 
     assert sorted(line.partition("==")[0] for line in left_out) == ["numpy", "setuptools", "torch"]
 
 
+@pytest.mark.parametrize("activated", [True, False])
+def test_the_interpreter_that_made_an_activated_venv_makes_it_anew(activated: bool, bare: Path) -> None:
+    """Its own has no pip, and would be cleared with it."""
+    made = sys.executable
+    subprocess.run([made, "-m", "venv", "--without-pip", bare / ".venv"], check=True, timeout=PATIENCE_S)
+    path = f"{bare / '.venv/bin'}:{os.environ['PATH']}" if activated else os.environ["PATH"]
+    done = start(Path("/bin/bash"), "-c", "source launch/venv.sh; venv_maker", cwd=bare, PATH=path, PYTHON="")
+    found = done.stdout.strip()
+    if activated:
+        assert Path(found).resolve() == Path(made).resolve()
+        assert not Path(found).is_relative_to(bare), found
+    else:
+        assert found == "python3"
+
+
 def test_venv_of_a_removed_interpreter_is_made_anew(bare: Path) -> None:
     (bare / ".venv/bin").mkdir(parents=True)
     (bare / ".venv/bin/python").symlink_to("/nowhere/python")
