@@ -96,7 +96,7 @@ def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_e
     out = tmp_path / "cluster.json"
     with Network(HOSTS, RATE) as names, competitors(CORES[0], 3):
         shape(names[2], THIRD)
-        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "6"], pinned=1))
+        statuses, output = ended(start(names, ["--out", str(out), "--seconds", "4"], pinned=1))
     assert statuses == [1] * HOSTS, output
     view = read_view(out)
     check_whole(view)

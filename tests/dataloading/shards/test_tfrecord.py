@@ -68,6 +68,7 @@ def framed(data: bytes) -> bytes:
 
 
 def read(path: Path, content: bytes) -> Samples:
+    path.unlink(missing_ok=True)  # where a file is written over, file systems wait for the disk
     path.write_bytes(content)
     return read_tfrecord(path, map_file(path))[0]
 

@@ -138,7 +138,7 @@ def test_where_agents_start_again_a_rank_that_gets_no_signal_of_its_own_asks_for
     """Its host goes on without the one that was told to stop, whose rank ends as it does elsewhere."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     arguments = small_run.arguments(tmp_path, training__max_samples=10_000_000, evaluation__interval_samples=320)
-    with Ranks(arguments, 2) as started:
+    with Ranks(arguments, 2, "tests.distributed.workers.told_worker") as started:
         started.wait_for(lambda: result_of(tmp_path).exists() and '"eval_stop"' in result_of(tmp_path).read_text())
         started.processes[1].send_signal(signal.SIGTERM)
         assert started.ends() == [FAULT_STATUS, 128 + signal.SIGTERM], started.output
