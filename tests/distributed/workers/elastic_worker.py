@@ -85,7 +85,5 @@ if __name__ == "__main__":
     Path(folder, f"{host}.agent").write_text(str(os.getpid()))
     place = arguments.index("cluster.train")
     arguments[place : place + 1] = ["tests.distributed.workers.elastic_worker", host, "rank", folder]
-    # A host that is silent for so many seconds is lost: eight instead of fifteen.
-    arguments[arguments.index("--rdzv-conf") + 1] += ",keep_alive_interval=2,keep_alive_max_attempt=4"
     sys.argv = ["torchrun", *arguments]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
