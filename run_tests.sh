@@ -18,7 +18,5 @@ cores=$(env -u OMP_NUM_THREADS nproc)
 workers=$((cores < 8 ? cores + 1 : 8)) # one more than cores: tests of launchers and of faults wait much of their time
 say "pytest with $workers workers"
 export OMP_NUM_THREADS=1 # the tests are the parallel part
-# Memory that is freed stays with its process: glibc would map it anew for each tensor, page by page.
-export MALLOC_MMAP_THRESHOLD_=$((32 << 20)) MALLOC_TRIM_THRESHOLD_=$((1 << 30))
 # Plugins that came with other packages take each worker half a second to load.
 exec .venv/bin/python -m pytest -p no:anyio -p no:typeguard --numprocesses "$workers" --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"
