@@ -4,8 +4,7 @@ Stands in for what PyTorch has of CUDA's streams, events and graphs, as ``proces
 need no values: on the device "meta" they have none, and a host that reads one fails. Memory goes back to the stream that it
 was taken on as soon as nobody has it, as with PyTorch's allocator, and other streams must be through with it by the time
 that one goes on.
-Stands in for what PyTorch has of CUDA's streams, events and graphs; ``process_groups.py`` for its groups. Tensors need no
-values: on"""
+"""
 
 import itertools
 import weakref
