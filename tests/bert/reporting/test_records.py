@@ -85,6 +85,7 @@ def test_plain_lines_are_one_line_a_record() -> None:
     ]
 
 
+@pytest.mark.measured  # the panel is drawn by the clock
 def test_the_panel_shows_accuracy_against_the_target() -> None:
     text = io.StringIO()
     shown = progress(STEP, EVALUATION)
