@@ -24,7 +24,7 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.gpu_parts.measuring.report import CUT_OFF, Report, Row
+from benchmarks.gpu_parts.measuring.report import CUT_OFF, Figure, PartReport
 from benchmarks.gpu_parts.measuring.table import page
 from benchmarks.gpu_parts.part import LOST
 
@@ -129,7 +129,7 @@ def measure(settings: Settings) -> bool:
     return well
 
 
-def run_part(part: str, function: str, settings: Settings, seconds: float) -> Report:
+def run_part(part: str, function: str, settings: Settings, seconds: float) -> PartReport:
     """Run one part in processes of its own until it has ended or its time is up, and return what it has measured.
 
     A process that ends in the middle of a row, as after an access out of bounds, is followed by another, which goes on
@@ -147,14 +147,14 @@ def run_part(part: str, function: str, settings: Settings, seconds: float) -> Re
             raise
         if status is None:
             return _end(path, f"cut off at its limit of {seconds:.0f} s")
-        report = Report.load(path)
+        report = PartReport.load(path)
         # 1 means that rows failed, which is a result; anything else is an end in the middle.
         if status in (0, 1) and report.error != CUT_OFF:
             return report
         # Ended amid a row: that one has failed, and the next process goes on behind it. Lost between two rows, the part
         # is begun once more, but not twice at the same place.
         if report.measuring:
-            report.add(Row(report.measuring, note=f"failed: the process ended with {_ending(status)}"))
+            report.add(Figure(report.measuring, note=f"failed: the process ended with {_ending(status)}"))
         elif status != LOST or len(report.rows) == rows:
             return _end(path, f"the process ended with {_ending(status)}")
         rows = len(report.rows)
@@ -178,9 +178,9 @@ def _run(function: str, path: Path, settings: Settings, seconds: float) -> int |
         process.wait()
 
 
-def _end(path: Path, error: str) -> Report:
+def _end(path: Path, error: str) -> PartReport:
     """Say in a part's file why it is not complete; what was being measured stays named."""
-    report = Report.load(path)
+    report = PartReport.load(path)
     place = f" while measuring {report.measuring}" if report.measuring else ""
     report.end(f"{error}{place}")
     return report

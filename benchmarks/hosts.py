@@ -16,7 +16,7 @@ CLONE_NEWUTS, CLONE_NEWNET = 0x04000000, 0x40000000
 PORT = 29600
 
 
-class Network:
+class BridgedHosts:
     """Namespaces as hosts on one bridge, for the body of a ``with``; ``tc tbf`` shapes what each sends to a ``rate``."""
 
     def __init__(self, hosts: int, rate: str | None = None) -> None:

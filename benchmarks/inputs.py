@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.shards.shard import DatasetInfo
@@ -58,5 +58,5 @@ def write_made_up_set(
 def global_batch(data: Dataset, sequences: int, step: int) -> Batch:
     """Return the batch of a step on one rank."""
     # One rank's plan: a global batch is its only micro-batch.
-    (micro_batch,) = Plan(data.lengths, data.masked_counts, sequences, 1, 1, seed=0).rank_batches(step, 0)
+    (micro_batch,) = BatchPlan(data.lengths, data.masked_counts, sequences, 1, 1, seed=0).rank_batches(step, 0)
     return batch_of(data.take(micro_batch.indices), micro_batch)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import Network, block, go_first, run_ranks, why_not
+from benchmarks.hosts import BridgedHosts, block, go_first, run_ranks, why_not
 from benchmarks.inputs import flags, made_up_vocabulary, write_made_up_set
 from bert.train import main as train
 from bert.train import parse
@@ -45,7 +45,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class ClusterCase:
     """A cluster with the work that it gets, in each of some ways to reduce."""
 
     hosts: int
@@ -70,15 +70,15 @@ class Case:
 
 
 CASES = (
-    Case(1, 2, None, "2 x 128", 32, ("flat", "sharded")),
-    Case(2, 1, "1gbit", "3 x 256, 16,384 words", 32, ("flat", "sharded_world")),
-    Case(2, 2, None, "4 x 256", 64, ("flat", "hierarchical", "sharded"), dropout=0.1),
-    Case(2, 2, "300mbit", "4 x 256", 64, ("flat", "hierarchical", "sharded")),
-    Case(4, 2, None, "2 x 128", 64, ("flat", "hierarchical", "sharded_world")),
-    Case(4, 2, "50mbit", "2 x 128", 64, ("flat", "hierarchical", "sharded")),
-    Case(4, 1, "100mbit", "2 x 128", 64, ("flat",), accumulation=4),
-    Case(2, 2, "100mbit", "2 x 128", 64, ("flat", "hierarchical"), reduce_dtype="bf16"),
-    Case(2, 2, "1gbit", "6 x 320", 32, ("flat", "hierarchical"), accumulation=2),
+    ClusterCase(1, 2, None, "2 x 128", 32, ("flat", "sharded")),
+    ClusterCase(2, 1, "1gbit", "3 x 256, 16,384 words", 32, ("flat", "sharded_world")),
+    ClusterCase(2, 2, None, "4 x 256", 64, ("flat", "hierarchical", "sharded"), dropout=0.1),
+    ClusterCase(2, 2, "300mbit", "4 x 256", 64, ("flat", "hierarchical", "sharded")),
+    ClusterCase(4, 2, None, "2 x 128", 64, ("flat", "hierarchical", "sharded_world")),
+    ClusterCase(4, 2, "50mbit", "2 x 128", 64, ("flat", "hierarchical", "sharded")),
+    ClusterCase(4, 1, "100mbit", "2 x 128", 64, ("flat",), accumulation=4),
+    ClusterCase(2, 2, "100mbit", "2 x 128", 64, ("flat", "hierarchical"), reduce_dtype="bf16"),
+    ClusterCase(2, 2, "1gbit", "6 x 320", 32, ("flat", "hierarchical"), accumulation=2),
 )
 
 
@@ -101,14 +101,14 @@ def measured(cases: Iterable[int], seconds: float, out: Path | None) -> None:
     print("  ".join(f"{name} {value:.3g}" for name, value in _summary(rows).items()))
 
 
-def _run(case: Case, folder: Path, seconds: float) -> list[dict[str, Any]]:
+def _run(case: ClusterCase, folder: Path, seconds: float) -> list[dict[str, Any]]:
     """Probe the case's hosts, and train on them in each of its ways."""
     folder.mkdir()
     common = settings_for(case, folder)
     view_file = folder / "cluster.json"
     # Parsed before the network is made: a wrong setting shows at once.
     ways = {way: parse(_arguments(common, way)) for way in case.reductions}
-    with Network(case.hosts, case.rate) as names:
+    with BridgedHosts(case.hosts, case.rate) as names:
         # The command line of the ranks, which are forks of this process.
         sys.argv = ["cluster", "probe", "--out", str(view_file), "--seconds", str(seconds)]
         others_probing = run_together(names, case, cluster, folder)
@@ -133,7 +133,7 @@ def _arguments(common: list[str], way: str) -> list[str]:
     return [*common, "--training.reduction", way, "--log.system", way]
 
 
-def _row(case: Case, way: str, predicted: PredictedStep, found: dict[str, float]) -> dict[str, Any]:
+def _row(case: ClusterCase, way: str, predicted: PredictedStep, found: dict[str, float]) -> dict[str, Any]:
     return {
         "case": case.name,
         "reduction": way,
@@ -146,7 +146,7 @@ def _row(case: Case, way: str, predicted: PredictedStep, found: dict[str, float]
     }
 
 
-def run_together(names: list[str], case: Case, program: Callable[[], int], folder: Path) -> float:
+def run_together(names: list[str], case: ClusterCase, program: Callable[[], int], folder: Path) -> float:
     """Run a program on all ranks; returns the share of the processors' work that was somebody else's meanwhile."""
     before, own = _busy_seconds(), _own_seconds()
     # Each rank on a core of its own, as far as there are cores.
@@ -168,7 +168,7 @@ def _own_seconds() -> float:
     return times.user + times.children_user
 
 
-def settings_for(case: Case, folder: Path) -> list[str]:
+def settings_for(case: ClusterCase, folder: Path) -> list[str]:
     """Arguments of `bert.train`, for data that is made here."""
     layers, hidden, heads, intermediate, words = MODELS[case.model]
     vocabulary = made_up_vocabulary(folder / "vocab.txt", words)

@@ -22,9 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported: of 
 import tyro
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import Network, go_first, why_not
+from benchmarks.hosts import BridgedHosts, go_first, why_not
 from benchmarks.inputs import flags
-from benchmarks.measured_steps import Case, run_together, settings_for, steady
+from benchmarks.measured_steps import ClusterCase, run_together, settings_for, steady
 from bert.configuration.sections import ParallelConfig
 from bert.train import main as train
 from bert.train import parse
@@ -75,7 +75,7 @@ def main(
 
 def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[str, Any]]:
     """Probe the hosts, and train on them in every shape, and as the planner chooses; returns a row for each."""
-    case = Case(HOSTS, RANKS, None if link == "unshaped" else link, MODEL, BATCH, ("flat",))
+    case = ClusterCase(HOSTS, RANKS, None if link == "unshaped" else link, MODEL, BATCH, ("flat",))
     folder.mkdir()
     # Each step is a record; one evaluation at the end, whose time is in none.
     own = {"training.max-steps": steps, "evaluation.interval-samples": steps * BATCH, "log.interval-steps": 1}
@@ -83,7 +83,7 @@ def measured(link: str, folder: Path, steps: int, seconds: float) -> list[dict[s
     common = settings_for(case, folder) + flags(own)
     view = folder / "cluster.json"
     rows = []
-    with Network(HOSTS, case.rate) as names:
+    with BridgedHosts(HOSTS, case.rate) as names:
         # The command line of the ranks, which are forks of this process.
         sys.argv = ["cluster", "probe", "--out", str(view), "--seconds", str(seconds)]
         run_together(names, case, cluster, folder)

@@ -7,19 +7,19 @@ from bert.mllog import MLLog
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
 from dataloading.batches.loader_choice import choose_loader
-from dataloading.batches.sampler import MicroBatch, Plan
+from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import Dataset
 
 
-def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> Plan:
+def plan_of(config: Config, train: Dataset, data_size: int, seed: int) -> BatchPlan:
     """Plan which samples come when, and on which of ``data_size`` copies of the model.
 
     Raises ``ValueError`` where a copy would get no share.
     """
     training = config.training
-    return Plan(
+    return BatchPlan(
         train.lengths,
         train.masked_counts,
         global_batch_size=training.global_batch_size,

@@ -48,7 +48,7 @@ class Run:
 
 def train(run: Run) -> Status:
     """Train and evaluate in turn until the target is reached, the samples are used up or a signal comes."""
-    training, log, stage = run.config.training, run.log, run.stopwatch.stage
+    training, log, tracker = run.config.training, run.log, run.stopwatch.tracker
     at, status = run.start, None
     run.reporter.begin()
     # A signal no longer ends this rank at once, but all ranks after the same step.
@@ -56,13 +56,13 @@ def train(run: Run) -> Status:
     # ``run_start`` has been logged: from here on data may be read.
     run.evaluator.read_ahead()
     intervals = Intervals(run.config, run.step.statistics, run.stopwatch, run.reporter, run.stragglers, at, run.skipped)
-    evaluations = Evaluations(run.evaluator, run.step, log, run.reporter, stage, run.config.evaluation.target)
+    evaluations = Evaluations(run.evaluator, run.step, log, run.reporter, tracker, run.config.evaluation.target)
 
     for due in _evaluation_points(run):
         log.block_start(at.samples)
         end = min(due, training.sample_limit)
         while status is None and at.samples < end:
-            stage.step = at.steps + 1
+            tracker.step = at.steps + 1
             with run.stopwatch.time("data_wait"):
                 # The first call starts the reading ahead: nothing was read before ``run_start``.
                 micro_batches = next(run.loader)

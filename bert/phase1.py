@@ -90,7 +90,7 @@ def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> Non
 
     from bert.optimizer import FlatParameters
     from dataloading.batches.loader import batch_of
-    from dataloading.batches.sampler import Plan
+    from dataloading.batches.sampler import BatchPlan
 
     flat = FlatParameters.of(model)
     # One tensor for AdamW: the vector that all parameters are views of, with the gradient that theirs are views of.
@@ -100,7 +100,7 @@ def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> Non
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / settings.warmup_steps) * (1 - step / settings.steps)
     )
-    plan = Plan(samples.lengths, samples.masked_counts, settings.batch_size, 1, 1, settings.seed)
+    plan = BatchPlan(samples.lengths, samples.masked_counts, settings.batch_size, 1, 1, settings.seed)
     for step in range(settings.steps):
         (micro_batch,) = plan.rank_batches(step, rank=0)
         batch = batch_of(samples.take(micro_batch.indices), micro_batch)

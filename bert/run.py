@@ -143,7 +143,7 @@ def _timed_run(
             log.run_start()
             barrier()
             guard.release()
-            with watchdog.getting_on(timed.stopwatch.stage):
+            with watchdog.getting_on(timed.stopwatch.tracker):
                 status = train(timed)
         timed.loader.close()
         if config.save_checkpoint:

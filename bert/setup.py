@@ -23,7 +23,7 @@ from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.joining.left_out import leave_out
 from bert.parallel.mesh import Mesh
 from bert.reporting.against_plan import AgainstPlan
-from bert.reporting.displays import LivePanel, PlainLines, Progress
+from bert.reporting.displays import RunPanel, RunProgress, StepLines
 from bert.reporting.intervals import Stragglers
 from bert.reporting.json_lines import JsonLines
 from bert.reporting.records import Position, Sink
@@ -31,7 +31,7 @@ from bert.reporting.reporter import Reporter
 from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep
-from compliance.log.forecast import Schedule
+from compliance.log.forecast import EvaluationSchedule
 from console.program import say
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -82,7 +82,7 @@ def build_run(
         loader=loader,
         step=step,
         evaluator=evaluator,
-        checkpoints=RunCheckpoints(checkpoints, stopwatch.stage, reporter) if checkpoints else NoCheckpoints(),
+        checkpoints=RunCheckpoints(checkpoints, stopwatch.tracker, reporter) if checkpoints else NoCheckpoints(),
         stragglers=_stragglers(config, mesh),
         interruption=interruption,
     )
@@ -191,8 +191,8 @@ def _choose_implementations(step: Callable[[], None] | None, mesh: Mesh, log: ML
 def _reporter(
     config: Config, inputs: Inputs, mesh: Mesh, log: MLLog, step: TrainingStep, resumed_samples: int
 ) -> Reporter:
-    schedule = Schedule(inputs.interval, config.training.global_batch_size)
-    progress = Progress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
+    schedule = EvaluationSchedule(inputs.interval, config.training.global_batch_size)
+    progress = RunProgress(config.evaluation.target, config.training.sample_limit, schedule, resumed_samples)
     # Others report to nobody, but keep the time, by which training.max_minutes ends a run on any of them.
     if not mesh.is_main:
         return Reporter(progress, [])
@@ -217,7 +217,7 @@ def _reporter(
     if console.is_terminal:
         title = f"{config.recipe} · {config.log.division}"
         # The panel is redrawn in place, and lines between would break it: they go to the log alone.
-        sinks += [LivePanel(title, progress, console), PlainLines(progress, log.line)]
+        sinks += [RunPanel(title, progress, console), StepLines(progress, log.line)]
     else:
-        sinks += [PlainLines(progress, log.line, say)]
+        sinks += [StepLines(progress, log.line, say)]
     return Reporter(progress, sinks, against_plan)

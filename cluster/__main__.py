@@ -70,7 +70,7 @@ def _predict(
         out: Where to write that table with the predictions.
     """
     from cluster.devices import device_named
-    from cluster.published.cost_model import Run
+    from cluster.published.cost_model import TimedRun
     from cluster.published.machine import describe_machine
     from cluster.published.prediction import as_document, as_lines, predict, usual_run
 
@@ -94,7 +94,7 @@ def _predict(
     else:
         raise ValueError("no --accelerator given; `python -m cluster devices` lists those that are known")
     # Without a batch size, one with which published runs near this scale reached the target.
-    prediction = predict(usual_run(machine, round) if batch is None else Run(machine, batch, round))
+    prediction = predict(usual_run(machine, round) if batch is None else TimedRun(machine, batch, round))
     if json:
         say_json(as_document(prediction))
         return
@@ -145,10 +145,10 @@ def probe(
         limit: Seconds within which all processes must have come.
         hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
     """
-    from cluster.probe.command import Request
+    from cluster.probe.command import ProbeRequest
     from cluster.probe.command import probe as measure
 
-    return measure(Request(out, data, seconds, limit, hosts))
+    return measure(ProbeRequest(out, data, seconds, limit, hosts))
 
 
 @app.command
@@ -238,9 +238,9 @@ def _plan(
         networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
         out: File to write, for --plan of a run.
     """
-    from cluster.plan.command import Request, plan
+    from cluster.plan.command import PlanRequest, plan
 
-    plan(Request(recipe, cluster, gpus, accelerator, networking, out))
+    plan(PlanRequest(recipe, cluster, gpus, accelerator, networking, out))
 
 
 @app.command(name="tune")
@@ -256,9 +256,9 @@ def _tune(
         settings: Settings of the recipe, as in a run, after "--".
         seconds: About how long measuring may take.
     """
-    from cluster.tuning.tune import Request, tune
+    from cluster.tuning.tune import TuneRequest, tune
 
-    tune(Request(recipe, settings, seconds))
+    tune(TuneRequest(recipe, settings, seconds))
 
 
 @app.command(name="scale")

@@ -127,7 +127,7 @@ def _small_sample(number: int) -> float:
 
 
 @dataclass(frozen=True)
-class Ends:
+class PathTimes:
     """Times of paths, taken apart: logarithms, by turns T. Parts K of the network are those that no path joins."""
 
     sending_TN: Array
@@ -140,7 +140,7 @@ class Ends:
 
 def take_apart(
     times_TE: Array, source_E: Integers, target_E: Integers, nodes: int, kind_E: Integers | None = None
-) -> Ends:
+) -> PathTimes:
     """Take logarithms of times of paths E apart into shares of their ends N and rests, by turns T.
 
     Paths of one ``kind_E`` are compared among themselves: those under one leaf switch, and those through several. Ends are
@@ -175,7 +175,7 @@ def take_apart(
                     step_TN[:, inside] -= np.median(step_TN[:, inside], axis=1, keepdims=True)
                 share_TN += step_TN
                 rest_TE = rest_TE - step_TN[:, np.asarray(of_E)]
-    return Ends(shares[0], shares[1], rest_TE, level_TK, part_N)
+    return PathTimes(shares[0], shares[1], rest_TE, level_TK, part_N)
 
 
 def _partners(end_E: Integers, nodes: int) -> NDArray[np.int64]:

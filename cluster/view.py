@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from console.documents import Document
+from console.documents import FileKind
 
 # JSON is read whole: a file beyond that is none that a probe wrote.
 LARGEST_BYTES = 256 * 2**20
@@ -218,7 +218,7 @@ def _check_counts(view: View) -> None:
         raise ValueError(f"a collective is of fewer than two or more than the {ranks} ranks")
 
 
-_FILE = Document(
+_FILE = FileKind(
     kind=View,
     key="view",
     # Raised with any change of the fields: a file of another version is refused instead of misread.

@@ -247,9 +247,9 @@ def package(
         password_file: The file with the archive's password in its first line.
     """
     from compliance.package.command import run
-    from compliance.package.tree import Request
+    from compliance.package.tree import PackageRequest
 
-    return run(Request(org, system, runs, out, ruleset, implementation, replace), archive, password_file)
+    return run(PackageRequest(org, system, runs, out, ruleset, implementation, replace), archive, password_file)
 
 
 @app.command

@@ -22,7 +22,7 @@ Content = TypeVar("Content")
 
 
 @dataclass(frozen=True)
-class Document(Generic[Content]):
+class FileKind(Generic[Content]):
     """A kind of file.
 
     Attributes:

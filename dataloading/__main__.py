@@ -20,11 +20,11 @@ from dataloading.options import EVALUATION_SAMPLES, Compression, ExtractionOptio
 
 if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
-    from dataloading.dataset.manifest import Part
-    from dataloading.dataset.shuffle import Progress as ShuffleProgress
+    from dataloading.dataset.manifest import WorkPart
+    from dataloading.dataset.shuffle import ShuffleProgress
     from dataloading.shards.samples import Samples
     from dataloading.shards.shard import ShardRecord
-    from dataloading.text.jobs import Progress
+    from dataloading.text.jobs import JobProgress
 
 app = Commands()
 
@@ -332,7 +332,7 @@ def dump(shards: tyro.conf.Positional[tuple[Path, ...]], out: Path) -> None:
     say(f"{out}: {len(samples):,} samples of {len(paths)} shard(s)")
 
 
-def _print_progress(unit: str, progress: Progress) -> None:
+def _print_progress(unit: str, progress: JobProgress) -> None:
     """A line for a file that is finished."""
     left = progress.seconds / progress.done * (progress.total - progress.done)
     rest = (", was there" if progress.kept else "") + (f", about {_duration(left)} left" if left else "")
@@ -352,14 +352,14 @@ def _duration(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min" if minutes >= 60 else f"{minutes}:{seconds:02d}"
 
 
-def _parse_part(text: str) -> Part:
-    from dataloading.dataset.manifest import Part
+def _parse_part(text: str) -> WorkPart:
+    from dataloading.dataset.manifest import WorkPart
 
     index, slash, count = text.partition("/")
     # int() would take signs, spaces and underscores too.
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise ValueError(f"--part is {text!r}; expected i/n, from 1/n to n/n")
-    return Part(int(index), int(count))
+    return WorkPart(int(index), int(count))
 
 
 def main() -> int:

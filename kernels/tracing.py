@@ -39,7 +39,7 @@ _READ_BACK = {("_add_norm_cast_forward", "q"), ("_add_norm_cast_backward", "q")}
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """Kernel that a GPU would run.
 
     Attributes:
@@ -61,7 +61,7 @@ class Launch:
 
 @contextmanager
 def traced(
-    observer: Callable[[Launch], None], multiprocessors: int, touched: Mapping[str, float] | None = None
+    observer: Callable[[KernelLaunch], None], multiprocessors: int, touched: Mapping[str, float] | None = None
 ) -> Iterator[None]:
     """Show ``observer`` every launch of a block, as on a GPU of so many multiprocessors.
 
@@ -94,7 +94,7 @@ def traced(
 
 
 class _Tracer(TorchDispatchMode):
-    def __init__(self, observer: Callable[[Launch], None], touched: Mapping[str, float]) -> None:
+    def __init__(self, observer: Callable[[KernelLaunch], None], touched: Mapping[str, float]) -> None:
         super().__init__()
         self._observer, self._touched = observer, touched
         self._operator = ""
@@ -137,7 +137,7 @@ class _Tracer(TorchDispatchMode):
                 sizes[name] = min(sizes[name], rows[0] * tensors[name].shape[-1] * tensors[name].element_size())
             own = kernel.fn.__name__
             self._observer(
-                Launch(
+                KernelLaunch(
                     own,
                     self._operator,
                     {name: tuple(value.shape) for name, value in tensors.items()},
@@ -152,7 +152,7 @@ class _Tracer(TorchDispatchMode):
 
 def _of_pytorch(
     func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: object, operator: str
-) -> Launch | None:
+) -> KernelLaunch | None:
     """Return what an operator of PyTorch launches; None for views and for memory that is only allocated."""
     name = func._schema.name.removeprefix("aten::")
     if name in _ALLOCATIONS:
@@ -188,7 +188,7 @@ def _of_pytorch(
         left, right = args[_PRODUCTS[name] : _PRODUCTS[name] + 2]
         # Rows x inner of the left one times columns of the right one, batches included.
         products = left.numel() * right.shape[-1]
-    return Launch(
+    return KernelLaunch(
         f"aten.{name}",
         operator,
         {parameter: tuple(tensor.shape) for parameter, tensor in tensors.items()},

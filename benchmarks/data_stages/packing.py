@@ -24,7 +24,7 @@ from scipy import optimize, sparse  # noqa: F401  # loaded before the runs
 from benchmarks.conditions import write_figures
 from benchmarks.data_stages import published_packing
 from cluster.model.histogram import HISTOGRAM, length_counts
-from dataloading.batches.packing_strategy import Strategy, pack_histogram
+from dataloading.batches.packing_strategy import PackingStrategy, pack_histogram
 
 LIMITS = (3, 12, None)
 
@@ -109,7 +109,7 @@ def _checked_packs(packing: published_packing.Packing, counts: NDArray[np.int64]
     return packing.total()
 
 
-def _figure(key: tuple[str, int | None], packs: int, seconds: list[float], ours: Strategy) -> dict:
+def _figure(key: tuple[str, int | None], packs: int, seconds: list[float], ours: PackingStrategy) -> dict:
     return {
         "algorithm": key[0],
         "max_sequences": key[1],

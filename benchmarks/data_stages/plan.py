@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from cluster.model.histogram import HISTOGRAM, drawn_lengths
 from dataloading.batches.packing_strategy import pack_histogram
-from dataloading.batches.sampler import Plan, cost, deal
+from dataloading.batches.sampler import BatchPlan, cost, deal
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.manifest import write_metadata
 from dataloading.shards.shard import DatasetInfo, ShardRecord
@@ -115,7 +115,7 @@ def measure(folder: str, global_batch_size: int, world_size: int) -> None:
     """Print as JSON what opening a data set and planning 20 steps for the last rank takes: run in a process of its own."""
     started = time.perf_counter()
     dataset = open_dataset(Path(folder))
-    plan = Plan(dataset.lengths, dataset.masked_counts, global_batch_size, world_size, 1, seed=1)
+    plan = BatchPlan(dataset.lengths, dataset.masked_counts, global_batch_size, world_size, 1, seed=1)
     opened = time.perf_counter()
     steps = []
     for step in range(STEPS):

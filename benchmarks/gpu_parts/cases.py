@@ -21,7 +21,7 @@ from kernels.tuning.examples import Size, example_inputs
 
 
 @dataclass(frozen=True)
-class Work:
+class LeastWork:
     """The least work that a call can be: forward, and both ways."""
 
     flop: tuple[float, float] = (0.0, 0.0)
@@ -38,7 +38,7 @@ class Case:
     arguments: tuple[object, ...]
     autocast: torch.dtype | None
     """The type of matrix products, where it is not that of the arguments."""
-    work: Work
+    work: LeastWork
 
     def fresh(self) -> "Case":
         """The same values as new leaves of the graph."""
@@ -129,18 +129,20 @@ def cases(
     row, row_of_tables = (sum(lengths) * hidden * width for width in (dtype.itemsize, tables.word.element_size()))
     wide_row = sum(lengths) * wide * dtype.itemsize
     # Moved forward: query, key, value and output.
-    attention = Work((scores, 3 * scores), (4 * row, 12 * row))
+    attention = LeastWork((scores, 3 * scores), (4 * row, 12 * row))
     dropped_norm = layer.attention_norm
     embeddings = tables.word, tables.position, tables.segment, tables.norm.weight, tables.norm.bias
 
-    def case(op: str, work: Work, weights: Mapping[int, object]) -> Case:
+    def case(op: str, work: LeastWork, weights: Mapping[int, object]) -> Case:
         """The op with the model's own weights, and what else is not drawn, in their places."""
         arguments, _ = example_inputs(op, device, dtype, size)
         # By place, as `example_inputs` has its arguments by position.
         placed = (weights.get(place, value) for place, value in enumerate(arguments))
         return Case(op, tuple(map(_leaf, placed)), autocast, work)
 
-    loss = case("masked_lm_loss", Work((decoder, 3 * decoder)), {1: tables.word, 2: model.decoder_bias, 5: counting})
+    loss = case(
+        "masked_lm_loss", LeastWork((decoder, 3 * decoder)), {1: tables.word, 2: model.decoder_bias, 5: counting}
+    )
     states, *others = loss.arguments
     labels = others[2]
     assert isinstance(states, Tensor)
@@ -151,18 +153,20 @@ def cases(
         case("varlen_self_attention", attention, {}),
         case(
             "dropout_add_layer_norm",
-            Work(moved=(3 * row, 7 * row)),
+            LeastWork(moved=(3 * row, 7 * row)),
             {1: layer.attention_output.bias, 3: dropped_norm.weight, 4: dropped_norm.bias},
         ),
         case(
-            "embedding_layer_norm", Work(moved=(2 * row_of_tables, 6 * row_of_tables)), dict(enumerate(embeddings, 3))
+            "embedding_layer_norm",
+            LeastWork(moved=(2 * row_of_tables, 6 * row_of_tables)),
+            dict(enumerate(embeddings, 3)),
         ),
         case(
             "dense_gelu",
-            Work((feed_forward, 3 * feed_forward)),
+            LeastWork((feed_forward, 3 * feed_forward)),
             {1: layer.intermediate.weight, 2: layer.intermediate.bias},
         ),
-        case("bias_gelu", Work(moved=(2 * wide_row, 5 * wide_row)), {1: layer.intermediate.bias}),
+        case("bias_gelu", LeastWork(moved=(2 * wide_row, 5 * wide_row)), {1: layer.intermediate.bias}),
         # The heads' input is a norm's output, which may be of another type than the residual stream.
         replace(loss, arguments=(_leaf(states, after_norm), *others)),
     ]

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
+from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError
 from benchmarks.gpu_parts.measuring.scale import Context
 from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from kernels.reference.fp8 import E4M3, E5M2, capability_reasons
@@ -127,14 +127,14 @@ def _product_row(
     shape: _Shape,
     operands: Callable[[Context, _Shape], Callable[[], Tensor]],
     ceilings: Ceilings,
-) -> Row:
+) -> Figure:
     floor, ceiling = ceilings.floor(shape.flop, fp8=operands is _fp8_operands)
     # Cold, as in a step, in which other tensors have been through the cache since.
     seconds = measured(operands(context, shape), context.device, 3 * context.scale.repeats, cold=True)
     return timed_row(name, seconds, shape.flop / 1e12, "TFLOP/s", floor, ceiling)
 
 
-def _layer_row(context: Context, name: str, precision: str, shapes: list[_Shape], ceilings: Ceilings) -> Row:
+def _layer_row(context: Context, name: str, precision: str, shapes: list[_Shape], ceilings: Ceilings) -> Figure:
     """Row for all of a layer's products of one kind, from the medians of each."""
     rows = [context.report.row(f"{precision} {shape}") for shape in shapes]
     milliseconds = [row.milliseconds for row in rows if row and row.milliseconds]
@@ -185,9 +185,11 @@ def _scaled_product(
 
 def _best_row(
     context: Context, name: str, make: Callable[[Context], tuple[Callable[[], Tensor], int, str]], page: bool
-) -> Row:
+) -> Figure:
     work, amount, unit = make(context)
     # Warm, and the best: what the device reaches, not what it usually does.
     seconds = measured(work, context.device, 3 * context.scale.repeats, cold=False)
     best = min(seconds)
-    return Row(name, 1e3 * best, amount / best / 1e12, unit, note=f"best of {len(seconds)}", page=page, seconds=seconds)
+    return Figure(
+        name, 1e3 * best, amount / best / 1e12, unit, note=f"best of {len(seconds)}", page=page, seconds=seconds
+    )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
 from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
-from benchmarks.gpu_parts.measuring.report import NotUsableError, Report, Row
+from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, PartReport
 from benchmarks.gpu_parts.measuring.scale import Context
 from kernels import (
     OPS,
@@ -59,7 +59,7 @@ def correctness(context: Context) -> None:
     checked = [row for row in context.report.rows if row.figure is not None]
     worst = max((row.figure or 0 for row in checked), default=None)
     note = f"{len(checked)} checked, {len(context.report.failures)} wrong"
-    context.report.add(Row("largest error", figure=worst, unit="of allowed error", note=note, page=True))
+    context.report.add(Figure("largest error", figure=worst, unit="of allowed error", note=note, page=True))
     # Last: they start processes of their own.
     for tool in _TOOLS:
         context.report.attempt(f"compute-sanitizer {tool}", partial(_sanitizer_row, context, tool))
@@ -88,12 +88,12 @@ def _both_ways(case: Case) -> None:
     case.forward_and_gradients(function, case.upstream(function))
 
 
-def _called(title: str, made: Callable[[], object]) -> Row:
+def _called(title: str, made: Callable[[], object]) -> Figure:
     made()
-    return Row(title, note="called")
+    return Figure(title, note="called")
 
 
-def _sanitizer_row(context: Context, tool: str) -> Row:
+def _sanitizer_row(context: Context, tool: str) -> Figure:
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
         raise NotUsableError("compute-sanitizer is not installed")
@@ -102,7 +102,7 @@ def _sanitizer_row(context: Context, tool: str) -> Row:
     return sanitized(context, tool, [program, "--tool", tool, "--error-exitcode", str(_ERRORS_FOUND)])
 
 
-def sanitized(context: Context, tool: str, command: list[str]) -> Row:
+def sanitized(context: Context, tool: str, command: list[str]) -> Figure:
     """A row that says what ``compute-sanitizer``, called by ``command``, finds in one call of each kernel."""
     name = f"compute-sanitizer {tool}"
     with tempfile.TemporaryDirectory() as folder:
@@ -112,11 +112,11 @@ def sanitized(context: Context, tool: str, command: list[str]) -> Row:
         # Every tensor gets memory of its own, behind whose end the tool can see.
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         done = subprocess.run([*command, *part], env=environment, check=False, capture_output=True, text=True)
-        report = Report.load(file)
+        report = PartReport.load(file)
     said = [line.strip("= ") for line in (done.stdout + done.stderr).splitlines() if line.startswith("=====")]
     if done.returncode == _ERRORS_FOUND:
         # Errors of the tool first: under it the program may end well all the same.
-        return Row(name, note=f"WRONG: {'; '.join(said)[:400]}", page=True)
+        return Figure(name, note=f"WRONG: {'; '.join(said)[:400]}", page=True)
     if not report.complete or report.failures:
         why = "; ".join(f"{row.name}: {row.note}" for row in report.failures) or report.error
         raise RuntimeError(f"the program under it did not end well: {why}; {' '.join(said)[:200]}")
@@ -124,7 +124,7 @@ def sanitized(context: Context, tool: str, command: list[str]) -> Row:
     # A report in which nothing was called would pass for a clean one.
     if not called:
         raise RuntimeError(f"no op could be called: {report.rows[0].note}")
-    return Row(name, note=f"{said[-1] if said else 'says nothing'}, {called} ops called", page=True)
+    return Figure(name, note=f"{said[-1] if said else 'says nothing'}, {called} ops called", page=True)
 
 
 def _awkward_lengths(context: Context) -> list[int]:
@@ -134,7 +134,7 @@ def _awkward_lengths(context: Context) -> list[int]:
     return longer + [1 + 5 * i % 23 for i in range(8 if context.tiny else 200)] + [0, 0]
 
 
-def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Row:
+def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Figure:
     """Dropout is left out for implementations that draw by another generator than the oracle."""
     # Masks of another generator cannot be compared element by element.
     if name != "triton":
@@ -149,13 +149,13 @@ def _error_row(title: str, case: Case, name: str, dtype: torch.dtype) -> Row:
     return judged(title, oracle, plain, case.fresh().forward_and_gradients(ours, upstream), dtype)
 
 
-def _fp8_error_row(title: str, case: Fp8Case, name: str) -> Row:
+def _fp8_error_row(title: str, case: Fp8Case, name: str) -> Figure:
     """The definition rounds as it must; another may fall to the other side where it is between two numbers of FP8."""
     plain = case.results(OPS[case.op].definition)
     return judged(title, case.exact(), plain, case.results(partial(call, case.op, name)), torch.float32)
 
 
-def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Tensor], dtype: torch.dtype) -> Row:
+def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Tensor], dtype: torch.dtype) -> Figure:
     """The worst ratio of our error to what is allowed, over the output and every gradient."""
     ratios: list[float] = []
     for exact, expected, got in zip(oracle, plain, ours, strict=True):
@@ -170,10 +170,10 @@ def judged(title: str, oracle: list[Tensor], plain: list[Tensor], ours: list[Ten
     worst = max(range(len(ratios)), key=lambda index: ratios[index] if ratios[index] == ratios[index] else float("inf"))
     place = "output" if worst == 0 else f"result {worst} of {len(ratios) - 1}"
     verdict = "right" if ratios[worst] <= 1 else "WRONG"  # also for a NaN
-    return Row(title, figure=ratios[worst], unit="of allowed error", note=f"{verdict}, worst in the {place}")
+    return Figure(title, figure=ratios[worst], unit="of allowed error", note=f"{verdict}, worst in the {place}")
 
 
-def _lamb_error_row(context: Context, name: str) -> Row:
+def _lamb_error_row(context: Context, name: str) -> Figure:
     """Five steps of 400 segments between 2 and 60,000 elements; parameters and both moments are compared."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randint(2, 60 if context.tiny else 60_000, (400,), generator=generator).tolist()
@@ -184,7 +184,7 @@ def _lamb_error_row(context: Context, name: str) -> Row:
     return judged(f"lamb_step, {name}", oracle, plain, ours, torch.float32)
 
 
-def _sum_error_row(context: Context, title: str, name: str) -> Row:
+def _sum_error_row(context: Context, title: str, name: str) -> Figure:
     """A weight's gradient of two micro-batches in bf16, of which the first is written over what is there."""
     generator = torch.Generator(context.device).manual_seed(0)
     tokens, width = (40, 16) if context.tiny else (12_000, 1024)

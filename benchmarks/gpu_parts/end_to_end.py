@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts.measuring.report import NotUsableError, Report, Row
+from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, PartReport
 from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths
 
 NEEDS = ("h5py", "mlperf_logging", "rich", "safetensors", "tokenizers", "tyro")
@@ -39,13 +39,13 @@ def end_to_end(context: Context) -> None:
 
 def _samples(context: Context) -> int:
     """Number of samples that last, at the rate that part ``step`` has measured for the same recipe."""
-    rows = Report.load(context.report.path.with_name("step.json")).rows
+    rows = PartReport.load(context.report.path.with_name("step.json")).rows
     # The rate of the same recipe, in the file that part `step` left beside this one's.
     rate = next((row.figure for row in rows if row.figure and row.unit == "sequences/s"), _LIKELY_RATE)
     return int(rate * _SECONDS)
 
 
-def rows_of(records: list[dict[str, Any]]) -> list[Row]:
+def rows_of(records: list[dict[str, Any]]) -> list[Figure]:
     """Make rows of what the lines of a metrics file say, also while the run goes on."""
     steps, evaluations, ends = (
         [record for record in records if record["event"] == event] for event in ("step", "eval", "end")
@@ -59,16 +59,16 @@ def rows_of(records: list[dict[str, Any]]) -> list[Row]:
         note = f"a step; {steps[-1]['samples']:,} samples in {steps[-1]['time_s']:.0f} s"
         rate = _median(steps, "sequences_per_s")
         rows += [
-            Row("training", statistics.median(milliseconds), rate, "sequences/s", note=note, page=True),
-            Row("last quarter of the steps against the first", figure=drift, unit="x", note="step time", page=True),
-            Row("host waiting for data", share=waiting, note="of the time of all steps", page=True),
+            Figure("training", statistics.median(milliseconds), rate, "sequences/s", note=note, page=True),
+            Figure("last quarter of the steps against the first", figure=drift, unit="x", note="step time", page=True),
+            Figure("host waiting for data", share=waiting, note="of the time of all steps", page=True),
         ]
     if evaluations:
         note = f"{evaluations[0]['count']} masked tokens"
-        rows.append(Row("evaluation", 1e3 * _median(evaluations, "eval_s"), note=note, page=True))
+        rows.append(Figure("evaluation", 1e3 * _median(evaluations, "eval_s"), note=note, page=True))
     if ends and ends[0]["time_s"]:
         rate = ends[0]["samples"] / ends[0]["time_s"]
-        rows.append(Row("inside the clock", figure=rate, unit="sequences/s", note="evaluation too", page=True))
+        rows.append(Figure("inside the clock", figure=rate, unit="sequences/s", note="evaluation too", page=True))
     return rows
 
 
@@ -127,8 +127,8 @@ def _add_rows(context: Context, folder: Path, *, quiet: bool = False) -> None:
         context.report.add(*rows_of([json.loads(line) for line in lines]), quiet=quiet)
 
 
-def _verdict(log: Path) -> Row:
+def _verdict(log: Path) -> Figure:
     checker = [sys.executable, "-m", "compliance", "check", str(log)]
     done = subprocess.run(checker, cwd=_REPOSITORY, check=False, capture_output=True, text=True)
     lines = (done.stdout + done.stderr).replace(str(log), log.name).strip().splitlines() or ["no verdict"]
-    return Row("log", note=lines[0] if done.returncode == 0 else f"WRONG: {' '.join(lines)[:300]}", page=True)
+    return Figure("log", note=lines[0] if done.returncode == 0 else f"WRONG: {' '.join(lines)[:300]}", page=True)

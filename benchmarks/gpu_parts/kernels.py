@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.gpu_parts.cases import Case, call, cases, drawn_model
 from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.fp8 import Fp8Case, fp8_cases
-from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
+from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError
 from benchmarks.gpu_parts.measuring.scale import Context, samples_of
 from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.recipes import RECIPES
@@ -88,7 +88,7 @@ def _compare(context: Context, op: str, what: str) -> None:
 
 def _time_row(
     context: Context, title: str, case: Case, side: Callable[..., object], ceilings: Ceilings, both_ways: bool
-) -> Row:
+) -> Figure:
     upstream = case.upstream(side)
 
     def both() -> None:
@@ -107,7 +107,7 @@ def _time_row(
     return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)
 
 
-def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilings: Ceilings) -> Row:
+def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilings: Ceilings) -> Figure:
     function = partial(call, case.op, name)
     seconds = measured(lambda: function(*case.arguments), context.device, 3 * context.scale.repeats, cold=True)
     floor, ceiling = ceilings.floor(case.flop, case.moved, fp8=True)
@@ -115,7 +115,7 @@ def _fp8_time_row(context: Context, title: str, case: Fp8Case, name: str, ceilin
     return timed_row(title, seconds, amount / 1e12, unit, floor, ceiling)
 
 
-def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Row:
+def _lamb_time_row(context: Context, name: str, ceilings: Ceilings) -> Figure:
     """The optimizer's step on the model's own flat buffers."""
     # Flat buffers on the device from the start, as training has them.
     with context.device:

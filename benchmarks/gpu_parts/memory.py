@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from benchmarks.gpu_parts.measuring.report import Row
+from benchmarks.gpu_parts.measuring.report import Figure
 from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths, samples_of
 from benchmarks.gpu_parts.step import Precision, training_step
 from bert.configuration.recipes import RECIPES
@@ -38,10 +38,10 @@ def _search(context: Context, precision: Precision) -> None:
         most, failing = (size, failing) if row.note.startswith(_FITS) else (most, size)
         size = 2 * size if failing is None else (most + failing) // 2
     bound = f"{failing} do not" if failing else "more were not tried"
-    report.add(Row(f"{precision}, most sequences that fit", figure=most, unit="sequences", note=bound, page=True))
+    report.add(Figure(f"{precision}, most sequences that fit", figure=most, unit="sequences", note=bound, page=True))
 
 
-def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Row:
+def _peak(context: Context, name: str, precision: Precision, sequences: int) -> Figure:
     """The most memory that start-up, captured graphs and a replay of one size take."""
     on_gpu = context.device.type == "cuda"
     if on_gpu:
@@ -52,17 +52,17 @@ def _peak(context: Context, name: str, precision: Precision, sequences: int) -> 
     except RuntimeError as error:
         # Only lack of memory is an answer; any other error is a fault.
         if _is_lack_of_memory(error):
-            return Row(name, note=_DOES_NOT_FIT)
+            return Figure(name, note=_DOES_NOT_FIT)
         raise
     if not on_gpu:
-        return Row(name, note=f"{_FITS}; a CPU keeps no count")
+        return Figure(name, note=f"{_FITS}; a CPU keeps no count")
     free, total = torch.cuda.mem_get_info()
     # Reserved counts: what the allocator holds is not free for others.
     reserved, allocated = (
         2**-30 * read() for read in (torch.cuda.max_memory_reserved, torch.cuda.max_memory_allocated)
     )
     note = f"{_FITS}; share of the device's {total / 2**30:.0f}; {allocated:.1f} of them allocated, {free / 2**30:.1f} free"
-    return Row(name, figure=reserved, unit="GiB", share=reserved * 2**30 / total, note=note)
+    return Figure(name, figure=reserved, unit="GiB", share=reserved * 2**30 / total, note=note)
 
 
 def _train(context: Context, precision: Precision, sequences: int) -> None:

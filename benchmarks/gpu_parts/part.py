@@ -48,7 +48,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     import torch  # takes seconds, which count
 
     from benchmarks.conditions import conditions
-    from benchmarks.gpu_parts.measuring.report import DeviceLostError, Report, first_line
+    from benchmarks.gpu_parts.measuring.report import DeviceLostError, PartReport, first_line
     from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context
     from benchmarks.gpu_parts.measuring.timing import device_name, settle
     from kernels.precision import set_product_precision
@@ -59,7 +59,7 @@ def run(function: str, file: Path, device_type: str, *, tiny: bool) -> int:
     # Device 0: the first that CUDA shows, which the caller may have chosen.
     device = torch.device(device_type, 0)
     # Rows of an earlier process of this part are kept, and not measured again.
-    report = Report.load(file)
+    report = PartReport.load(file)
     report.settle = partial(settle, device)
     about = {"part": file.stem, "device": device_name(device), "cuda": torch.version.cuda}
     report.about = about | conditions(tuple(name for name in _PACKAGES if _is_installed(name)))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.gpu_parts.ceilings import Ceilings
-from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
+from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError
 from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, samples_of
 from benchmarks.gpu_parts.measuring.timing import measured, release, timed_row
 from benchmarks.gpu_parts.step import rate
@@ -42,7 +42,7 @@ def peers(context: Context) -> None:
     context.report.attempt("ours against the fastest peer", partial(_against_fastest, context, list(sides)))
 
 
-def _against_fastest(context: Context, names: list[str]) -> Row:
+def _against_fastest(context: Context, names: list[str]) -> Figure:
     # Those that were measured; one that is not installed is none.
     rates = {name: row.figure for name in names if (row := context.report.row(name)) and row.figure}
     ours = context.report.row(OURS)
@@ -50,10 +50,10 @@ def _against_fastest(context: Context, names: list[str]) -> Row:
         raise NotUsableError("one side was not measured")
     fastest = max(rates, key=lambda name: rates[name])
     name, ratio = "ours against the fastest peer", ours.figure / rates[fastest]
-    return Row(name, ours.milliseconds, ours.figure, ours.unit, ours.share, ratio, fastest, page=True)
+    return Figure(name, ours.milliseconds, ours.figure, ours.unit, ours.share, ratio, fastest, page=True)
 
 
-def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Row:
+def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callable[[], None]]) -> Figure:
     """The peer's rate at as many of our sequences as it has memory for: all of them, half, or a quarter."""
     # A peer that pads may not have room for as many sequences.
     for parts in (1, 2, 4):
@@ -66,7 +66,7 @@ def _peer_row(context: Context, name: str, side: Callable[[Context, int], Callab
             return row
         # Memory that a failed try has cached is given back before a smaller one.
         release(context.device)
-    return Row(name, note="does not fit the device's memory", page=True)
+    return Figure(name, note="does not fit the device's memory", page=True)
 
 
 def _seconds_if_it_fits(

@@ -7,7 +7,7 @@ from typing import Literal
 
 from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.measuring.budget import split, synchronisations
-from benchmarks.gpu_parts.measuring.report import NotUsableError, Row
+from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError
 from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, training_flop
 from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
@@ -48,7 +48,7 @@ def _sizes(context: Context) -> list[tuple[Config, int, int]]:
     ]
 
 
-def _look_into(context: Context, name: str, precision: Precision) -> Row:
+def _look_into(context: Context, name: str, precision: Precision) -> Figure:
     """Split the time of a captured step, and check whether the host waits in one."""
     # Padded to a shape bucket, as captured steps are.
     batches = micro_batches(context, context.scale.sequences, 1, padded=True)
@@ -77,13 +77,13 @@ def _name_of_losses(precision: Precision) -> str:
     return f"loss in {precision} after the last step"
 
 
-def _loss_row(context: Context, name: str, precision: Precision) -> Row:
+def _loss_row(context: Context, name: str, precision: Precision) -> Figure:
     losses = _losses(context, precision)
     note = f"from {losses[0]:.4f} in {len(losses)} steps"
-    return Row(name, figure=losses[-1], note=note, page=True, losses=losses)
+    return Figure(name, figure=losses[-1], note=note, page=True, losses=losses)
 
 
-def _parity_row(context: Context, name: str, low: Precision, high: Precision) -> Row:
+def _parity_row(context: Context, name: str, low: Precision, high: Precision) -> Figure:
     rows = [context.report.row(_name_of_losses(precision)) for precision in (low, high)]
     if not all(row and row.losses for row in rows):
         raise NotUsableError("a side was not measured")
@@ -91,7 +91,7 @@ def _parity_row(context: Context, name: str, low: Precision, high: Precision) ->
         abs(ours - theirs) / theirs for ours, theirs in zip(*(row.losses for row in rows if row), strict=True)
     ]
     note = f"largest relative difference over {len(differences)} steps; {differences[-1]:.2e} at the last"
-    return Row(name, figure=max(differences), note=note, page=True)
+    return Figure(name, figure=max(differences), note=note, page=True)
 
 
 def with_precision(config: Config, precision: Precision) -> Config:
@@ -136,7 +136,7 @@ def rate(
     *,
     captured: bool = True,
     phases: bool = False,
-) -> Row:
+) -> Figure:
     """Row of a step's rate; with ``phases`` rows for those, by the stopwatch of training: should it fail, others do not."""
     # The stopwatch of a GPU records events, the host's reads the clock.
     stopwatch = DeviceStopwatch() if phases and context.device.type == "cuda" else Stopwatch()
@@ -170,7 +170,9 @@ def _add_phases(
     for phase, seconds in stopwatch.take().items():
         if seconds:
             a_step = seconds / repeats
-            row = Row(f"stopwatch: {phase}", 1e3 * a_step, share=a_step / step_seconds, note="of the step", page=True)
+            row = Figure(
+                f"stopwatch: {phase}", 1e3 * a_step, share=a_step / step_seconds, note="of the step", page=True
+            )
             context.report.add(row)
 
 

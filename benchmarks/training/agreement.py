@@ -42,7 +42,7 @@ from bert.checkpoints.weights import save_weights
 from bert.configuration.recipes import ARTIFACTS
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples
@@ -217,7 +217,7 @@ def _train_by_the_program(model: ModelConfig, vocab: Path, steps: int, folder: P
 def _global_batches(data: Dataset, steps: int) -> Iterator[Samples]:
     """The samples of each step, as the program's ranks take them together."""
     # The same plan as the program's ranks make, put together again.
-    plan = Plan(data.lengths, data.masked_counts, BATCH, RANKS, gradient_accumulation_steps=1, seed=SEED)
+    plan = BatchPlan(data.lengths, data.masked_counts, BATCH, RANKS, gradient_accumulation_steps=1, seed=SEED)
     return (data.take(plan.global_batch(step)) for step in range(steps))
 
 

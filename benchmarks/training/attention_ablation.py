@@ -30,7 +30,7 @@ from bert.parallel.mesh import join_mesh
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, NumpyLoader
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.dataset.folder import open_dataset
 
 
@@ -82,7 +82,7 @@ def _accuracies(config: Config, seed: int) -> list[float]:
     step = TrainingStep(model, config, mesh, Stopwatch())
     evaluator = Evaluator(open_dataset(config.data.evaluation), mesh, config.evaluation.batch_size)
     train = open_dataset(config.data.train)
-    plan = Plan(train.lengths, train.masked_counts, training.global_batch_size, 1, 1, seed)
+    plan = BatchPlan(train.lengths, train.masked_counts, training.global_batch_size, 1, 1, seed)
     loader = NumpyLoader(train, lambda number: plan.rank_batches(number, 0), mesh.device)
     accuracies = [evaluator(model, step.autocast()).value]
     # To the recipe's sample limit, whatever the accuracy is: both curves have equal length.

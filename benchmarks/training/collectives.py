@@ -29,7 +29,7 @@ import tyro
 from torch import Tensor, nn
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import Network, block, run_ranks, why_not
+from benchmarks.hosts import BridgedHosts, block, run_ranks, why_not
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.choice import measured_choice
@@ -42,7 +42,7 @@ STRATEGIES: tuple[Strategy, ...] = ("flat", "hierarchical", "sharded", "sharded_
 
 
 @dataclass(frozen=True)
-class Case:
+class HostLayout:
     """Hosts, ranks and links of one measurement."""
 
     hosts: int
@@ -70,17 +70,17 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         print(f"error: {missing}", file=sys.stderr)
         raise SystemExit(2)
     if quick:
-        cases = [Case(2, 2, "block", None, 4, 2), Case(2, 2, "cyclic", None, 4, 2)]
+        cases = [HostLayout(2, 2, "block", None, 4, 2), HostLayout(2, 2, "cyclic", None, 4, 2)]
         cases += [
-            Case(2, 2, "block", None, 4, 2, reduce_dtype="bf16"),
-            Case(2, 1, "block", "300mbit", 4, 1, "products"),
+            HostLayout(2, 2, "block", None, 4, 2, reduce_dtype="bf16"),
+            HostLayout(2, 1, "block", "300mbit", 4, 1, "products"),
         ]
     else:
         # Unshaped and at two rates, in block and in cyclic order, which makes every hop of a ring go between hosts.
-        cases = [Case(2, 4, o, r, 64, 2) for r in (None, "1gbit", "300mbit") for o in ("block", "cyclic")]
-        cases += [Case(2, 4, "block", rate, 64, 2, reduce_dtype="bf16") for rate in (None, "1gbit", "300mbit")]
-        cases += [Case(4, 2, "block", None, 64, 2), Case(2, 2, "block", "300mbit", 64, 2, "wait")]
-        cases += [Case(2, 1, "block", rate, 64, 3, "products") for rate in ("300mbit", "1gbit")]
+        cases = [HostLayout(2, 4, o, r, 64, 2) for r in (None, "1gbit", "300mbit") for o in ("block", "cyclic")]
+        cases += [HostLayout(2, 4, "block", rate, 64, 2, reduce_dtype="bf16") for rate in (None, "1gbit", "300mbit")]
+        cases += [HostLayout(4, 2, "block", None, 64, 2), HostLayout(2, 2, "block", "300mbit", 64, 2, "wait")]
+        cases += [HostLayout(2, 1, "block", rate, 64, 3, "products") for rate in ("300mbit", "1gbit")]
     figures = []
     for _, alike in itertools.groupby(cases, lambda case: (case.hosts, case.rate)):
         for figure in measure(list(alike)):
@@ -93,10 +93,10 @@ def main(quick: bool = False, out: Path | None = None) -> None:
         print(f"{name}: {ratio:.2f}")
 
 
-def measure(cases: list[Case]) -> list[dict[str, Any]]:
+def measure(cases: list[HostLayout]) -> list[dict[str, Any]]:
     """Run cases of as many hosts and the same links one after another, on namespaces of their own."""
     figures = []
-    with Network(cases[0].hosts, cases[0].rate) as names, tempfile.TemporaryDirectory() as folder:
+    with BridgedHosts(cases[0].hosts, cases[0].rate) as names, tempfile.TemporaryDirectory() as folder:
         found = Path(folder) / "found.json"
         for case in cases:
             order = block(case.hosts, case.local_size)
@@ -122,7 +122,7 @@ class _Layer(torch.autograd.Function):
         return gradients[0], torch.ones(()).expand_as(ctx.weight), None
 
 
-def _rank(case: Case, found: Path) -> int:
+def _rank(case: HostLayout, found: Path) -> int:
     # Ranks share the cores.
     torch.set_num_threads(1)
     mesh = join_mesh("cpu")
@@ -155,7 +155,7 @@ def _flat(model: nn.ParameterList, size: int) -> FlatParameters:
     return FlatParameters(weights, gradients, segments, weights, gradients, places)
 
 
-def _reduced(case: Case, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
+def _reduced(case: HostLayout, mesh: Mesh, flat: FlatParameters, reduction: Reduction) -> dict[str, Any]:
     seconds, counts = [], []
 
     def communicate() -> None:
@@ -189,7 +189,9 @@ def sent_bytes() -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-def _exposed(case: Case, model: nn.ParameterList, flat: FlatParameters, communicators: Communicators) -> dict[str, Any]:
+def _exposed(
+    case: HostLayout, model: nn.ParameterList, flat: FlatParameters, communicators: Communicators
+) -> dict[str, Any]:
     """Seconds of a step beyond its computation alone, which is made as long as its communication alone."""
     # Small buckets, so that reduction begins early in the backward pass.
     reduction = Reduction(flat, communicators, "hierarchical", bucket_bytes=4_000_000)

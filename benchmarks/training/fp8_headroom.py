@@ -73,7 +73,7 @@ class Trace:
     """Of the gradient, before it is clipped."""
 
 
-class Comparison:
+class PairedModel:
     """A model whose products are in fp32 or in FP8 as asked, and the gradients of either."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ class Comparison:
 
 def traced(settings: Settings) -> Trace:
     """Train in fp32, and at every step take the same gradients in FP8 by every choice."""
-    comparison, trace = Comparison(), Trace()
+    comparison, trace = PairedModel(), Trace()
     state = comparison.state
     optimizer = Lamb(
         comparison.flat,

@@ -56,7 +56,7 @@ def train(side: Side, initial: BertForPreTraining, batches: Iterable[Samples], o
     # Hugging Face's embedding leaves [PAD] untrained; the reference's does not, and [PAD] is among the tokens that masking
     # draws at random.
     model.bert.embeddings.word_embeddings.padding_idx = None
-    lamb, trained = Lamb(model, optimizer), Trained()
+    lamb, trained = ReferenceLamb(model, optimizer), Trained()
     for batch in batches:
         masked_lm_loss, next_sentence_loss = _backward(side, model, batch)
         trained.masked_lm_loss.append(masked_lm_loss)
@@ -89,7 +89,7 @@ def _backward(side: Side, model: Any, batch: Samples) -> tuple[float, float]:
     return masked_lm_loss, next_sentence_loss
 
 
-class Lamb:
+class ReferenceLamb:
     """LAMB as the reference defines it."""
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:

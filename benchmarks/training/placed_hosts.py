@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before PyTorch is imported: of 
 import tyro
 
 from benchmarks.conditions import write_figures
-from benchmarks.hosts import Network, ip, run_ranks, shape, why_not
+from benchmarks.hosts import BridgedHosts, ip, run_ranks, shape, why_not
 from bert.train import main as train
 from cluster.__main__ import main as cluster
 
@@ -47,7 +47,7 @@ MODEL = {
 }
 
 
-class TwoLeaves(Network):
+class TwoLeaves(BridgedHosts):
     """The hosts with even numbers on one bridge, the others on another, and a slow link between the bridges."""
 
     def __init__(self) -> None:

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import tyro
 
 from benchmarks.conditions import write_figures
-from cluster.tuning.choice import Choice
+from cluster.tuning.choice import TunedRun
 from cluster.tuning.group import Group
 from cluster.tuning.race import Comparison, window_steps
-from cluster.tuning.tune import Request, default_choice, tune
+from cluster.tuning.tune import TuneRequest, default_choice, tune
 
 MIDDLE = (
     "--data.initial-checkpoint=None",
@@ -47,7 +47,7 @@ def main(seconds: float = 120.0, out: Path | None = None) -> None:
         os.environ["MLPERF_BERT_CACHE"] = folder
         for name, settings in CASES.items():
             print(name, flush=True)
-            rows.append({"case": name, **_row(tune(Request("tiny_cpu", settings, seconds)), settings)})
+            rows.append({"case": name, **_row(tune(TuneRequest("tiny_cpu", settings, seconds)), settings)})
     if out:
         write_figures(out, {"seconds": seconds, "turns": TURNS, "rows": rows})
     for row in rows:
@@ -55,13 +55,13 @@ def main(seconds: float = 120.0, out: Path | None = None) -> None:
         print(f"{row['case']}, time of the choice over that of the default: {row['ratio']:.3f} ({between})")
 
 
-def _row(choice: Choice, settings: tuple[str, ...]) -> dict[str, object]:
+def _row(choice: TunedRun, settings: tuple[str, ...]) -> dict[str, object]:
     default = default_choice("tiny_cpu")
     found = Comparison(1.0, 1.0, 1.0, 0) if choice == default else compared(default, choice, settings)
     return {"default": str(default), "choice": str(choice), "ratio": found.ratio, "low": found.low, "high": found.high}
 
 
-def compared(one: Choice, other: Choice, settings: tuple[str, ...]) -> Comparison:
+def compared(one: TunedRun, other: TunedRun, settings: tuple[str, ...]) -> Comparison:
     """Time of the other over that of the one, by turns."""
     deadline = time.monotonic() + 600
     with Group(one, "tiny_cpu", settings, deadline) as first, Group(other, "tiny_cpu", settings, deadline) as second:

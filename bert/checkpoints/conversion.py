@@ -3,14 +3,14 @@
 import math
 from pathlib import Path
 
-from bert.checkpoints.sources import Source
+from bert.checkpoints.sources import CheckpointSource
 from bert.checkpoints.weights import VOCABULARY, model_metadata, write_safetensors
 from bert.configuration.sections import ModelConfig
 from console.files import atomic_path
 from dataloading.text.tokenization import Vocabulary
 
 
-def describe(found: Source) -> list[str]:
+def describe(found: CheckpointSource) -> list[str]:
     """Describe the checkpoint that was found, in lines."""
     model = found.model
     parameters = sum(math.prod(weight.shape) for weight in found.weights.values())
@@ -30,7 +30,7 @@ def describe(found: Source) -> list[str]:
     ]
 
 
-def write_ours(found: Source, out: Path) -> None:
+def write_ours(found: CheckpointSource, out: Path) -> None:
     """Write our safetensors file, whole or not at all."""
     # Where the weights come from, and which model they are of, stays with the file wherever it goes.
     metadata = {"source": found.kind, "source_digest": found.digest, **model_metadata(found.model)}
@@ -40,7 +40,7 @@ def write_ours(found: Source, out: Path) -> None:
         write_safetensors(temporary, found.ours, metadata)
 
 
-def vocabulary_of(found: Source, source: Path, vocab: Path | None) -> Vocabulary:
+def vocabulary_of(found: CheckpointSource, source: Path, vocab: Path | None) -> Vocabulary:
     """The vocabulary of the model. Raises ``ValueError`` where there is none, or it is another's."""
     beside = (source if source.is_dir() else source.parent) / "vocab.txt"
     if vocab is None and not beside.is_file():

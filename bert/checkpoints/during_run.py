@@ -3,7 +3,7 @@
 from bert.checkpoints.training_state import Checkpoints
 from bert.reporting.records import Position
 from bert.reporting.reporter import Reporter
-from bert.reporting.stopwatch import Stage
+from bert.reporting.stopwatch import PhaseTracker
 
 
 class NoCheckpoints:
@@ -24,11 +24,11 @@ class NoCheckpoints:
 
 
 class RunCheckpoints:
-    """Writer of ``checkpoints`` that tells ``stage`` what is waited for, and ``reporter`` what went wrong."""
+    """Writer of ``checkpoints`` that tells ``tracker`` what is waited for, and ``reporter`` what went wrong."""
 
-    def __init__(self, checkpoints: Checkpoints, stage: Stage, reporter: Reporter) -> None:
+    def __init__(self, checkpoints: Checkpoints, tracker: PhaseTracker, reporter: Reporter) -> None:
         self._checkpoints = checkpoints
-        self._stage = stage
+        self._tracker = tracker
         self._reporter = reporter
 
     def due(self, steps: int) -> bool:
@@ -39,13 +39,13 @@ class RunCheckpoints:
         """Begin one, when the one before is there; every rank must call it after the same step."""
         # There is one set of copies in the host's memory, which the thread may still be writing from.
         self.wait(at)
-        self._stage.enter("checkpoint")
+        self._tracker.enter("checkpoint")
         self._checkpoints.save(at.steps, at.samples)
 
     def wait(self, at: Position) -> None:
         """Wait until the one that is being written is there."""
         if self._checkpoints.writing:
-            self._stage.enter("checkpoint_write")
+            self._tracker.enter("checkpoint_write")
             self._checkpoints.wait()
         self.look(at)
 
@@ -57,4 +57,4 @@ class RunCheckpoints:
             self._reporter.warn(at.steps, f"no checkpoint was written: {error.filename}: {error.strerror}")
         # The watchdog allows a phase so many times its longest: what the thread took stands for waits that are to come.
         if self._checkpoints.longest_s is not None:
-            self._stage.longest["checkpoint_write"] = self._checkpoints.longest_s
+            self._tracker.longest["checkpoint_write"] = self._checkpoints.longest_s

@@ -15,7 +15,7 @@ from bert.parallel.mesh import Mesh
 from console.program import say
 
 if TYPE_CHECKING:
-    from bert.checkpoints.sources import Source
+    from bert.checkpoints.sources import CheckpointSource
     from dataloading.text.tokenization import Vocabulary
 
 # Not the vocabulary, whose table may be padded, and not dropout, which is no property of weights.
@@ -102,7 +102,7 @@ def load_initial_weights(model: BertForPreTraining, path: Path) -> list[str]:
     return [name for name in state if name not in found]
 
 
-def _open_folder(path: Path, model: ModelConfig, whole: bool) -> "Source":
+def _open_folder(path: Path, model: ModelConfig, whole: bool) -> "CheckpointSource":
     from bert.checkpoints.sources import open_source
 
     source = open_source(path, whole=whole)

@@ -28,7 +28,7 @@ _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "Lay
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """A checkpoint, opened: everything is known but the numbers."""
 
     kind: str
@@ -61,7 +61,7 @@ class Source:
         }
 
 
-def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> Source:
+def open_source(path: Path, num_attention_heads: int | None = None, whole: bool = True) -> CheckpointSource:
     """Find out what ``path`` is and check that it holds a BERT, if ``whole`` with both heads. Raises ``ValueError``.
 
     Of Hugging Face's files pooler and heads may be missing otherwise, as from those of ``BertForMaskedLM``.
@@ -94,7 +94,7 @@ def open_source(path: Path, num_attention_heads: int | None = None, whole: bool 
     )
 
 
-def _open_tensorflow(prefix: Path, heads: int | None) -> Source:
+def _open_tensorflow(prefix: Path, heads: int | None) -> CheckpointSource:
     bundle = TensorBundle(prefix)
     variables = bundle.variable_names
     form = "TF2" if variables else "TF1"
@@ -121,7 +121,7 @@ def _open_tensorflow(prefix: Path, heads: int | None) -> Source:
         else "not one of the benchmark's published files"
     )
     _require_whole(f"{bundle.index} ({note})", missing)
-    return Source(
+    return CheckpointSource(
         kind=f"TensorFlow checkpoint ({form})",
         digested=lambda: f"sha256 of the index, which holds every tensor's checksum: {bundle.index_sha256}",
         notes=(f"by size and by the MD5 of the index: {note}",),
@@ -167,7 +167,7 @@ def _weights_file(folder: Path) -> Path:
     raise ValueError(f"{folder} holds no model.safetensors{hint}")
 
 
-def _open_safetensors(path: Path, heads: int | None, whole: bool) -> Source:
+def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointSource:
     """Open our own file, or one of Hugging Face's."""
     shapes, metadata = read_header(path)
     is_ours = "embeddings.word" in shapes
@@ -194,7 +194,7 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> Source:
     if heads is not None and stated is not None and heads != known:
         raise ValueError(f"{path} holds a model with {known} attention heads: leave --num-attention-heads {heads} out")
     model = _model_of(weights, layers, heads or known, str(path), stated)
-    return Source(
+    return CheckpointSource(
         kind="safetensors file of this program" if is_ours else "Hugging Face checkpoint",
         # When it is asked for: it reads the whole file.
         digested=lambda: f"sha256 of {path.name}: {sha256_of(path)}",

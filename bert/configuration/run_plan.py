@@ -7,7 +7,7 @@ from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import OptimizerConfig
 from bert.reporting.records import PHASES
-from console.documents import Document
+from console.documents import FileKind
 from console.files import shown
 from console.text import counted
 
@@ -130,7 +130,7 @@ def _check(plan: RunPlan) -> None:
             )
 
 
-_FILE = Document(
+_FILE = FileKind(
     kind=RunPlan,
     key="plan",
     format="mlperf-bert run plan",

@@ -7,7 +7,7 @@ from bert.evaluation.evaluator import Evaluator, PendingAccuracy
 from bert.mllog import MLLog
 from bert.reporting.records import EvaluationRecord, Position
 from bert.reporting.reporter import Reporter
-from bert.reporting.stopwatch import Stage
+from bert.reporting.stopwatch import PhaseTracker
 from bert.step import TrainingStep
 
 
@@ -24,7 +24,13 @@ class Evaluations:
     """Evaluations of a run: begun here, their results read and reported; training may go on while one is pending."""
 
     def __init__(
-        self, evaluator: Evaluator, step: TrainingStep, log: MLLog, reporter: Reporter, stage: Stage, target: float
+        self,
+        evaluator: Evaluator,
+        step: TrainingStep,
+        log: MLLog,
+        reporter: Reporter,
+        tracker: PhaseTracker,
+        target: float,
     ) -> None:
         self.accuracy: float | None = None
         """The last one that was read."""
@@ -34,7 +40,7 @@ class Evaluations:
         self._step = step
         self._log = log
         self._reporter = reporter
-        self._stage = stage
+        self._tracker = tracker
         self._target = target
         self._pending: _Pending | None = None
 
@@ -46,7 +52,7 @@ class Evaluations:
     def begin(self, at: Position) -> None:
         """Hand an evaluation of the weights as they are to the device; every rank must call it after the same step."""
         began = time.perf_counter()
-        self._stage.enter("evaluation")
+        self._tracker.enter("evaluation")
         # Numbers of samples are those of now: a step that follows before the result is none of this evaluation.
         self._log.eval_start(at.samples)
         # Each rank may have updated a part of the weights alone.
@@ -57,7 +63,7 @@ class Evaluations:
         """Wait for the result that is pending and report it; returns whether it reaches the target."""
         assert self._pending is not None
         pending, self._pending = self._pending, None
-        self._stage.enter("evaluation")
+        self._tracker.enter("evaluation")
         # A step may have been handed over since: for the watchdog this is the evaluation again.
         accuracy = pending.accuracy.result()
         self._log.eval_accuracy(accuracy.value, pending.at.samples)

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from bert.reporting.records import EndRecord, EvaluationRecord, PlanRecord, Record, StepRecord, WarningRecord
-from compliance.log.forecast import Schedule, forecast
+from compliance.log.forecast import EvaluationSchedule, forecast
 from console import live
 from console.live import Row, clock
 from console.text import visible
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """Progress of the run, as far as the displays know it."""
 
     target: float
     max_samples: int
-    schedule: Schedule
+    schedule: EvaluationSchedule
     """Of the evaluations."""
     resumed_samples: int = 0
     """Trained before the run went on from a checkpoint, in none of its time."""
@@ -55,10 +55,10 @@ class Progress:
         return f"{clock(min(early, late))} to {clock(late)}"
 
 
-class PlainLines:
+class StepLines:
     """Lines for batch logs, one an interval; ``put`` is where lines go."""
 
-    def __init__(self, progress: Progress, *put: Callable[[str], None]) -> None:
+    def __init__(self, progress: RunProgress, *put: Callable[[str], None]) -> None:
         self._progress = progress
         self._put = put
 
@@ -92,10 +92,10 @@ class PlainLines:
         return f"end: {record.status} after {record.samples} samples and {record.time_s:.1f} s"
 
 
-class LivePanel:
+class RunPanel:
     """The panel of a run, for a person at a terminal; ``title`` says which run it is."""
 
-    def __init__(self, title: str, progress: Progress, console: Console) -> None:
+    def __init__(self, title: str, progress: RunProgress, console: Console) -> None:
         self._title = title
         self._progress = progress
         self._panel = live.LivePanel(console)

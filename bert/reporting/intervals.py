@@ -116,7 +116,7 @@ class Intervals:
 
         Returns whether the run is to end: some rank was told to ``stop``, or gradients do not become finite again.
         """
-        self._stopwatch.stage.enter("statistics")
+        self._stopwatch.tracker.enter("statistics")
         means, stopping = self._statistics.fetch(stop, self._own_seconds)
         # Behind the fetch, which waits for the device: the steps are done by now.
         now = time.perf_counter()

@@ -8,7 +8,7 @@ from contextlib import ExitStack, suppress
 from types import TracebackType
 
 from bert.reporting.against_plan import AgainstPlan
-from bert.reporting.displays import Progress
+from bert.reporting.displays import RunProgress
 from bert.reporting.records import EndRecord, Record, Sink, StepRecord, WarningRecord
 
 
@@ -18,7 +18,7 @@ class Reporter:
     Without sinks (all ranks but the first) nothing is reported.
     """
 
-    def __init__(self, progress: Progress, sinks: list[Sink], against_plan: AgainstPlan | None = None) -> None:
+    def __init__(self, progress: RunProgress, sinks: list[Sink], against_plan: AgainstPlan | None = None) -> None:
         self._progress = progress
         self._sinks = sinks
         self._against_plan = against_plan

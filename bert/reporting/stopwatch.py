@@ -21,8 +21,8 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-class Stage:
-    """Stage of a rank: written here for a microsecond a phase, and read by ``bert.parallel.watchdog`` from its thread."""
+class PhaseTracker:
+    """Phase that a rank is in, written for a microsecond a phase and read by ``bert.parallel.watchdog`` from its thread."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -52,7 +52,7 @@ class Stopwatch:
     """Seconds spent in each phase of the steps since the last ``take``, by the host's clock, as is right on a CPU."""
 
     def __init__(self) -> None:
-        self.stage = Stage()
+        self.tracker = PhaseTracker()
         self.exchanged = 0.0
         """Seconds of ``exchanging`` in forward and backward passes since the last ``take``: none of the rank's own work."""
         self._seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
@@ -61,7 +61,7 @@ class Stopwatch:
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
         """Count the body towards ``phase``, without what it counts towards other phases."""
-        self.stage.enter(phase)
+        self.tracker.enter(phase)
         # ``_inside`` is what bodies within this one count towards their own phases.
         begin, inside = time.perf_counter(), self._inside
         self._inside = 0.0
@@ -80,17 +80,17 @@ class Stopwatch:
             return
         with self.time("reduce"):
             yield
-        self.stage.enter("forward_backward")  # told to the watchdog: the pass goes on
+        self.tracker.enter("forward_backward")  # told to the watchdog: the pass goes on
 
     @contextmanager
     def exchanging(self) -> Iterator[None]:
         """Count the body towards the phase around it, and as waiting for ranks that compute the same micro-batch."""
-        phase, begin = self.stage.phase, time.perf_counter()
-        self.stage.enter(EXCHANGE + phase)
+        phase, begin = self.tracker.phase, time.perf_counter()
+        self.tracker.enter(EXCHANGE + phase)
         try:
             yield
         finally:
-            self.stage.enter(phase)
+            self.tracker.enter(phase)
             # A rank's own work is waiting for data, forward and backward (``Intervals``): of that these are taken off.
             if phase == "forward_backward":
                 self.exchanged += time.perf_counter() - begin
@@ -151,7 +151,7 @@ class DeviceStopwatch(Stopwatch):
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
         """Count the device's time for the body towards ``phase``, without what it counts towards other phases."""
-        self.stage.enter(phase)
+        self.tracker.enter(phase)
         capturing = self._capturing()
         begin, end = self._captured[phase] if capturing else (self._mark(False), self._mark(False))
         begin.record()

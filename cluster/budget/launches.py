@@ -31,7 +31,7 @@ from bert.step import TrainingStep
 from cluster.model.work import wikipedia_work
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
-from kernels.tracing import Launch, traced
+from kernels.tracing import KernelLaunch, traced
 
 Part = Literal["encoder products", "attention", "element-wise", "weights and gradients", "ends", "update"]
 """Of a step: of all layers but the last their matrix products, attention, passes over tokens, and passes over parameters;
@@ -56,7 +56,7 @@ class StepLaunch:
         tiles: of attention, blocks of ``TILE`` x ``TILE`` scores over all heads, the last ones of a sequence in full.
     """
 
-    launch: Launch
+    launch: KernelLaunch
     part: Part
     layer: int | None
     tiles: int = 0
@@ -100,7 +100,7 @@ def step_launches(
         # It knows which module is being computed, also in backward.
         with ModuleTracker() as modules:
 
-            def observe(launch: Launch) -> None:
+            def observe(launch: KernelLaunch) -> None:
                 blocks = 0.0
                 if launch.kernel in ATTENTION_PRODUCTS:
                     # The last layer is told by its queries: it has those of masked tokens and [CLS] alone.
@@ -112,7 +112,7 @@ def step_launches(
                     blocks = heads * (last_tiles if is_last else tiles)
                 layer = _layer(modules.parents)
                 # The stopwatch of training knows the phase; LAMB's launches are in no module.
-                part = "update" if stopwatch.stage.phase == "update" else _part(launch, layer, shape_bucket.tokens)
+                part = "update" if stopwatch.tracker.phase == "update" else _part(launch, layer, shape_bucket.tokens)
                 found.append(StepLaunch(launch, part, layer, round(blocks)))
 
             # The first micro-batch of a step may find gradients to write over; the last one adds to them as most do.
@@ -156,7 +156,7 @@ def _layer(modules: set[str]) -> int | None:
     return max(found, default=None)
 
 
-def _part(launch: Launch, layer: int | None, tokens: int) -> Part:
+def _part(launch: KernelLaunch, layer: int | None, tokens: int) -> Part:
     if layer is None:
         return "ends"
     if launch.kernel.startswith("attention"):

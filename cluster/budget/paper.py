@@ -50,7 +50,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
-class Row:
+class BudgetRow:
     """A part of the step, in microseconds a sequence.
 
     Attributes:
@@ -80,7 +80,7 @@ class Budget:
     device: Device
     precision: Precision
     micro_batch: int
-    rows: tuple[Row, ...]
+    rows: tuple[BudgetRow, ...]
     goal: float | None
     efficiencies: tuple[Efficiency, ...]
     best: Result | None
@@ -124,7 +124,9 @@ def paper_budget(device: Device, precision: Precision, micro_batch: int, measure
     gaps = Counter(each.part == "update" for each in launches)
     between = table["launch_us"] * (gaps[False] + gaps[True] / MICRO_BATCHES) / micro_batch
     rows.append(
-        Row("launches", between, budget and budget["parts"]["launches"], 0.0, between, "gaps", 0.0, 0.0, len(launches))
+        BudgetRow(
+            "launches", between, budget and budget["parts"]["launches"], 0.0, between, "gaps", 0.0, 0.0, len(launches)
+        )
     )
     # Published figures are of whole runs, evaluations included: a little less than a step alone would give.
     best = max((each for each in results() if _is_like(each, device)), key=sequences_per_s, default=None)
@@ -171,7 +173,7 @@ def _rows(
     instructions: Mapping[str, Any],
     micro_batch: int,
     budget: Mapping[str, float] | None,
-) -> list[Row]:
+) -> list[BudgetRow]:
     rows = []
     for part in get_args(Part):
         chosen = [each for each in launches if each.part == part]
@@ -187,7 +189,7 @@ def _rows(
             # At the ceiling, too, the slowest resource decides anew.
             at_ceiling += max(seconds / efficiencies[name].ceiling for name, seconds in needed.items())
         rows.append(
-            Row(
+            BudgetRow(
                 part,
                 1e6 * sum(spent.values()) / sequences,
                 None if budget is None else budget[part],

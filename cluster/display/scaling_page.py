@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.devices import Device
 from cluster.display.markup import document, figure_list, section, text
-from cluster.plan.scaling import CAUSES, Point
+from cluster.plan.scaling import CAUSES, ScalingPoint
 from cluster.published.results import Result
 from console.files import write_atomically
 
@@ -17,12 +17,14 @@ _CLASSES = dict(zip(CAUSES, ("compute", "data-wait", "reduce", "update", "evalua
 """Colours of the report, by cause."""
 
 
-def write_page(recipe: str, device: Device, points: Sequence[Point], published: Sequence[Result], path: Path) -> None:
+def write_page(
+    recipe: str, device: Device, points: Sequence[ScalingPoint], published: Sequence[Result], path: Path
+) -> None:
     """Write the page whole or not at all."""
     write_atomically(path, render(recipe, device, points, published).encode())
 
 
-def render(recipe: str, device: Device, points: Sequence[Point], published: Sequence[Result]) -> str:
+def render(recipe: str, device: Device, points: Sequence[ScalingPoint], published: Sequence[Result]) -> str:
     """Return the page; a policy forbids it to run or load anything."""
     # Points come in ascending order of accelerators, from one node on.
     title = f"{text(recipe)} on up to {points[-1].accelerators:,} {text(device.name)}"
@@ -49,7 +51,7 @@ def render(recipe: str, device: Device, points: Sequence[Point], published: Sequ
     )
 
 
-def _curve(points: Sequence[Point], published: Sequence[Result]) -> str:
+def _curve(points: Sequence[ScalingPoint], published: Sequence[Result]) -> str:
     """Minutes over accelerators, both in logarithms: the band, the line, and the published results as dots."""
     minutes = [bound for point in points for bound in (point.low, point.high)]
     minutes += [result.seconds / 60 for result in published]
@@ -83,7 +85,7 @@ def _curve(points: Sequence[Point], published: Sequence[Result]) -> str:
     return _chart(drawing, labels + _numbers(points), "minutes to 0.720, by accelerators") + key
 
 
-def _shares(points: Sequence[Point]) -> str:
+def _shares(points: Sequence[ScalingPoint]) -> str:
     """Shares of the time, one cause upon the other, over accelerators."""
     x = _across(points)
     # The top of one band is the floor of the next, so that all of them fill the height.
@@ -102,7 +104,7 @@ def _shares(points: Sequence[Point]) -> str:
     )
 
 
-def _table(points: Sequence[Point]) -> str:
+def _table(points: Sequence[ScalingPoint]) -> str:
     head = (
         "accelerators",
         "batch",
@@ -140,7 +142,7 @@ def _table(points: Sequence[Point]) -> str:
     )
 
 
-def _across(points: Sequence[Point]) -> Callable[[int], float]:
+def _across(points: Sequence[ScalingPoint]) -> Callable[[int], float]:
     first, last = math.log2(points[0].accelerators), math.log2(points[-1].accelerators)
 
     def x(accelerators: int) -> float:
@@ -149,7 +151,7 @@ def _across(points: Sequence[Point]) -> Callable[[int], float]:
     return x
 
 
-def _numbers(points: Sequence[Point]) -> str:
+def _numbers(points: Sequence[ScalingPoint]) -> str:
     x = _across(points)
     return "".join(
         f'<span class="x" style="left:{x(point.accelerators):.2f}%">{point.accelerators:,}</span>'

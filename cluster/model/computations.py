@@ -116,7 +116,7 @@ def words_of_rank(vocabulary: int, hidden: int, tensor: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout:
+class VectorLayout:
     """The flat vector of a model's parameters, or of what a rank has of them.
 
     Attributes:
@@ -143,20 +143,22 @@ class Layout:
         return bucket_slices(self.padded(shards), shards, bucket_bytes)
 
 
-def layout_of(model: ModelConfig, tensor: int = 1) -> Layout:
+def layout_of(model: ModelConfig, tensor: int = 1) -> VectorLayout:
     """Return the layout of a model's parameters, or of the largest shard of ``tensor``, without memory for any of them."""
     return layouts_of(model, tensor)[0]
 
 
 # Building the module takes time even without memory, and a search asks for the same shapes over and over.
 @functools.cache
-def layouts_of(model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_stages: int = 1) -> tuple[Layout, ...]:
+def layouts_of(
+    model: ModelConfig, tensor: int = 1, pipeline: int = 1, virtual_stages: int = 1
+) -> tuple[VectorLayout, ...]:
     """Return the layout of what each rank of a pipeline has, or the largest of those at its place."""
     stages = stages_of(model, pipeline * virtual_stages)
     return tuple(_layout(model, tensor, [*stages[rank::pipeline]]) for rank in range(pipeline))
 
 
-def _layout(model: ModelConfig, tensor: int, own_stages: list[Stage]) -> Layout:
+def _layout(model: ModelConfig, tensor: int, own_stages: list[Stage]) -> VectorLayout:
     # The meta device has shapes and no storage, so names, order and sizes come from the real model.
     with torch.device("meta"):
         made = BertForPreTraining(model)
@@ -180,4 +182,4 @@ def _layout(model: ModelConfig, tensor: int, own_stages: list[Stage]) -> Layout:
             ends[0] = stop
         elif name.startswith("layers."):
             ends[1 + int(name.split(".")[1])] = stop
-    return Layout(stop, shared, len(lamb_segments(made).sizes), tuple(ends), copied)
+    return VectorLayout(stop, shared, len(lamb_segments(made).sizes), tuple(ends), copied)

@@ -26,7 +26,7 @@ from cluster.published.cost_model import (
     SEQUENCE_FLOPS,
     UPDATE_BYTES,
     UPDATE_EFFICIENCY,
-    Run,
+    TimedRun,
     link_rate,
     network_rate,
     sequence_time,
@@ -306,7 +306,7 @@ def rates_of_machine(machine: Machine, precision: str = "bf16") -> Rates:
     if precision == "fp8" and device.fp8_tflops is None:
         raise ValueError(f"{device.name} has no FP8: set training.precision to bf16")
     # The least batch that a run may have; a sequence's own time does not depend on it.
-    run = Run(machine, machine.accelerators)
+    run = TimedRun(machine, machine.accelerators)
     matrix, memory, power = sequence_time(p, run, precision == "fp8")
     # The limit of power slows all of a sequence alike.
     stretch = (matrix + memory + power) / (matrix + memory)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from bert.configuration.sections import SHARDED, ModelConfig, ParallelConfig, Precision
-from cluster.model.computations import Computation, Count, Layout, layout_of, layouts_of, parts_of
+from cluster.model.computations import Computation, Count, VectorLayout, layout_of, layouts_of, parts_of
 from cluster.model.pipeline import alone_in_stages, hidden_bytes, own_layers, through_stages
 from cluster.model.rates import Rates
 from cluster.model.recomputation import REPEATED
@@ -235,7 +235,7 @@ def _exchanged(
 
 
 def _timeline(
-    strategy: Strategy, rates: Rates, layout: Layout, means: tuple[float, ...], layers: int
+    strategy: Strategy, rates: Rates, layout: VectorLayout, means: tuple[float, ...], layers: int
 ) -> tuple[Ends, float]:
     """Run a mean rank's step: pieces are the parts of the first forward pass, what is between, and of the last backward.
 
@@ -323,7 +323,7 @@ def _sum(
     return [rates.collective(each, scope, size / 2) for each in names[operation]]
 
 
-def _update(strategy: Strategy, rates: Rates, layout: Layout) -> float:
+def _update(strategy: Strategy, rates: Rates, layout: VectorLayout) -> float:
     data_rates = rates.of_data_groups(strategy.tensor, strategy.pipeline)
     copies = data_rates.world_size
     # Sharded in a node or over all ranks; otherwise every rank updates every parameter.

@@ -17,7 +17,7 @@ from bert.configuration.sections import ModelConfig
 from cluster.model.histogram import drawn_lengths
 from cluster.model.strategy import Strategy
 from compliance.log.schedule import evaluation_interval
-from dataloading.batches.sampler import Plan, deal
+from dataloading.batches.sampler import BatchPlan, deal
 from dataloading.dataset.folder import open_dataset
 
 EVALUATION_SEQUENCES = 10_000
@@ -126,7 +126,7 @@ class Work:
 
     @functools.lru_cache(maxsize=1024)  # noqa: B019
     def _global_batch(self, size: int, step: int) -> NDArray[np.int64]:
-        return Plan(self.lengths, self.masked_counts, size, 1, 1, self.seed).global_batch(step)
+        return BatchPlan(self.lengths, self.masked_counts, size, 1, 1, self.seed).global_batch(step)
 
     def evaluation(self, ranks: int) -> list[MicroBatches]:
         """Return the batches of an evaluation, one after another, of ranks with the longest: every R-th by length."""

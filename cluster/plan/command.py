@@ -20,7 +20,7 @@ from console.text import counted
 
 
 @dataclass(frozen=True)
-class Request:
+class PlanRequest:
     """What is asked of a planner: a recipe, and the ranks to plan for."""
 
     recipe: str
@@ -43,7 +43,7 @@ def recipe_named(name: str) -> Config:
     return RECIPES[name]()
 
 
-def plan(request: Request) -> None:
+def plan(request: PlanRequest) -> None:
     """Print the best plans and why the others lose, and write the best one.
 
     Raises:

@@ -14,7 +14,7 @@ from cluster.model.work import wikipedia_work
 from cluster.plan.search import Candidate, search
 from cluster.plan.target import described
 from cluster.published.calibration import calibration
-from cluster.published.cost_model import Run
+from cluster.published.cost_model import TimedRun
 from cluster.published.machine import Machine, describe_machine
 from cluster.published.results import Result, results
 from console.files import write_atomically
@@ -26,7 +26,7 @@ CAUSES = ("devices at work", "launches and small kernels", "reduction", "update"
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """A number of accelerators, with the best plan for it.
 
     Attributes:
@@ -59,7 +59,7 @@ class Point:
         return self.seconds[cause] / self.plan.seconds
 
 
-def scale(config: Config, device: Device, per_node: int, networking: str = "") -> list[Point]:
+def scale(config: Config, device: Device, per_node: int, networking: str = "") -> list[ScalingPoint]:
     """Plan a recipe for whole nodes in powers of two, from one up to `LARGEST` accelerators.
 
     Raises:
@@ -72,7 +72,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
             f"{config.recipe} is not the benchmark, whose results show how it scales: expected another recipe"
         )
     work = wikipedia_work(config.model)
-    points: list[Point] = []
+    points: list[ScalingPoint] = []
     nodes = 1
     while nodes * per_node <= LARGEST:
         # Twice the same machine: as results describe it, for the interval, and as a target of rates.
@@ -80,7 +80,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
         target = described(device, nodes * per_node, per_node, networking)
         plan = search(config, work, target).best[0]
         # The interval is of published results about the fit, taken over to the planned time as a factor.
-        low, high = calibration().interval(Run(machine, plan.strategy.global_batch_size))
+        low, high = calibration().interval(TimedRun(machine, plan.strategy.global_batch_size))
         # Launches are inside forward and backward in the step's records; here they are a cause of their own.
         launches = target.rates[plan.strategy.precision].micro_batch_s * plan.strategy.gradient_accumulation_steps
         parts = plan.run.parts
@@ -94,7 +94,7 @@ def scale(config: Config, device: Device, per_node: int, networking: str = "") -
         efficiency = _rate(plan, nodes * per_node) / _rate(first, per_node)
         samples = plan.run.samples / first.run.samples
         points.append(
-            Point(machine, plan, seconds, low * plan.seconds / 60, high * plan.seconds / 60, efficiency, samples)
+            ScalingPoint(machine, plan, seconds, low * plan.seconds / 60, high * plan.seconds / 60, efficiency, samples)
         )
         nodes *= 2
     return points
@@ -107,7 +107,7 @@ def published_on(device: Device) -> list[Result]:
     return sorted(found, key=lambda result: (result.run.machine.accelerators, result.seconds))
 
 
-def write_table(points: Sequence[Point], path: Path) -> None:
+def write_table(points: Sequence[ScalingPoint], path: Path) -> None:
     """Write a row for each point, whole or not at all: what is planned, minutes with their interval, and those of each
     cause.
     """

@@ -24,7 +24,7 @@ _Key = tuple[int, float, float, float, int, int]
 
 
 @dataclass(frozen=True)
-class Schedule:
+class BatchSchedule:
     """Hyperparameters of a global batch size.
 
     Attributes:
@@ -40,7 +40,7 @@ class Schedule:
     source: str
 
 
-def schedules(config: Config) -> list[Schedule]:
+def schedules(config: Config) -> list[BatchSchedule]:
     """Return one schedule for each global batch size that a recipe can be trained with, the smallest first.
 
     The recipe's own batch keeps the recipe's. What is published is about BERT-Large to the closed division's target: any
@@ -50,15 +50,17 @@ def schedules(config: Config) -> list[Schedule]:
     training = config.training
     # Samples and learning rates do not carry over to another model or target.
     if config.model != ModelConfig() or config.log.division != "closed":
-        return [Schedule(training.global_batch_size, config.optimizer, training.max_samples, None, "the recipe's own")]
-    found: dict[int, Schedule] = {}
+        return [
+            BatchSchedule(training.global_batch_size, config.optimizer, training.max_samples, None, "the recipe's own")
+        ]
+    found: dict[int, BatchSchedule] = {}
     for schedule in [*_of_recipes(published), *_stated(published)]:
         best = found.get(schedule.global_batch_size)
         if best is None or (schedule.samples or 0) < (best.samples or 0):  # of one size, what took the fewest samples
             found[schedule.global_batch_size] = schedule
     # Last of all, so that nothing published displaces the recipe's own hyperparameters at its own batch.
     samples = _samples(published, training.global_batch_size, config.optimizer)
-    found[training.global_batch_size] = Schedule(
+    found[training.global_batch_size] = BatchSchedule(
         training.global_batch_size, config.optimizer, training.max_samples, samples, "the recipe's own"
     )
     return [found[batch] for batch in sorted(found)]
@@ -96,19 +98,19 @@ def _median_samples(rows: Iterable[Mapping[str, str]]) -> float:
     return median(float(row["mean_train_samples"]) for row in rows)
 
 
-def _of_recipes(published: Mapping[_Key, list[Mapping[str, str]]]) -> list[Schedule]:
+def _of_recipes(published: Mapping[_Key, list[Mapping[str, str]]]) -> list[BatchSchedule]:
     found = []
     for name, recipe in RECIPES.items():
         config = recipe()
         batch = config.training.global_batch_size
         samples = _samples(published, batch, config.optimizer) if config.log.division == "closed" else None
         if samples is not None:
-            found.append(Schedule(batch, config.optimizer, config.training.max_samples, samples, f"recipe {name}"))
+            found.append(BatchSchedule(batch, config.optimizer, config.training.max_samples, samples, f"recipe {name}"))
     return found
 
 
 # Weight decay is no part of the key: some logs state 0 for it, and samples are counted by what all logs have.
-def _stated(published: Mapping[_Key, list[Mapping[str, str]]]) -> list[Schedule]:
+def _stated(published: Mapping[_Key, list[Mapping[str, str]]]) -> list[BatchSchedule]:
     by_decay: dict[tuple[_Key, float], list[Mapping[str, str]]] = defaultdict(list)
     for key, rows in published.items():
         for row in rows:
@@ -122,7 +124,7 @@ def _stated(published: Mapping[_Key, list[Mapping[str, str]]]) -> list[Schedule]
         optimizer = OptimizerConfig(rate, steps, beta_1, beta_2, weight_decay_rate=decay)
         others = f" and {counted(len(rows) - 1, 'other')}" if len(rows) > 1 else ""
         source = f"{rows[0]['submitter']} {rows[0]['round']}, {rows[0]['system']}{others}"
-        found.append(Schedule(batch, optimizer, _max_samples(batch), _median_samples(rows), source))
+        found.append(BatchSchedule(batch, optimizer, _max_samples(batch), _median_samples(rows), source))
     return found
 
 

@@ -21,7 +21,7 @@ from cluster.model.memory import held_by_rank, memory_of_rank
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
 from cluster.model.strategy import Reduction, Strategy
 from cluster.model.work import Work
-from cluster.plan.schedules import Schedule, schedules
+from cluster.plan.schedules import BatchSchedule, schedules
 from cluster.plan.target import Target
 from cluster.published.cost_model import RunTime
 
@@ -50,7 +50,7 @@ its blocks take the rest."""
 class Candidate:
     """A way to run; ``memory`` is in bytes of a rank."""
 
-    schedule: Schedule
+    schedule: BatchSchedule
     strategy: Strategy
     step: PredictedStep
     run: RunTime
@@ -171,7 +171,9 @@ class _Search:
                     break
         return found
 
-    def _by_least_seconds(self, tensors: Sequence[int], pipeline: int) -> list[tuple[float, tuple[Schedule, Strategy]]]:
+    def _by_least_seconds(
+        self, tensors: Sequence[int], pipeline: int
+    ) -> list[tuple[float, tuple[BatchSchedule, Strategy]]]:
         """Ways with so many stages, each after the least that it takes with any number of them a rank."""
         if pipeline > self._config.model.num_hidden_layers:
             return []
@@ -201,7 +203,7 @@ class _Search:
             return False
         return True
 
-    def _ways(self, tensor: int, pipeline: int) -> Iterator[tuple[Schedule, Strategy]]:
+    def _ways(self, tensor: int, pipeline: int) -> Iterator[tuple[BatchSchedule, Strategy]]:
         """Batches in each precision on copies of so many ranks, in one micro-batch."""
         target = self._target
         # Hosts hold whole copies, or copies take whole hosts: else a data group would leave its rail.
@@ -227,7 +229,7 @@ class _Search:
         least = least_step(self._work, strategy, self._target.rates[strategy.precision])
         return self._run(strategy, least).total
 
-    def _with_micro_batches(self, schedule: Schedule, way: Strategy) -> Iterator[Candidate]:
+    def _with_micro_batches(self, schedule: BatchSchedule, way: Strategy) -> Iterator[Candidate]:
         """Candidates with the largest micro-batches that fit, and with those that recomputing makes room for."""
         target, usable = self._target, USABLE_MEMORY * self._target.rates[way.precision].memory_bytes
         # A single copy has nobody to shard gradients with.
@@ -259,7 +261,7 @@ class _Search:
         if enough > way.sequences(target.world_size) and way.pipeline > 1 and too_large:
             self.refusals.append(Refusal(*_shape(way), f"no micro-batch fits in {way.precision}"))
 
-    def _fitting(self, schedule: Schedule, like: Strategy, enough: int) -> Iterator[Candidate]:
+    def _fitting(self, schedule: BatchSchedule, like: Strategy, enough: int) -> Iterator[Candidate]:
         """Candidates with less accumulation than ``enough``, with which what recomputes less fits, the least one first."""
         # From the largest micro-batch down: accumulation divides a copy's sequences.
         sequences = like.sequences(self._target.world_size)
@@ -286,7 +288,7 @@ class _Search:
             if strategy != like.strategy and (candidate := self.candidate(like.schedule, strategy)):
                 yield candidate
 
-    def candidate(self, schedule: Schedule, strategy: Strategy) -> Candidate | None:
+    def candidate(self, schedule: BatchSchedule, strategy: Strategy) -> Candidate | None:
         """Predict a strategy; None where it is not feasible."""
         target, work, precision = self._target, self._work, strategy.precision
         rates, sequences = target.rates[precision], strategy.sequences(target.world_size)
@@ -333,7 +335,7 @@ class _Search:
         return predict_run(self._work, strategy, rates, step, samples)
 
 
-def configured(config: Config, schedule: Schedule, strategy: Strategy) -> Config:
+def configured(config: Config, schedule: BatchSchedule, strategy: Strategy) -> Config:
     """Return the configuration with a strategy and the hyperparameters of its batch.
 
     Switches are left to the run, which measures whether they add up faster: no rate of theirs is known before. Raises

@@ -39,7 +39,7 @@ _SHORT_S, _SHORT_TURNS, _SHORT_LIMIT_S = 3.0, 3, 10.0
 
 
 @dataclass(frozen=True)
-class Request:
+class ProbeRequest:
     """What a probe is asked for.
 
     Attributes:
@@ -66,7 +66,7 @@ class _Together:
     wrong: tuple[WrongResult, ...]
 
 
-def probe(request: Request) -> int:
+def probe(request: ProbeRequest) -> int:
     """Measure, write the view, and say what is slow; returns the exit status: 1 where something is.
 
     Raises:

@@ -23,7 +23,7 @@ from cluster.model.computations import linear
 from cluster.probe.computing import gather_numbers, time_in_window
 from cluster.view import ComputationTime, Contention
 from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.synthetic import synthetic_samples
 from kernels import (
     Dropout,
@@ -322,7 +322,7 @@ def _batch(size: int) -> Trial:
     # uint16, as the length index on disk has it.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
     # Four ranks: the plan is of the whole global batch, the assembly of a quarter.
-    plan = Plan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
+    plan = BatchPlan(lengths, (lengths // 7 + 1).astype(np.uint16), size, 4, 1, 0)
     samples = synthetic_samples(lengths[: size // 4], 1024)
 
     def action() -> None:

@@ -47,7 +47,7 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
     """
     # At most one partner in each round (`cluster.probe.schedule`), so a rank is in no two messages at once.
     partners = [next((pair for pair in pairs if mesh.rank in pair), None) for pairs in rounds]
-    messages = _Messages(mesh)
+    messages = _LinkMessages(mesh)
     # Sizes are found once, before the turns, so that turns can be compared.
     sizes = [messages.suited(pair) if pair else (0, 0) for pair in partners]
     start, rows = time.perf_counter(), []
@@ -112,7 +112,7 @@ def _run(operations: list[dist.P2POp]) -> None:
         torch.cuda.synchronize()
 
 
-class _Messages:
+class _LinkMessages:
     """Buffers for messages, and the ways to send them."""
 
     def __init__(self, mesh: Mesh) -> None:

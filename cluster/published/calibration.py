@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from operator import itemgetter
 from pathlib import Path
 
-from cluster.published.cost_model import Run, log_samples_needed, run_time, step_time, time_of_steps
+from cluster.published.cost_model import TimedRun, log_samples_needed, run_time, step_time, time_of_steps
 from cluster.published.parameters import CHIP, PRIORS, Parameters, chip_parameter, prior_of
 from cluster.published.results import TABLE, Result, results
 
@@ -50,7 +50,7 @@ class Calibration:
     unknown: tuple[float, float]
     source: str
 
-    def interval(self, run: Run) -> tuple[float, float]:
+    def interval(self, run: TimedRun) -> tuple[float, float]:
         """Factors on a predicted time between which a result lies in `INTERVAL` of cases."""
         # A model that the fit has seen has results of its own to be judged by.
         low, high = self.bounds(run.machine.device.model in self.models, spread(self, run))
@@ -149,7 +149,7 @@ def _saturated(residual: float) -> float:
     return math.copysign(math.sqrt(2 * math.log1p(residual**2 / 2)), residual)
 
 
-def spread(calibration: Calibration, run: Run) -> float:
+def spread(calibration: Calibration, run: TimedRun) -> float:
     """Standard deviation of the logarithm of a run's time: of results about the model, and of the model's parameters."""
     names = list(calibration.parameters)
     base = math.log(run_time(calibration.parameters, run).total)

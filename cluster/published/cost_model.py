@@ -56,7 +56,7 @@ OLD_ROUNDS = ("v0.5", "v0.6", "v0.7", "v1.0", "v1.1", "v2.0")
 
 
 @dataclass(frozen=True)
-class Run:
+class TimedRun:
     """A run to be timed.
 
     Attributes:
@@ -117,7 +117,7 @@ class StepTime:
         return self.matrix + self.memory + self.power + self.launch + self.inside + self.between + self.update
 
 
-def step_time(p: Parameters, run: Run) -> StepTime:
+def step_time(p: Parameters, run: TimedRun) -> StepTime:
     """Return the seconds of a step's parts."""
     machine, device = run.machine, run.machine.device
     share = run.batch / machine.accelerators
@@ -133,17 +133,17 @@ def step_time(p: Parameters, run: Run) -> StepTime:
     return StepTime(sequence, matrix * share, memory * share, power * share, launch, inside, between, update)
 
 
-def uses_fp8(run: Run) -> bool:
+def uses_fp8(run: TimedRun) -> bool:
     """Tell whether the software for a device trains in FP8: where it has it, but for Gaudi 2, whose results are bf16."""
     device = run.machine.device
     return device.fp8_tflops is not None and device.vendor != "Intel"
 
 
-def _sequences_per_gb(run: Run) -> float:
+def _sequences_per_gb(run: TimedRun) -> float:
     return FP8_SEQUENCES_PER_GB if uses_fp8(run) and "HBM" in run.machine.device.memory else SEQUENCES_PER_GB
 
 
-def sequence_time(p: Parameters, run: Run, fp8: bool) -> tuple[float, float, float]:
+def sequence_time(p: Parameters, run: TimedRun, fp8: bool) -> tuple[float, float, float]:
     """Return the seconds of a sequence on a device: matrix products, memory traffic, and what the limit of power adds."""
     device = run.machine.device
     rate = exp(p["matrix_efficiency"]) * device.bf16_tflops * 1e12
@@ -164,7 +164,7 @@ def sequence_time(p: Parameters, run: Run, fp8: bool) -> tuple[float, float, flo
     return matrix * slowness, memory * slowness, (together - matrix - memory) * slowness
 
 
-def _log_speed(p: Parameters, run: Run) -> float:
+def _log_speed(p: Parameters, run: TimedRun) -> float:
     """What sets a device, its software or its kind apart from rates and power alone."""
     device = run.machine.device
     speed = p.get(chip_parameter(device.chip), 0.0)
@@ -240,20 +240,20 @@ class RunTime:
         return sum(self.parts.values())
 
 
-def log_samples_needed(p: Parameters, run: Run, step: StepTime) -> float:
+def log_samples_needed(p: Parameters, run: TimedRun, step: StepTime) -> float:
     """Logarithm of the samples to the target, of a run with such steps."""
     machine = run.machine
     rate = run.batch / step.total
     return log_samples(p, run.batch, machine.accelerators, machine.device.memory_gb, rate, run.is_old)
 
 
-def run_time(p: Parameters, run: Run) -> RunTime:
+def run_time(p: Parameters, run: TimedRun) -> RunTime:
     """Return where a run's seconds go."""
     step = step_time(p, run)
     return time_of_steps(p, run, step, exp(log_samples_needed(p, run, step)))
 
 
-def time_of_steps(p: Parameters, run: Run, step: StepTime, samples: float) -> RunTime:
+def time_of_steps(p: Parameters, run: TimedRun, step: StepTime, samples: float) -> RunTime:
     """Return where the seconds of a run go that takes so many samples in such steps."""
     steps = samples / run.batch
     evaluations = samples / evaluation_interval(run.batch)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from cluster.published.calibration import INTERVAL, Calibration, calibration
-from cluster.published.cost_model import Run, RunTime, run_time, uses_fp8
+from cluster.published.cost_model import RunTime, TimedRun, run_time, uses_fp8
 from cluster.published.machine import Machine
 from cluster.published.results import Result, nearest, results, usual_batches
 from console.text import counted
@@ -35,7 +35,7 @@ class Prediction:
         near: the published results on the machines most like this one.
     """
 
-    run: Run
+    run: TimedRun
     time: RunTime
     low: float
     high: float
@@ -48,7 +48,7 @@ class Prediction:
         return self.time.total / 60
 
 
-def predict(run: Run, using: Calibration | None = None) -> Prediction:
+def predict(run: TimedRun, using: Calibration | None = None) -> Prediction:
     """Predict the time to train of a run, by the calibration that is shipped or another."""
     using = using or calibration()
     time = run_time(using.parameters, run)
@@ -56,19 +56,19 @@ def predict(run: Run, using: Calibration | None = None) -> Prediction:
     return Prediction(run, time, time.total / 60 * low, time.total / 60 * high, _extrapolates(run, using), nearest(run))
 
 
-def usual_run(machine: Machine, round: str | None = None) -> Run:
+def usual_run(machine: Machine, round: str | None = None) -> TimedRun:
     """Return a run with the global batch size, of those published at the nearest scales, that is predicted fastest.
 
     Raises:
         ValueError: no batch size converges on so many accelerators.
     """
     # Only batches with which runs near this scale reached the target, however fast steps of others would be.
-    runs = [Run(machine, batch, round) for batch in usual_batches(machine.accelerators)]
+    runs = [TimedRun(machine, batch, round) for batch in usual_batches(machine.accelerators)]
     parameters = calibration().parameters
     return min(runs, key=lambda run: run_time(parameters, run).total)
 
 
-def _extrapolates(run: Run, using: Calibration) -> tuple[str, ...]:
+def _extrapolates(run: TimedRun, using: Calibration) -> tuple[str, ...]:
     machine = run.machine
     # Of the data, not of the fit: the model answers for any scale.
     largest = max(result.run.machine.accelerators for result in results())

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.published.cost_model import ROUND, Run
+from cluster.published.cost_model import ROUND, TimedRun
 from cluster.published.prediction import Prediction, predict, usual_run
 from cluster.published.results import described_machine, whole_number
 from console.files import read_bounded, write_atomically
@@ -30,7 +30,7 @@ MOST_ROWS = 20_000
 
 
 @dataclass(frozen=True)
-class Row:
+class PredictedRow:
     """A row of a table, and what is predicted for it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
     reason: str = ""
 
 
-def predict_table(source: Path, out: Path) -> list[Row]:
+def predict_table(source: Path, out: Path) -> list[PredictedRow]:
     """Predict every row of the CSV file `source` and write the table with `ADDED` to `out`; return the rows.
 
     A row that cannot be predicted keeps its cells and gets empty ones.
@@ -93,19 +93,19 @@ def _read(source: Path) -> Iterator[tuple[int, dict[str, str]]]:
         raise ValueError(f"{source}: line {reader.line_num}: {error}; expected a CSV file") from None
 
 
-def _predicted(number: int, cells: dict[str, str]) -> Row:
+def _predicted(number: int, cells: dict[str, str]) -> PredictedRow:
     try:
         machine = described_machine(cells)
         # A round that has no name of one counts as none, the newest: other tables have other columns of that name.
         round = cells.get("round", "").strip()
         round = round if ROUND.fullmatch(round) else None
         if cells["global_batch_size"].strip():
-            run = Run(machine, whole_number(cells, "global_batch_size"), round)
+            run = TimedRun(machine, whole_number(cells, "global_batch_size"), round)
         else:
             run = usual_run(machine, round)
     except ValueError as error:
-        return Row(number, cells, None, str(error))
-    return Row(number, cells, predict(run))
+        return PredictedRow(number, cells, None, str(error))
+    return PredictedRow(number, cells, predict(run))
 
 
 def _cells(prediction: Prediction | None) -> tuple[str, str, str]:

@@ -10,7 +10,7 @@ from math import log2
 from pathlib import Path
 
 from cluster.devices import Device, device_named
-from cluster.published.cost_model import Run
+from cluster.published.cost_model import TimedRun
 from cluster.published.machine import Machine, describe_machine
 
 TABLE = Path(__file__).parents[2] / "compliance/report/published_results.csv"
@@ -41,7 +41,7 @@ class Result:
         samples: mean to the target; None where logs do not tell.
     """
 
-    run: Run
+    run: TimedRun
     submitter: str
     system: str
     seconds: float
@@ -101,20 +101,20 @@ def results() -> tuple[Result, ...]:
             except ValueError:
                 continue
             samples = None if machine.device.model in SAMPLES_NOT_LOGGED else float(row["mean_train_samples"])
-            run = Run(machine, int(row["global_batch_size"]), row["round"])
+            run = TimedRun(machine, int(row["global_batch_size"]), row["round"])
             # Minutes in the table, seconds everywhere else.
             found.append(Result(run, row["submitter"], row["system"], 60 * float(row["minutes"]), samples))
     return tuple(found)
 
 
-def nearest(run: Run, count: int = 3) -> tuple[Result, ...]:
+def nearest(run: TimedRun, count: int = 3) -> tuple[Result, ...]:
     """Results on machines most like a run's: model and form if there are any, then scale, nodes and batch, newest first."""
     # A stable sort follows: of equally near results the newest comes first.
     newest_first = sorted(results(), key=lambda result: result.run.round or "", reverse=True)
     return tuple(sorted(newest_first, key=lambda result: _distance(result.run, run))[:count])
 
 
-def _distance(one: Run, other: Run) -> tuple[float, float]:
+def _distance(one: TimedRun, other: TimedRun) -> tuple[float, float]:
     here, there = one.machine, other.machine
     # Tuples compare in order: another model or form weighs more than any distance in scale.
     unlike = (here.device.model != there.device.model) + (here.device.form != there.device.form)

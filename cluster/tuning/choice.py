@@ -44,7 +44,7 @@ _OF_THE_STEP = (
 
 
 @dataclass(frozen=True)
-class Choice:
+class TunedRun:
     """Processes, threads of each, and settings by name."""
 
     processes: int
@@ -66,7 +66,7 @@ class Choice:
         return {"processes": self.processes, "threads": self.threads, "settings": dict(self.settings)}
 
     @classmethod
-    def of(cls, found: object) -> Choice:
+    def of(cls, found: object) -> TunedRun:
         """Read parsed JSON; ``ValueError`` where it is anything else than a choice."""
         # The file lies in a user's cache folder, and what it holds goes into a command line.
         if not isinstance(found, dict) or set(found) != {"processes", "threads", "settings"}:
@@ -84,24 +84,24 @@ class Choice:
         return cls(*counts, tuple(settings.items()))
 
 
-def keep(config: Config, choice: Choice) -> None:
+def keep(config: Config, choice: TunedRun) -> None:
     """Keep a choice for this machine and for what ``config`` trains; a warning where nothing can be written."""
     Cache(room="runs").store(config.recipe, _key(config), choice.to_json())
 
 
-def kept(config: Config) -> Choice | None:
+def kept(config: Config) -> TunedRun | None:
     """The choice that was kept for this machine and for what ``config`` trains; a warning where it is damaged."""
     found = Cache(room="runs").load(config.recipe, _key(config))
     if found is None:
         return None
     try:
-        return Choice.of(found)
+        return TunedRun.of(found)
     except ValueError as error:
         say(f"warning: what was tuned for {config.recipe} is ignored: {error}")
         return None
 
 
-def set_by_hand(choice: Choice, settings: Sequence[str]) -> str | None:
+def set_by_hand(choice: TunedRun, settings: Sequence[str]) -> str | None:
     """Name what the user has set of a choice, in the environment or in the settings; None where it is nothing."""
     for name in VARIABLES:
         if os.environ.get(name):

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from bert.configuration.config import REPOSITORY
-from cluster.tuning.choice import Choice
+from cluster.tuning.choice import TunedRun
 
 # Variables by which a launcher says what a process is: inherited ones would make trials part of that launch.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
@@ -47,7 +47,7 @@ class Pace:
 class Group:
     """The processes of a choice. Between windows they sleep, so that several groups can take turns on one machine."""
 
-    def __init__(self, choice: Choice, recipe: str, settings: Sequence[str], deadline: float) -> None:
+    def __init__(self, choice: TunedRun, recipe: str, settings: Sequence[str], deadline: float) -> None:
         """Start them and wait until they are warmed up, at the latest at ``deadline`` by ``time.monotonic``.
 
         Raises ``TrialError`` with what they complain about.
@@ -150,7 +150,7 @@ class Group:
         self._complaints.close()
 
 
-def _environments(choice: Choice) -> list[dict[str, str]]:
+def _environments(choice: TunedRun) -> list[dict[str, str]]:
     """The environment of each process; one alone is in no launcher's."""
     # This program may have been started by a launcher itself.
     own = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}

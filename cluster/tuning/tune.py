@@ -14,7 +14,7 @@ import torch
 from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import REPOSITORY, Config
 from bert.train import parse
-from cluster.tuning.choice import VARIABLES, Choice, given, keep
+from cluster.tuning.choice import VARIABLES, TunedRun, given, keep
 from cluster.tuning.group import Group, TrialError
 from cluster.tuning.race import TURNS, Comparison, race, window_steps
 from console.program import say
@@ -28,7 +28,7 @@ _CONFIRMING = 0.25
 
 
 @dataclass(frozen=True)
-class Request:
+class TuneRequest:
     """What ``tune`` is asked for: a recipe, settings of it, and about how many seconds it may take."""
 
     recipe: str
@@ -36,7 +36,7 @@ class Request:
     seconds: float
 
 
-def tune(request: Request) -> Choice:
+def tune(request: TuneRequest) -> TunedRun:
     """Measure within the seconds, say what was found, and keep it. Raises ``ValueError`` where the default cannot run."""
     if not 10 <= request.seconds <= 86400:
         raise ValueError(f"--seconds is {request.seconds:g}, expected 10 to 86,400")
@@ -45,7 +45,7 @@ def tune(request: Request) -> Choice:
     # Before the default is asked for: data that ship with a recipe may have to be made first.
     _prepare(request)
     default = default_choice(request.recipe)
-    search = _Search(request, config, default, begin + request.seconds)
+    search = _TuneSearch(request, config, default, begin + request.seconds)
     best = search.winner()
     # What won in one set of processes must win again in another, or the default stays.
     if best != default and not search.is_confirmed(best):
@@ -55,17 +55,17 @@ def tune(request: Request) -> Choice:
     return best
 
 
-def default_choice(recipe: str) -> Choice:
+def default_choice(recipe: str) -> TunedRun:
     """What ``run_and_time.sh`` starts where nobody says anything."""
     # The script that run_and_time.sh itself uses, so that both agree on the default.
     script = 'source launch/processes.sh; default_processes "$1" .venv/bin/python; echo "$NPROC $OMP_NUM_THREADS"'
     # Variables of this shell would be taken for the user's wishes.
     environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     counts = _shell("-euo", "pipefail", "-c", script, "bash", recipe, environment=environment).split()
-    return Choice(int(counts[0]), int(counts[1]))
+    return TunedRun(int(counts[0]), int(counts[1]))
 
 
-def _prepare(request: Request) -> None:
+def _prepare(request: TuneRequest) -> None:
     """Make the data of a recipe that ships with them, and look for whatever would stop a run."""
     # WORLD_SIZE: a launcher around this command is none of the run's.
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", *VARIABLES)}
@@ -87,10 +87,10 @@ def _shell(*arguments: str, environment: dict[str, str]) -> str:
     return done.stdout
 
 
-class _Search:
+class _TuneSearch:
     """A search until ``deadline``, by ``time.monotonic``."""
 
-    def __init__(self, request: Request, config: Config, default: Choice, deadline: float) -> None:
+    def __init__(self, request: TuneRequest, config: Config, default: TunedRun, deadline: float) -> None:
         self._request, self._config, self._default, self._deadline = request, config, default, deadline
         self._confirming = deadline - _CONFIRMING * request.seconds
         now = time.monotonic()
@@ -109,7 +109,7 @@ class _Search:
         self._least_seconds = self._start_seconds + 1.25 * (TURNS[0] + 1) * 4 * window
         """What it takes to start a choice and compare it, though it be a little slower."""
 
-    def winner(self) -> Choice:
+    def winner(self) -> TunedRun:
         """The fastest of the choices, each compared with the fastest so far.
 
         Of choices two are there at a time, as each takes the memory of a run.
@@ -127,7 +127,7 @@ class _Search:
         finally:
             self._holder.close()
 
-    def is_confirmed(self, best: Choice) -> bool:
+    def is_confirmed(self, best: TunedRun) -> bool:
         """Tell whether new processes of the winner are faster than new ones of the default, too: luck does not repeat."""
         try:
             with self._start(self._default) as default, self._start(best) as winner:
@@ -138,13 +138,13 @@ class _Search:
         say(f"once more: {_told(best, self._default, found)}")
         return found is not None and found.is_faster
 
-    def _start(self, choice: Choice, deadline: float | None = None) -> Group:
+    def _start(self, choice: TunedRun, deadline: float | None = None) -> Group:
         if deadline is None:
             # Three times the first start, as another group has the machine beside it.
             deadline = time.monotonic() + 30 + 3 * self._start_seconds
         return Group(choice, self._request.recipe, self._request.settings, deadline)
 
-    def _challenge(self, choice: Choice, left: int) -> None:
+    def _challenge(self, choice: TunedRun, left: int) -> None:
         """Let a choice take its part of the time, one of ``left``, and keep the faster one."""
         if why_not := self._why_not(choice):
             say(f"{choice}: not measured, {why_not}")
@@ -167,7 +167,7 @@ class _Search:
         finally:
             loser.close()
 
-    def _why_not(self, choice: Choice) -> str:
+    def _why_not(self, choice: TunedRun) -> str:
         if time.monotonic() + self._least_seconds > self._confirming:
             return "the time is up"
         most = max(choice.processes, self._holder.choice.processes)
@@ -178,12 +178,12 @@ class _Search:
             return f"it may need {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free"
         return ""
 
-    def _untimed(self, choice: Choice) -> int:
+    def _untimed(self, choice: TunedRun) -> int:
         """Steps before a window: what was read ahead while the others had the machine is used up in them."""
         depth = dict(choice.settings).get("data.prefetch", 1)
         return depth if depth > 1 or self._steps > 1 else 0
 
-    def _layouts(self) -> list[Choice]:
+    def _layouts(self) -> list[TunedRun]:
         """Other numbers of processes and threads; with GPUs it is a process for each."""
         training = self._config.training
         if training.device != "cpu":
@@ -191,7 +191,7 @@ class _Search:
         batch = training.global_batch_size // training.gradient_accumulation_steps
         return layouts(self._default, batch, len(os.sched_getaffinity(0)))
 
-    def _bucket_sizes(self) -> list[Choice]:
+    def _bucket_sizes(self) -> list[TunedRun]:
         """Sizes with which the gradient is sent in another number of buckets."""
         if self._holder.choice.processes == 1 or "training.bucket_bytes" in given(self._request.settings):
             return []
@@ -202,7 +202,7 @@ class _Search:
         by_count = {math.ceil(4 * parameters / size): size for size in (*_BUCKETS_BYTES, usual)}
         return [self._with("training.bucket_bytes", size) for size in by_count.values() if size != usual]
 
-    def _prefetch_depths(self) -> list[Choice]:
+    def _prefetch_depths(self) -> list[TunedRun]:
         """Depths, where data are waited for at all."""
         # As many unmeasured steps as the deepest prefetch, so that nothing read ahead earlier is left.
         pace = self._holder.pace(self._steps, max(_DEPTHS) if self._steps > 1 else 0)
@@ -210,21 +210,21 @@ class _Search:
             return []
         return [self._with("data.prefetch", depth) for depth in _DEPTHS if depth > self._config.data.prefetch]
 
-    def _with(self, name: str, value: int) -> Choice:
+    def _with(self, name: str, value: int) -> TunedRun:
         settings = dict(self._holder.choice.settings) | {name: value}
         return replace(self._holder.choice, settings=tuple(settings.items()))
 
 
-def layouts(default: Choice, batch: int, cores: int) -> list[Choice]:
+def layouts(default: TunedRun, batch: int, cores: int) -> list[TunedRun]:
     """Other numbers of processes and threads, on all cores and on half of them; the batch divides over the processes."""
     # Shares of the batch must be equal.
     counts = [2**power for power in range(cores.bit_length()) if batch % 2**power == 0]
-    every = [Choice(count, cores // used // count) for used in (1, 2) for count in counts if cores // used >= count]
+    every = [TunedRun(count, cores // used // count) for used in (1, 2) for count in counts if cores // used >= count]
     # dict.fromkeys drops doubles and keeps the order: all cores before half of them.
     return [each for each in dict.fromkeys(every) if each != default]
 
 
-def _told(choice: Choice, holder: Choice, found: Comparison | None) -> str:
+def _told(choice: TunedRun, holder: TunedRun, found: Comparison | None) -> str:
     if found is None:
         return f"{choice}: not decided in its part of the time, which more --seconds would make longer"
     return f"{choice}: {found} of {holder}{', faster' if found.is_faster else ''}"

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from compliance.check.checks import CHECKS, READABLE
-from compliance.check.grades import TIMELINE, Context
+from compliance.check.grades import TIMELINE, CheckedLog
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import MAX_LINE_BYTES, Log, read_log
@@ -43,7 +43,7 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
         ValueError: no such ruleset, or the official checker is not installed.
     """
     rules.check_ruleset(ruleset)
-    context = Context(log, ruleset)
+    context = CheckedLog(log, ruleset)
     # Of a log that was given up, most would complain of what was not read.
     own = [finding for check in (READABLE if log.given_up else CHECKS) for finding in check(context)]
     opinion = _official_opinion(log, ruleset)
@@ -72,7 +72,7 @@ def _official_opinion(log: Log, ruleset: str) -> official.Opinion:
     return official.opinion(log.evidence, ruleset)
 
 
-def _unexplained(context: Context, own: list[Finding], opinion: official.Opinion) -> Iterator[Finding]:
+def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opinion) -> Iterator[Finding]:
     """Yield findings for what the official checker says and `own` does not explain."""
     errors = {finding.key for finding in own if finding.severity == "error"}
     errors = errors.union(*(problem.keys for problem in context.log.problems if problem.severity == "error"))

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 
 from compliance.artefact import MAX_FILE_BYTES
-from compliance.check.grades import TIMELINE, Context, at, check_records, counts_no_sequences, epoch_nums, finding_of
+from compliance.check.grades import TIMELINE, CheckedLog, at, check_records, counts_no_sequences, epoch_nums, finding_of
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
 from compliance.log.order import KEEP_THE_CLOCK, own_settings, unearned_success
@@ -36,7 +36,7 @@ PACKED = Finding(
 """About a log that only its packing keeps from being a result."""
 
 
-def _check_lines(context: Context) -> Iterator[Finding]:
+def _check_lines(context: CheckedLog) -> Iterator[Finding]:
     for problem in context.log.problems:
         remedy = "write every record from one process, whole, on a line of its own"
         found = f"{problem.found}; expected {problem.expected}"
@@ -57,7 +57,7 @@ def _check_lines(context: Context) -> Iterator[Finding]:
         yield Finding(None, "", "SR Submission form", found, "keep telemetry and other programs' output in other files")
 
 
-def _check_chain(context: Context) -> Iterator[Finding]:
+def _check_chain(context: CheckedLog) -> Iterator[Finding]:
     chain = context.log.chain
     # Logs of other software carry no digests, which is no fault.
     if not chain.opened and not chain.digests:
@@ -82,14 +82,14 @@ def _check_chain(context: Context) -> Iterator[Finding]:
         yield Finding(chain.covered, "", rule, found, remedy, severity=severity)
 
 
-def _check_whole_run(context: Context) -> Iterator[Finding]:
+def _check_whole_run(context: CheckedLog) -> Iterator[Finding]:
     if resumed := context.log.header.get("resumed from"):
         remedy = "submit a run that was timed from its start to its end"
         found = f"the run went on from a checkpoint, {shown(resumed)}; expected a run trained from run_start on"
         yield Finding(None, "", "TR 11", found, remedy)
 
 
-def _check_presence(context: Context) -> Iterator[Finding]:
+def _check_presence(context: CheckedLog) -> Iterator[Finding]:
     if not context.log.token_lines:
         return
     # A record that is there but cannot be read has been reported as that; it is not missing as well.
@@ -116,7 +116,7 @@ def _check_presence(context: Context) -> Iterator[Finding]:
             yield Finding(None, rule.key, rule.source, found, remedy, severity=severity)
 
 
-def _check_time(context: Context) -> Iterator[Finding]:
+def _check_time(context: CheckedLog) -> Iterator[Finding]:
     """Check that times never decrease. Before run_start, only phases are held to that: several processes log there."""
     log, remedy = context.log, KEEP_THE_CLOCK
     start = log.first("run_start")
@@ -165,7 +165,7 @@ def _is_evaluated_offline(log: Log) -> bool:
     return times == sorted(times) and at_checkpoint and stop.time_ms - last <= CHECKPOINT_MS
 
 
-def _check_fixed_settings(context: Context) -> Iterator[Finding]:
+def _check_fixed_settings(context: CheckedLog) -> Iterator[Finding]:
     run = context.run
     if run.division != "closed" or context.aborted:
         return
@@ -185,7 +185,7 @@ def _check_fixed_settings(context: Context) -> Iterator[Finding]:
         yield at(cleared[0], f"value {shown(cleared[0].value)}: caches kept", "caches dropped before the run", remedy)
 
 
-def _check_weights(context: Context) -> Iterator[Finding]:
+def _check_weights(context: CheckedLog) -> Iterator[Finding]:
     records = context.log.all("weights_initialization")
     # Rulesets that ask for no such records leave their names free.
     required = rules.KEYS["weights_initialization"].required_in(context.ruleset, context.run.division)
@@ -207,7 +207,7 @@ def _check_weights(context: Context) -> Iterator[Finding]:
         yield at(records[-1], f"{len(missing)} tensors missing, among them {missing[0]}", wording, remedy)
 
 
-def _check_result(context: Context) -> Iterator[Finding]:
+def _check_result(context: CheckedLog) -> Iterator[Finding]:
     run = context.run
     # The last one, from which the official tools take the end of the run.
     stop = run.last.get("run_stop")
@@ -232,11 +232,11 @@ def _check_result(context: Context) -> Iterator[Finding]:
         yield at(trained, f"value {shown(trained.value)}", f"at least one batch of {batch}", remedy, "TR 24.6")
 
 
-READABLE: tuple[Callable[[Context], Iterator[Finding]], ...] = (_check_lines,)
+READABLE: tuple[Callable[[CheckedLog], Iterator[Finding]], ...] = (_check_lines,)
 """What can be said of a log that was not read to its end."""
 
 # Findings of one line are shown in this order.
-CHECKS: tuple[Callable[[Context], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[CheckedLog], Iterator[Finding]], ...] = (
     _check_lines,
     _check_chain,
     _check_whole_run,

@@ -24,7 +24,7 @@ TIMELINE = tuple(rules.NEXT_PHASE)
 
 
 @dataclass(frozen=True)
-class Context:
+class CheckedLog:
     """A log, and what it is checked as."""
 
     log: Log
@@ -97,7 +97,7 @@ def finding_of(record: Record, violation: Violation, severity: Severity = "error
     return at(record, violation.found, violation.expected, violation.remedy, violation.rule, severity)
 
 
-def check_records(context: Context) -> Iterator[Finding]:
+def check_records(context: CheckedLog) -> Iterator[Finding]:
     """Yield what is against the records one by one, graded."""
     if context.disorder:
         record, earlier = context.disorder
@@ -113,7 +113,7 @@ def check_records(context: Context) -> Iterator[Finding]:
     yield from _check_evaluations(context)
 
 
-def _grade(context: Context, record: Record, violation: Violation) -> Severity | None:
+def _grade(context: CheckedLog, record: Record, violation: Violation) -> Severity | None:
     rule = rules.KEYS[record.key]
     match violation.kind:
         case "type":
@@ -140,7 +140,7 @@ def _grade(context: Context, record: Record, violation: Violation) -> Severity |
             return None
 
 
-def _grade_of_place(context: Context, record: Record) -> Severity | None:
+def _grade_of_place(context: CheckedLog, record: Record) -> Severity | None:
     """Grade a record's place; absent records are reported by their absence, not by their consequences."""
     rule, run = rules.KEYS[record.key], context.run
     is_interval = record.key in rules.INTERVALS or record.key in rules.INTERVALS.values()
@@ -167,7 +167,7 @@ def _grade_of_value(record: Record) -> Severity:
     return "error"
 
 
-def _grade_of_pair(context: Context, key: str) -> Severity | None:
+def _grade_of_pair(context: CheckedLog, key: str) -> Severity | None:
     """Grade a pair: an epoch may end with the run (common.yaml); open submissions open one block for many evaluations."""
     name, division = key.partition("_")[0], context.run.division
     start, stop = f"{name}_start", f"{name}_stop"
@@ -181,7 +181,7 @@ def _grade_of_pair(context: Context, key: str) -> Severity | None:
 # Evaluations
 
 
-def _check_evaluations(context: Context) -> Iterator[Finding]:
+def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
     """Check where the evaluations stand, unless what they count is no sequences at all."""
     run, schedule, batch = context.run, context.run.schedule, context.run.global_batch_size
     samples = epoch_nums(run)

@@ -15,7 +15,7 @@ from typing import Literal
 
 from compliance.convergence.reference_points import SUBMISSION_RUNS, Reference, describe_origin, points, reference
 from compliance.log import rules
-from compliance.log.schedule import Schedule, evaluation_interval
+from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from compliance.package.selection import olympic_mean
 
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
@@ -30,7 +30,7 @@ MAX_CASES = 12
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationPoint:
     """A place on the evaluation schedule: its number, from 1, and the sequences trained by then."""
 
     index: int
@@ -38,10 +38,10 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Case:
+class CompleteSet:
     """The complete set, if all missing runs converged at one evaluation: its mean in samples, its score's factor."""
 
-    evaluation: Evaluation
+    evaluation: EvaluationPoint
     mean: float
     verdict: Literal["pass", "scaled", "fail"]
     scaling: float
@@ -63,9 +63,9 @@ class Needed:
     """
 
     remaining: int
-    to_pass: Evaluation | None
-    to_stand: Evaluation | None
-    cases: tuple[Case, ...]
+    to_pass: EvaluationPoint | None
+    to_stand: EvaluationPoint | None
+    cases: tuple[CompleteSet, ...]
     predicted_mean: tuple[float, float]
     pass_probability: float
     stand_probability: float
@@ -159,13 +159,13 @@ def _needed(found: Reference, values: list[float], runs: int) -> Needed:
     )
 
 
-def _evaluation(found: Reference, index: int) -> Evaluation:
+def _evaluation(found: Reference, index: int) -> EvaluationPoint:
     batch = found.global_batch_size
     # A run can only converge where it evaluates, so what the missing ones must do is said in evaluations.
-    return Evaluation(index, Schedule(evaluation_interval(batch), batch).samples(index))
+    return EvaluationPoint(index, EvaluationSchedule(evaluation_interval(batch), batch).samples(index))
 
 
-def _first_evaluation(found: Reference, values: list[float], remaining: int, bound: float) -> Evaluation | None:
+def _first_evaluation(found: Reference, values: list[float], remaining: int, bound: float) -> EvaluationPoint | None:
     """The earliest evaluation at which all missing runs may converge for the mean to reach `bound`."""
 
     def reaches(index: int) -> bool:
@@ -186,18 +186,22 @@ def _first_evaluation(found: Reference, values: list[float], remaining: int, bou
 
 
 def _cases(
-    found: Reference, values: list[float], remaining: int, to_pass: Evaluation | None, to_stand: Evaluation | None
-) -> tuple[Case, ...]:
+    found: Reference,
+    values: list[float],
+    remaining: int,
+    to_pass: EvaluationPoint | None,
+    to_stand: EvaluationPoint | None,
+) -> tuple[CompleteSet, ...]:
     """The evaluations from the last that fails to the first that stands unscaled, as far as there are such."""
     if to_pass is None:
         return ()
     first = max(1, to_pass.index - 1)  # one that fails, for contrast
     last = min(to_stand.index if to_stand else to_pass.index, first + MAX_CASES - 1)
-    cases: list[Case] = []
+    cases: list[CompleteSet] = []
     for index in range(first, last + 1):
         evaluation = _evaluation(found, index)
         mean = olympic_mean(values + [evaluation.samples] * remaining)
-        cases.append(Case(evaluation, mean, found.verdict(mean), found.scaling(mean)))
+        cases.append(CompleteSet(evaluation, mean, found.verdict(mean), found.scaling(mean)))
     return tuple(cases)
 
 
@@ -269,7 +273,7 @@ def _describe_needed(found: Reference, needed: Needed) -> str:
     )
 
 
-def _condition(outcome: str, evaluation: Evaluation | None, remaining: int) -> str:
+def _condition(outcome: str, evaluation: EvaluationPoint | None, remaining: int) -> str:
     missing = "the missing run converges" if remaining == 1 else f"all {remaining} missing runs converge"
     if evaluation is None:
         return f"It can no longer {outcome}, whatever the missing {'run does' if remaining == 1 else 'runs do'}."

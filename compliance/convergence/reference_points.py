@@ -35,7 +35,7 @@ BISECTION_WIDTH = 1e-4
 
 
 @dataclass(frozen=True)
-class Point:
+class ReferencePoint:
     """A reference point: samples to the target of the reference's runs at one batch size.
 
     Attributes:
@@ -111,7 +111,7 @@ def reference(ruleset: str, global_batch_size: int) -> Reference | None:
 
 
 @lru_cache
-def points(ruleset: str) -> tuple[Point, ...]:
+def points(ruleset: str) -> tuple[ReferencePoint, ...]:
     """All reference points of a ruleset, by batch size.
 
     Raises:
@@ -129,12 +129,12 @@ def points(ruleset: str) -> tuple[Point, ...]:
     read = [(entry["BS"], entry["Epochs to converge"]) for entry in json.loads(text).values()]
     # As the official checker: the spread is of all runs, though the mean is without the extremes.
     # np.std, which the checker calls, divides by n, and so does pstdev.
-    found = [Point(batch, olympic_mean(runs), statistics.pstdev(runs), len(runs) - 2) for batch, runs in read]
+    found = [ReferencePoint(batch, olympic_mean(runs), statistics.pstdev(runs), len(runs) - 2) for batch, runs in read]
     return tuple(sorted(found, key=lambda point: point.global_batch_size))
 
 
 @lru_cache
-def pruned(ruleset: str) -> tuple[Point, ...]:
+def pruned(ruleset: str) -> tuple[ReferencePoint, ...]:
     """The points that count, by batch size: no larger batch converges faster, none is slower than its neighbours say.
 
     Points below the batch size of the fastest convergence go first; then, from left to right, each point above the
@@ -154,18 +154,18 @@ def pruned(ruleset: str) -> tuple[Point, ...]:
     return tuple(kept)
 
 
-def interpolate(low: Point, high: Point, global_batch_size: int) -> Point:
+def interpolate(low: ReferencePoint, high: ReferencePoint, global_batch_size: int) -> ReferencePoint:
     """The point at `global_batch_size` on the line between two; the t-test counts twice a submission's runs for it."""
 
     def at(left: float, right: float) -> float:
         slope = (right - left) / (high.global_batch_size - low.global_batch_size)
         return slope * (global_batch_size - low.global_batch_size) + left
 
-    return Point(global_batch_size, at(low.mean, high.mean), at(low.stdev, high.stdev), 2 * SUBMISSION_RUNS)
+    return ReferencePoint(global_batch_size, at(low.mean, high.mean), at(low.stdev, high.stdev), 2 * SUBMISSION_RUNS)
 
 
 def _reference(
-    ruleset: str, global_batch_size: int, point: Point, origin: Origin, used: tuple[Point, ...]
+    ruleset: str, global_batch_size: int, point: ReferencePoint, origin: Origin, used: tuple[ReferencePoint, ...]
 ) -> Reference:
     minimum = minimum_mean(point.mean, point.stdev, point.runs)
     sizes = tuple(point.global_batch_size for point in used)

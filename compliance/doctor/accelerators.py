@@ -13,8 +13,8 @@ from typing import Any
 from compliance.doctor import gpus as nvidia
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.gpus import Gpu, Gpus
-from compliance.doctor.host import Host
-from compliance.doctor.plan import Plan, shape_in_name
+from compliance.doctor.host import ExaminedHost
+from compliance.doctor.plan import RunLayout, shape_in_name
 
 DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
 """Oldest branch of NVIDIA's driver that runs a major version of CUDA (CUDA's release notes, minor version compatibility)."""
@@ -23,7 +23,7 @@ IDLE_MEMORY_MIB = 1024
 """More than this in use on a GPU that should be idle belongs to somebody; the driver itself takes some hundred."""
 
 
-def accelerators(host: Host, plan: Plan, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
+def accelerators(host: ExaminedHost, plan: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
     """The GPUs of this machine against what the recipe expects: number, kind, health, who else is there, software."""
     if not plan.on_gpus:
         note = f"{len(found.gpus)} here, none used by {plan.recipe or 'a run without a recipe'}"
@@ -41,7 +41,7 @@ def accelerators(host: Host, plan: Plan, found: Gpus, pytorch: Mapping[str, Any]
     yield from _gpu_software(plan, found, pytorch)
 
 
-def _number_and_kind(plan: Plan, found: Gpus) -> Iterator[Diagnosis]:
+def _number_and_kind(plan: RunLayout, found: Gpus) -> Iterator[Diagnosis]:
     kinds = Counter(gpu.text("name") for gpu in found.gpus)
     named = ", ".join(f"{count}x {name}" for name, count in kinds.items())
     if len(kinds) > 1:
@@ -60,7 +60,7 @@ def _number_and_kind(plan: Plan, found: Gpus) -> Iterator[Diagnosis]:
         yield warn("GPU kind", f"{plan.recipe} was made for {family[0].upper()}, here is {named}", remedy)
 
 
-def _health(gpu: Gpu, plan: Plan) -> Iterator[Diagnosis]:
+def _health(gpu: Gpu, plan: RunLayout) -> Iterator[Diagnosis]:
     subject = gpu.label
     if (errors := gpu.number("ecc.errors.uncorrected.volatile.total")) and errors > 0:
         remedy = "drain the node; reset the GPU, and have it replaced if they come back"
@@ -91,7 +91,7 @@ def _health(gpu: Gpu, plan: Plan) -> Iterator[Diagnosis]:
         yield warn(subject, f"PCIe x{width:.0f} of x{full:.0f}", "reseat the card, or look at the riser and the BIOS")
 
 
-def _company(host: Host, found: Gpus) -> Iterator[Diagnosis]:
+def _company(host: ExaminedHost, found: Gpus) -> Iterator[Diagnosis]:
     # The name comes last, as it may hold commas.
     query = "--query-compute-apps=pid,gpu_uuid,process_name"
     others = nvidia.parse_processes(host.run("nvidia-smi", query, "--format=csv,noheader").answer)
@@ -110,7 +110,7 @@ def _company(host: Host, found: Gpus) -> Iterator[Diagnosis]:
         yield ok("GPU use", "nobody else is on the GPUs")
 
 
-def _links(host: Host, found: Gpus) -> Iterator[Diagnosis]:
+def _links(host: ExaminedHost, found: Gpus) -> Iterator[Diagnosis]:
     if len(found.gpus) == 1:
         return
     kinds = nvidia.parse_topology(host.run("nvidia-smi", "topo", "-m").answer)
@@ -127,7 +127,7 @@ def _links(host: Host, found: Gpus) -> Iterator[Diagnosis]:
         yield ok("GPU links", described)
 
 
-def _gpu_software(plan: Plan, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
+def _gpu_software(plan: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
     if not pytorch:
         remedy = "run `python -c 'import torch'` by hand, and install the packages again (rm -r .venv)"
         yield fail("PyTorch", "it cannot be imported, or gives no answer", remedy)

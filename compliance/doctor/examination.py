@@ -26,8 +26,8 @@ from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
-from compliance.doctor.host import REPOSITORY, Host, Output
-from compliance.doctor.plan import IntendedRun, Plan, make_plan
+from compliance.doctor.host import REPOSITORY, ExaminedHost, Output
+from compliance.doctor.plan import IntendedRun, RunLayout, make_plan
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
@@ -52,8 +52,8 @@ class _Examined:
     """The run that is meant, with all that is known about it."""
 
     intended: IntendedRun
-    plan: Plan
-    host: Host
+    plan: RunLayout
+    host: ExaminedHost
     gpus: gpus.Gpus
     pytorch: Mapping[str, Any]
 
@@ -89,13 +89,13 @@ class _Examined:
         return Path(os.path.relpath(REPOSITORY / named)) if named else None
 
 
-def examine(intended: IntendedRun, host: Host | None = None) -> Iterator[Diagnosis]:
+def examine(intended: IntendedRun, host: ExaminedHost | None = None) -> Iterator[Diagnosis]:
     """Look at everything, the quick things first.
 
     Raises:
         ValueError: an unknown recipe, a number of nodes below 1, or a named file or folder that is not there.
     """
-    host = host or Host()
+    host = host or ExaminedHost()
     for path in (intended.data, intended.checkpoint, intended.system):
         if path is not None and not path.exists():
             raise ValueError(f"{path}: no such file or folder")
@@ -131,7 +131,7 @@ def _check_batch(about: _Examined) -> Iterator[Diagnosis]:
         yield ok("recipe", f"{plan.recipe}: a batch of {batch} over {layout} of {each} sequence(s)")
 
 
-def _is_whole(plan: Plan) -> bool:
+def _is_whole(plan: RunLayout) -> bool:
     """Tell whether the ranks divide into copies of the model."""
     groups, stages = plan.ranks // plan.tensor, plan.pipeline
     return plan.nodes * groups % stages == 0 and (groups % stages == 0 or stages % groups == 0)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-from compliance.doctor.host import Host
+from compliance.doctor.host import ExaminedHost
 
 FIELDS = (
     "index",
@@ -92,7 +92,7 @@ class Gpus:
     driver: str = ""
 
 
-def query(host: Host) -> Gpus:
+def query(host: ExaminedHost) -> Gpus:
     """Ask nvidia-smi for all fields that its driver knows."""
     fields: list[str] = list(FIELDS)
     # Each refusal names one field, so that this ends.

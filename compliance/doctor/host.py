@@ -43,7 +43,7 @@ class Output:
 
 
 @dataclass(frozen=True)
-class Host:
+class ExaminedHost:
     """A machine: where its file system begins, and the variables of this process."""
 
     root: Path = Path("/")

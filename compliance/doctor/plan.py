@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from compliance.doctor.host import Host
+from compliance.doctor.host import ExaminedHost
 
 RECIPE_TIMEOUT_S = 60.0
 
@@ -37,7 +37,7 @@ class IntendedRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunLayout:
     """The run that is to be started: its recipe, "" when only the machine is looked at, and `ranks` on each of `nodes`.
 
     `config` has the recipe's settings by section, as `bert.configuration.recipes` has them.
@@ -89,7 +89,7 @@ def shape_in_name(recipe: str) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
-def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
+def make_plan(intended: IntendedRun, host: ExaminedHost, gpus_here: int) -> RunLayout:
     """The run that is asked for: settings of the recipe, nodes and ranks as the launchers would choose them."""
     if intended.nodes is not None and intended.nodes < 1:
         raise ValueError(f"--nodes is {intended.nodes}, expected at least 1")
@@ -97,7 +97,7 @@ def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
     # What is given counts most, then the launcher's environment, then the job's, then the name.
     nodes = intended.nodes or _count(host, "NNODES") or _count(host, "SLURM_JOB_NUM_NODES") or (shape or (1,))[0]
     if not intended.recipe:
-        return Plan(nodes=nodes, ranks=max(1, gpus_here))
+        return RunLayout(nodes=nodes, ranks=max(1, gpus_here))
     # In a process of its own: no module here may import bert, nor PyTorch with it.
     output = host.python("-c", _ASK_RECIPE, intended.recipe, timeout_s=RECIPE_TIMEOUT_S)
     try:
@@ -108,7 +108,7 @@ def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
     # A list in place of an object: the names that there are.
     if not isinstance(config, dict):
         raise ValueError(f"unknown recipe {intended.recipe!r}: expected one of {', '.join(map(str, config))}")
-    plan = Plan(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
+    plan = RunLayout(intended.recipe, {name: part for name, part in config.items() if isinstance(part, dict)}, nodes)
     # Those that this process may use, as the nproc of the launchers counts them.
     cores = len(os.sched_getaffinity(0))
     per_node = (
@@ -118,6 +118,6 @@ def make_plan(intended: IntendedRun, host: Host, gpus_here: int) -> Plan:
     return replace(plan, ranks=max(1, _count(host, "NPROC") or per_node))
 
 
-def _count(host: Host, variable: str) -> int | None:
+def _count(host: ExaminedHost, variable: str) -> int | None:
     text = host.environment.get(variable, "")
     return int(text) if text.isdecimal() and int(text) > 0 else None

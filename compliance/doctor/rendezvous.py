@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from compliance.doctor.diagnosis import Diagnosis, ok, warn
-from compliance.doctor.host import Host
+from compliance.doctor.host import ExaminedHost
 
 MAX_NAMED = 3
 """Most agents that are described."""
@@ -26,7 +26,7 @@ _REMEDY = (
 )
 
 
-def rendezvous(host: Host) -> Iterator[Diagnosis]:
+def rendezvous(host: ExaminedHost) -> Iterator[Diagnosis]:
     """Look for elastic agents on this machine, and for variables that would make torchrun's elastic."""
     agents = [_described(host, pid, option) for pid in _processes(host) if (option := _elastic_agent(host, pid))]
     if here := elastic_option([], host.environment):
@@ -39,7 +39,7 @@ def rendezvous(host: Host) -> Iterator[Diagnosis]:
         yield ok("rendezvous", "no elastic agent of torchrun here")
 
 
-def _described(host: Host, pid: int, option: str) -> str:
+def _described(host: ExaminedHost, pid: int, option: str) -> str:
     ports = ports_open_to_all(host, pid)
     where = f"on all addresses, port {' and '.join(map(str, ports))}" if ports else "its ports cannot be seen from here"
     return f"pid {pid} ({option}; {where})"
@@ -58,7 +58,7 @@ def elastic_option(options: list[str], environment: Mapping[str, str]) -> str:
     return "" if backend == "static" else f"PET_RDZV_BACKEND={backend}"
 
 
-def ports_open_to_all(host: Host, pid: int) -> list[int]:
+def ports_open_to_all(host: ExaminedHost, pid: int) -> list[int]:
     """Return the TCP ports on which a process listens on all addresses; none where its files may not be seen."""
     # A process's table of sockets is that of its whole network namespace; which are its own, only its descriptors tell.
     sockets = set()
@@ -80,11 +80,11 @@ def ports_open_to_all(host: Host, pid: int) -> list[int]:
     return sorted(ports)
 
 
-def _processes(host: Host) -> list[int]:
+def _processes(host: ExaminedHost) -> list[int]:
     return sorted(int(name) for name in host.names("/proc") if name.isdecimal())
 
 
-def _elastic_agent(host: Host, pid: int) -> str:
+def _elastic_agent(host: ExaminedHost, pid: int) -> str:
     """Return what makes a process an elastic agent; "" when it is none."""
     words = host.read(f"/proc/{pid}/cmdline").strip("\0").split("\0")  # a zero byte ends each word
     # Behind the interpreter, its options and -m.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from compliance.doctor.host import Host
+from compliance.doctor.host import ExaminedHost
 
 IN_MEMORY = frozenset({"tmpfs", "ramfs", "devtmpfs", "rootfs", "hugetlbfs"})
 LAYERED = frozenset({"overlay", "aufs"})
@@ -79,13 +79,13 @@ def mount_of(path: Path, mounts: list[Mount]) -> Mount | None:
     return max(reversed(around), key=lambda mount: len(mount.point), default=None)
 
 
-def storage_of(path: Path, host: Host) -> Storage:
+def storage_of(path: Path, host: ExaminedHost) -> Storage:
     """Find on what a file or folder lies, links followed; of one that is not there yet, what it would lie on."""
     mounts = parse_mounts(host.read("/proc/self/mountinfo"))
     return _storage(path.resolve(), mounts, host, depth=0)
 
 
-def _storage(path: Path, mounts: list[Mount], host: Host, depth: int) -> Storage:
+def _storage(path: Path, mounts: list[Mount], host: ExaminedHost, depth: int) -> Storage:
     mount = mount_of(path, mounts)
     if mount is None:
         return Storage("unknown", "a file system that /proc/self/mountinfo does not name")
@@ -107,7 +107,7 @@ def _storage(path: Path, mounts: list[Mount], host: Host, depth: int) -> Storage
     return Storage("durable", f"a disk ({named})", mount.is_read_only)
 
 
-def _loop_file(device: str, host: Host) -> str:
+def _loop_file(device: str, host: ExaminedHost) -> str:
     match = re.fullmatch(r"/dev/(loop\d+)", device)
     return host.read(f"/sys/block/{match[1]}/loop/backing_file") if match else ""
 

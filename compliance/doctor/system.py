@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from compliance.doctor import gpus
-from compliance.doctor.host import Host
+from compliance.doctor.host import ExaminedHost
 from compliance.log.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES, Division
 
 RESEARCH = "Research, Development, or Internal (RDI)"
@@ -60,7 +60,7 @@ _HBM = (
 
 
 def describe(
-    division: Division, overrides: Mapping[str, str] | None = None, host: Host | None = None
+    division: Division, overrides: Mapping[str, str] | None = None, host: ExaminedHost | None = None
 ) -> dict[str, str]:
     """The system description of this machine, in the order of `SYSTEM_FIELDS`.
 
@@ -72,10 +72,10 @@ def describe(
     Raises:
         ValueError: an unknown division, field or status, or a count that is no number.
     """
-    return complete(measure(host or Host()), {"division": division} | dict(overrides or {}))
+    return complete(measure(host or ExaminedHost()), {"division": division} | dict(overrides or {}))
 
 
-def measure(host: Host) -> dict[str, str]:
+def measure(host: ExaminedHost) -> dict[str, str]:
     """The fields that a tool or a file of the machine tells; a field that it might have told, and did not, is empty."""
     fields = processors(host.run("lscpu").answer, host)
     fields |= memory(host.read("/proc/meminfo"), host.run("dmidecode", "--type", "memory").answer)
@@ -115,7 +115,7 @@ def _check(fields: Mapping[str, str]) -> None:
             raise ValueError(f"{name} is {fields[name]!r}, expected a number such as '8'")
 
 
-def processors(lscpu: str, host: Host) -> dict[str, str]:
+def processors(lscpu: str, host: ExaminedHost) -> dict[str, str]:
     """The fields of the host's processors, from lscpu's output where there is one and /proc/cpuinfo elsewhere."""
     cpu = _colon_table(lscpu)
     # Of its blocks, one a core, the first counts.
@@ -209,7 +209,7 @@ def _bytes(count: int) -> str:  # decimal, as disks are sold
     return f"{count / 1e12:.2f} TB" if count >= 10**12 else f"{count / 1e9:.0f} GB"
 
 
-def networking(host: Host) -> str:
+def networking(host: ExaminedHost) -> str:
     """The network adapters: ports of /sys/class/infiniband by kind and rate, and wired devices of /sys/class/net."""
     kinds: Counter[str] = Counter()
     for port in adapter_ports(host):
@@ -227,7 +227,7 @@ def networking(host: Host) -> str:
 class AdapterPort:
     """A port of a network adapter with RDMA; the state is such as "ACTIVE" or "DOWN", and "" where it is not known."""
 
-    def __init__(self, host: Host, adapter: str, number: str) -> None:
+    def __init__(self, host: ExaminedHost, adapter: str, number: str) -> None:
         folder = f"/sys/class/infiniband/{adapter}/ports/{number}"
         self.name = f"{adapter} port {number}"
         self.state = host.read(f"{folder}/state").partition(":")[2].strip()  # "4: ACTIVE" in /sys
@@ -235,14 +235,14 @@ class AdapterPort:
         self.link_layer = host.read(f"{folder}/link_layer")
 
 
-def adapter_ports(host: Host) -> list[AdapterPort]:
+def adapter_ports(host: ExaminedHost) -> list[AdapterPort]:
     """The ports of all adapters with RDMA: InfiniBand and RoCE."""
     folder = "/sys/class/infiniband"
     adapters = [(adapter, host.names(f"{folder}/{adapter}/ports")) for adapter in host.names(folder)]
     return [AdapterPort(host, adapter, number) for adapter, numbers in adapters for number in numbers]
 
 
-def accelerators(found: gpus.Gpus, host: Host) -> dict[str, str]:
+def accelerators(found: gpus.Gpus, host: ExaminedHost) -> dict[str, str]:
     """The fields of the accelerators, from nvidia-smi's answers."""
     if not found.gpus:
         return {"accelerators_per_node": "0", "accelerator_model_name": "N/A"}
@@ -263,7 +263,7 @@ def accelerators(found: gpus.Gpus, host: Host) -> dict[str, str]:
     }
 
 
-def ask_pytorch(host: Host) -> dict[str, Any]:
+def ask_pytorch(host: ExaminedHost) -> dict[str, Any]:
     """Ask what PyTorch was built with and the GPUs it sees, in a process of its own; empty when it cannot be imported."""
     try:
         answer = json.loads(host.python("-c", _ASK_PYTORCH, timeout_s=PYTORCH_TIMEOUT_S).answer or "{}")
@@ -272,7 +272,7 @@ def ask_pytorch(host: Host) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def software(pytorch: Mapping[str, Any], driver: str, host: Host) -> dict[str, str]:
+def software(pytorch: Mapping[str, Any], driver: str, host: ExaminedHost) -> dict[str, str]:
     """The fields of the software: what PyTorch says of itself, installed packages, the container, the system."""
     stack = [f"{name} {pytorch[name]}" for name in ("CUDA", "cuDNN", "NCCL") if pytorch.get(name)]
     stack += [f"NVIDIA driver {driver}"] if driver else []
@@ -291,7 +291,7 @@ def software(pytorch: Mapping[str, Any], driver: str, host: Host) -> dict[str, s
     }
 
 
-def container(host: Host) -> str:
+def container(host: ExaminedHost) -> str:
     """The kind of container this runs in and its image, as far as they can be known; "" outside."""
     environment = host.environment
     ngc = environment.get("NVIDIA_PRODUCT_NAME", "")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from compliance.artefact import write_whole
-from compliance.doctor.host import Host
+from compliance.doctor.host import ExaminedHost
 from compliance.doctor.system import complete, measure
 from compliance.log.findings import shown
 from compliance.log.rules import SYSTEM_FIELDS
@@ -29,7 +29,9 @@ def write(path: Path, fields: Mapping[str, Any]) -> None:
     write_whole(path, json.dumps(dict(fields), indent=2, ensure_ascii=False) + "\n")
 
 
-def renew(path: Path, given: Mapping[str, str], *, replace: bool = False, host: Host | None = None) -> list[str]:
+def renew(
+    path: Path, given: Mapping[str, str], *, replace: bool = False, host: ExaminedHost | None = None
+) -> list[str]:
     """Write the description of this machine to `path`; returns a line for each text that was measured differently.
 
     Args:
@@ -41,7 +43,7 @@ def renew(path: Path, given: Mapping[str, str], *, replace: bool = False, host: 
         ValueError: the file is no system description, or cannot be written; an unknown field or value.
     """
     before = _read(path, replace)
-    measured = {name: value for name, value in measure(host or Host()).items() if value}
+    measured = {name: value for name, value in measure(host or ExaminedHost()).items() if value}
     # What the machine tells is never kept: it may have changed since the file was written.
     kept = {name: value for name, value in before.items() if name in SYSTEM_FIELDS and name not in measured and value}
     fields = complete(measured, {"system_name": path.stem} | kept | dict(given))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
-from compliance.doctor.host import Host
-from compliance.doctor.plan import Plan
+from compliance.doctor.host import ExaminedHost
+from compliance.doctor.plan import RunLayout
 from compliance.doctor.system import describe
 from compliance.log.rules import DIVISIONS, NEWEST_RULESET
 from compliance.submission.description import Description, description_findings, read_description
@@ -19,7 +19,7 @@ WANTED = ("submitter", "framework", "operating_system", "host_networking", "cool
 _MEMORY_UNITS = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 
 
-def compare(path: Path, plan: Plan, host: Host) -> Iterator[Diagnosis]:
+def compare(path: Path, plan: RunLayout, host: ExaminedHost) -> Iterator[Diagnosis]:
     """Report what is missing, of the wrong kind, or different here. A description that is not there yet is a warning."""
     subject = "system file"
     if not path.is_file():
@@ -37,7 +37,7 @@ def compare(path: Path, plan: Plan, host: Host) -> Iterator[Diagnosis]:
             yield ok(subject, f"{path}: complete, and true of this machine")
 
 
-def _faults(description: Description, plan: Plan) -> Iterator[Diagnosis]:
+def _faults(description: Description, plan: RunLayout) -> Iterator[Diagnosis]:
     fields = description.fields
     for finding in description_findings(description, NEWEST_RULESET):
         found = f"{finding.key}: {finding.sentence}" if finding.key else finding.sentence
@@ -52,7 +52,7 @@ def _faults(description: Description, plan: Plan) -> Iterator[Diagnosis]:
         yield warn("system file", f"empty: {', '.join(empty)}", "fill them in before you submit")
 
 
-def _differences(fields: Mapping[str, object], found: Mapping[str, str], plan: Plan) -> Iterator[Diagnosis]:
+def _differences(fields: Mapping[str, object], found: Mapping[str, str], plan: RunLayout) -> Iterator[Diagnosis]:
     """Fields that say something else than this machine; people word them in their own way, so only the essence counts."""
     if plan.recipe and str(fields.get("number_of_nodes")) != str(plan.nodes):
         text = f"number_of_nodes is {fields.get('number_of_nodes')!r}, but the run takes {plan.nodes}"

@@ -1,6 +1,7 @@
 """Check what `doctor` looks at in the machine: clock, memory, processors, network, limits.
 
-Each check takes a `Host` and the `Plan` of the run and yields at least one `Diagnosis`; none raises for what is missing.
+Each check takes an `ExaminedHost` and the `RunLayout` of the run and yields `Diagnosis`
+after `Diagnosis`; none raises for what is missing.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
-from compliance.doctor.host import Host
-from compliance.doctor.plan import Plan
+from compliance.doctor.host import ExaminedHost
+from compliance.doctor.plan import RunLayout
 from compliance.doctor.system import adapter_ports
 
 GIB = 2**30
@@ -71,7 +72,7 @@ def _wall_minus_monotonic() -> float:
     return min(looks)[1]
 
 
-def clock(host: Host, plan: Plan, reading: ClockReading, not_before: float) -> Iterator[Diagnosis]:
+def clock(host: ExaminedHost, plan: RunLayout, reading: ClockReading, not_before: float) -> Iterator[Diagnosis]:
     """Check that the time is right, runs evenly, and is kept so. Records of a log may not go back in time (TR 11).
 
     Args:
@@ -100,7 +101,7 @@ def clock(host: Host, plan: Plan, reading: ClockReading, not_before: float) -> I
     yield warn("clock", found + across, remedy)
 
 
-def _time_keeper(host: Host) -> str:
+def _time_keeper(host: ExaminedHost) -> str:
     """Name who says that the clock is synchronised, "" when nobody does."""
     if host.run("timedatectl", "show", "--property=NTPSynchronized", "--value", timeout_s=5).answer.strip() == "yes":
         return "the system's time service"
@@ -111,7 +112,7 @@ def _time_keeper(host: Host) -> str:
     return "systemd-timesyncd" if host.path("/run/systemd/timesync/synchronized").exists() else ""
 
 
-def memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
+def memory(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
     """Memory that processes may still take, the shared memory that NCCL and PyTorch want, and swapping."""
     table = dict(re.findall(r"^(\w+):\s+(\d+) kB", host.read("/proc/meminfo"), re.MULTILINE))
     available = int(table.get("MemAvailable", 0)) * 1024
@@ -134,7 +135,7 @@ def memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     yield from _shared_memory(host, plan)
 
 
-def _cgroup_limit(host: Host) -> int | None:
+def _cgroup_limit(host: ExaminedHost) -> int | None:
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         text = host.read(name)
         if text.isdecimal() and int(text) < 2**60:  # cgroup v1 has nearly 2**63 for no limit
@@ -142,7 +143,7 @@ def _cgroup_limit(host: Host) -> int | None:
     return None
 
 
-def _shared_memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
+def _shared_memory(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
     try:
         status = os.statvfs(host.path("/dev/shm"))
     except OSError:
@@ -157,7 +158,7 @@ def _shared_memory(host: Host, plan: Plan) -> Iterator[Diagnosis]:
         yield ok("shared memory", f"{free / GIB:.1f} GiB free in /dev/shm")
 
 
-def processors(host: Host, plan: Plan) -> Iterator[Diagnosis]:
+def processors(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
     """Cores for every rank, at full clock, and nobody else on them."""
     cores = _cores(host)
     if cores < plan.ranks:
@@ -183,7 +184,7 @@ def processors(host: Host, plan: Plan) -> Iterator[Diagnosis]:
     yield from _numa(host)
 
 
-def _cores(host: Host) -> float:
+def _cores(host: ExaminedHost) -> float:
     """Cores that this process may use: by affinity, and by the time that its container is given."""
     cores = float(len(os.sched_getaffinity(0)))
     # cgroup v2: "max" in place of a quota is no limit.
@@ -193,7 +194,7 @@ def _cores(host: Host) -> float:
     return cores
 
 
-def _numa(host: Host) -> Iterator[Diagnosis]:
+def _numa(host: ExaminedHost) -> Iterator[Diagnosis]:
     nodes = [name for name in host.names("/sys/devices/system/node") if re.fullmatch(r"node\d+", name)]
     if len(nodes) > 1 and host.read("/proc/sys/kernel/numa_balancing") == "1":
         remedy = "echo 0 > /proc/sys/kernel/numa_balancing (root): ranks are bound to their node already"
@@ -204,7 +205,7 @@ def _numa(host: Host) -> Iterator[Diagnosis]:
         yield warn("huge pages", "transparent huge pages are off: more misses in address translation", remedy)
 
 
-def limits(host: Host, plan: Plan) -> Iterator[Diagnosis]:
+def limits(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
     """Limits of a process: pinned memory for network cards, and open files."""
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -218,7 +219,7 @@ def limits(host: Host, plan: Plan) -> Iterator[Diagnosis]:
         yield ok("limits", f"{files} open files a process")
 
 
-def network(host: Host, plan: Plan) -> Iterator[Diagnosis]:
+def network(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
     """Ports with RDMA, this host's name, and the port on which ranks meet."""
     ports = adapter_ports(host)
     active = [port for port in ports if port.state == "ACTIVE"]
@@ -248,7 +249,7 @@ def network(host: Host, plan: Plan) -> Iterator[Diagnosis]:
         yield from _meeting(host)
 
 
-def _meeting(host: Host) -> Iterator[Diagnosis]:
+def _meeting(host: ExaminedHost) -> Iterator[Diagnosis]:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from compliance.log import rules
-from compliance.log.schedule import Schedule
+from compliance.log.schedule import EvaluationSchedule
 
 if TYPE_CHECKING:
     from compliance.convergence.reference_points import Reference
@@ -55,7 +55,7 @@ class Forecast:
 
 
 def forecast(
-    evaluations: Sequence[tuple[int, float]], target: float, schedule: Schedule, reference: Reference | None
+    evaluations: Sequence[tuple[int, float]], target: float, schedule: EvaluationSchedule, reference: Reference | None
 ) -> Forecast:
     """The range for a run that has not reached its target.
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from compliance.log import rules
 from compliance.log.record import Record
-from compliance.log.schedule import Schedule, evaluation_interval
+from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 
 OPENED_BY = {closing: opening for opening, closing in rules.INTERVALS.items()}
 """Closing record to opening record."""
@@ -131,13 +131,13 @@ class LoggedRun:
         return seed if rules.is_integer(seed) else None
 
     @property
-    def schedule(self) -> Schedule | None:
+    def schedule(self) -> EvaluationSchedule | None:
         """Schedule of the run's evaluations; None while its batch size, or an open run's interval, is not known."""
         batch = self.global_batch_size
         if not batch:
             return None
         interval = evaluation_interval(batch) if self.division == "closed" else self.count_of("eval_interval_samples")
-        return Schedule(interval, batch) if interval else None
+        return EvaluationSchedule(interval, batch) if interval else None
 
     @property
     def resumed_from(self) -> str | None:

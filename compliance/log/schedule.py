@@ -28,7 +28,7 @@ def evaluation_samples(index: int, interval: int, global_batch_size: int) -> int
 
 
 @dataclass(frozen=True)
-class Schedule:
+class EvaluationSchedule:
     """The places of the evaluations: every `interval` samples, rounded up to a whole batch."""
 
     interval: int

@@ -29,7 +29,7 @@ MAX_LINE_CHARACTERS = 4000
 
 
 @dataclass(frozen=True)
-class Report:
+class ToolReport:
     """Report of one tool on the tree.
 
     Attributes:
@@ -58,7 +58,7 @@ class Summary:
     samples: float | None
 
 
-def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[Report], Summary | None]:
+def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[ToolReport], Summary | None]:
     """Run all five tools on the tree of one organisation.
 
     The package checker goes first, because it writes the scaling.json that the summarizer reads.
@@ -104,7 +104,7 @@ def _run(place: Path, tool: str, *arguments: str | Path, log_output: bool = True
     return status, output.read_text("utf-8", "replace")
 
 
-def _package_checker(place: Path, tree: Path, ruleset: str, division: str) -> Report:
+def _package_checker(place: Path, tree: Path, ruleset: str, division: str) -> ToolReport:
     tool = "package checker"
     _, said = _run(place, "package_checker", tree, "training", ruleset)
     success = "PACKAGE CHECKER FOUND NO ERRORS" in said
@@ -119,26 +119,26 @@ def _package_checker(place: Path, tree: Path, ruleset: str, division: str) -> Re
     return _report(tool, success and not blind, "found no errors" if success else "found errors", said, blind)
 
 
-def _repository_checker(place: Path, tree: Path, ruleset: str) -> Report:
+def _repository_checker(place: Path, tree: Path, ruleset: str) -> ToolReport:
     known = max(ruleset, "2.0.0")  # it asks the same of every round, and knows none before
     _, said = _run(place, "repo_checker", tree, "training", known)
     passed = "ALL CHECKS PASSED" in said
     return _report("repository checker", passed, "all checks passed" if passed else "checks failed", said)
 
 
-def _system_checker(place: Path, description: Path, ruleset: str) -> Report:
+def _system_checker(place: Path, description: Path, ruleset: str) -> ToolReport:
     _, said = _run(place, "system_desc_checker", description, "training", ruleset)
     passed = "System description checker passed" in said
     return _report("system description checker", passed, "passed" if passed else "failed", said)
 
 
-def _convergence_checker(place: Path, results: Path, ruleset: str, division: str) -> Report:
+def _convergence_checker(place: Path, results: Path, ruleset: str, division: str) -> ToolReport:
     tool = "convergence (RCP) checker"
     if division == "open":
-        return Report(tool, True, "not asked: no reference in the open division", ())
+        return ToolReport(tool, True, "not asked: no reference in the open division", ())
     # Started by itself, it resets the scaling of a folder without a name, which is that of /.
     if Path("/scaling.json").exists():
-        return Report(tool, True, "not asked: it would delete the file /scaling.json", ())
+        return ToolReport(tool, True, "not asked: it would delete the file /scaling.json", ())
     status, said = _run(place, "rcp_checker", results, "--rcp_usage", "training", "--rcp_version", ruleset)
     match = re.search(r"^\w+ - (.*), RCP test (PASSED|FAILED)", said, re.MULTILINE)
     # The only one of the five whose exit status says something; the words are asked all the same.
@@ -146,7 +146,7 @@ def _convergence_checker(place: Path, results: Path, ruleset: str, division: str
     return _report(tool, passed, f"{match[1]}: {match[2].lower()}" if match else "no verdict", said)
 
 
-def _summarizer(place: Path, tree: Path, system: str, ruleset: str) -> tuple[Report, Summary | None]:
+def _summarizer(place: Path, tree: Path, system: str, ruleset: str) -> tuple[ToolReport, Summary | None]:
     out = place / "summary.csv"
     status, said = _run(place, "result_summarizer", tree, "training", ruleset, "--csv", out, log_output=False)
     summary = _read_summary(out, tree, system) if status == 0 else None
@@ -184,14 +184,14 @@ def _optional_number(text: str | None) -> float | None:
 # Their words in plain ones
 
 
-def _report(tool: str, passed: bool, words: str, said: str, more: Sequence[Finding] = ()) -> Report:
+def _report(tool: str, passed: bool, words: str, said: str, more: Sequence[Finding] = ()) -> ToolReport:
     """A report with the complaints; a failure that no known message explains is explained by the tool's last line."""
     findings = [*_complaints(tool, said), *more]
     # A failure must not stand there without a reason.
     if not passed and not any(finding.severity == "error" for finding in findings):
         last = visible(said.strip().rpartition("\n")[2], MAX_MESSAGE_CHARACTERS)
         findings.append(Finding(None, "", tool, f"it does not pass: {last}", "read what it printed, beside the tree"))
-    return Report(tool, passed, words, tuple(findings))
+    return ToolReport(tool, passed, words, tuple(findings))
 
 
 # Looked through from above: the first pattern that matches counts.

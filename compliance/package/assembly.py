@@ -19,14 +19,14 @@ from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log
 from compliance.package.selection import FAILED, Selection, select
-from compliance.package.source import Source, tracked_source
-from compliance.package.tree import Package, Request, SubmittedRun, write_tree
+from compliance.package.source import SourceTree, tracked_source
+from compliance.package.tree import Package, PackageRequest, SubmittedRun, write_tree
 from compliance.submission.description import description_findings, read_description
 
 INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "framework")
 
 
-def make_package(request: Request) -> Package:
+def make_package(request: PackageRequest) -> Package:
     """Write the submission tree request.out/request.org.
 
     Raises:
@@ -52,7 +52,7 @@ def make_package(request: Request) -> Package:
 # What makes no submission
 
 
-def _description(request: Request, division: rules.Division) -> dict[str, Any]:
+def _description(request: PackageRequest, division: rules.Division) -> dict[str, Any]:
     path = request.system
     description = read_description(path)
     # Warnings about a description stop no submission.
@@ -133,7 +133,7 @@ def _why(verdict: Verdict) -> str:
 # What does not stop it
 
 
-def _findings(description: Mapping[str, Any], logs: list[Log], source: Source) -> Iterator[Finding]:
+def _findings(description: Mapping[str, Any], logs: list[Log], source: SourceTree) -> Iterator[Finding]:
     for log in logs:
         if not log.run.is_ended:
             found = f"{log.path.name} has no run_stop and was counted as a failed run"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from compliance.log.findings import Finding
 from compliance.log.rules import NOT_A_RESULT
-from compliance.official.tools import Report, Summary, ask_all, said_beside
+from compliance.official.tools import Summary, ToolReport, ask_all, said_beside
 from compliance.package.archive import check_request, write_archive
 from compliance.package.assembly import make_package
-from compliance.package.tree import Package, Request, describe_selection
+from compliance.package.tree import Package, PackageRequest, describe_selection
 from compliance.submission.check import accepted, check_paths
 from console.program import say
 from console.text import visible
@@ -24,7 +24,7 @@ MAX_NAMED = 100
 """Most files named that are left out of the source."""
 
 
-def run(request: Request, archive: Path | None, password_file: Path | None) -> int:
+def run(request: PackageRequest, archive: Path | None, password_file: Path | None) -> int:
     """Make the submission, have it checked, print what was found.
 
     Returns:
@@ -50,7 +50,7 @@ def run(request: Request, archive: Path | None, password_file: Path | None) -> i
     return 0 if passed else 1
 
 
-def _own_check(package: Package) -> Report:
+def _own_check(package: Package) -> ToolReport:
     # Read again from the tree, as a reviewer will have it: copied and renamed.
     verdicts = check_paths([package.tree], package.request.ruleset)
     passed = accepted(verdicts)
@@ -61,16 +61,16 @@ def _own_check(package: Package) -> Report:
         for finding in verdict.errors
         if not passed
     ]
-    return Report("check of this repository", passed, "valid" if passed else "not valid", tuple(findings))
+    return ToolReport("check of this repository", passed, "valid" if passed else "not valid", tuple(findings))
 
 
-def _comparison(package: Package, summary: Summary | None) -> Report:
+def _comparison(package: Package, summary: Summary | None) -> ToolReport:
     """Report whether score, scaling and samples are the official ones."""
     findings = tuple(_differences(package, summary)) if summary else ()
     passed = summary is not None and not findings
     said = "not the official ones" if summary else "there are no official ones"
     said = "equal to the official ones" if passed else said
-    return Report("score, scaling, samples", passed, said, findings)
+    return ToolReport("score, scaling, samples", passed, said, findings)
 
 
 def _differences(package: Package, summary: Summary) -> Iterator[Finding]:
@@ -91,7 +91,7 @@ def _differences(package: Package, summary: Summary) -> Iterator[Finding]:
             yield Finding(None, "", "result summarizer", f"{name} is {ours} here and {theirs} there", remedy)
 
 
-def _print(package: Package, reports: list[Report]) -> None:
+def _print(package: Package, reports: list[ToolReport]) -> None:
     request = package.request
     say(f"{package.tree}: {request.system.stem}, {package.division} division, ruleset {request.ruleset}")
     say(f"score {package.minutes:.4f} minutes. {describe_selection(package)}")

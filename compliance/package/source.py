@@ -16,7 +16,7 @@ TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceTree:
     """Files of a source tree, as paths below its root, sorted.
 
     Attributes:
@@ -33,7 +33,7 @@ class Source:
     modified: tuple[str, ...]
 
 
-def tracked_source(root: Path = ROOT) -> Source:
+def tracked_source(root: Path = ROOT) -> SourceTree:
     """The source below `root`; logs of other runs, under results/, do not belong to it.
 
     Raises:
@@ -57,7 +57,7 @@ def tracked_source(root: Path = ROOT) -> Source:
     changes = _git(root, "diff", "--name-only", "-z", "HEAD") if listing is not None else None
     modified = [name for name in (changes or "").split("\0") if name in files]  # what is not packaged may differ
     left_out = sorted(set(names) - set(files))
-    return Source(root, tuple(files), tuple(left_out), commit.strip() if commit else None, tuple(modified))
+    return SourceTree(root, tuple(files), tuple(left_out), commit.strip() if commit else None, tuple(modified))
 
 
 def _may_be_submitted(path: Path, name: str) -> bool:

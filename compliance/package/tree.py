@@ -29,7 +29,7 @@ from compliance.log import rules
 from compliance.log.findings import Finding
 from compliance.log.records import Log
 from compliance.package.selection import FAILED, Selection
-from compliance.package.source import Source
+from compliance.package.source import SourceTree
 from console.files import sync
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]*")
@@ -40,7 +40,7 @@ REPEATED_SECTIONS = ("optimizer", "training", "evaluation")
 
 
 @dataclass(frozen=True)
-class Request:
+class PackageRequest:
     """Request to package a submission.
 
     Attributes:
@@ -97,7 +97,7 @@ class Package:
         findings: what is worth knowing and did not stop it.
     """
 
-    request: Request
+    request: PackageRequest
     division: rules.Division
     runs: tuple[SubmittedRun, ...]
     selection: Selection
@@ -127,7 +127,7 @@ class Package:
         return self.selection.score * self.scaling
 
 
-def write_tree(package: Package, description: Mapping[str, Any], source: Source) -> None:
+def write_tree(package: Package, description: Mapping[str, Any], source: SourceTree) -> None:
     """Write the tree aside and put it in its place when it is whole. Raises ``ValueError``, and then nothing is left."""
     request = package.request
     try:
@@ -172,7 +172,7 @@ def _sync_all(root: Path) -> None:
             sync(Path(folder, name))
 
 
-def _fill(root: Path, package: Package, description: Mapping[str, Any], source: Source) -> None:
+def _fill(root: Path, package: Package, description: Mapping[str, Any], source: SourceTree) -> None:
     request, system = package.request, package.request.system.stem
     benchmark = root / "benchmarks" / "bert"
     implementation = benchmark / "implementations" / request.implementation

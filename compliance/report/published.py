@@ -41,7 +41,7 @@ class Published:
 
 
 @dataclass(frozen=True)
-class Placement:
+class PublishedPlace:
     """The place where a time would stand.
 
     Attributes:
@@ -99,10 +99,10 @@ def form(accelerator: str) -> str | None:
     return "SXM" if "SXM" in text or "HBM3" in text else None
 
 
-def placement(minutes: float, accelerator: str, accelerators: int) -> Placement:
+def placement(minutes: float, accelerator: str, accelerators: int) -> PublishedPlace:
     """Find where a closed run set of `minutes` on `accelerators` of this name would stand among published ones."""
     if accelerators < 1:
-        return Placement("The system has no accelerator: nothing published to compare with.")
+        return PublishedPlace("The system has no accelerator: nothing published to compare with.")
     model = family(accelerator)
     own = form(accelerator)
     of_model = [result for result in published() if family(result.accelerator) == model]
@@ -110,10 +110,10 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> Placement:
     alike = [result for result in of_model if own is None or form(result.accelerator) in (None, own)]
     kind = f"{model} ({own})" if model and own else model or accelerator
     if model is None or not alike:
-        return Placement(f"No published result of rounds v2.0 to v3.1 was trained on {kind}.")
+        return PublishedPlace(f"No published result of rounds v2.0 to v3.1 was trained on {kind}.")
     same = [result for result in alike if result.accelerators == accelerators]
     if not same:
-        return Placement(_nearest_scale(alike, accelerators, kind))
+        return PublishedPlace(_nearest_scale(alike, accelerators, kind))
     faster = [result for result in same if result.minutes < minutes]
     # The results are sorted, so that those that are not faster follow them.
     slower = same[len(faster) :]
@@ -121,7 +121,7 @@ def placement(minutes: float, accelerator: str, accelerators: int) -> Placement:
         f"On {accelerators} {kind}, {minutes:.2f} min would stand {_between(faster, slower)}. Of {len(same)} published with "
         f"the same accelerator and scale, {len(faster)} {'is' if len(faster) == 1 else 'are'} faster."
     )
-    return Placement(sentence, tuple(faster[-NEIGHBOURS:]), tuple(slower[:NEIGHBOURS]), len(same), len(faster))
+    return PublishedPlace(sentence, tuple(faster[-NEIGHBOURS:]), tuple(slower[:NEIGHBOURS]), len(same), len(faster))
 
 
 def _between(faster: Sequence[Published], slower: Sequence[Published]) -> str:

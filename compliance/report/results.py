@@ -22,7 +22,7 @@ from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log, read_log
 from compliance.log.run import LoggedRun
-from compliance.report.published import Placement, placement
+from compliance.report.published import PublishedPlace, placement
 from compliance.submission.check import check_paths
 from compliance.submission.description import read_description
 from compliance.submission.folders import numbered_logs
@@ -175,16 +175,16 @@ class Results:
         return (self.valid or self.runs)[-1]
 
     @cached_property
-    def placement(self) -> Placement:
+    def placement(self) -> PublishedPlace:
         """Tell where the score would stand among published results, or why it has no place."""
         if self.division != "closed":
             why = "Only closed runs train what the published results trained: these have no place among them."
-            return Placement(why)
+            return PublishedPlace(why)
         if self.scaled_seconds is None:
-            return Placement("Without a score there is nothing to compare with published results.")
+            return PublishedPlace("Without a score there is nothing to compare with published results.")
         if self.accelerators is None:
             why = "The system description names no number of accelerators: nothing published to compare with."
-            return Placement(why)
+            return PublishedPlace(why)
         return placement(self.scaled_seconds / 60, self.accelerator, self.accelerators)
 
 

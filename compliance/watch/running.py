@@ -44,7 +44,7 @@ MAX_HEADER_BYTES = 4_096
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class LoggedEvaluation:
     """An evaluation: sequences trained, accuracy, and when its result was logged."""
 
     samples: int
@@ -68,7 +68,7 @@ class RunningLog(LoggedRun):
     def __init__(self) -> None:
         self._head: dict[str, str] = {}  # filled as lines come
         super().__init__(self._head)
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[LoggedEvaluation] = []
         self.step_samples = 0
         self.step_rate: float | None = None
         self.processes: int | None = None
@@ -151,7 +151,7 @@ class RunningLog(LoggedRun):
         if not self.rate or self.run_start_ms is None:
             return None
         # From the last evaluation on, whose time is known, and not from the last step.
-        then = self.evaluations[-1] if self.evaluations else Evaluation(0, 0.0, self.run_start_ms)
+        then = self.evaluations[-1] if self.evaluations else LoggedEvaluation(0, 0.0, self.run_start_ms)
         left = (samples - then.samples) / self.rate - (now_ms - then.time_ms) / 1000
         return max(0.0, left)
 
@@ -262,7 +262,7 @@ class RunningLog(LoggedRun):
         # Numbers of epochs or of evaluations are far below those of sequences.
         if schedule and (samples is None or samples <= max(before, schedule.interval // 100)):
             samples = schedule.samples(self.number_of_evaluations + 1)
-        self.evaluations.append(Evaluation(samples or before, float(record.value), record.time_ms))
+        self.evaluations.append(LoggedEvaluation(samples or before, float(record.value), record.time_ms))
 
     def _take_step(self, samples: int, rate: float) -> None:
         self.step_samples, self.step_rate = max(self.step_samples, samples), rate

@@ -101,13 +101,13 @@ def _put(console: Console, text: str) -> None:
 def _display(watched: Watch, console: Console, stack: ExitStack) -> Callable[[], None]:
     """Choose what shows the news: a panel that `stack` leaves standing, or plain lines."""
     if not console.is_terminal:
-        return PlainLines(watched, console).show
+        return EvaluationLines(watched, console).show
     live = LivePanel(console)
     stack.callback(live.close)
     return lambda: live.show(_title(watched), rows(watched, time.time() * 1000))
 
 
-class PlainLines:
+class EvaluationLines:
     """A line for each evaluation, each complaint and the end, for a terminal that is none."""
 
     def __init__(self, watched: Watch, console: Console) -> None:

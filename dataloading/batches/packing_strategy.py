@@ -36,7 +36,7 @@ Combination = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Strategy:
+class PackingStrategy:
     """Counts of packs for each combination of lengths; every sequence of the histogram is in exactly one."""
 
     capacity: int
@@ -69,7 +69,7 @@ class Strategy:
         return self.tokens / (self.bound * self.capacity) if self.bound else 1.0
 
 
-def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int | None = 3) -> Strategy:
+def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int | None = 3) -> PackingStrategy:
     """A strategy with close to the fewest packs possible, and never more than first-fit decreasing.
 
     ``histogram[l]`` [L or shorter] is the number of sequences of l tokens; ``max_sequences`` of None is no limit. Equal
@@ -78,7 +78,7 @@ def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int
     """
     counts = _checked_histogram(histogram, capacity, max_sequences)
     if not counts.any():
-        return Strategy(capacity, (), (), 0)
+        return PackingStrategy(capacity, (), (), 0)
     # However many may share a pack, no more than this of the shortest fit.
     limit = capacity // int(np.flatnonzero(counts)[0])
     limit = limit if max_sequences is None else min(limit, max_sequences)
@@ -93,7 +93,7 @@ def pack_histogram(histogram: ArrayLike, capacity: int = 512, max_sequences: int
         packing, linear_bound = _linear_program(counts, limit, pieces)
         best = min(best, packing, key=Counter.total)
         bound = max(bound, linear_bound)
-    return Strategy(capacity, tuple(best), tuple(best.values()), bound)
+    return PackingStrategy(capacity, tuple(best), tuple(best.values()), bound)
 
 
 def _checked_histogram(histogram: ArrayLike, capacity: int, max_sequences: int | None) -> NDArray[np.int64]:

@@ -37,7 +37,7 @@ class MicroBatch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BatchPlan:
     """A balanced plan over an endless stream of shuffled epochs.
 
     Global batch b holds the positions ``[b * global_batch_size, (b + 1) * global_batch_size)`` of the stream, so that each

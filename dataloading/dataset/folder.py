@@ -21,7 +21,7 @@ from console.files import atomic_path
 from dataloading.dataset.manifest import (
     LENGTHS_NAME,
     MANIFEST_NAME,
-    Part,
+    WorkPart,
     metadata_names,
     read_lengths,
     read_manifest,
@@ -87,7 +87,7 @@ def require_absent_or_empty(folder: Path) -> None:
         raise ValueError(f"{folder} is there already; name a folder that does not exist or is empty")
 
 
-def open_dataset(folder: Path, part: Part | None = None) -> "Dataset":
+def open_dataset(folder: Path, part: WorkPart | None = None) -> "Dataset":
     """Open a data set, or one part of it: reads the manifest and the length index, and touches no shard.
 
     Raises:

@@ -20,7 +20,7 @@ _MAX_MANIFEST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class Part:
+class WorkPart:
     """A share among several of the work of making a data set, counted from 1."""
 
     index: int
@@ -34,7 +34,7 @@ class Part:
         return f"{self.index}/{self.count}"
 
 
-def metadata_names(part: Part | None) -> tuple[str, str]:
+def metadata_names(part: WorkPart | None) -> tuple[str, str]:
     """File names of the manifest and the length index of a data set, or of a part of one: parts may share a folder."""
     if part is None:
         return MANIFEST_NAME, LENGTHS_NAME
@@ -52,7 +52,7 @@ def write_metadata(
     lengths: NDArray[np.integer],
     masked_counts: NDArray[np.integer],
     info: DatasetInfo,
-    part: Part | None = None,
+    part: WorkPart | None = None,
 ) -> None:
     """Write the length index and then the manifest, which makes the shards in ``folder`` a data set, or part of one.
 
@@ -83,7 +83,7 @@ class Manifest:
     lengths_sha256: str
 
 
-def read_manifest(folder: Path, part: Part | None = None) -> Manifest:
+def read_manifest(folder: Path, part: WorkPart | None = None) -> Manifest:
     """The manifest of a data set, or of one part of it; ValueError where it is missing, damaged or of another version."""
     path = folder / metadata_names(part)[0]
     found = read_json(path, _MAX_MANIFEST_BYTES, _remedy_without_manifest(folder))
@@ -96,13 +96,13 @@ def read_manifest(folder: Path, part: Part | None = None) -> Manifest:
         raise ValueError(f"{path}: damaged or of another kind ({shown(error)}); {REMEDY}") from None
 
 
-def parts_in(folder: Path) -> list[Part]:
+def parts_in(folder: Path) -> list[WorkPart]:
     """The parts whose manifests lie in ``folder``."""
     found = []
     for path in sorted(folder.glob("manifest_*_of_*.json")):
         index, _, count = path.stem.removeprefix("manifest_").partition("_of_")
         if index.isdecimal() and count.isdecimal():
-            found.append(Part(int(index), int(count)))
+            found.append(WorkPart(int(index), int(count)))
     return found
 
 

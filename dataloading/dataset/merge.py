@@ -10,7 +10,7 @@ import numpy as np
 
 from console.files import sync
 from dataloading.dataset.folder import Dataset, new_folder, open_dataset
-from dataloading.dataset.manifest import Part, parts_in, shard_name, write_metadata
+from dataloading.dataset.manifest import WorkPart, parts_in, shard_name, write_metadata
 from dataloading.shards.formats import open_shard
 from dataloading.shards.shard import DatasetInfo, ShardRecord
 
@@ -39,7 +39,7 @@ def scan_shards(folder: Path, names: Iterable[str], info: DatasetInfo) -> Datase
     return Dataset(folder, replace(info, sources=sources), tuple(records), np.concatenate(lengths))
 
 
-def index_shards(folder: Path, names: Iterable[str], info: DatasetInfo, part: Part | None = None) -> Dataset:
+def index_shards(folder: Path, names: Iterable[str], info: DatasetInfo, part: WorkPart | None = None) -> Dataset:
     """Make the shards that `scan_shards` finds a data set, or one part of it, by a manifest and a length index."""
     found = scan_shards(folder, names, info)
     write_metadata(folder, list(found.shards), found.lengths, found.masked_counts, found.info, part)
@@ -95,7 +95,7 @@ def check_records(records: list[ShardRecord], folder: Path) -> None:
 
 def _members(folders: list[Path]) -> list[Dataset]:
     """The data sets to join: whole ones as named, parts in the order of their numbers."""
-    parts: dict[Part, Path] = {}
+    parts: dict[WorkPart, Path] = {}
     wholes: list[Dataset] = []
     for folder in folders:
         found = parts_in(folder)
@@ -113,7 +113,9 @@ def _members(folders: list[Path]) -> list[Dataset]:
     if wholes or len(counts) > 1:
         kinds = [f"parts of {count}" for count in counts] + [f"the whole data set {whole.folder}" for whole in wholes]
         raise ValueError(f"{' and '.join(kinds)} do not make one data set")
-    missing = [str(Part(index, counts[0])) for index in range(1, counts[0] + 1) if Part(index, counts[0]) not in parts]
+    missing = [
+        str(WorkPart(index, counts[0])) for index in range(1, counts[0] + 1) if WorkPart(index, counts[0]) not in parts
+    ]
     if missing:
         raise ValueError(f"part {', '.join(missing)} is missing; name the folder that holds it, or prepare it")
     return [open_dataset(parts[part], part) for part in sorted(parts, key=lambda part: part.index)]

@@ -49,7 +49,7 @@ _BLOCK_ARRAYS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_i
 
 
 @dataclass(frozen=True)
-class Progress:
+class ShuffleProgress:
     """Progress of a shuffle, for whoever waits."""
 
     step: str
@@ -66,7 +66,7 @@ def shuffle(
     shards: int,
     seed: int,
     compression: Compression = "none",
-    report: Callable[[Progress], None] = lambda _: None,
+    report: Callable[[ShuffleProgress], None] = lambda _: None,
 ) -> Dataset:
     """Write the samples of ``source`` in random order to ``shards`` shards in ``out``; goes on where it was stopped.
 
@@ -128,7 +128,9 @@ def _bucket_count(source: Dataset) -> int:
     return count
 
 
-def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report: Callable[[Progress], None]) -> None:
+def _fill_buckets(
+    source: Dataset, spill: Path, buckets: int, seed: int, report: Callable[[ShuffleProgress], None]
+) -> None:
     """First pass: every sample to the end of a bucket that is drawn for it."""
     # Buckets without complete.json are those of a pass that was stopped.
     shutil.rmtree(spill, ignore_errors=True)
@@ -147,7 +149,7 @@ def _fill_buckets(source: Dataset, spill: Path, buckets: int, seed: int, report:
             files.append(bucket, sorted_block.slice(int(ends[bucket]), int(ends[bucket + 1])))
         counts += drawn
         done += len(block)
-        report(Progress("read", done, len(source)))
+        report(ShuffleProgress("read", done, len(source)))
     files.flush()
     complete = {"samples": counts.tolist(), "digest": digest % (1 << 64)}
     # Last: with it there, whoever goes on takes the buckets for whole.
@@ -161,7 +163,7 @@ def _write_shards(
     shards: int,
     seed: int,
     compression: Compression,
-    report: Callable[[Progress], None],
+    report: Callable[[ShuffleProgress], None],
 ) -> None:
     """Second pass: shards cut from the permuted buckets, one after another."""
     firsts = offsets_of(np.array(counts))
@@ -184,7 +186,7 @@ def _write_shards(
                 pieces.append(permuted[0].take(rows))
                 start = end
             write_shard(path, concatenate(pieces), info, compression)
-        report(Progress("written", stop, int(firsts[-1])))
+        report(ShuffleProgress("written", stop, int(firsts[-1])))
 
 
 def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples, NDArray[np.int64]]:
@@ -197,7 +199,7 @@ def _permuted(spill: Path, bucket: int, count: int, seed: int) -> tuple[Samples,
     return samples, np.random.default_rng([seed, 1, bucket]).permutation(count)
 
 
-def _check_multiset(dataset: Dataset, expected: int, report: Callable[[Progress], None]) -> None:
+def _check_multiset(dataset: Dataset, expected: int, report: Callable[[ShuffleProgress], None]) -> None:
     """Read the result and compare its samples with those of the source."""
 
     def watched() -> Iterator[Samples]:
@@ -205,7 +207,7 @@ def _check_multiset(dataset: Dataset, expected: int, report: Callable[[Progress]
         for block in dataset.blocks(_BLOCK_SAMPLES):
             yield block
             done += len(block)
-            report(Progress("checked", done, len(dataset)))
+            report(ShuffleProgress("checked", done, len(dataset)))
 
     if (found := multiset_digest(watched())) != expected:
         raise ValueError(

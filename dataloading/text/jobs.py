@@ -23,7 +23,7 @@ _REMEDY = "delete the folder and begin again"
 
 
 @dataclass(frozen=True)
-class Progress:
+class JobProgress:
     """Work done so far, for whoever waits."""
 
     name: str

@@ -32,7 +32,7 @@ Document = list[str]
 
 
 @dataclass(frozen=True)
-class Split:
+class TextSplit:
     """Documents, all different."""
 
     train: list[Document]
@@ -41,7 +41,7 @@ class Split:
     """Documents that were left out, since they are there already."""
 
 
-def write_own_text(own: OwnText, out: Path) -> Split:
+def write_own_text(own: OwnText, out: Path) -> TextSplit:
     """Write ``out/train``, ``out/evaluation`` and ``out/vocab.txt``, all or nothing; returns the documents of both.
 
     Raises:
@@ -70,7 +70,7 @@ def write_own_text(own: OwnText, out: Path) -> Split:
     return split
 
 
-def split_documents(documents: Sequence[Document], share: float) -> Split:
+def split_documents(documents: Sequence[Document], share: float) -> TextSplit:
     """Hold ``share`` of the documents out, those with the smallest digests: the same ones in any order, few others when
     some are added, and no document on both sides.
 
@@ -85,7 +85,7 @@ def split_documents(documents: Sequence[Document], share: float) -> Split:
         )
     count = max(_FEWEST_HELD_OUT, round(share * len(different)))
     held_out = set(sorted(different)[:count])
-    return Split(
+    return TextSplit(
         train=[document for digest, document in different.items() if digest not in held_out],
         evaluation=[document for digest, document in different.items() if digest in held_out],
         repeated=len(documents) - len(different),

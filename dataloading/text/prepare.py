@@ -18,13 +18,13 @@ from pathlib import Path
 
 from console.files import open_regular, sha256_of
 from dataloading.dataset.folder import Dataset
-from dataloading.dataset.manifest import Part, shard_name
+from dataloading.dataset.manifest import WorkPart, shard_name
 from dataloading.dataset.merge import index_shards
 from dataloading.options import Compression, PretrainingOptions
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.jobs import Progress, begun, run_tasks
+from dataloading.text.jobs import JobProgress, begun, run_tasks
 from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
@@ -66,8 +66,8 @@ def prepare(
     out: Path,
     *,
     jobs: int = 1,
-    part: Part | None = None,
-    report: Callable[[Progress], None] = lambda _: None,
+    part: WorkPart | None = None,
+    report: Callable[[JobProgress], None] = lambda _: None,
 ) -> Dataset:
     """Make the data set of ``job`` in ``out``, or one part of it, in ``jobs`` processes; goes on where it was stopped.
 
@@ -95,7 +95,7 @@ def prepare(
         if jobs > 1:
             _compile(job, info)
         for done, (name, samples, kept) in enumerate(run_tasks(_make_shard, tasks, jobs), 1):
-            report(Progress(name, samples, done, len(tasks), kept, time.perf_counter() - started))
+            report(JobProgress(name, samples, done, len(tasks), kept, time.perf_counter() - started))
         return index_shards(out, [shard_name(index, len(job.calls)) for index in mine], info, part)
 
 
@@ -137,7 +137,7 @@ def _compile(job: Job, info: DatasetInfo) -> None:
     create_samples(tokenize_documents([["a", "b"], ["c"]], tokenizer), job.options, tokenizer.vocabulary)
 
 
-def _share(calls: int, part: Part | None) -> range:
+def _share(calls: int, part: WorkPart | None) -> range:
     """The calls that belong to a part: consecutive ones, in shares that differ by one at most."""
     if part is None:
         return range(calls)

@@ -20,7 +20,7 @@ from pathlib import Path
 from console.files import atomic_path, read_bounded, read_json, sha256_of, write_atomically
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
-from dataloading.text.jobs import Progress, begun, run_tasks
+from dataloading.text.jobs import JobProgress, begun, run_tasks
 
 JOB_NAME = "extract.json"
 MANIFEST_NAME = "manifest.json"
@@ -94,7 +94,7 @@ def extract(
     options: ExtractionOptions,
     *,
     jobs: int = 1,
-    report: Callable[[Progress], None] = lambda _: None,
+    report: Callable[[JobProgress], None] = lambda _: None,
 ) -> Extraction:
     """Make text shards and the evaluation text from ``inputs`` (`find_inputs`) in ``out``; go on where it was stopped.
 
@@ -122,7 +122,7 @@ def extract(
         for done, (index, record, kept) in enumerate(run_tasks(_make_part, tasks, jobs), 1):
             records[index] = record
             seconds = time.perf_counter() - started
-            report(Progress(record.output.name, record.articles, done, len(tasks), kept, seconds))
+            report(JobProgress(record.output.name, record.articles, done, len(tasks), kept, seconds))
         return _finish(out, [records[task.index] for task in tasks])
 
 

@@ -28,7 +28,7 @@ from kernels import OPS
 from kernels.registry import AUTO, Implementation, Op, device_type
 from kernels.tuning.cache import Cache, fingerprint, package_version
 from kernels.tuning.contest import Timer, contest, fastest
-from kernels.tuning.request import Request
+from kernels.tuning.request import CallKind
 
 SECONDS = 3.0
 """Time that one request may take beyond the first calls, in which implementations are compiled."""
@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """Measurements of one kind of call, and what follows from it."""
 
     op: str
@@ -50,7 +50,7 @@ class Choice:
     """What the others raised."""
 
     @classmethod
-    def of(cls, found: object) -> "Choice":
+    def of(cls, found: object) -> "KernelChoice":
         """Read parsed JSON; ValueError where it is anything else than a choice for an op that there is."""
         types = {"op": str, "signature": str, "label": str, "taken": str, "milliseconds": dict, "errors": dict}
         if not isinstance(found, dict) or {name: type(value) for name, value in found.items()} != types:
@@ -79,7 +79,7 @@ class Choice:
 class Choices:
     """Implementations that every process of a run is to take."""
 
-    measured: tuple[Choice, ...] = ()
+    measured: tuple[KernelChoice, ...] = ()
     pins: dict[str, str] = dataclasses.field(default_factory=dict)
     """Implementation by op, in place of what was measured."""
 
@@ -97,7 +97,7 @@ class Choices:
             raise ValueError("expected a list of what was measured, and pins by op")
         for op, name in found["pins"].items():
             check_names(op, name)
-        return cls(tuple(Choice.of(choice) for choice in found["measured"]), found["pins"])
+        return cls(tuple(KernelChoice.of(choice) for choice in found["measured"]), found["pins"])
 
     def text(self) -> str:
         """A line for each kind of call and each pin, what is taken first."""
@@ -114,13 +114,13 @@ def check_names(op: str, name: str | None = None) -> None:
 
 
 @contextmanager
-def observed() -> Iterator[list[Request]]:
+def observed() -> Iterator[list[CallKind]]:
     """Collect, for the length of a block, a request for each kind of call that is made to the ops."""
-    requests: list[Request] = []
+    requests: list[CallKind] = []
 
     # Called once a kind of call: the registry remembers the choice from then on.
     def note(op: Op[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        requests.append(Request.of(op.name, args, kwargs))
+        requests.append(CallKind.of(op.name, args, kwargs))
 
     with ExitStack() as stack:
         for op in OPS.values():
@@ -128,7 +128,7 @@ def observed() -> Iterator[list[Request]]:
         yield requests
 
 
-def tune(requests: Iterable[Request], cache: Cache | None = None, *, seconds: float = SECONDS) -> Choices:
+def tune(requests: Iterable[CallKind], cache: Cache | None = None, *, seconds: float = SECONDS) -> Choices:
     """The choice for each request, from the cache where it is there and otherwise measured now; with the pins.
 
     For one process: the others get its ``Choices``, so that all take the same. An op that was asked for by name, or that is
@@ -136,7 +136,7 @@ def tune(requests: Iterable[Request], cache: Cache | None = None, *, seconds: fl
     """
     cache = cache or Cache()
     pins = _pins(cache)
-    choices: dict[tuple[str, str], Choice] = {}
+    choices: dict[tuple[str, str], KernelChoice] = {}
     for request in requests:
         place = request.op, request.signature
         # A kind of call that two layers make is measured once.
@@ -165,7 +165,7 @@ def apply(choices: Choices) -> None:
             op.ask_for(choices.pins[op.name], remedy)
 
 
-def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
+def measure(request: CallKind, seconds: float = SECONDS) -> KernelChoice | None:
     """Times the implementations that can compute the request; None where none of them ran.
 
     They take turns, and medians count. On a GPU each call finds the L2 cache empty and the host ahead of the device, as in a
@@ -195,17 +195,17 @@ def measure(request: Request, seconds: float = SECONDS) -> Choice | None:
         _LOG.warning("%s=%s failed while it was measured: %s", op.name, name, error)
     if taken is None:
         return None
-    return Choice(
+    return KernelChoice(
         op.name, request.signature, request.label, taken, {name: 1e3 * each for name, each in times.items()}, errors
     )
 
 
-def keep(request: Request, choice: Choice, cache: Cache | None = None) -> None:
+def keep(request: CallKind, choice: KernelChoice, cache: Cache | None = None) -> None:
     """Put what was measured for a request into the cache."""
     (cache or Cache()).store(request.op, _cache_key(request), dataclasses.asdict(choice))
 
 
-def _taken(request: Request, seconds: Mapping[str, float]) -> str | None:
+def _taken(request: CallKind, seconds: Mapping[str, float]) -> str | None:
     """The fastest that may be chosen now: one that was measured may be none that can be captured."""
     op = OPS[request.op]
     permitted = [name for name in seconds if op.permits(op.implementations[name], request.device.type)]
@@ -213,7 +213,7 @@ def _taken(request: Request, seconds: Mapping[str, float]) -> str | None:
 
 
 def _usable(
-    request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]
+    request: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Implementation], dict[str, str]]:
     """The implementations worth measuring, in order, and the errors of those that could not even be asked.
 
@@ -235,7 +235,7 @@ def _usable(
     return [each for each in found if each.name != for_tests] or found, errors
 
 
-def _run(implementation: Implementation, request: Request, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _run(implementation: Implementation, request: CallKind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make one call, and the gradients of what it gave where the call asks for them."""
     with request.state():
         returned = implementation.function(request.op)(*args, **kwargs)
@@ -261,12 +261,12 @@ def _pins(cache: Cache) -> dict[str, str]:
     return pins
 
 
-def _cached(cache: Cache, request: Request) -> Choice | None:
+def _cached(cache: Cache, request: CallKind) -> KernelChoice | None:
     found = cache.load(request.op, _cache_key(request))
     if found is None:
         return None
     try:
-        choice = Choice.of(found)
+        choice = KernelChoice.of(found)
         if (choice.op, choice.signature) != (request.op, request.signature):
             raise ValueError("it is of another call")
     except ValueError as error:
@@ -277,7 +277,7 @@ def _cached(cache: Cache, request: Request) -> Choice | None:
     return None if taken is None else dataclasses.replace(choice, taken=taken)
 
 
-def _cache_key(request: Request) -> dict[str, object]:
+def _cache_key(request: CallKind) -> dict[str, object]:
     """Everything that a measured time depends on, as far as it can be known."""
     if request.device.type == "cuda":
         capability = "{}.{}".format(*torch.cuda.get_device_capability(request.device))

@@ -9,7 +9,7 @@ from kernels.precision import set_product_precision
 from kernels.tuning import autotune as tuning
 from kernels.tuning.cache import Cache
 from kernels.tuning.examples import Size, example_inputs
-from kernels.tuning.request import Request
+from kernels.tuning.request import CallKind
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _MEAN_LENGTH, _MASKED_PER_SEQUENCE = 256, 38
@@ -46,10 +46,10 @@ def autotune(chosen: Namespace) -> None:
         size = Size(lengths=(_MEAN_LENGTH,) * count, masked=_MASKED_PER_SEQUENCE * count)
         print(f"{count} sequences of {_MEAN_LENGTH} tokens {where}")
         for op in chosen.ops or OPS:
-            _measure(op, Request.of(op, *example_inputs(op, device, dtype, size)))
+            _measure(op, CallKind.of(op, *example_inputs(op, device, dtype, size)))
 
 
-def _measure(op: str, request: Request) -> None:
+def _measure(op: str, request: CallKind) -> None:
     choice = tuning.measure(request)
     if choice is None:
         print(f"{op:28}nothing ran")
@@ -94,7 +94,7 @@ def _measured_lines() -> list[str]:
     lines: list[str] = []
     for key, value in Cache().entries():
         try:
-            lines.append(f"{tuning.Choice.of(value)} [{key.get('device')}]")
+            lines.append(f"{tuning.KernelChoice.of(value)} [{key.get('device')}]")
         except ValueError:  # of an op or a version that is no more
             continue
     return lines

@@ -13,7 +13,7 @@ from kernels.registry import signature
 
 
 @dataclass(frozen=True)
-class Request:
+class CallKind:
     """A kind of call to choose an implementation for."""
 
     op: str
@@ -28,7 +28,7 @@ class Request:
     kwargs: dict[str, Any]
 
     @classmethod
-    def of(cls, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Request":
+    def of(cls, op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "CallKind":
         """The request for a call with these arguments in the present state of autograd and autocast."""
         # The first tensor stands for all of the call.
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

@@ -4,18 +4,18 @@ import os
 import signal
 import time
 
-from benchmarks.gpu_parts.measuring.report import DeviceLostError, Row
+from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure
 from benchmarks.gpu_parts.measuring.scale import Context
 
 
 def unlucky(context: Context) -> None:
     """A row that is killed, and one after which the device answers no more."""
 
-    def killed() -> Row:
+    def killed() -> Figure:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError
 
-    def lost() -> Row:
+    def lost() -> Figure:
         context.report.settle = gone
         raise RuntimeError("an illegal memory access was encountered")
 
@@ -23,24 +23,24 @@ def unlucky(context: Context) -> None:
         raise DeviceLostError("an illegal memory access was encountered")
 
     report = context.report
-    report.attempt("first", lambda: Row("first", figure=1.0))
+    report.attempt("first", lambda: Figure("first", figure=1.0))
     report.attempt("killed", killed)
-    report.attempt("second", lambda: Row("second", figure=2.0))
+    report.attempt("second", lambda: Figure("second", figure=2.0))
     report.attempt("lost", lost)
-    report.attempt("third", lambda: Row("third", figure=3.0))
+    report.attempt("third", lambda: Figure("third", figure=3.0))
 
 
 def endless(context: Context) -> None:
     """A row that ends, and one that never does."""
-    context.report.attempt("first", lambda: Row("first", figure=1.0))
+    context.report.attempt("first", lambda: Figure("first", figure=1.0))
     context.report.attempt("endless", lambda: time.sleep(3600))
 
 
 def right(context: Context) -> None:
     """One row."""
-    context.report.add(Row("not on the page", figure=1.0))
+    context.report.add(Figure("not on the page", figure=1.0))
 
 
 def wrong(context: Context) -> None:
     """Two rows, of which one is wrong."""
-    context.report.add(Row("not on the page"), Row("wrong", note="WRONG: 3"))
+    context.report.add(Figure("not on the page"), Figure("wrong", note="WRONG: 3"))

@@ -33,7 +33,7 @@ from benchmarks.gpu_parts import peers as gpu_peers
 from benchmarks.gpu_parts import step as gpu_step
 from benchmarks.gpu_parts.cases import cases, drawn_model
 from benchmarks.gpu_parts.fp8 import fp8_cases
-from benchmarks.gpu_parts.measuring.report import Report
+from benchmarks.gpu_parts.measuring.report import PartReport
 from benchmarks.gpu_parts.measuring.scale import FULL, TINY, Context, micro_batches, training_flop, wikipedia_lengths
 from benchmarks.gpu_parts.measuring.table import page
 from bert.configuration.sections import ModelConfig
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def context(tmp_path: Path) -> Context:
-    return Context(CPU, TINY, Report(tmp_path / "part.json", {}))
+    return Context(CPU, TINY, PartReport(tmp_path / "part.json", {}))
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_the_recipe_of_one_gpu_comes_first_with_the_stopwatch_of_training(all_pa
     names = [name for name in found if not name.startswith("ceiling")]
     assert names[:3] == ["stopwatch: forward_backward", "stopwatch: update", "8 sequences as 4 x 2, h100_1x1, bf16"]
     assert 0 < found["stopwatch: update"]["milliseconds"] < found["stopwatch: forward_backward"]["milliseconds"]
-    (one, micro, count), *_ = gpu_step._sizes(Context(CPU, FULL, Report(Path("unused"), {})))
+    (one, micro, count), *_ = gpu_step._sizes(Context(CPU, FULL, PartReport(Path("unused"), {})))
     assert (one.recipe, micro, count) == ("h100_1x1", 64, 4)
 
 
@@ -240,7 +240,7 @@ def test_inputs_are_those_of_training_by_type_and_alignment(tmp_path: Path, monk
     monkeypatch.setattr(kernels.libraries.pytorch, "dropout_add_layer_norm", keeping_type)
     monkeypatch.setattr(bert.step, "accumulates_products", lambda _device, precision: precision == "bf16")
     scale = replace(TINY, model=replace(TINY.model, vocab_size=502))
-    context = Context(CPU, scale, Report(tmp_path / "part.json", {}))
+    context = Context(CPU, scale, PartReport(tmp_path / "part.json", {}))
     seen: dict[str, set[tuple[object, ...]]] = defaultdict(set)
     for precision in ("bf16", "fp8"):
         trained = gpu_step.training_step(context, precision=precision)
@@ -401,7 +401,7 @@ def test_lengths_are_those_of_wikipedia() -> None:
 
 
 def test_the_work_of_a_sequence_is_half_a_teraflop() -> None:
-    context = Context(CPU, FULL, Report(Path("unused"), {}))
+    context = Context(CPU, FULL, PartReport(Path("unused"), {}))
     (batch,) = micro_batches(context, 96, 1)
     assert training_flop(ModelConfig(), batch) / 96 == pytest.approx(500e9, rel=0.02)
 

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import gpu
 from benchmarks.gpu_parts import part as gpu_part
-from benchmarks.gpu_parts.measuring.report import CUT_OFF, NotUsableError, Report, Row
+from benchmarks.gpu_parts.measuring.report import CUT_OFF, Figure, NotUsableError, PartReport
 from benchmarks.gpu_parts.measuring.table import page
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
@@ -57,10 +57,10 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
     """What one leaves of its time, the later ones get; one alone gets all of it; all end in time."""
     clock, given = [0.0], {}
 
-    def run_part(part: str, _function: str, _settings: gpu.Settings, seconds: float) -> Report:
+    def run_part(part: str, _function: str, _settings: gpu.Settings, seconds: float) -> PartReport:
         given[part] = seconds
         clock[0] += min(seconds, 10.0)
-        return Report(tmp_path / "x.json", {}, error=None)
+        return PartReport(tmp_path / "x.json", {}, error=None)
 
     monkeypatch.setattr(gpu, "run_part", run_part)
     monkeypatch.setattr(gpu.time, "monotonic", lambda: clock[0])
@@ -79,7 +79,7 @@ def test_parts_share_the_time_of_the_call(monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_a_part_whose_process_ends_goes_on_behind_that_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     settings = gpu.Settings([], tmp_path, "cpu", True, 600)
     report = gpu.run_part("unlucky", "tests.benchmarks.gpu_parts:unlucky", settings, 600)
-    found = [(row.name, row.figure, row.note) for row in Report.load(tmp_path / "unlucky.json").rows]
+    found = [(row.name, row.figure, row.note) for row in PartReport.load(tmp_path / "unlucky.json").rows]
     assert found == [
         ("first", 1.0, ""),
         ("killed", None, "failed: the process ended with SIGKILL"),
@@ -101,7 +101,7 @@ def test_a_part_is_cut_off_at_its_limit_and_keeps_its_rows(tmp_path: Path) -> No
         report = gpu.run_part("endless", "tests.benchmarks.gpu_parts:endless", settings, seconds)
         if report.rows:
             break
-    assert [row.name for row in Report.load(tmp_path / "endless.json").rows] == ["first"]
+    assert [row.name for row in PartReport.load(tmp_path / "endless.json").rows] == ["first"]
     assert report.error == f"cut off at its limit of {seconds} s while measuring endless"
     assert "NOT COMPLETE: 1 rows" in page(tmp_path, ["endless"])
 
@@ -164,21 +164,21 @@ def test_sigkill_of_everything_leaves_a_valid_file_that_says_cut_off(
 
 
 def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
-    report = Report(tmp_path / "part.json", {})
+    report = PartReport(tmp_path / "part.json", {})
 
-    def failing() -> Row:
+    def failing() -> Figure:
         raise RuntimeError("no such kernel\nand more")
 
-    def missing() -> Row:
+    def missing() -> Figure:
         raise NotUsableError("too old")
 
-    def library() -> Row:
+    def library() -> Figure:
         raise ModuleNotFoundError("No module named 'x'", name="x")
 
-    def own() -> Row:
+    def own() -> Figure:
         raise ImportError("cannot import name 'y'", name="kernels.registry")
 
-    measures = {"a": failing, "b": missing, "c": library, "d": own, "e": lambda: Row("e", figure=float("inf"))}
+    measures = {"a": failing, "b": missing, "c": library, "d": own, "e": lambda: Figure("e", figure=float("inf"))}
     for name, measure in measures.items():
         report.attempt(name, measure)
     assert [row.note for row in report.rows] == [
@@ -189,7 +189,7 @@ def test_a_row_that_fails_leaves_the_others(tmp_path: Path) -> None:
         "",
     ]
     assert [row.name for row in report.failures] == ["a", "d"]
-    loaded = Report.load(report.path)
+    loaded = PartReport.load(report.path)
     assert loaded.rows[-1].figure is None  # JSON knows no infinity
     assert not loaded.complete
 

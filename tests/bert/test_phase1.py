@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from bert.phase1 import Phase1, _train, main
 from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.text import documents
 from tests.bert.small_models import OF_SMALL_RUN, assert_near, mean_loss, random_model
 from tests.conftest import SmallRun
@@ -39,7 +39,7 @@ def test_phase_1_is_adamw_on_clipped_gradients(small_run: SmallRun) -> None:
     trained, expected = random_model(DROPLESS), random_model(DROPLESS)
     _train(trained, small_run.train, settings)
     optimizer = torch.optim.AdamW(expected.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    plan = Plan(small_run.train.lengths, small_run.train.masked_counts, 8, 1, 1, seed=5)
+    plan = BatchPlan(small_run.train.lengths, small_run.train.masked_counts, 8, 1, 1, seed=5)
     norms = []
     for step, learning_rate in enumerate((0.5e-2, 0.75e-2, 0.5e-2, 0.25e-2)):
         (micro_batch,) = plan.rank_batches(step, rank=0)

@@ -10,12 +10,12 @@ import pytest
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of, write_plan
 from bert.reporting.against_plan import AgainstPlan
-from bert.reporting.displays import PlainLines, Progress
+from bert.reporting.displays import RunProgress, StepLines
 from bert.reporting.json_lines import JsonLines
 from bert.reporting.records import PHASES, EndRecord, StepRecord
 from bert.reporting.reporter import Reporter
 from bert.train import main, parse
-from compliance.log.forecast import Schedule
+from compliance.log.forecast import EvaluationSchedule
 from tests.hostile import NAME, assert_harmless
 
 STEP = {"data_wait": 0.0, "forward_backward": 0.020, "reduce": 0.005, "update": 0.004, "other": 0.001}
@@ -149,9 +149,9 @@ def interval(step: int, **milliseconds: float) -> StepRecord:
 def test_a_run_says_where_it_differs_from_its_plan(
     reduce_ms: float, forward_backward_ms: float, said: str | None, tmp_path: Path
 ) -> None:
-    progress = Progress(0.36, 1000, Schedule(100, 32))
+    progress = RunProgress(0.36, 1000, EvaluationSchedule(100, 32))
     lines: list[str] = []
-    sinks = [JsonLines(tmp_path / "metrics.jsonl", {}), PlainLines(progress, lines.append)]
+    sinks = [JsonLines(tmp_path / "metrics.jsonl", {}), StepLines(progress, lines.append)]
     with Reporter(progress, sinks, AgainstPlan(planned(), Path("p.json"))) as reporter:
         reporter.write(interval(20, data_wait=500.0))  # the first one starts the loader
         for step in (40, 60, 80):

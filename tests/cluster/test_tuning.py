@@ -15,14 +15,14 @@ from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.train import parse
 from cluster.tuning import choice as module
-from cluster.tuning.choice import Choice, keep, kept, main
+from cluster.tuning.choice import TunedRun, keep, kept, main
 from cluster.tuning.group import Group, Pace, TrialError
 from cluster.tuning.race import Comparison, race
 from cluster.tuning.tune import layouts
 from tests.conftest import SmallRun
 from tests.hostile import NAME
 
-FOUND = Choice(1, 2, (("data.prefetch", 8), ("training.bucket_bytes", 1 << 20)))
+FOUND = TunedRun(1, 2, (("data.prefetch", 8), ("training.bucket_bytes", 1 << 20)))
 
 
 @pytest.fixture
@@ -139,10 +139,16 @@ def test_a_damaged_file_is_ignored(folder: Path, spoil: Callable[[Path], object]
 
 
 def test_layouts_use_all_cores_then_half_and_divide_the_batch() -> None:
-    assert layouts(Choice(2, 1), 32, 2) == [Choice(1, 2), Choice(1, 1)]
-    assert layouts(Choice(1, 1), 32, 1) == []
-    assert layouts(Choice(1, 8), 12, 8) == [Choice(2, 4), Choice(4, 2), Choice(1, 4), Choice(2, 2), Choice(4, 1)]
-    assert layouts(Choice(1, 6), 8, 6) == [Choice(2, 3), Choice(4, 1), Choice(1, 3), Choice(2, 1)]
+    assert layouts(TunedRun(2, 1), 32, 2) == [TunedRun(1, 2), TunedRun(1, 1)]
+    assert layouts(TunedRun(1, 1), 32, 1) == []
+    assert layouts(TunedRun(1, 8), 12, 8) == [
+        TunedRun(2, 4),
+        TunedRun(4, 2),
+        TunedRun(1, 4),
+        TunedRun(2, 2),
+        TunedRun(4, 1),
+    ]
+    assert layouts(TunedRun(1, 6), 8, 6) == [TunedRun(2, 3), TunedRun(4, 1), TunedRun(1, 3), TunedRun(2, 1)]
 
 
 class Drawn:
@@ -194,7 +200,7 @@ def test_processes_train_on_demand_and_leave_nothing(settings: tuple[str, ...], 
         "--checkpoint.every-steps",
         "1",
     )
-    with Group(Choice(2, 1, (("data.prefetch", 2),)), "tiny_cpu", asked, time.monotonic() + 300) as group:
+    with Group(TunedRun(2, 1, (("data.prefetch", 2),)), "tiny_cpu", asked, time.monotonic() + 300) as group:
         first, second = group.pace(3), group.pace(2, untimed=0)
         assert first.seconds > 0 < second.seconds
         assert 3 * config.training.global_batch_size * 3 <= first.tokens <= 3 * config.training.global_batch_size * 48
@@ -211,7 +217,7 @@ def test_a_choice_that_cannot_run_says_why_in_a_line(settings: tuple[str, ...]) 
     with pytest.raises(
         TrialError, match=r"^1 process\(es\) x 1 thread\(s\), .* has ended: data.prefetch is 0: expected"
     ):
-        Group(Choice(1, 1, (("data.prefetch", 0),)), "tiny_cpu", settings, time.monotonic() + 300)
+        Group(TunedRun(1, 1, (("data.prefetch", 0),)), "tiny_cpu", settings, time.monotonic() + 300)
 
 
 @pytest.mark.parametrize(

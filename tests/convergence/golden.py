@@ -16,7 +16,7 @@ from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.shards.samples import Samples
 
@@ -38,7 +38,7 @@ def losses() -> list[dict[str, float]]:
     initialize_(model, torch.Generator().manual_seed(1))
     optimizer = Lamb(FlatParameters.of(model), OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1))
     samples = predictable_samples()
-    plan = Plan(samples.lengths, samples.masked_counts, 16, 1, 1, seed=2)
+    plan = BatchPlan(samples.lengths, samples.masked_counts, 16, 1, 1, seed=2)
     curve = []
     for step in range(STEPS):
         (micro,) = plan.rank_batches(step, 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.hosts import Network, why_not
+from benchmarks.hosts import BridgedHosts, why_not
 from tests.distributed.ranks import free_port
 from tests.distributed.workers.bytes_worker import BUCKET, MODEL
 from tests.programs import PATIENCE_S, Program
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     out, port = tmp_path_factory.mktemp("bytes") / "out.json", free_port()
-    with Network(RANKS) as hosts:
+    with BridgedHosts(RANKS) as hosts:
         ranks = []
         for rank, host in enumerate(hosts):
             place = {"RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": RANKS}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import Network, why_not
+from benchmarks.hosts import BridgedHosts, why_not
 from cluster.model.rates import rates_of_view
 from cluster.model.step import predict_step
 from cluster.model.strategy import Strategy
@@ -94,7 +94,7 @@ def check_whole(view: View) -> None:
 @pytest.mark.skipif(len(CORES) < 2, reason="on one core every rank shares it with what is busy")
 def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with Network(HOSTS, RATE) as names, competitors(CORES[0], 3):
+    with BridgedHosts(HOSTS, RATE) as names, competitors(CORES[0], 3):
         shape(names[2], THIRD)
         statuses, output = ended(start(names, ["--out", str(out), "--seconds", "4"], pinned=1))
     assert statuses == [1] * HOSTS, output
@@ -111,7 +111,7 @@ def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_e
 @pytest.mark.measured
 def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with Network(HOSTS, RATE) as names:
+    with BridgedHosts(HOSTS, RATE) as names:
         statuses, output = ended(start(names, ["--out", str(out), "--seconds", "3"]))
     view = read_view(out)
     check_whole(view)
@@ -123,7 +123,7 @@ def test_an_even_cluster_has_nothing_to_name(tmp_path: Path) -> None:
 @needs_hosts
 def test_a_host_that_does_not_come_is_named_within_the_limit(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with Network(HOSTS, RATE) as names:
+    with BridgedHosts(HOSTS, RATE) as names:
         known = ["--hosts", "h0", "h1", "h2", "h3"]
         for limit in (4, 16, 64):  # a busy machine starts slowly
             statuses, output = ended(start(names, ["--out", str(out), "--limit", str(limit), *known], absent=3))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from compliance.doctor.host import Host
+from compliance.doctor.host import ExaminedHost
 from compliance.doctor.rendezvous import ports_open_to_all
 from tests.e2e.test_scripts import begin, read, wait_for
 from tests.programs import PATIENCE_S
@@ -50,7 +50,7 @@ def launcher(folder: Path) -> int:
 
 def stores(process: int) -> list[TCPStore]:
     """Connections to every store that listens in a process."""
-    ports = ports_open_to_all(Host(), process)
+    ports = ports_open_to_all(ExaminedHost(), process)
     assert ports
     return [TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=PATIENCE_S)) for port in ports]
 

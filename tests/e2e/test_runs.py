@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bert.train import parse
-from cluster.tuning.choice import Choice, keep
+from cluster.tuning.choice import TunedRun, keep
 from tests.conftest import SmallRun
 from tests.e2e.test_scripts import REACHED_AT_ONCE, SHORT, begin, start
 from tests.programs import PATIENCE_S
@@ -62,7 +62,7 @@ def test_what_was_tuned_is_used_unless_something_is_set(
     monkeypatch.setenv("MLPERF_BERT_CACHE", str(tmp_path / "cache"))
     recipe, *settings = small_run.arguments(tmp_path / "results", evaluation__target=0.001)
     config = parse([recipe, *settings])
-    keep(config, Choice(1, 1, (("data.prefetch", 3), ("training.bucket_bytes", 1 << 16))))
+    keep(config, TunedRun(1, 1, (("data.prefetch", 3), ("training.bucket_bytes", 1 << 16))))
     script, told = (
         checkout / "run_and_time.sh",
         "1 process(es) x 1 thread(s), data.prefetch 3, training.bucket_bytes 65536",

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from kernels import OPS, cast_transpose_fp8, dense_gelu, dropout_add_layer_norm, lamb_step
 from kernels.reference.fp8 import E4M3
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState
-from kernels.tracing import Launch, accesses, traced
+from kernels.tracing import KernelLaunch, accesses, traced
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -46,8 +46,8 @@ def test_accesses_of_every_kernel_are_read_off_its_source() -> None:
         assert (loaded & pointers, stored & pointers) == ({*loads.split()}, {*stores.split()}), kernel.fn.__name__
 
 
-def trace(function: Callable[[], object]) -> list[Launch]:
-    launches: list[Launch] = []
+def trace(function: Callable[[], object]) -> list[KernelLaunch]:
+    launches: list[KernelLaunch] = []
     with FakeTensorMode(), traced(launches.append, multiprocessors=10):
         function()
     return launches

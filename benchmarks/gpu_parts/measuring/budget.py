@@ -8,7 +8,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.gpu_parts.measuring.report import NotUsableError, Row, first_line
+from benchmarks.gpu_parts.measuring.report import Figure, NotUsableError, first_line
 from benchmarks.gpu_parts.measuring.scale import Context
 from benchmarks.gpu_parts.measuring.timing import measured
 
@@ -82,7 +82,7 @@ def split(context: Context, run: Callable[[], None], sequences: int, precision: 
     for row, microseconds in sorted(spent.items(), key=lambda item: -item[1]):
         figure, share = microseconds / sequences, microseconds / whole
         context.report.add(
-            Row(
+            Figure(
                 f"split, {precision}: {row}",
                 microseconds / 1e3,
                 figure,
@@ -95,11 +95,13 @@ def split(context: Context, run: Callable[[], None], sequences: int, precision: 
     # The dozen that take the most, by name, for whoever wants to know what a row consists of.
     for key, microseconds in sorted(kernels.items(), key=lambda item: -item[1])[:12]:
         context.report.add(
-            Row(f"kernel, {precision}: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step")
+            Figure(
+                f"kernel, {precision}: {key[:100]}", microseconds / 1e3, share=microseconds / whole, note="of the step"
+            )
         )
 
 
-def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Row:
+def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Figure:
     """Check, by PyTorch's own watch, whether anything makes the host wait; on a CPU there is nothing to wait for."""
     if context.device.type == "cpu":
         raise NotUsableError("nothing to see on a CPU")
@@ -109,11 +111,11 @@ def synchronisations(context: Context, name: str, run: Callable[[], None]) -> Ro
     try:
         run()
     except RuntimeError as error:
-        return Row(name, note=f"WRONG: {first_line(error)}")
+        return Figure(name, note=f"WRONG: {first_line(error)}")
     # Back to the default: other parts synchronize on purpose.
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return Row(name, note="none", page=True)
+    return Figure(name, note="none", page=True)
 
 
 def _rows_of_own_kernels() -> dict[str, str]:

@@ -25,7 +25,7 @@ class DeviceLostError(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
+class Figure:
     """A row of the report: one figure."""
 
     name: str
@@ -52,7 +52,7 @@ class Row:
 
 
 @dataclass
-class Report:
+class PartReport:
     """The rows of a part and how it ended."""
 
     path: Path
@@ -61,7 +61,7 @@ class Report:
     # The default does nothing: reports are also made without a device.
     settle: Callable[[], None] = lambda: None
     """Called after each measurement, for the next to find the device as it was; may raise ``DeviceLostError``."""
-    rows: list[Row] = field(default_factory=list)
+    rows: list[Figure] = field(default_factory=list)
     measuring: str | None = None
     """The row that is being measured."""
     error: str | None = CUT_OFF
@@ -71,12 +71,12 @@ class Report:
     _since: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def load(cls, path: Path) -> "Report":
+    def load(cls, path: Path) -> "PartReport":
         """Load the report of a file; an empty one where there is none."""
         if not path.exists():
             return cls(path, {"part": path.stem})
         found = json.loads(path.read_text(encoding="utf-8"))
-        rows = [Row(**row) for row in found.pop("rows")]
+        rows = [Figure(**row) for row in found.pop("rows")]
         # Derived from `error`, and written for people who read the file.
         del found["complete"]
         state = {name: found.pop(name) for name in ("measuring", "error", "took")}
@@ -88,15 +88,15 @@ class Report:
         return self.error is None
 
     @property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[Figure]:
         """The rows that are wrong or could not be measured."""
         return [row for row in self.rows if row.failed]
 
-    def row(self, name: str) -> Row | None:
+    def row(self, name: str) -> Figure | None:
         """The row of that name."""
         return next((row for row in self.rows if row.name == name), None)
 
-    def add(self, *rows: Row, quiet: bool = False) -> None:
+    def add(self, *rows: Figure, quiet: bool = False) -> None:
         """Take rows, instead of earlier ones of the same names, and print them."""
         names = {row.name for row in rows}
         # Rows replace earlier ones of their name: a run that goes on reports the same rows anew.
@@ -105,7 +105,7 @@ class Report:
         for row in rows if not quiet else ():
             print(f"{self.path.stem}: {text(row)}", flush=True)
 
-    def attempt(self, name: str, measure: Callable[[], Row | None]) -> Row | None:
+    def attempt(self, name: str, measure: Callable[[], Figure | None]) -> Figure | None:
         """Add the row that ``measure`` gives, or one that says why there is none: others can still be measured.
 
         What an earlier process of this part has tried is not tried again. Returns the row.
@@ -118,14 +118,14 @@ class Report:
         try:
             row = measure()
         except Exception as error:  # whatever one library raises must not take the others' figures along
-            row = Row(name, note=f"{_kind(error)}: {first_line(error)}")
+            row = Figure(name, note=f"{_kind(error)}: {first_line(error)}")
         # After every measurement, failed or not: asynchronous errors show here and not in the next row.
         try:
             self.settle()
         except DeviceLostError as error:
             self.measuring = None
             # The row that lost the device is named as failed before the process ends.
-            self.add(row if row and row.failed else Row(name, note=f"failed: {first_line(error)}"))
+            self.add(row if row and row.failed else Figure(name, note=f"failed: {first_line(error)}"))
             raise
         self.measuring = None
         if row is not None:
@@ -163,7 +163,7 @@ def first_line(error: BaseException) -> str:
     return message if isinstance(error, NotUsableError) else f"{type(error).__name__}: {message}"
 
 
-def text(row: Row) -> str:
+def text(row: Figure) -> str:
     """A row in one line."""
     cells = [row.name]
     if row.milliseconds is not None:

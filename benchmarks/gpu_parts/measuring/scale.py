@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks.gpu_parts.measuring.report import Report
+from benchmarks.gpu_parts.measuring.report import PartReport
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
@@ -53,7 +53,7 @@ class Context:
 
     device: torch.device
     scale: Scale
-    report: Report
+    report: PartReport
 
     @property
     def tiny(self) -> bool:

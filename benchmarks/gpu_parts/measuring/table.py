@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu_parts.measuring.report import Report, Row, number, percent
+from benchmarks.gpu_parts.measuring.report import Figure, PartReport, number, percent
 
 _COLUMNS = ("part", "what", "ms", "figure", "", "of ceiling", "x peer", "note")
 # Wide enough for the longest usual cell; longer ones are cut, as a page of a terminal has its end.
@@ -18,7 +18,7 @@ def page(folder: Path, parts: Sequence[str]) -> str:
         # A part that was not asked for has no file, and no line.
         if not path.exists():
             continue
-        report = Report.load(path)
+        report = PartReport.load(path)
         lines += [_cells(part, row) for row in report.rows if row.page or row.failed]
         lines.append((part, _ending(report), "", "", "", "", "", _why_or_where(report)))
     widths = [min(most, max(len(line[at]) for line in lines)) for at, most in enumerate(_WIDEST)]
@@ -27,18 +27,18 @@ def page(folder: Path, parts: Sequence[str]) -> str:
     return "\n".join([table[0], f"|{rule}|", *table[1:]])
 
 
-def _cells(part: str, row: Row) -> tuple[str, ...]:
+def _cells(part: str, row: Figure) -> tuple[str, ...]:
     peer = "" if row.peer is None else f"{row.peer:.2f}"
     figures = number(row.milliseconds), number(row.figure), row.unit, percent(row.share), peer
     return part, row.name, *figures, row.note
 
 
-def _ending(report: Report) -> str:
+def _ending(report: PartReport) -> str:
     failed = f", {len(report.failures)} FAILED" if report.failures else ""
     return f"{'complete' if report.complete else 'NOT COMPLETE'}: {len(report.rows)} rows{failed}, {report.took:.0f} s"
 
 
-def _why_or_where(report: Report) -> str:
+def _why_or_where(report: PartReport) -> str:
     if report.error:
         return report.error
     about = report.about

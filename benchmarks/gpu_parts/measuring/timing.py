@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_parts.measuring.report import DeviceLostError, Row, first_line
+from benchmarks.gpu_parts.measuring.report import DeviceLostError, Figure, first_line
 from kernels.tuning.contest import HEAD_START_CYCLES, flush_buffer
 
 # Compilation, allocation and choice of an implementation are done by then.
@@ -62,11 +62,11 @@ def timed_row(
     note: str = "",
     *,
     page: bool = False,
-) -> Row:
+) -> Figure:
     """A row for ``amount`` of work a call, such as TFLOP; ``floor`` are the seconds that it takes at the ceiling."""
     median = statistics.median(seconds)
     share = None if floor is None else floor / median
-    return Row(name, 1e3 * median, amount / median, unit, share, note=note, page=page, seconds=seconds)
+    return Figure(name, 1e3 * median, amount / median, unit, share, note=note, page=page, seconds=seconds)
 
 
 def release(device: torch.device) -> None:

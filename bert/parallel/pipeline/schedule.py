@@ -74,7 +74,7 @@ class PipelineSchedule:
         """Count the body as this rank's own computing."""
         with self._stopwatch.time("forward_backward"):
             yield
-        self._stopwatch.stage.enter("reduce")
+        self._stopwatch.tracker.enter("reduce")
 
     def _torch_schedule(self) -> Schedule1F1B | ScheduleInterleaved1F1B:
         stages: list[Any] = [_TimedStage(self, stage) for stage in self.pipeline.stages]

@@ -15,7 +15,7 @@ from bert.parallel.reduction.sums import ReduceDtype
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReductionChoice:
     """A way to reduce, and why."""
 
     way: Way
@@ -53,7 +53,7 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
     return ways
 
 
-def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> Choice:
+def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communicators) -> ReductionChoice:
     """Choose how this run reduces, the same on all ranks. For start-up: it may zero gradients."""
     ways = candidates(config, communicators)
     # Measuring takes collectives of all ranks: by settings and mesh the number of ways is the same on each.
@@ -62,7 +62,7 @@ def choose(config: TrainingConfig, flat: FlatParameters, communicators: Communic
             flat, communicators, ways, reduce_dtype=config.reduce_dtype, bucket_bytes=config.bucket_bytes
         )
     else:
-        choice = Choice(ways[0], _only_because(config, communicators))
+        choice = ReductionChoice(ways[0], _only_because(config, communicators))
     along_rails = communicators.rail is not None and any(way.strategy in ("hierarchical", "sharded") for way in ways)
     if along_rails and communicators.in_network_rail is None:
         choice = replace(choice, reason=f"{choice.reason}; in-network: {communicators.why_not_in_network}")
@@ -85,7 +85,7 @@ def measured_choice(
     reduce_dtype: ReduceDtype = "fp32",
     bucket_bytes: int = TrainingConfig.bucket_bytes,
     enough_seconds: float = 3.0,
-) -> Choice:
+) -> ReductionChoice:
     """The fastest way to reduce a gradient of this size here, the same on all ranks. For start-up: it zeroes gradients.
 
     Rounds alternate; a round takes as long as on the slowest rank, and a way as its best round, since the first one
@@ -120,4 +120,4 @@ def measured_choice(
         # Its hooks on the parameters would otherwise run in every backward pass.
         reduction.close()
     shown = ", ".join(f"{way} {1000 * seconds:.1f} ms" for way, seconds in zip(ways, best, strict=True))
-    return Choice(ways[best.index(min(best))], shown)
+    return ReductionChoice(ways[best.index(min(best))], shown)

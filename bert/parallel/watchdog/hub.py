@@ -42,7 +42,7 @@ _DEAF_S = 1.0
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ending:
     """Reason for the end of the run, and its exit status."""
 
     text: str
@@ -95,7 +95,7 @@ class Hub:
         """``places`` are those of the ranks in the mesh, as a name goes on with them; ``seconds`` is how long a rank may be
         silent; every ``beat_s`` it says where it is.
         """
-        self.verdict: Verdict | None = None
+        self.verdict: Ending | None = None
         self._listener = listener
         self._seconds = seconds
         self._beat_s = beat_s
@@ -106,7 +106,7 @@ class Hub:
         self._check_s = 0.0
         self._deaf_until_s: float | None = None
         self._lost: list[_Member] = []
-        self._failed: list[tuple[float, Verdict]] = []
+        self._failed: list[tuple[float, Ending]] = []
         self._closing = threading.Event()
         # A daemon, as nothing may keep a process alive whose run is over.
         self._thread = threading.Thread(target=self._run, name="watchdog-hub", daemon=True)
@@ -275,7 +275,7 @@ class Hub:
         if "left" in message:
             member.left = True
         elif "failed" in message:
-            verdict = Verdict(f"{member.name}: {message['failed']}", int(message["status"]), member.rank)
+            verdict = Ending(f"{member.name}: {message['failed']}", int(message["status"]), member.rank)
             self._failed.append((self._now_s + _GATHER_S, verdict))  # by then a lost rank would be known
         else:
             step, entered, phase = int(message["step"]), int(message["entered"]), str(message["phase"])
@@ -296,30 +296,30 @@ class Hub:
 
     # --- who is to blame -------------------------------------------------------------------------------------------
 
-    def _blame(self) -> Verdict | None:
+    def _blame(self) -> Ending | None:
         """A lost rank before an error: its end is why others have errors."""
         if self._lost:
-            return Verdict(
+            return Ending(
                 f"{_names(self._lost)}: ended without a word, last in {self._lost[0].place}", rank=self._lost[0].rank
             )
         if self._failed and self._now_s > self._failed[0][0]:
             return self._failed[0][1]
         return None
 
-    def _check(self) -> Verdict | None:
+    def _check(self) -> Ending | None:
         """A rank that is silent, or one that stands still."""
         present = [member for member in self._members if not member.left]
         if any(self._silence(member) > self._seconds for member in present):
             # With all of whom a sign is overdue too: where a link was cut, they fell silent within a beat.
             silent = [member for member in present if self._silence(member) > self._seconds - 2 * self._beat_s]
             text = f"{_names(silent)}: not heard of for {self._silence(silent[0]):.0f} s, last in {silent[0].place}: "
-            return Verdict(text + "stopped, or cut off", rank=silent[0].rank)
+            return Ending(text + "stopped, or cut off", rank=silent[0].rank)
         return self._standstill([member for member in present if member.limit_s is not None])
 
     def _silence(self, member: _Member) -> float:
         return self._now_s - member.heard_s
 
-    def _standstill(self, present: list[_Member]) -> Verdict | None:
+    def _standstill(self, present: list[_Member]) -> Ending | None:
         """Judge ranks furthest behind that have not moved for too long: for them the others wait."""
         if not present:
             return None
@@ -331,9 +331,9 @@ class Hub:
             return None
         where = f"for {still_s[behind[0].rank]:.0f} s in {behind[0].place}"
         if len(behind) == len(present) > 1:
-            return Verdict(f"no rank gets on: all {len(present)} stand still {where}")
+            return Ending(f"no rank gets on: all {len(present)} stand still {where}")
         ahead = next((f", and the others wait for it in {m.place}" for m in present if m.order != least), "")
-        return Verdict(f"{_names(behind)}: standing still {where}{ahead}", rank=behind[0].rank)
+        return Ending(f"{_names(behind)}: standing still {where}{ahead}", rank=behind[0].rank)
 
 
 # In the order of a step, so that ranks compare as further ahead or behind; what is unknown counts as furthest ahead.

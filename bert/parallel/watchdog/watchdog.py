@@ -21,8 +21,8 @@ from collections.abc import Callable, Iterator
 
 from bert.parallel.collectives import agreed_integer, agreed_text
 from bert.parallel.mesh import Mesh
-from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Hub, Verdict, encoded, parsed
-from bert.reporting.stopwatch import Stage
+from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Ending, Hub, encoded, parsed
+from bert.reporting.stopwatch import PhaseTracker
 from console.program import complain
 
 __all__ = ["FAULT_STATUS", "Watchdog"]
@@ -45,7 +45,7 @@ class Watchdog:
 
     def __init__(self, mesh: Mesh, seconds: float, on_fault: Callable[[str], None] = lambda _: None) -> None:
         self._on_fault = on_fault
-        self._stage: Stage | None = None
+        self._tracker: PhaseTracker | None = None
         self._mesh = mesh
         self._seconds = seconds
         self._beat_s = min(seconds / 10, max(1.0, mesh.world_size / 500))  # the hub can hear some hundreds a second
@@ -75,16 +75,16 @@ class Watchdog:
         self._thread.start()
 
     @contextlib.contextmanager
-    def getting_on(self, stage: Stage) -> Iterator[None]:
-        """Expect of this rank that it gets on in the body, from ``stage`` to stage."""
-        stage.forget()
-        self._stage = stage
+    def getting_on(self, tracker: PhaseTracker) -> Iterator[None]:
+        """Expect of this rank that it gets on in the body, phase by phase."""
+        tracker.forget()
+        self._tracker = tracker
         if self._mesh.world_size > 1:
             self._send(self._place())  # the next beat may be far off, and a rank be lost before
         try:
             yield
         finally:
-            self._stage = None
+            self._tracker = None
 
     def failed(self, text: str, status: int = FAULT_STATUS, error: BaseException | None = None) -> None:
         """Tell all ranks that this one ends with an error, and end with them. Returns only where nobody is there to ask.
@@ -136,7 +136,7 @@ class Watchdog:
             *lines, self._received = (self._received + data).split(b"\n")
             for message in map(parsed, lines):
                 if "verdict" in message:
-                    verdict = Verdict(message["verdict"], message["status"], message["rank"])
+                    verdict = Ending(message["verdict"], message["status"], message["rank"])
                     self._end(verdict, self._mesh.is_main)
                 if "over" in message:
                     return True
@@ -157,23 +157,23 @@ class Watchdog:
             return b""
 
     def _place(self) -> dict[str, object]:
-        stage = self._stage
-        if stage is None:
+        tracker = self._tracker
+        if tracker is None:
             # No limit before training: compiling and tuning take as long as they take.
             return {"phase": "start", "step": 0, "entered": -1, "limit": None}
-        longest = stage.longest.get(stage.phase)
+        longest = tracker.longest.get(tracker.phase)
         limit = max(self._seconds, _FIRST * (self._seconds if longest is None else longest))
-        return {"phase": stage.phase, "step": stage.step, "entered": stage.entered, "limit": limit}
+        return {"phase": tracker.phase, "step": tracker.step, "entered": tracker.entered, "limit": limit}
 
     def _lost_hub(self, what: str) -> None:
         """End without a verdict. The first rank of each host speaks, rank 0 only where it is alone."""
         first = next((rank for rank in self._mesh.node_ranks if rank != 0), 0)
         self._end(
-            Verdict(f"rank 0 on host {self._main_host}{self._mesh.places()[0]}: {what}", rank=0),
+            Ending(f"rank 0 on host {self._main_host}{self._mesh.places()[0]}: {what}", rank=0),
             self._mesh.rank == first,
         )
 
-    def _end(self, verdict: Verdict, speaks: bool) -> None:
+    def _end(self, verdict: Ending, speaks: bool) -> None:
         # First, so that a main thread in ``failed`` stays there and does not end the process by itself.
         self._decided.set()
 

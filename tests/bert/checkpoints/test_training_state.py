@@ -27,13 +27,13 @@ from bert.checkpoints.lock import lock_checkpoints
 from bert.checkpoints.training_state import Checkpoints, checkpoint_folders, find, fixed_settings, reseed, restore
 from bert.configuration.config import Config
 from bert.parallel.mesh import Mesh
-from bert.reporting.displays import PlainLines, Progress
+from bert.reporting.displays import RunProgress, StepLines
 from bert.reporting.records import Position
 from bert.reporting.reporter import Reporter
-from bert.reporting.stopwatch import Stage, Stopwatch
+from bert.reporting.stopwatch import PhaseTracker, Stopwatch
 from bert.step import TrainingStep
 from bert.train import parse
-from compliance.log.forecast import Schedule
+from compliance.log.forecast import EvaluationSchedule
 from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
@@ -293,14 +293,14 @@ def test_those_that_were_passed_over_do_not_push_out_what_the_run_writes(make: M
 
 def test_waiting_for_one_may_take_as_long_as_writing_others_did(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a first wait that happened to be short would make a fault of the next."""
-    run, stage, told = make(), Stage(), list[str]()
-    progress = Progress(0.4, 100, Schedule(10, 10))
-    seen = RunCheckpoints(run.checkpoints, stage, Reporter(progress, [PlainLines(progress, told.append)]))
+    run, tracker, told = make(), PhaseTracker(), list[str]()
+    progress = RunProgress(0.4, 100, EvaluationSchedule(10, 10))
+    seen = RunCheckpoints(run.checkpoints, tracker, Reporter(progress, [StepLines(progress, told.append)]))
     seen.look(Position(3))
-    assert "checkpoint_write" not in stage.longest
+    assert "checkpoint_write" not in tracker.longest
     run.checkpoints.save(1, 8)
     seen.wait(Position(3))
-    assert stage.longest["checkpoint_write"] == run.checkpoints.longest_s
+    assert tracker.longest["checkpoint_write"] == run.checkpoints.longest_s
     assert told == []
     monkeypatch.setattr(resume, "_digest", lambda path: (path / "not a folder").stat())
     run.checkpoints.save(2, 16)
@@ -309,14 +309,14 @@ def test_waiting_for_one_may_take_as_long_as_writing_others_did(make: Make, monk
 
 
 def test_the_next_one_waits_for_the_one_before(make: Make, gate: threading.Event) -> None:
-    run, stage, told = make(), Stage(), list[str]()
-    progress = Progress(0.4, 100, Schedule(10, 10))
-    seen = RunCheckpoints(run.checkpoints, stage, Reporter(progress, [PlainLines(progress, told.append)]))
+    run, tracker, told = make(), PhaseTracker(), list[str]()
+    progress = RunProgress(0.4, 100, EvaluationSchedule(10, 10))
+    seen = RunCheckpoints(run.checkpoints, tracker, Reporter(progress, [StepLines(progress, told.append)]))
     seen.save(Position(1, 8))
-    assert (stage.phase, stage.entered) == ("checkpoint", 1)
+    assert (tracker.phase, tracker.entered) == ("checkpoint", 1)
     threading.Timer(0.05, gate.set).start()
     seen.save(Position(2, 16))
-    assert (stage.phase, stage.entered) == ("checkpoint", 3), "waited as checkpoint_write"
+    assert (tracker.phase, tracker.entered) == ("checkpoint", 3), "waited as checkpoint_write"
     seen.wait(Position(2, 16))
     assert [path.name for path in checkpoint_folders(run.folder)] == ["step_00000002", "step_00000001"]
     assert told == []

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bert.configuration.recipes import tiny_cpu
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction.choice import Choice, candidates, choose
+from bert.parallel.reduction.choice import ReductionChoice, candidates, choose
 from bert.parallel.reduction.gradients import Communicators, Way, _in_network_options
 
 pytestmark = pytest.mark.oldest_torch
@@ -75,7 +75,7 @@ def test_where_there_is_one_way_the_line_says_why_and_why_no_switches_add(
 
 
 def test_a_way_is_named_as_it_is_shown() -> None:
-    assert str(Choice(SWITCHES, "as set")) == "reduction: hierarchical in-network (as set)"
+    assert str(ReductionChoice(SWITCHES, "as set")) == "reduction: hierarchical in-network (as set)"
 
 
 def mesh(device: str, nodes: tuple[tuple[int, ...], ...] = NODES) -> Mesh:

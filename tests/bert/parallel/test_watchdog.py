@@ -16,7 +16,7 @@ from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog import watchdog as module
 from bert.parallel.watchdog.hub import LINE, encoded
 from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
-from bert.reporting.stopwatch import Stage
+from bert.reporting.stopwatch import PhaseTracker
 from tests.programs import PATIENCE_S
 
 SECONDS = 60.0
@@ -128,18 +128,18 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
 
 def test_a_rank_says_where_it_is_and_how_long_that_may_take(watched: Watched) -> None:
-    watchdog, stage = watched.make(), Stage()
+    watchdog, tracker = watched.make(), PhaseTracker()
     start = {"phase": "start", "step": 0, "entered": -1, "limit": None}
     assert watched.hub.hear("phase") == start
-    stage.longest = {"data_wait": 1e6}  # forgotten when the clock starts
-    with watchdog.getting_on(stage):
-        stage.step = 3
-        stage.enter("data_wait")
+    tracker.longest = {"data_wait": 1e6}  # forgotten when the clock starts
+    with watchdog.getting_on(tracker):
+        tracker.step = 3
+        tracker.enter("data_wait")
         first_time = {"phase": "data_wait", "step": 3, "entered": 1, "limit": 10 * SECONDS}
         assert watchdog._place() == first_time
-        stage.longest["data_wait"] = 0.01
+        tracker.longest["data_wait"] = 0.01
         assert watchdog._place() == first_time | {"limit": SECONDS}
-        stage.longest["data_wait"] = SECONDS
+        tracker.longest["data_wait"] = SECONDS
         assert watchdog._place() == first_time
     assert watchdog._place() == start
     threading.Thread(target=watchdog.close).start()

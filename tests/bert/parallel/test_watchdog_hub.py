@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert.parallel.watchdog import hub as watchdog_hub
-from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Hub, Verdict, _Member, encoded
+from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Ending, Hub, _Member, encoded
 from bert.parallel.watchdog.watchdog import listen
 from tests.programs import PATIENCE_S
 
@@ -117,7 +117,7 @@ class Played:
         rank.place = {"phase": phase, "step": step, "entered": entered, "limit": limit}
         self.beat(rank)
 
-    def after(self, seconds: float) -> Verdict | None:
+    def after(self, seconds: float) -> Ending | None:
         """The verdict, if there is one within so much time, in which all that beat do."""
         passed_s = 0.0
         while self.hub.verdict is None and passed_s < seconds:
@@ -127,7 +127,7 @@ class Played:
                 self.beat()
         return self.hub.verdict
 
-    def ended(self, seconds: float = SECONDS + BEAT) -> Verdict:
+    def ended(self, seconds: float = SECONDS + BEAT) -> Ending:
         """The verdict, which comes within so much time."""
         verdict = self.after(seconds)
         assert verdict is not None
@@ -207,7 +207,7 @@ def test_silence_is_an_end_in_its_time_and_not_before(play: Play) -> None:
     hub.silence(hub.ranks[1])
     assert hub.after(SECONDS) is None
     expected = "rank 1 on host h0: not heard of for 62 s, last in forward_backward of step 7: stopped, or cut off"
-    assert hub.ended(BEAT) == Verdict(expected, FAULT_STATUS, 1)
+    assert hub.ended(BEAT) == Ending(expected, FAULT_STATUS, 1)
 
 
 def test_all_who_are_silent_are_named(play: Play) -> None:
@@ -253,7 +253,7 @@ def test_who_stands_still_furthest_behind_is_named(play: Play, behind: tuple[str
         f"rank 1 on host h0: standing still for 62 s in {behind[0]} of step {behind[1]}, "
         f"and the others wait for it in {ahead[0]} of step {ahead[1]}"
     )
-    assert hub.ended(BEAT) == Verdict(expected, FAULT_STATUS, 1)
+    assert hub.ended(BEAT) == Ending(expected, FAULT_STATUS, 1)
 
 
 def test_all_in_the_same_place_blames_nobody(play: Play) -> None:
@@ -261,7 +261,7 @@ def test_all_in_the_same_place_blames_nobody(play: Play) -> None:
     for rank in hub.ranks:
         hub.at(rank, "reduce", 9)
     expected = "no rank gets on: all 3 stand still for 62 s in reduce of step 9"
-    assert hub.ended() == Verdict(expected, FAULT_STATUS, None)
+    assert hub.ended() == Ending(expected, FAULT_STATUS, None)
 
 
 def test_a_rank_that_does_not_end_when_the_others_have_is_named(play: Play) -> None:

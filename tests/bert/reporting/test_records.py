@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bert.reporting.displays import LivePanel, PlainLines, Progress
+from bert.reporting.displays import RunPanel, RunProgress, StepLines
 from bert.reporting.json_lines import JsonLines
 from bert.reporting.records import EndRecord, EvaluationRecord, StepRecord
 from bert.reporting.reporter import Reporter
-from compliance.log.forecast import Schedule
+from compliance.log.forecast import EvaluationSchedule
 from compliance.report.results import numbers
 from tests.conftest import REPOSITORY
 
@@ -40,8 +40,8 @@ EVALUATION = EvaluationRecord(
 END = EndRecord(status="success", time_s=65.0, samples=640, masked_lm_accuracy=0.36)
 
 
-def progress(*records: StepRecord | EvaluationRecord) -> Progress:
-    made = Progress(target=0.4, max_samples=6400, schedule=Schedule(640, 32))
+def progress(*records: StepRecord | EvaluationRecord) -> RunProgress:
+    made = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32))
     for record in records:
         made.add(record)
     return made
@@ -74,7 +74,7 @@ def test_json_lines_hold_every_record_and_what_is_no_number_is_null(tmp_path: Pa
 
 def test_plain_lines_are_one_line_a_record() -> None:
     lines: list[str] = []
-    sink = PlainLines(progress(STEP, EVALUATION), lines.append)
+    sink = StepLines(progress(STEP, EVALUATION), lines.append)
     for record in (STEP, EVALUATION, END):
         sink.write(record)
     assert lines == [
@@ -89,7 +89,7 @@ def test_plain_lines_are_one_line_a_record() -> None:
 def test_the_panel_shows_accuracy_against_the_target() -> None:
     text = io.StringIO()
     shown = progress(STEP, EVALUATION)
-    panel = LivePanel("tiny_cpu · open", shown, Console(file=text, force_terminal=True, width=100))
+    panel = RunPanel("tiny_cpu · open", shown, Console(file=text, force_terminal=True, width=100))
     for record in (STEP, EVALUATION, END):
         panel.write(record)
     panel.close()
@@ -104,7 +104,7 @@ def test_time_left_is_the_limit_until_accuracy_rises() -> None:
 
 
 def test_time_left_after_a_resume_counts_the_samples_of_this_run_alone() -> None:
-    resumed = Progress(target=0.4, max_samples=6400, schedule=Schedule(640, 32), resumed_samples=320)
+    resumed = RunProgress(target=0.4, max_samples=6400, schedule=EvaluationSchedule(640, 32), resumed_samples=320)
     resumed.add(replace(STEP, samples=320))
     assert resumed.eta == "-"
     resumed.add(STEP)  # 320 samples in 2 s, and 5760 to go
@@ -130,7 +130,7 @@ def test_the_time_left_that_recorded_runs_would_have_shown_held() -> None:
     for path in sorted((REPOSITORY / "results/cpu_2cores/bert").glob("metrics_*.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         end = next(record for record in records if record["event"] == "end")
-        shown = Progress(target=records[0]["target"], max_samples=96_000, schedule=Schedule(4800, 32))
+        shown = RunProgress(target=records[0]["target"], max_samples=96_000, schedule=EvaluationSchedule(4800, 32))
         for record in (record for record in records if record["event"] == "eval"):
             samples, time_s = record["samples"], record["time_s"]
             shown.add(replace(EVALUATION, samples=samples, masked_lm_accuracy=record["masked_lm_accuracy"]))

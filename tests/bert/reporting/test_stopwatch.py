@@ -37,9 +37,9 @@ def test_an_exchange_is_part_of_its_phase_and_in_a_pass_told_apart() -> None:
     for phase in ("forward_backward", "update"):
         with stopwatch.time(phase):
             with stopwatch.exchanging():
-                phases.append(stopwatch.stage.phase)
+                phases.append(stopwatch.tracker.phase)
                 time.sleep(0.01)
-            phases.append(stopwatch.stage.phase)
+            phases.append(stopwatch.tracker.phase)
     assert phases == ["exchange in forward_backward", "forward_backward", "exchange in update", "update"]
     exchanged, taken = stopwatch.exchanged, stopwatch.take()
     assert 0.01 <= exchanged <= taken["forward_backward"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.budget import paper
-from cluster.budget.paper import TABLE, Budget, Row, paper_budget
+from cluster.budget.paper import TABLE, Budget, BudgetRow, paper_budget
 from cluster.devices import device_named, devices
 from tests.cluster.budget.five_layers import SEQUENCES, launches
 from tests.cluster.conftest import Command
@@ -24,7 +24,7 @@ def five_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paper, "step_launches", launches)
 
 
-def row(budget: Budget, part: str) -> Row:
+def row(budget: Budget, part: str) -> BudgetRow:
     [found] = [row for row in budget.rows if row.part == part]
     return found
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cluster.devices import Device, device_named, devices
 from cluster.published.calibration import calibration
 from cluster.published.convergence import REFERENCE_POINTS
-from cluster.published.cost_model import SEQUENCE_FLOPS, Run, run_time, step_time
+from cluster.published.cost_model import SEQUENCE_FLOPS, TimedRun, run_time, step_time
 from cluster.published.machine import describe_machine
 from cluster.published.parameters import BATCH_KNOTS, PRIORS
 from tests.conftest import REPOSITORY
@@ -22,7 +22,7 @@ NODES = st.sampled_from([1, 2, 3, 8, 18, 64, 434])
 
 
 def seconds(device: Device, nodes: int, batch: int, per_node: int = 8, networking: str = FAST) -> float:
-    return run_time(P, Run(describe_machine(device, nodes, per_node, networking=networking), batch)).total
+    return run_time(P, TimedRun(describe_machine(device, nodes, per_node, networking=networking), batch)).total
 
 
 def changed(device: Device, field: str, factor: float) -> Device:
@@ -32,7 +32,7 @@ def changed(device: Device, field: str, factor: float) -> Device:
 
 @given(KNOWN, NODES, st.sampled_from(BATCHES))
 def test_parts_sum_to_the_whole_and_none_is_negative(device: Device, nodes: int, batch: int) -> None:
-    run = Run(describe_machine(device, nodes, 8), max(batch, 8 * nodes))
+    run = TimedRun(describe_machine(device, nodes, 8), max(batch, 8 * nodes))
     time = run_time(P, run)
     assert all(part >= 0 for part in time.parts.values())
     assert sum(time.parts.values()) == pytest.approx(time.total)
@@ -71,30 +71,30 @@ def test_more_nodes_at_the_same_batch_on_each_accelerator_are_never_slower(name:
 
 @given(KNOWN, NODES)
 def test_more_accelerators_at_the_same_batch_take_fewer_seconds_of_arithmetic(device: Device, nodes: int) -> None:
-    one, two = (run_time(P, Run(describe_machine(device, count, 8), 8192)) for count in (nodes, 2 * nodes))
+    one, two = (run_time(P, TimedRun(describe_machine(device, count, 8), 8192)) for count in (nodes, 2 * nodes))
     work = [time.parts["matrix"] * count / time.samples for time, count in ((one, nodes), (two, 2 * nodes))]
     assert work[0] == pytest.approx(work[1])
 
 
 @given(KNOWN)
 def test_no_device_runs_faster_than_its_peak_rate(device: Device) -> None:
-    step = step_time(P, Run(describe_machine(device, 1, 8), 768))
+    step = step_time(P, TimedRun(describe_machine(device, 1, 8), 768))
     peak = max(device.bf16_tflops, device.fp8_tflops or 0) * 1e12
     assert step.sequence > SEQUENCE_FLOPS / peak
 
 
 def test_a_first_round_and_old_software_are_slower() -> None:
     machine = describe_machine(device_named("H100-SXM"), 1, 8)
-    assert run_time(P, Run(machine, 768, "v2.1")).total > run_time(P, Run(machine, 768, "v3.0")).total
+    assert run_time(P, TimedRun(machine, 768, "v2.1")).total > run_time(P, TimedRun(machine, 768, "v3.0")).total
     old = describe_machine(device_named("A100-SXM"), 1, 8)
-    assert run_time(P, Run(old, 448, "v2.0")).total > run_time(P, Run(old, 448, "v2.1")).total
-    assert run_time(P, Run(old, 448, "v5.0")).total == run_time(P, Run(old, 448)).total
+    assert run_time(P, TimedRun(old, 448, "v2.0")).total > run_time(P, TimedRun(old, 448, "v2.1")).total
+    assert run_time(P, TimedRun(old, 448, "v5.0")).total == run_time(P, TimedRun(old, 448)).total
 
 
 def test_a_rack_of_one_link_needs_no_network() -> None:
     device = device_named("GB200")
-    rack = step_time(P, Run(describe_machine(device, 18, 4), 4608))
-    racks = step_time(P, Run(describe_machine(device, 36, 4), 9216))
+    rack = step_time(P, TimedRun(describe_machine(device, 18, 4), 4608))
+    racks = step_time(P, TimedRun(describe_machine(device, 36, 4), 9216))
     assert rack.between == 0.0
     assert racks.between > 0.0
 
@@ -102,7 +102,7 @@ def test_a_rack_of_one_link_needs_no_network() -> None:
 def test_a_bridge_between_two_cards_helps() -> None:
     device = device_named("A30")
     plain, bridged = (describe_machine(device, 1, 2, interconnect=text) for text in ("PCIe", "NVLINK BRIDGE"))
-    assert step_time(P, Run(bridged, 448)).inside < step_time(P, Run(plain, 448)).inside
+    assert step_time(P, TimedRun(bridged, 448)).inside < step_time(P, TimedRun(plain, 448)).inside
 
 
 def test_every_parameter_is_fitted_and_has_a_meaning() -> None:
@@ -121,7 +121,7 @@ def test_the_reference_points_are_those_that_count_in_review() -> None:
 @pytest.mark.parametrize("batch", [0, 7, 10**9])
 def test_a_batch_that_no_run_has_is_refused(batch: int) -> None:
     with pytest.raises(ValueError, match=r"global batch size .* expected at least one sequence on each"):
-        Run(describe_machine(device_named("A100"), 1, 8), batch)
+        TimedRun(describe_machine(device_named("A100"), 1, 8), batch)
 
 
 @pytest.mark.parametrize(("nodes", "per_node"), [(0, 8), (-1, 8), (1, 0), (10**9, 1), (10**6, 10**6)])

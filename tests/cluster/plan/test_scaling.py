@@ -9,7 +9,7 @@ import pytest
 from bert.configuration.recipes import RECIPES, tiny_cpu
 from cluster.devices import device_named
 from cluster.display.scaling_page import render
-from cluster.plan.scaling import CAUSES, LARGEST, Point, published_on, scale, write_table
+from cluster.plan.scaling import CAUSES, LARGEST, ScalingPoint, published_on, scale, write_table
 
 DEVICE = device_named("A100-SXM-80GB")
 
@@ -17,12 +17,12 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def points() -> list[Point]:
+def points() -> list[ScalingPoint]:
     """Of 4,096 accelerators a node, so that there are few points from few nodes to the largest number."""
     return scale(RECIPES["dgxa100_8x8"](), DEVICE, 4096)
 
 
-def test_the_curve_falls_and_its_time_goes_to_causes_that_add_up(points: list[Point]) -> None:
+def test_the_curve_falls_and_its_time_goes_to_causes_that_add_up(points: list[ScalingPoint]) -> None:
     assert [point.accelerators for point in points] == [4096, 8192, 16384]
     assert points[-1].accelerators == LARGEST
     minutes = [point.minutes for point in points]
@@ -35,7 +35,7 @@ def test_the_curve_falls_and_its_time_goes_to_causes_that_add_up(points: list[Po
     assert points[-1].share("launches and small kernels") > points[0].share("launches and small kernels")
 
 
-def test_the_table_has_what_the_curve_has(points: list[Point], tmp_path: Path) -> None:
+def test_the_table_has_what_the_curve_has(points: list[ScalingPoint], tmp_path: Path) -> None:
     write_table(points, tmp_path / "scale.csv")
     with (tmp_path / "scale.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -56,7 +56,7 @@ def test_what_has_no_curve_is_refused() -> None:
         scale(tiny_cpu(), DEVICE, 8)
 
 
-def test_the_page_holds_every_point_and_loads_nothing(points: list[Point]) -> None:
+def test_the_page_holds_every_point_and_loads_nothing(points: list[ScalingPoint]) -> None:
     published = published_on(DEVICE)
     page = render("dgxa100_8x8", DEVICE, points, published)
     shown = [one for one in published if one.run.machine.accelerators >= points[0].accelerators]
@@ -68,7 +68,7 @@ def test_the_page_holds_every_point_and_loads_nothing(points: list[Point]) -> No
     assert not re.search(r"https?://|<script|src=", page.replace("default-src", ""))
 
 
-def test_the_curve_fills_its_axis_to_half_a_decade(points: list[Point]) -> None:
+def test_the_curve_fills_its_axis_to_half_a_decade(points: list[ScalingPoint]) -> None:
     page = render("dgxa100_8x8", DEVICE, points, [])
     [band] = re.findall(r'var\(--band\)" points="([^"]*)"', page)
     heights = [float(place.partition(",")[2]) for place in band.split()]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.devices import device_named, devices
-from cluster.published.cost_model import Run
+from cluster.published.cost_model import TimedRun
 from cluster.published.machine import describe_machine
 from cluster.published.prediction import PARTS, predict, usual_run
 from cluster.published.prediction_table import ADDED, COLUMNS, MOST_BYTES, MOST_ROWS, predict_table
@@ -37,29 +37,31 @@ def test_an_interval_holds_its_prediction(device, nodes, per_node, round) -> Non
 
 def test_an_interval_is_wider_for_what_is_known_by_its_data_sheet_alone() -> None:
     def width(name: str) -> float:
-        found = predict(Run(describe_machine(device_named(name), 1, 8), 768))
+        found = predict(TimedRun(describe_machine(device_named(name), 1, 8), 768))
         return math.log(found.high / found.low)
 
     assert max(width("H100-SXM"), width("A100-SXM")) < min(map(width, ("H200", "B200", "GB200", "MI300X")))
 
 
 def test_what_is_extrapolated_is_said() -> None:
-    assert predict(Run(describe_machine(device_named("H100"), 1, 8), 768)).extrapolates == ()
-    assert "data sheet alone" in predict(Run(describe_machine(device_named("B200"), 1, 8), 768)).extrapolates[0]
-    largest = predict(Run(describe_machine(device_named("H100"), 1, 8), 32768))
+    assert predict(TimedRun(describe_machine(device_named("H100"), 1, 8), 768)).extrapolates == ()
+    assert "data sheet alone" in predict(TimedRun(describe_machine(device_named("B200"), 1, 8), 768)).extrapolates[0]
+    largest = predict(TimedRun(describe_machine(device_named("H100"), 1, 8), 32768))
     assert "batch size above 16,384" in largest.extrapolates[0]
-    assert "more than 4,096" in predict(Run(describe_machine(device_named("H100"), 1024, 8), 16384)).extrapolates[0]
+    assert (
+        "more than 4,096" in predict(TimedRun(describe_machine(device_named("H100"), 1024, 8), 16384)).extrapolates[0]
+    )
 
 
 def test_the_nearest_result_of_a_published_system_is_one_of_its_kind() -> None:
     for result in results():
-        near = predict(Run(result.run.machine, result.run.batch, result.run.round)).near[0]
+        near = predict(TimedRun(result.run.machine, result.run.batch, result.run.round)).near[0]
         assert near.run.machine.device.model == result.run.machine.device.model
         assert near.run.machine.accelerators == result.run.machine.accelerators
 
 
 def test_among_equal_neighbours_the_newest_is_first() -> None:
-    near = predict(Run(describe_machine(device_named("H100"), 1, 8), 768)).near
+    near = predict(TimedRun(describe_machine(device_named("H100"), 1, 8), 768)).near
     assert {result.run.round for result in near} == {"v3.1"}
 
 
@@ -81,7 +83,7 @@ def test_json_is_what_the_lines_say(cluster: Command) -> None:
     assert document["low"] < document["minutes"] < document["high"]
     assert set(document["parts"]) == set(PARTS)
     assert sum(document["parts"].values()) == pytest.approx(document["minutes"])
-    assert document["minutes"] == predict(Run(describe_machine(device_named("A100-SXM"), 8, 8), 3072)).minutes
+    assert document["minutes"] == predict(TimedRun(describe_machine(device_named("A100-SXM"), 8, 8), 3072)).minutes
     assert len(document["nearest"]) == 3
 
 
@@ -237,7 +239,7 @@ def test_a_probed_machine_has_its_devices_and_its_measured_network() -> None:
     assert not machine.network.is_assumed
     described = describe_machine(machine.device, 4, 8, networking="8x IB NDR 400Gb/s")
     fast, usual, slow = (
-        predict(Run(each, 3072)).minutes
+        predict(TimedRun(each, 3072)).minutes
         for each in (machine_of(probed(gbit_s=390)), described, machine_of(probed(gbit_s=20)))
     )
     assert fast < usual * 1.02 < 1.2 * usual < slow

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.gpus import FIELDS
-from compliance.doctor.host import Host, Output
+from compliance.doctor.host import ExaminedHost, Output
 
 MISSING = Output(trouble="no command here", missing=True)
 
 
 @dataclass(frozen=True)
-class FakeHost(Host):
+class FakeHost(ExaminedHost):
     """Answers commands from `answers`: the first entry of which all words stand in the command."""
 
     answers: dict[str, str | Output] = field(default_factory=dict)

@@ -14,8 +14,8 @@ from compliance.doctor import examination as doctor
 from compliance.doctor import vitals
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, read_safetensors_header
-from compliance.doctor.host import Host, Output
-from compliance.doctor.plan import IntendedRun, Plan, make_plan
+from compliance.doctor.host import ExaminedHost, Output
+from compliance.doctor.plan import IntendedRun, RunLayout, make_plan
 from compliance.doctor.system import describe
 from compliance.doctor.system_file import write
 from compliance.doctor.system_truth import compare
@@ -104,13 +104,13 @@ def test_nodes_and_ranks(
 
 
 def test_the_recipes_of_this_repository_can_be_asked_for() -> None:
-    plan = make_plan(IntendedRun("dgxa100_8x8"), Host(), 0)
+    plan = make_plan(IntendedRun("dgxa100_8x8"), ExaminedHost(), 0)
     assert (plan.setting("training", "global_batch_size"), plan.setting("log", "division")) == (3072, "closed")
-    assert make_plan(IntendedRun("tiny_cpu"), Host(), 0).ranks in (1, 2)
+    assert make_plan(IntendedRun("tiny_cpu"), ExaminedHost(), 0).ranks in (1, 2)
     with pytest.raises(
         ValueError, match=r"unknown recipe 'nope': expected one of bert_3_9b_8x8, dgxa100_128x8, .*tiny_cpu"
     ):
-        make_plan(IntendedRun("nope"), Host(), 0)
+        make_plan(IntendedRun("nope"), ExaminedHost(), 0)
 
 
 def test_recipes_that_cannot_be_read(tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def test_what_the_trainer_refuses_is_passed_on_and_steers_no_terminal(
 
 H100_NODE: Answers = {"lscpu": fake.LSCPU_XEON, "nvidia-smi --query-gpu": fake.smi()}
 H100_FILES = {"/proc/meminfo": "MemTotal: 2113462180 kB\n", "/etc/os-release": 'PRETTY_NAME="Ubuntu 24.04.2 LTS"\n'}
-PLAN = Plan("h100_1x8", {"log": {"division": "closed"}}, 1, 8)
+PLAN = RunLayout("h100_1x8", {"log": {"division": "closed"}}, 1, 8)
 FULL = {"submitter": "A", "cooling": "air", "host_networking": "x"}
 
 

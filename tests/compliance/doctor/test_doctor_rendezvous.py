@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from compliance.doctor.host import Host
+from compliance.doctor.host import ExaminedHost
 from compliance.doctor.rendezvous import elastic_option, ports_open_to_all, rendezvous
 from tests.compliance.doctor.fake_host import fake_host
 from tests.programs import PATIENCE_S
@@ -26,7 +26,7 @@ TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retr
 """
 
 
-def machine(root: Path, command: str, environ: str = "", **environment: str) -> Host:
+def machine(root: Path, command: str, environ: str = "", **environment: str) -> ExaminedHost:
     """One with a process 77 that listens on all addresses at port 29400 and on its own at 8080, beside others."""
     (root / "proc/77/fd").mkdir(parents=True)
     for inode in (4711, 4712, 4713):
@@ -91,8 +91,8 @@ def test_a_real_agent(tmp_path: Path) -> None:
             time.sleep(0.1)
         (tmp_path / "proc").mkdir()  # a machine that runs nothing else
         (tmp_path / f"proc/{agent.pid}").symlink_to(f"/proc/{agent.pid}")
-        (one,) = rendezvous(Host(tmp_path, {}))
-        ports = ports_open_to_all(Host(), agent.pid)
+        (one,) = rendezvous(ExaminedHost(tmp_path, {}))
+        ports = ports_open_to_all(ExaminedHost(), agent.pid)
     finally:
         agent.terminate()
         agent.wait(PATIENCE_S)

@@ -7,7 +7,7 @@ import pytest
 
 from compliance.doctor import system
 from compliance.doctor.gpus import Gpus
-from compliance.doctor.host import Host, Output
+from compliance.doctor.host import ExaminedHost, Output
 from compliance.log.rules import SYSTEM_FIELDS
 from tests.compliance.doctor import fake_host as fake
 from tests.compliance.doctor.fake_host import fake_host
@@ -169,24 +169,26 @@ def test_machine_without_tools_is_described_too(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Host]:
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], ExaminedHost]:
     """Put a shell script of a name and a body before all other programs; the machine with it."""
 
-    def write(name: str, body: str) -> Host:
+    def write(name: str, body: str) -> ExaminedHost:
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
-        return Host()
+        return ExaminedHost()
 
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     return write
 
 
-def test_tool_that_fails_is_no_tool(script: Callable[[str, str], Host]) -> None:
+def test_tool_that_fails_is_no_tool(script: Callable[[str, str], ExaminedHost]) -> None:
     host = script("nvidia-smi", "echo 'NVIDIA-SMI has failed, 1, 2, 3, 4'\nexit 9")
     assert system.describe("open", host=host)["accelerators_per_node"] == "0"
 
 
-def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path, script: Callable[[str, str], Host]) -> None:
+def test_a_tool_that_hangs_is_killed_with_its_children(
+    tmp_path: Path, script: Callable[[str, str], ExaminedHost]
+) -> None:
     host = script("hangs", f"sleep 600 & echo $! > {tmp_path}/child; echo half an answer; wait")
     (tmp_path / "child").touch()
     begin = time.monotonic()
@@ -207,7 +209,7 @@ def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path, script: C
     assert is_gone()
 
 
-def test_trouble_of_commands_is_told_apart(tmp_path: Path, script: Callable[[str, str], Host]) -> None:
+def test_trouble_of_commands_is_told_apart(tmp_path: Path, script: Callable[[str, str], ExaminedHost]) -> None:
     host = script("fails", "echo why >&2; printf '\\377\\n'; exit 3")
     output = host.run("fails")
     assert (output.trouble, output.errors, output.missing) == ("fails failed with status 3", "why\n", False)

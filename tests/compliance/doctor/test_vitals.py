@@ -11,15 +11,15 @@ import pytest
 from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis
-from compliance.doctor.host import Host, Output
-from compliance.doctor.plan import Plan
+from compliance.doctor.host import ExaminedHost, Output
+from compliance.doctor.plan import RunLayout
 from compliance.doctor.vitals import ClockReading, limits, memory, network, processors
 from tests.compliance.doctor import fake_host as fake
 from tests.compliance.doctor.fake_host import expect, fake_host
 
-NODE = Plan("h100_1x8", {"training": {"device": "cuda"}, "log": {"division": "closed"}}, 1, 8)
+NODE = RunLayout("h100_1x8", {"training": {"device": "cuda"}, "log": {"division": "closed"}}, 1, 8)
 NODES = dataclasses.replace(NODE, nodes=2)
-CPU = Plan("tiny_cpu", {"training": {"device": "cpu"}, "log": {"division": "open"}}, 1, 2)
+CPU = RunLayout("tiny_cpu", {"training": {"device": "cpu"}, "log": {"division": "open"}}, 1, 2)
 PYTORCH: dict[str, Any] = {
     "PyTorch": "2.13.0+cu130",
     "CUDA": "13.0",
@@ -105,7 +105,7 @@ EIGHT, LINKED = fake.smi(), fake.topology()
 def look_at_gpus(
     root: Path,
     rows: str | Output = EIGHT,
-    plan: Plan = NODE,
+    plan: RunLayout = NODE,
     pytorch: dict[str, Any] = PYTORCH,
     topology: str = LINKED,
     processes: str = "",
@@ -288,8 +288,8 @@ PORT = "/sys/class/infiniband/mlx5_3/ports/1"
 def test_the_machine(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    check: Callable[[Host, Plan], Iterator[Diagnosis]],
-    plan: Plan,
+    check: Callable[[ExaminedHost, RunLayout], Iterator[Diagnosis]],
+    plan: RunLayout,
     files: dict[str, str],
     facts: dict[str, Any],
     expected: str,

@@ -3,7 +3,7 @@ import pytest
 from compliance.convergence.reference_points import reference
 from compliance.log.forecast import Forecast, forecast, reach
 from compliance.log.records import read_log
-from compliance.log.schedule import Schedule, evaluation_interval
+from compliance.log.schedule import EvaluationSchedule, evaluation_interval
 from tests.conftest import REPOSITORY
 
 # Batch size and accuracies of published closed logs from the first evaluation to the one that reached the target.
@@ -14,13 +14,13 @@ PUBLISHED = {
     "v2.0 Graphcore": (3072, "3673 3878 4328 5721 6939 7060 7091 7110 7133 7148 7159 7167 7178 7185 7191 7197 7205"),
     "v3.0 Gaudi2": (3072, "3706 3801 3976 5038 6316 6973 7085 7124 7148 7159 7167 7183 7193 7200 7209"),
 }
-EVERY_1000 = Schedule(1000, 10)
-CLOSED = Schedule(150_000, 448)
+EVERY_1000 = EvaluationSchedule(1000, 10)
+CLOSED = EvaluationSchedule(150_000, 448)
 
 
-def closed_curve(name: str) -> tuple[Schedule, list[tuple[int, float]]]:
+def closed_curve(name: str) -> tuple[EvaluationSchedule, list[tuple[int, float]]]:
     batch, digits = PUBLISHED[name]
-    schedule = Schedule(evaluation_interval(batch), batch)
+    schedule = EvaluationSchedule(evaluation_interval(batch), batch)
     values = [int(value) / 10_000 for value in digits.split()]
     return schedule, [(schedule.samples(index), value) for index, value in enumerate(values, start=1)]
 
@@ -61,7 +61,7 @@ def test_the_open_runs_of_this_repository() -> None:
     for log in logs:
         points = read_log(log).run.curve
         for known in range(4, len(points)):
-            found = forecast(points[:known], 0.36, Schedule(4800, 32), None)
+            found = forecast(points[:known], 0.36, EvaluationSchedule(4800, 32), None)
             assert holds(found, len(points)), (log.name, known, found)
     assert logs
 
@@ -126,6 +126,6 @@ def test_the_curve_goes_through_the_last_point() -> None:
     ("samples", "expected"), [(0, 1), (1, 1), (1008, 1), (1009, 2), (2000, 2), (2016, 2), (2017, 3), (9_999.5, 10)]
 )
 def test_the_evaluation_after_so_many_samples(samples: float, expected: int) -> None:
-    schedule = Schedule(1000, 48)  # at 1008, 2016, 3024, ...
+    schedule = EvaluationSchedule(1000, 48)  # at 1008, 2016, 3024, ...
     assert schedule.index_after(samples) == expected
     assert schedule.samples(expected) >= samples

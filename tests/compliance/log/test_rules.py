@@ -55,7 +55,7 @@ def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch:
     assert samples % batch == 0
     assert index * interval <= samples < index * interval + batch
     previous = schedule.evaluation_samples(index - 1, interval, batch)
-    assert schedule.Schedule(interval, batch).allows(index, samples, previous)
+    assert schedule.EvaluationSchedule(interval, batch).allows(index, samples, previous)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_scheduled_evaluations_are_on_schedule(index: int, interval: int, batch:
 def test_both_roundings_of_the_schedule_are_accepted(
     interval: int, batch: int, index: int, samples: int, previous: int, allowed: bool
 ) -> None:
-    assert schedule.Schedule(interval, batch).allows(index, samples, previous) is allowed
+    assert schedule.EvaluationSchedule(interval, batch).allows(index, samples, previous) is allowed
 
 
 def test_weight_tensors_are_those_of_the_official_rule_file() -> None:

@@ -29,8 +29,8 @@ from compliance.official.tools import Summary, _complaint, _complaints, _package
 from compliance.package.archive import write_archive
 from compliance.package.assembly import make_package
 from compliance.package.command import _comparison, run
-from compliance.package.source import Source
-from compliance.package.tree import Package, Request, _script
+from compliance.package.source import SourceTree
+from compliance.package.tree import Package, PackageRequest, _script
 from tests.compliance.command import run as command
 from tests.compliance.log_edits import delete, in_turn, metadata, value
 from tests.compliance.run_logs import without_chain, write_run
@@ -58,8 +58,8 @@ def description(folder: Path, **changes: object) -> Path:
     return path
 
 
-def request(folder: Path, runs: Path | None = None, *, out: Path | None = None, **changes: Any) -> Request:
-    return Request("Example", description(folder, **changes), runs or folder / "runs", (out or folder) / "out")
+def request(folder: Path, runs: Path | None = None, *, out: Path | None = None, **changes: Any) -> PackageRequest:
+    return PackageRequest("Example", description(folder, **changes), runs or folder / "runs", (out or folder) / "out")
 
 
 def tool_rows(said: str) -> dict[str, str]:
@@ -85,7 +85,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the source, only what is indispensable: the rest takes a second to be written."""
     names = ("Dockerfile", "LICENSE", "README.md", "run_and_time.sh")
-    few = Source(REPOSITORY, names, left_out=(), commit="0123", modified=())
+    few = SourceTree(REPOSITORY, names, left_out=(), commit="0123", modified=())
     monkeypatch.setattr("compliance.package.assembly.tracked_source", lambda: few)
 
 
@@ -178,7 +178,7 @@ def test_a_tree_or_an_archive_that_is_there_is_not_overwritten(scaled, tmp_path:
     before = sorted(folder.rglob("*"))
     with pytest.raises(ValueError, match="Example is there already: choose another --out, or give --replace"):
         make_package(again)
-    elsewhere = Request("Example", again.system, again.runs, tmp_path / "out")
+    elsewhere = PackageRequest("Example", again.system, again.runs, tmp_path / "out")
     for existing in ("example.tgz.enc", "example.tgz.enc.sha1"):
         target = folder / existing.removesuffix(".sha1")
         with pytest.raises(ValueError, match=r"example\.tgz\.enc(\.sha1)? is there already"):
@@ -393,9 +393,9 @@ def test_no_description(ten: Path) -> None:
 @pytest.mark.parametrize("name", ["../up", "with a space", ".hidden", "a/b", ""])
 def test_names_that_cannot_be_folders(ten: Path, name: str) -> None:
     with pytest.raises(ValueError, match="cannot name a folder of a submission"):
-        Request(name, ten / "systems/node.json", ten / "runs", ten / "out")
+        PackageRequest(name, ten / "systems/node.json", ten / "runs", ten / "out")
     with pytest.raises(ValueError, match="cannot name a folder of a submission"):
-        Request("Example", ten / "systems/node.json", ten / "runs", ten / "out", implementation=name)
+        PackageRequest("Example", ten / "systems/node.json", ten / "runs", ten / "out", implementation=name)
 
 
 def test_nothing_is_left_behind_by_a_failure(ten: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -499,7 +499,7 @@ def test_a_log_cannot_write_into_the_script() -> None:
 def test_system_description_of_this_machine_can_be_packaged(ten: Path, tmp_path: Path) -> None:
     path = tmp_path / "systems/here.json"
     system_file.write(path, system.describe("closed", {"submitter": "Example", "system_name": "here"}))
-    made: Package = make_package(Request("Example", path, ten / "runs", tmp_path / "out"))
+    made: Package = make_package(PackageRequest("Example", path, ten / "runs", tmp_path / "out"))
     assert made.results == tmp_path / "out/Example/results/here/bert"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dataloading.batches.loader import Batch, Loader, NumpyLoader, batch_of, inert_batch
-from dataloading.batches.sampler import MicroBatch, Plan
+from dataloading.batches.sampler import BatchPlan, MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket, fitting
 from dataloading.batches.synthetic import synthetic_samples
 from dataloading.dataset.folder import open_dataset
@@ -60,7 +60,7 @@ def test_made_up_samples_have_three_tokens_or_more(lengths: list[int]) -> None:
 
 
 def rank_batches(run: SmallRun, accumulation: int, rank: int) -> Callable[[int], list[MicroBatch]]:
-    plan = Plan(run.train.lengths, run.train.masked_counts, 24, 2, accumulation, seed=11)
+    plan = BatchPlan(run.train.lengths, run.train.masked_counts, 24, 2, accumulation, seed=11)
     return lambda step: plan.rank_batches(step, rank)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths, length_counts
 from dataloading.batches.packing import Packs, pack_samples, stream_packs
-from dataloading.batches.packing_strategy import Strategy, pack_histogram
+from dataloading.batches.packing_strategy import PackingStrategy, pack_histogram
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -52,7 +52,7 @@ def fewest_packs(lengths: tuple[int, ...], capacity: int, limit: int | None) -> 
     return search(lengths, ())
 
 
-def assert_packs_the_histogram(strategy: Strategy, histogram: list[int], limit: int | None) -> None:
+def assert_packs_the_histogram(strategy: PackingStrategy, histogram: list[int], limit: int | None) -> None:
     packed: Counter[int] = Counter()
     for lengths, count in zip(strategy.combinations, strategy.counts, strict=True):
         assert count >= 1

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches import sampler
-from dataloading.batches.sampler import Plan, _match, cost, deal
+from dataloading.batches.sampler import BatchPlan, _match, cost, deal
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
 
-def plan(lengths: list[int], batch: int, world: int = 1, accumulation: int = 1, seed: int = 0) -> Plan:
+def plan(lengths: list[int], batch: int, world: int = 1, accumulation: int = 1, seed: int = 0) -> BatchPlan:
     array = np.array(lengths)
-    return Plan(array, np.maximum(1, array // 7), batch, world, accumulation, seed)
+    return BatchPlan(array, np.maximum(1, array // 7), batch, world, accumulation, seed)
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> BatchPlan:
     world, accumulation = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     batch = draw(st.integers(1, 6)) * world * accumulation + draw(st.integers(0, world * accumulation - 1))
     lengths = draw(st.lists(st.integers(3, 512), min_size=1, max_size=150))
@@ -34,7 +34,7 @@ def plans(draw: st.DrawFn) -> Plan:
 
 
 @given(plans())
-def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
+def test_each_epoch_holds_every_sample_exactly_once(made: BatchPlan) -> None:
     samples, epochs = len(made.lengths), 3
     steps = -(-samples * epochs // made.global_batch_size)
     stream = np.concatenate([made.global_batch(step) for step in range(steps)])
@@ -44,7 +44,7 @@ def test_each_epoch_holds_every_sample_exactly_once(made: Plan) -> None:
 
 @settings(max_examples=50)
 @given(plans(), st.integers(0, 20))
-def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: Plan, step: int) -> None:
+def test_ranks_share_what_one_alone_trains_on_in_numbers_as_equal_as_may_be(made: BatchPlan, step: int) -> None:
     """And in a fresh plan, whatever this one was asked before."""
     batch = replace(made).global_batch(step)
     shares = [made.rank_batches(step, rank) for rank in range(made.world_size)]
@@ -71,7 +71,7 @@ def test_epochs_and_seeds_give_different_orders() -> None:
 def test_a_step_costs_what_its_global_batch_does() -> None:
     samples = 156_000_000
     index = np.broadcast_to(np.uint16(100), samples)  # takes no memory
-    made = Plan(index, index, 16384, 4096, 1, seed=9)
+    made = BatchPlan(index, index, 16384, 4096, 1, seed=9)
     last = samples // 16384  # holds the end of the first epoch and the beginning of the second
     tracemalloc.start()
     border = made.global_batch(last)
@@ -83,7 +83,7 @@ def test_a_step_costs_what_its_global_batch_does() -> None:
     assert 0 < ending < 16384
     assert len(set(border[:ending])) == ending
     assert len(set(border[ending:])) == 16384 - ending
-    again = Plan(index, index, ending, 1, 1, seed=9)
+    again = BatchPlan(index, index, ending, 1, 1, seed=9)
     assert np.array_equal(made.global_batch(0)[:ending], again.global_batch(0))
 
 

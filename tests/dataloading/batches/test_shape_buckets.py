@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.model.histogram import drawn_lengths
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.shape_buckets import (
     MASKED_MULTIPLE,
     TOKENS_MULTIPLE,
@@ -80,7 +80,7 @@ def test_wikipedia_wastes_less_than_one_percent_and_starts_at_once() -> None:
     shape_buckets = choose_shape_buckets(tokens_N, masked_N, 64, 512)
     assert time.process_time() - begin < 5
     assert len(tokens_N) >= 2048
-    plan = Plan(lengths, masked_counts, 256, 1, 4, seed=1)
+    plan = BatchPlan(lengths, masked_counts, 256, 1, 4, seed=1)
     needed = [
         ShapeBucket.around(int(lengths[micro.indices].sum()), 64, int(masked_counts[micro.indices].sum()), 512)
         for step in range(500)

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from dataloading.dataset.folder import open_dataset
-from dataloading.dataset.manifest import Part, shard_name
+from dataloading.dataset.manifest import WorkPart, shard_name
 from dataloading.dataset.merge import merge
 from dataloading.options import PretrainingOptions
-from dataloading.text.prepare import Job, Progress, prepare
+from dataloading.text.prepare import Job, JobProgress, prepare
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 
@@ -53,7 +53,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_processes_make_no_difference(job: Job, whole: dict[str, bytes], tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[JobProgress] = []
     prepare(job, tmp_path / "data", jobs=3, report=told.append)
     assert contents(tmp_path / "data") == whole
     assert [progress.done for progress in told] == [1, 2, 3, 4, 5]
@@ -66,7 +66,7 @@ def test_parts_make_the_same_data_set(
 ) -> None:
     folders = [tmp_path / ("shared" if shared else f"part{index}") for index in range(count)]
     for index in reversed(range(count)):
-        prepare(job, folders[index], part=Part(index + 1, count))
+        prepare(job, folders[index], part=WorkPart(index + 1, count))
     if shared:
         merge(folders[:1], folders[0])
         found = {
@@ -80,7 +80,7 @@ def test_parts_make_the_same_data_set(
 
 def test_merge_refuses_gaps_repeats_and_strangers(job: Job, tmp_path: Path) -> None:
     for index in (1, 2, 3):
-        prepare(job, tmp_path / str(index), part=Part(index, 3))
+        prepare(job, tmp_path / str(index), part=WorkPart(index, 3))
     folders = [tmp_path / str(index) for index in (1, 2, 3)]
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="part 2/3 is missing"):
@@ -90,14 +90,14 @@ def test_merge_refuses_gaps_repeats_and_strangers(job: Job, tmp_path: Path) -> N
     with pytest.raises(ValueError, match="it holds parts of a data set: join them"):
         open_dataset(folders[0])
     shorter = replace(job, options=replace(OPTIONS, max_seq_length=32))
-    prepare(shorter, tmp_path / "other", part=Part(2, 3))
+    prepare(shorter, tmp_path / "other", part=WorkPart(2, 3))
     with pytest.raises(ValueError, match="max_seq_length 32 instead of 64"):
         merge([folders[0], tmp_path / "other", folders[2]], out)
-    prepare(job, tmp_path / "half", part=Part(1, 2))
+    prepare(job, tmp_path / "half", part=WorkPart(1, 2))
     with pytest.raises(ValueError, match="parts of 2 and parts of 3 do not make one data set"):
         merge([*folders, tmp_path / "half"], out)
     same = replace(job, texts=(job.texts[1], job.texts[0], *job.texts[2:]))
-    prepare(same, tmp_path / "same", part=Part(2, 3))
+    prepare(same, tmp_path / "same", part=WorkPart(2, 3))
     with pytest.raises(ValueError, match="holds the same samples"):
         merge([folders[0], tmp_path / "same", folders[2]], out)
     (folders[1] / shard_name(1, TEXTS)).unlink()
@@ -139,7 +139,7 @@ def test_a_killed_preparation_goes_on(job: Job, whole: dict[str, bytes], tmp_pat
     (out / f".{shard_name(3, TEXTS)}.123.partial").write_bytes(b"half")
     there = {path.name for path in out.glob("part_*")}
     assert there
-    told: list[Progress] = []
+    told: list[JobProgress] = []
     prepare(job, out, report=told.append)
     assert contents(out) == whole
     assert {progress.name for progress in told if progress.kept} == there
@@ -155,7 +155,7 @@ def test_damaged_shards_are_made_again_and_a_folder_begun_otherwise_is_left_alon
     content[-10] ^= 1
     flipped.write_bytes(content)
     truncated.write_bytes(truncated.read_bytes()[:-1])
-    told: list[Progress] = []
+    told: list[JobProgress] = []
     prepare(job, out, report=told.append)
     assert contents(out) == whole
     assert [progress.name for progress in told if not progress.kept] == [flipped.name, truncated.name]

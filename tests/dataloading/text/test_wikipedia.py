@@ -12,7 +12,7 @@ import pytest
 
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, segment, sentence_splitter
-from dataloading.text.wikipedia import Progress, _plan, extract, find_inputs
+from dataloading.text.wikipedia import JobProgress, _plan, extract, find_inputs
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -38,7 +38,7 @@ def test_shards_and_evaluation_text_have_the_references_bytes(sentences: Sentenc
     except ValueError as error:
         pytest.skip(str(error))
     options = replace(PLAIN, sentences=sentences)
-    reports: list[Progress] = []
+    reports: list[JobProgress] = []
     extraction = extract([TEXT], tmp_path / "out", options, jobs=jobs, report=reports.append)
     expected = FIXTURES / f"expected_{sentences}"
     for path in expected.iterdir():
@@ -143,7 +143,7 @@ def test_a_file_that_is_no_text_is_named(tmp_path: Path, content: bytes, message
     assert not list((tmp_path / "out").glob("**/*.partial"))
     # Mended, it goes on.
     shutil.copy(TEXT / "AB" / "wiki_00", tmp_path / "text" / "AB" / "wiki_00")
-    reports: list[Progress] = []
+    reports: list[JobProgress] = []
     extract([tmp_path / "text"], tmp_path / "out", PLAIN, report=reports.append)
     assert [report.kept for report in reports] == [True, False]
     same_as_expected(tmp_path / "out")
@@ -154,7 +154,7 @@ def test_what_is_whole_is_kept_and_the_rest_made_again(tmp_path: Path) -> None:
     extract([TEXT], out, PLAIN)
 
     def kept() -> list[bool]:
-        reports: list[Progress] = []
+        reports: list[JobProgress] = []
         extract([TEXT], out, PLAIN, report=reports.append)
         same_as_expected(out)
         return [report.kept for report in reports]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hosts import Network, why_not
+from benchmarks.hosts import BridgedHosts, why_not
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
 from tests.conftest import SmallRun
 from tests.distributed.ranks import free_port, last_record, result_of, wait_for
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[tuple[list[str], str]]:
     """The namespaces of two hosts, host 0 at 10.77.0.1, and of the switch between them."""
-    network = Network(2)
+    network = BridgedHosts(2)
     with network as names:
         yield names, network.switch
 

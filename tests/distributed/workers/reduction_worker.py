@@ -23,7 +23,7 @@ from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from bert.parallel.reduction.sums import ReduceDtype
 from dataloading.batches.loader import batch_of
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from tests.convergence.golden import predictable_samples
 
 STEPS = 6
@@ -75,7 +75,7 @@ def train(mesh: Mesh, strategy: Strategy, reduce_dtype: ReduceDtype) -> dict[str
     if strategy.startswith("sharded"):
         optimizer, gather = ShardedLamb(flat, config, reduction), WeightGather(model, flat, reduction)
     samples = predictable_samples()
-    plan = Plan(samples.lengths, samples.masked_counts, 16, mesh.world_size, MICRO_BATCHES, 2)
+    plan = BatchPlan(samples.lengths, samples.masked_counts, 16, mesh.world_size, MICRO_BATCHES, 2)
     losses, norms, early = [], [], []
     for step in range(STEPS):
         loss = torch.zeros(2, dtype=torch.float64)

@@ -25,7 +25,7 @@ from bert.parallel.reduction.gradients import Strategy
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import cast_fp8
 from tests.bert.repeating import Repeating
@@ -56,7 +56,7 @@ def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[l
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]
-    plan = Plan(samples.lengths, samples.masked_counts, 8, mesh.world_size, accumulation, 2)
+    plan = BatchPlan(samples.lengths, samples.masked_counts, 8, mesh.world_size, accumulation, 2)
     batches = []
     for step in range(steps):
         batches.append([])
@@ -142,7 +142,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
     for part, event in zip(parts, began, strict=True):
         part.register_forward_pre_hook(lambda *_, event=event: event.set())
     start, arrive, held = gather.start, gather._gather, []
-    step.model.embeddings.register_forward_pre_hook(lambda *_: held.append(step._stopwatch.stage.phase))
+    step.model.embeddings.register_forward_pre_hook(lambda *_: held.append(step._stopwatch.tracker.phase))
     ends = [end_of(step, part) for part in parts]
 
     def started() -> None:

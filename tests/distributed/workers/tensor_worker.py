@@ -23,7 +23,7 @@ from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
-from dataloading.batches.sampler import Plan
+from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 from tests.distributed.workers.reduction_worker import end_groups, regrouped
@@ -60,7 +60,7 @@ def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int = STE
     """This rank's micro-batches of each step: of lengths that divide by nothing, or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
     samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable, and on different ranks
-    plan = Plan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
+    plan = BatchPlan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
     steps = []
     for step in range(count):
         taken = [(samples.take(micro.indices), micro) for micro in plan.rank_batches(step, mesh.data_rank)]

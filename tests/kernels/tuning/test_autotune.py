@@ -24,11 +24,11 @@ from kernels import OPS, captured, dropout_add_layer_norm, lamb_step
 from kernels.registry import Implementation, Op
 from kernels.tuning import autotune
 from kernels.tuning import cache as autotune_cache
-from kernels.tuning.autotune import Choice, Choices, apply, measure, observed, tune
+from kernels.tuning.autotune import Choices, KernelChoice, apply, measure, observed, tune
 from kernels.tuning.cache import Cache, default_folder
 from kernels.tuning.contest import Timer, contest, fastest
 from kernels.tuning.examples import example_inputs
-from kernels.tuning.request import Request
+from kernels.tuning.request import CallKind
 
 SHORT = 0.05
 CPU = torch.device("cpu")
@@ -87,8 +87,8 @@ def grow(x: Tensor) -> Tensor:
     return op(x)
 
 
-def request_for(x: Tensor) -> Request:
-    return Request.of("grown", (x,), {})
+def request_for(x: Tensor) -> CallKind:
+    return CallKind.of("grown", (x,), {})
 
 
 def test_what_cannot_be_captured_is_measured_and_not_taken(calls: list[str], monkeypatch: pytest.MonkeyPatch):
@@ -261,14 +261,14 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-FIELDS = [field.name for field in dataclasses.fields(Choice)]
+FIELDS = [field.name for field in dataclasses.fields(KernelChoice)]
 
 
 @settings(max_examples=25)
 @given(found=JSON | st.fixed_dictionaries(dict.fromkeys(FIELDS, JSON)))
 def test_any_json_that_is_no_choice_is_refused(found: object):
     with pytest.raises(ValueError):  # noqa: PT011
-        Choice.of(found)
+        KernelChoice.of(found)
     with pytest.raises(ValueError):  # noqa: PT011
         Choices.from_json(json.dumps({"measured": [found], "pins": {}}))
     with pytest.raises(ValueError):  # noqa: PT011
@@ -387,7 +387,7 @@ def test_a_pin_overrides_what_is_measured(calls: list[str]):
 def test_a_pin_that_cannot_work_raises_its_reasons():
     Cache().pin("dropout_add_layer_norm", "apex")
     args, kwargs = example_inputs("dropout_add_layer_norm", CPU, torch.float32)
-    apply(tune([Request.of("dropout_add_layer_norm", args, kwargs)]))
+    apply(tune([CallKind.of("dropout_add_layer_norm", args, kwargs)]))
     with pytest.raises(
         ValueError,
         match=r"_norm=apex cannot be used: fused_\w+ is not inst.*python -m kernels clear dropout_add_layer_norm",
@@ -424,7 +424,7 @@ def test_requests_are_the_calls_that_were_made_and_keep_nothing_alive():
         (torch.bfloat16, False),
     ]
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        again = Request.of("dropout_add_layer_norm", *requests[1].arguments())
+        again = CallKind.of("dropout_add_layer_norm", *requests[1].arguments())
     assert again.signature == requests[1].signature
     choice = measure(requests[0], SHORT)
     assert choice is not None
@@ -440,7 +440,7 @@ def test_made_tensors_lie_in_memory_as_those_of_the_call():
     packed = torch.rand(5, 3, 2, 4)
     one = torch.full((), 3.0)
     ids = torch.arange(5)
-    request = Request.of("grown", (packed.unbind(1)[1], one, ids, torch.rand(0, 4), torch.rand(3).expand(2, 3)), {})
+    request = CallKind.of("grown", (packed.unbind(1)[1], one, ids, torch.rand(0, 4), torch.rand(3).expand(2, 3)), {})
     (view, same, numbers, empty, expanded), _ = request.arguments()
     assert (view.shape, view.stride(), view.is_leaf) == ((5, 2, 4), (24, 4, 1), True)
     assert same == 3
@@ -457,7 +457,7 @@ def test_an_op_that_works_in_place_leaves_the_run_alone():
     tensors = [args[0], args[1], *vars(args[2]).values(), kwargs["step"], kwargs["learning_rate"]]
     before = [tensor.clone() for tensor in tensors]
     random = torch.random.get_rng_state()
-    choice = measure(Request.of("lamb_step", args, kwargs), SHORT)
+    choice = measure(CallKind.of("lamb_step", args, kwargs), SHORT)
     assert choice is not None
     assert choice.taken == "reference"  # the only one, as Triton's interpreter is not measured
     assert list(choice.milliseconds) == ["reference"]
@@ -494,7 +494,7 @@ def test_both_ways_are_measured_where_gradients_are(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.float64], ids=str)
 def test_low_precision_tensors_are_made_too(dtype: torch.dtype):
     like = torch.zeros(16, 32).to(dtype)
-    (made, turned), _ = Request.of("grown", (like, like.t()), {}).arguments()
+    (made, turned), _ = CallKind.of("grown", (like, like.t()), {}).arguments()
     assert (made.dtype, made.stride(), turned.stride()) == (dtype, (32, 1), (1, 32))
     assert made.float().std() > 0.1
 
@@ -528,7 +528,7 @@ def test_a_call_on_a_gpu_is_timed_with_a_cold_cache_and_the_host_ahead(monkeypat
 def test_what_is_for_tests_is_not_measured_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Implementation, "unsupported_reasons", lambda *_args, **_kwargs: [])
     args, kwargs = example_inputs("dropout_add_layer_norm", CPU, torch.float32)
-    request = Request.of("dropout_add_layer_norm", args, kwargs)
+    request = CallKind.of("dropout_add_layer_norm", args, kwargs)
     with FakeTensorMode(allow_non_fake_inputs=True):
         on_gpu = torch.empty(3, 3, device="cuda")
     names = [each.name for each in autotune._usable(request, (on_gpu,), {})[0]]
@@ -554,7 +554,7 @@ def test_on_a_gpu():
     device = torch.device("cuda")
     for op in ("dropout_add_layer_norm", "lamb_step"):
         args, kwargs = example_inputs(op, device, torch.bfloat16)
-        choice = measure(Request.of(op, args, kwargs), SHORT)
+        choice = measure(CallKind.of(op, args, kwargs), SHORT)
         assert choice is not None
         assert choice.errors == {}
         assert all(0 < milliseconds < 1000 for milliseconds in choice.milliseconds.values())
