@@ -6,36 +6,24 @@ micro-batch once for each shape bucket and role (the last one's reduction runs b
 gather weights or write over gradients), the update once.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from bert.configuration.config import Config
-from bert.configuration.sections import SHARDED
 from bert.cuda_graphs import ROLES, BatchGraphs, Capturer, Role, roles_of
 from bert.model import BertForPreTraining, PretrainingOutput
-from bert.optimizer import FlatParameters, Lamb
+from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
-from bert.parallel.reduction.choice import choose
-from bert.parallel.reduction.gradients import Communicators, Reduction
-from bert.parallel.reduction.sharded_gradients import ShardedReduction
-from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
-from bert.parallel.tensor.shards import tensor_parallel
-from bert.parallel.whole_vectors import WholeVectors
-from bert.products.chosen import accumulates_products, fp8_state
-from bert.products.weight_gradients import WeightGradients, accumulate_products, product_weights
 from bert.reporting.statistics import Statistics
 from bert.reporting.stopwatch import Stopwatch, is_capturing
+from bert.step_parts import build_parts
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured
-
-if TYPE_CHECKING:
-    from bert.parallel.pipeline.stages import PipelineParallel
 
 
 class TrainingStep:
@@ -43,56 +31,14 @@ class TrainingStep:
 
     def __init__(self, model: BertForPreTraining, config: Config, mesh: Mesh, stopwatch: Stopwatch) -> None:
         self.model = model
-        tensor = tensor_parallel(model, mesh, stopwatch.exchanging)
-        self._pipeline: PipelineParallel | None = None
-        if mesh.pipeline > 1:
-            from bert.parallel.pipeline.stages import pipeline_parallel
-
-            self._pipeline = pipeline_parallel(model, mesh, config.parallel)
-        self._weight_gradients = WeightGradients()
-        training = config.training
-        agree_ = None if tensor is None else tensor.all_reduce_max_
-        # Before recomputation, which wraps the forward passes that FP8 puts into layers.
-        self.fp8 = fp8_state(model, training, mesh.device, agree_, self._weight_gradients)
-        self._recomputed: Collection[str] = ()
-        if training.recompute != "none":
-            from bert.recompute import RECOMPUTED_OPS, recompute_layers
-
-            recompute_layers(model, training.recompute)
-            self._recomputed = RECOMPUTED_OPS
-        # How gradients are summed: groups of ranks, flat vectors, then the way, which may be measured on these vectors.
-        communicators = Communicators.create(mesh, training.in_network, training.reduce_dtype)
-        # One copy of the model has no other to share gradients with.
-        shards_gradients = training.shard_gradients and communicators.world is not None
-        accumulates = accumulates_products(mesh.device, training.precision)
-        # Stages have several micro-batches under way at once.
-        overwritten = product_weights(model) if accumulates and self._pipeline is None and not shards_gradients else ()
-        self.flat = FlatParameters.of(model, communicators.world_size, not shards_gradients, overwritten)
-        self.whole = WholeVectors(model, self.flat, tensor, self._pipeline)
-        """How flat vectors of this rank go together to those of the whole model."""
-        self.choice = choose(training, self.flat, communicators)
-        """How gradients are summed over ranks, and why so."""
-        strategy = self.choice.way.strategy
-        # The rail that is not used is given back before the reduction keeps the groups.
-        communicators = communicators.settle(self.choice.way)
-        settings = self.flat, communicators, strategy, training.reduce_dtype, training.bucket_bytes
-        self._reduction = ShardedReduction(*settings, stopwatch.waiting) if shards_gradients else Reduction(*settings)
-        self._gather = WeightGather(model, self.flat, self._reduction) if strategy in SHARDED else None
-        # A rank that has parts of tensors needs sums over ranks for their norms, which ``ShardedLamb`` makes.
-        if self._gather is None and tensor is None and self._pipeline is None:
-            dtype = torch.bfloat16 if accumulates and self.fp8 is None else None
-            casts = () if self.fp8 is None else self.fp8.casts(self.flat.places)  # in place of copies
-            self.optimizer = Lamb(self.flat, config.optimizer, dtype, casts)
-        else:
-            stages = None if self._pipeline is None else self._pipeline.group
-            self.optimizer = ShardedLamb(self.flat, config.optimizer, self._reduction, tensor, stages)
-        if accumulates:
-            # After FP8 has been enabled: only layers that still multiply as PyTorch does are changed.
-            copies = self.optimizer.copies() if isinstance(self.optimizer, Lamb) else {}
-            accumulate_products(model, self._weight_gradients, copies)
+        parts = build_parts(model, config, mesh, stopwatch)
+        self.flat, self.whole, self.choice = parts.flat, parts.whole, parts.choice
+        self.fp8, self.optimizer = parts.fp8, parts.optimizer
+        self._weight_gradients, self._recomputed = parts.weight_gradients, parts.recomputed
+        self._reduction, self._gather, self._pipeline = parts.reduction, parts.gather, parts.pipeline
         self.statistics = Statistics(mesh)
-        self._mesh, self._stopwatch, self.precision = mesh, stopwatch, training.precision
-        self._micro_batches = training.gradient_accumulation_steps
+        self._mesh, self._stopwatch, self.precision = mesh, stopwatch, config.training.precision
+        self._micro_batches = config.training.gradient_accumulation_steps
         self._train_on = {role: BatchGraphs(partial(self._forward_backward, role)) for role in ROLES}
         self._schedule: Callable[[Sequence[Batch]], None] = self._one_by_one
         if self._pipeline is not None:

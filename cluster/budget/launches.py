@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils.module_tracker import ModuleTracker
 
-import bert.step
+import bert.step_parts
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
@@ -140,7 +140,7 @@ def _step(model: ModelConfig, precision: Literal["bf16", "fp8"], stopwatch: Stop
     # bits, which a GPU casts up: a thousandth of the traffic.
     mesh = Mesh(0, 1, 0, torch.device("cpu"))
     # What a step does on a GPU alone.
-    accumulates = patch.object(bert.step, "accumulates_products", lambda _, chosen: chosen != "fp32")
+    accumulates = patch.object(bert.step_parts, "accumulates_products", lambda _, chosen: chosen != "fp32")
     with accumulates:
         return TrainingStep(BertForPreTraining(model).train(), config, mesh, stopwatch)
 

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-import bert.step
+import bert.step_parts
 from bert.checkpoints import training_state as resume
 from bert.checkpoints.during_run import RunCheckpoints
 from bert.checkpoints.initial_model import build_model
@@ -147,7 +147,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp8"])
 def test_what_follows_is_the_same_to_the_last_bit(make: Make, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout; in bf16 as on a GPU, with copies of weights; in FP8 with all scales, and weights as they were cast."""
-    monkeypatch.setattr(bert.step, "accumulates_products", lambda _, precision: precision == "bf16")
+    monkeypatch.setattr(bert.step_parts, "accumulates_products", lambda _, precision: precision == "bf16")
     changes = {"training__precision": precision, "model__num_hidden_layers": 3, "model__hidden_dropout": 0.1}
     changes |= {"model__hidden_size": 256} if precision == "bf16" else {}
     run = make(**changes)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-import bert.step
+import bert.step_parts
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
@@ -219,10 +219,10 @@ def main(out: str, local_size: str, micro_batches: str, *strategies: Strategy) -
     result: dict[str, Any] = {}
     # As on a GPU, where products add weight gradients themselves, in fp32 as well as in 16 bits; so do two of those below.
     # Parts of the word table's gradient are added in another order then: the others differ from this one by rounding.
-    bert.step.accumulates_products = lambda *_: True
+    bert.step_parts.accumulates_products = lambda *_: True
     whole = train(mesh, "flat", "one message", accumulation)
     for strategy in strategies:
-        bert.step.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
+        bert.step_parts.accumulates_products = lambda *_, chosen=strategy: chosen in ("flat", "sharded")
         orders = ["after", "overlapped", "captured"] + ["held"] * strategy.startswith("sharded")
         runs = {order: train(mesh, strategy, order, accumulation) for order in orders}
         last = "held" if "held" in runs else "overlapped"

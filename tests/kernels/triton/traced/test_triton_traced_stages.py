@@ -22,7 +22,7 @@ from dataloading.batches.loader import inert_batch
 from kernels import OPS
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
 from tests.bert.timeline import Timeline
-from tests.kernels.triton.test_triton_traced_step import SHAPE_BUCKET, TracedStep, config, no_autocast
+from tests.kernels.triton.traced.test_triton_traced_step import SHAPE_BUCKET, TracedStep, config, no_autocast
 
 __all__ = ["no_autocast"]
 META = torch.device("meta")
