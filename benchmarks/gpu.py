@@ -1,4 +1,4 @@
-"""Everything that is measured on a GPU, in one command.
+"""Measurements of a GPU, all in one command.
 
     python benchmarks/gpu.py [--part NAME,...] [--out FOLDER] [--seconds N]
 

@@ -116,7 +116,7 @@ def block(hosts: int, local_size: int) -> list[int]:
 
 
 def environment_of(rank: int, order: Sequence[int]) -> dict[str, str]:
-    """What a launcher would set for a rank; ``order`` has the host of each."""
+    """Variables that a launcher would set for a rank; ``order`` has the host of each."""
     # Local ranks are those of the same host, in the order of their numbers.
     local = [other for other, host in enumerate(order) if host == order[rank]]
     place = {"RANK": rank, "WORLD_SIZE": len(order), "LOCAL_RANK": local.index(rank), "LOCAL_WORLD_SIZE": len(local)}

@@ -1,4 +1,4 @@
-"""Where each shape of ranks wins: copies of a model on 2 hosts of 4 ranks, whole, by heads and columns, in stages, or both.
+"""Comparison of shapes of ranks: copies of a model on 2 hosts of 4 ranks, whole, by heads and columns, in stages, or both.
 
     sudo python benchmarks/parallel.py [--links unshaped 50mbit] [--steps 12] [--out FILE]
 

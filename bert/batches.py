@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from bert.configuration.config import Config
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from bert.parallel.mesh import Mesh
 from dataloading.batches.loader import Batch, Loader, batch_of, shape_bucket_of
 from dataloading.batches.loader_choice import choose_loader

@@ -10,12 +10,12 @@ from bert.configuration.config import Config
 from bert.evaluation.evaluations import Evaluations
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
-from bert.mllog import MLLog, evaluation_samples
+from bert.log.mllog import MLLog, evaluation_samples
 from bert.reporting.intervals import Intervals, Stragglers
 from bert.reporting.records import EndRecord, Position
 from bert.reporting.reporter import Reporter
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Loader
 
 Status = Literal["success", "aborted"]

@@ -332,13 +332,13 @@ class BertForPreTraining(nn.Module):
         return self.last_layer(hidden_TD, batch, sites)
 
     def embedded(self, batch: "Batch", sites: DropoutSites) -> Tensor:
-        """What the first layer is given, [T, D]."""
+        """Input of the first layer, [T, D]."""
         embedded_TD = self.embeddings(batch, sites)
         # The embeddings and their norm are fp32; from here on the residual stream has the type of autocast.
         return embedded_TD.to(compute_dtype(embedded_TD))
 
     def last_layer(self, hidden_TD: Tensor, batch: "Batch", sites: DropoutSites) -> tuple[Tensor, Tensor]:
-        """As ``head_inputs``, of what the last layer is given."""
+        """Do as ``head_inputs`` does with the input of the last layer."""
         # [CLS] is the first token of every sequence.
         cls_S = batch.cu_seqlens[:-1].long()
         # Attention wants the queries of a sequence side by side, so rows ascend. Empty slots point at the first row

@@ -52,7 +52,7 @@ def main(settings: Phase1) -> None:
     # Imported here, as PyTorch is: --help need not wait for seconds of imports.
     from bert.checkpoints.weights import VOCABULARY, save_weights
     from bert.model import BertForPreTraining
-    from dataloading.text.demo import TRAIN_OPTIONS, demo_samples, text_digest
+    from dataloading.preparation.demo import TRAIN_OPTIONS, demo_samples, text_digest
     from dataloading.text.documents import demo_documents
     from dataloading.text.tokenization import Tokenizer, Vocabulary
     from dataloading.text.vocabulary import learn_vocabulary

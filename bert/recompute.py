@@ -22,7 +22,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from bert.model import BertForPreTraining, EncoderLayer
-from bert.reporting.stopwatch import is_capturing
+from bert.timing.stopwatch import is_capturing
 
 RECOMPUTED_OPS = ("varlen_self_attention", "dropout_add_layer_norm")
 """Ops of ``kernels`` with dropout in a layer that is recomputed."""

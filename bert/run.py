@@ -17,16 +17,16 @@ from bert.guards.faults import ended_together
 from bert.guards.interruption import Interruption, orderly
 from bert.guards.preflight import Inputs, check, check_shares, refuse_others, result_folder
 from bert.guards.triton_cache import require_private_cache
+from bert.log.mllog import MLLog
+from bert.log.provenance import provenance
+from bert.log.result_files import claim, create_log
 from bert.loop import train
-from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_integer, all_reduce_sum_, barrier
 from bert.parallel.joining.launch import Launch, job, may_start_again, restarts
 from bert.parallel.joining.left_out import LeftOut, left_out_hosts
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.model_state import model_state
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
-from bert.reporting.provenance import provenance
-from bert.reporting.result_files import claim, create_log
 from bert.setup import build_run, log_settings
 from console.program import complain, say
 from console.version import commit

@@ -17,8 +17,8 @@ from bert.cuda_graphs import CudaCapturer
 from bert.evaluation.evaluator import Evaluator
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import Inputs
+from bert.log.mllog import MLLog
 from bert.loop import Run
-from bert.mllog import MLLog
 from bert.parallel.collectives import agreed_text, broadcast_
 from bert.parallel.joining.left_out import leave_out
 from bert.parallel.mesh import Mesh
@@ -28,10 +28,10 @@ from bert.reporting.intervals import Stragglers
 from bert.reporting.json_lines import JsonLines
 from bert.reporting.records import Position, Sink
 from bert.reporting.reporter import Reporter
-from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.reporting.tensorboard import tensorboard_sinks
 from bert.step import TrainingStep
-from compliance.log.forecast import EvaluationSchedule
+from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
+from compliance.log.schedule import EvaluationSchedule
 from console.program import say
 from console.version import commit
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -49,7 +49,7 @@ def build_run(
     seed: int,
     resumed: RunState | None,
 ) -> Run:
-    """Everything that the training loop needs, warmed up and as ``resumed`` says; ``world`` is noted in checkpoints.
+    """Build what the training loop needs, warmed up and as ``resumed`` says; ``world`` is noted in checkpoints.
 
     Every rank must call it at the same time. Who gets it closes its reporter and its loader.
     """

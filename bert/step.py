@@ -19,8 +19,8 @@ from bert.model import BertForPreTraining, PretrainingOutput
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
 from bert.reporting.statistics import Statistics
-from bert.reporting.stopwatch import Stopwatch, is_capturing
 from bert.step_parts import build_parts
+from bert.timing.stopwatch import Stopwatch, is_capturing
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import captured

@@ -23,7 +23,7 @@ from bert.parallel.tensor.shards import tensor_parallel
 from bert.parallel.whole_vectors import WholeVectors
 from bert.products.chosen import Fp8State, accumulates_products, fp8_state
 from bert.products.weight_gradients import WeightGradients, accumulate_products, product_weights
-from bert.reporting.stopwatch import Stopwatch
+from bert.timing.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from bert.parallel.pipeline.stages import PipelineParallel

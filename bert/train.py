@@ -23,10 +23,10 @@ import tyro
 
 from bert.configuration.config import Config
 from bert.configuration.config_file import arguments_of, did_you_mean, setting_names
-from bert.configuration.own_text import FOLLOWING
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import read_plan
 from bert.guards.interruption import Interrupted
+from bert.own_text import FOLLOWING
 from bert.parallel.joining.launch import Launch
 from console.interruption import reader_has_gone
 from console.program import accept_any_text, answer_version, complain, parsed, say_document

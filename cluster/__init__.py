@@ -1,4 +1,4 @@
-"""What machines can do and what to do with them: facts of devices, a view of the cluster, the time before it is spent."""
+"""Cluster: facts of devices, a view of what machines can do, the time to train before it is spent, plans."""
 
 from console.interruption import show_in_one_line
 

@@ -21,7 +21,7 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True)
 class Device:
-    """What a vendor says of a device. Rates are of dense operations; bandwidths go one way.
+    """Facts that a vendor states of a device. Rates are of dense operations; bandwidths go one way.
 
     Attributes:
         vendor: who makes it.

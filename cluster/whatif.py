@@ -1,4 +1,4 @@
-"""Where the time of a run went, in seconds of its result: what it would have been without this or that.
+"""Time of a finished run, in seconds of its result, without this or that.
 
 All comes from the metrics that the run recorded: the parts of its steps on rank 0, its evaluations, and its warnings of
 stragglers. A part that is taken away takes no other part with it, and nothing is said of samples: the run is the same one.
@@ -129,7 +129,7 @@ def _note(run: Recorded, text: str, step: int) -> None:
 
 
 def savings(run: Recorded, view: View | None = None) -> list[Saving]:
-    """What the run would have been without, the largest saving first. ``view``: of the cluster that it ran on."""
+    """List what the run would have been without, the largest saving first. ``view``: of the cluster that it ran on."""
     found = [
         Saving("waiting for the reduction (perfect overlap)", run.part("reduce_ms")),
         Saving("waiting for data", run.part("data_wait_ms")),

@@ -83,7 +83,7 @@ def check(
 
 
 def _logs_of(path: Path) -> list[Path]:
-    from compliance.submission.folders import find
+    from compliance.folders import find
 
     # A path that is not there goes on to the reader of logs, whose error says so.
     if path == STDIN or not path.is_dir():

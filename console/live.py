@@ -53,17 +53,17 @@ def accuracy_rows(accuracies: Sequence[float], target: float | None, samples: in
 
 
 def of_target(target: float | None) -> str:
-    """What an accuracy is to reach."""
+    """Target of an accuracy."""
     return f"of {target:.4f}" if target is not None else "(no target logged)"
 
 
 def warning_rows(texts: Iterable[str]) -> list[Row]:
-    """What there is to look at."""
+    """Lay out what there is to look at."""
     return [("!", styled(text, "yellow")) for text in texts]
 
 
 def end_row(text: str, *, is_success: bool) -> tuple[str, Text]:
-    """How the run ended."""
+    """Say how the run ended."""
     return ("end", styled(text, "green" if is_success else "bold red"))
 
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dataloading.dataset.folder import Dataset
     from dataloading.dataset.manifest import WorkPart
     from dataloading.dataset.shuffle import ShuffleProgress
+    from dataloading.jobs import JobProgress
     from dataloading.shards.samples import Samples
     from dataloading.shards.shard import ShardRecord
-    from dataloading.text.jobs import JobProgress
 
 app = Commands()
 
@@ -77,7 +77,7 @@ def _prepare(
         part: i/n: make the i-th of n shares of the work only (1/4 to 4/4, say); `merge` joins them.
         compression: gzip makes shards smaller and training from them slow: for archives.
     """
-    from dataloading.text.prepare import Job, prepare
+    from dataloading.preparation.prepare import Job, prepare
 
     job = Job(text, vocab, options, one_call, compression)
     share = None if part is None else _parse_part(part)
@@ -94,7 +94,7 @@ def from_text(out: Path, own: Annotated[OwnText, tyro.conf.arg(name="")]) -> Non
         own: The text, and what is made of it.
     """
     from dataloading.dataset.folder import open_dataset
-    from dataloading.text.own_text import write_own_text
+    from dataloading.preparation.own_text import write_own_text
     from dataloading.text.tokenization import Vocabulary
 
     split = write_own_text(own, out)
@@ -115,7 +115,7 @@ def demo(out: Path, vocab: Path) -> None:
         vocab: The vocabulary that ships with the default.
     """
     from dataloading.dataset.folder import open_dataset
-    from dataloading.text.demo import write_demo
+    from dataloading.preparation.demo import write_demo
 
     started = time.perf_counter()
     made = write_demo(out, vocab)
@@ -220,8 +220,8 @@ def _convert(
         compression: gzip makes shards smaller and training from them slow: for archives (layout native).
         jobs: Processes to use (other layouts than packed).
     """
-    from dataloading.dataset.convert import convert, convert_to_packed
     from dataloading.dataset.sources import open_or_scan
+    from dataloading.preparation.convert import convert, convert_to_packed
 
     # Before the source is looked at, which may mean reading all of it.
     if compression != "none" and to != "native":

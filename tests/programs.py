@@ -82,7 +82,7 @@ class Program:
 
     @property
     def output(self) -> str:
-        """What it has written so far."""
+        """Return what it has written so far."""
         return os.pread(self._output.fileno(), 1 << 24, 0).decode()
 
     def poll(self) -> int | None:

@@ -63,7 +63,7 @@ def names_in(path: Path) -> set[str]:
 
 
 def is_there(dotted: str) -> bool:
-    """Whether a dotted name is a module, or a name in one."""
+    """Tell whether a dotted name is a module, or a name in one."""
     parts = dotted.split(".")
     for length in range(len(parts), 0, -1):
         place, rest = REPOSITORY.joinpath(*parts[:length]), parts[length:]

@@ -29,9 +29,9 @@ from benchmarks.inputs import write_demo_text
 from bert.configuration.recipes import ARTIFACTS
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.options import PretrainingOptions
+from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ SHIPPED_VOCAB = ARTIFACTS / "tiny_cpu" / "vocab.txt"
 _COMPILE = """
 import pathlib, sys, time
 from dataloading.options import PretrainingOptions
-from dataloading.text.pretraining_data import create_samples, tokenize_documents
+from dataloading.preparation.pretraining_data import create_samples, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 tokenizer = Tokenizer.from_vocab(pathlib.Path(sys.argv[1]))
 documents = tokenize_documents([["one", "two"], ["three"]], tokenizer)

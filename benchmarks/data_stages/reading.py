@@ -31,8 +31,8 @@ from benchmarks.conditions import write_figures
 from benchmarks.inputs import write_made_up_set
 from cluster.model.histogram import drawn_lengths
 from dataloading.batches.loader import batch_of
-from dataloading.dataset.convert import convert
 from dataloading.dataset.folder import Dataset, open_dataset
+from dataloading.preparation.convert import convert
 
 MAX_SEQ_LENGTH = 512
 COLUMNS = ("input_ids", "segment_ids", "masked_lm_positions", "masked_lm_ids", "next_sentence_labels")

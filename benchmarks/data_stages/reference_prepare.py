@@ -1,7 +1,7 @@
 """Text to samples in plain Python: the definition of the data, the tests' oracle and the benchmark's baseline.
 
-Restates, from the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data
-scripts, what ``dataloading.text.tokenization`` and ``dataloading.text.pretraining_data`` must produce. It goes character by
+Restates, from the description in Devlin et al. 2018 (arXiv 1810.04805) and the behaviour of the benchmark's data scripts,
+what ``dataloading.text.tokenization`` and ``dataloading.preparation.pretraining_data`` must produce. It goes character by
 character, token by token, in strings, and shares no code with them.
 """
 

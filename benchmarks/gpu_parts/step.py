@@ -12,8 +12,8 @@ from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, trainin
 from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
-from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 from dataloading.batches.loader import Batch
 from kernels.reference.fp8 import capability_reasons
 

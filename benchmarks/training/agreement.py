@@ -45,8 +45,8 @@ from bert.model import BertForPreTraining, initialize_
 from dataloading.batches.sampler import BatchPlan
 from dataloading.dataset.folder import Dataset, write_dataset
 from dataloading.options import PretrainingOptions
+from dataloading.preparation.prepare import Job, prepare
 from dataloading.shards.samples import Samples
-from dataloading.text.prepare import Job, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 # Two ranks, so that the reduction and the dealing of batches are part of what is compared.

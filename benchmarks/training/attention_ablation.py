@@ -27,8 +27,8 @@ from bert.configuration.recipes import tiny_cpu
 from bert.evaluation.evaluator import Evaluator
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import join_mesh
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, NumpyLoader
 from dataloading.batches.sampler import BatchPlan
 from dataloading.dataset.folder import open_dataset

@@ -121,7 +121,7 @@ def training(data: Path, results: Path, steps: int) -> list[str]:
 
 
 def median_step_seconds(results: Path) -> float:
-    """Of the intervals of a training but the first."""
+    """Median over the intervals of a training but the first."""
     (metrics,) = results.glob("*/bert/metrics_0.jsonl")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     return (

@@ -37,9 +37,9 @@ from bert.parallel.reduction.sums import add_contributions
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import MicroBatch
 from dataloading.options import PretrainingOptions
+from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
 from dataloading.text.documents import demo_documents
-from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 
 LOCAL_SIZE = 8

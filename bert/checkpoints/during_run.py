@@ -3,7 +3,7 @@
 from bert.checkpoints.training_state import Checkpoints
 from bert.reporting.records import Position
 from bert.reporting.reporter import Reporter
-from bert.reporting.stopwatch import PhaseTracker
+from bert.timing.phases import PhaseTracker
 
 
 class NoCheckpoints:

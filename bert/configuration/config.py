@@ -23,7 +23,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that decides a run."""
+    """Settings that decide a run."""
 
     recipe: str
     """The recipe that the configuration started from."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import OptimizerConfig
-from bert.reporting.records import PHASES
+from bert.timing.phases import PHASES
 from console.documents import FileKind
 from console.files import shown
 from console.text import counted
@@ -32,7 +32,7 @@ PLANNED = (
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is to do, and what is expected of it.
+    """Plan of a run and what is expected of it.
 
     Attributes:
         device: name of the devices that it was made for.

@@ -4,11 +4,11 @@ import time
 from dataclasses import dataclass
 
 from bert.evaluation.evaluator import Evaluator, PendingAccuracy
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from bert.reporting.records import EvaluationRecord, Position
 from bert.reporting.reporter import Reporter
-from bert.reporting.stopwatch import PhaseTracker
 from bert.step import TrainingStep
+from bert.timing.phases import PhaseTracker
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from bert.checkpoints.training_state import BYTES_PER_PARAMETER, checkpoint_fold
 from bert.checkpoints.weights import weight_shapes
 from bert.configuration.config import Config
 from bert.configuration.run_plan import RunPlan, read_plan
-from bert.mllog import evaluation_interval, evaluation_samples
+from bert.log.mllog import evaluation_interval, evaluation_samples
+from bert.log.result_files import choose_files
 from bert.parallel.joining.launch import job, may_start_again, restarts
 from bert.parallel.mesh import Mesh, require_whole_copies, require_whole_groups
-from bert.reporting.result_files import choose_files
 from bert.reporting.tensorboard import require_installed
 from dataloading.batches.loader_choice import check_loader
 from dataloading.dataset.folder import Dataset, open_dataset

@@ -1,1 +1,1 @@
-"""Everything that knows about ranks."""
+"""Ranks: how they join, divide the work, exchange and watch one another."""

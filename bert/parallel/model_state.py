@@ -17,7 +17,7 @@ _WORD = "embeddings.word"
 
 @dataclass(frozen=True)
 class ModelState:
-    """What ranks hold of a model that they share."""
+    """Parts of a shared model that ranks hold."""
 
     shape: str
     parameters: int

@@ -156,7 +156,7 @@ class Fp8State:
         self.refresh_weights_()
 
     def casts(self, places: Mapping[nn.Parameter, slice]) -> tuple[WeightCast, ...]:
-        """What an optimizer needs that makes the casts itself; ``places`` of parameters in its vector."""
+        """List the casts for an optimizer that makes them itself; ``places`` of parameters in its vector."""
         return tuple(
             WeightCast(places[fp8.dense.weight].start, fp8.weight.scale, fp8.weight.amax, fp8.weight_NK, fp8.weight_KN)
             for fp8 in self.denses

@@ -9,7 +9,7 @@ from bert.optimizer import learning_rate
 from bert.reporting.records import Position, StepRecord
 from bert.reporting.reporter import Reporter
 from bert.reporting.statistics import Statistics
-from bert.reporting.stopwatch import Stopwatch
+from bert.timing.stopwatch import Stopwatch
 from console.program import reason
 
 SLOW_RATIO = 1.2

@@ -3,12 +3,6 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-# In the order of a step, by which the watchdog tells who is behind.
-PHASES: tuple[str, ...] = ("data_wait", "forward_backward", "reduce", "update")
-"""Parts of a step."""
-EXCHANGE = "exchange in "
-"""What a phase's name begins with while a rank waits, in the midst of it, for those that share its stage of the model."""
-
 
 @dataclass(frozen=True)
 class Position:

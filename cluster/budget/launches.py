@@ -26,8 +26,8 @@ from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import ModelConfig
 from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from cluster.model.work import wikipedia_work
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket

@@ -102,7 +102,7 @@ def _statements(view: View) -> str:
 
 
 def _heat_maps(view: View) -> str:
-    """Of links between hosts, and between the places in a host: from a row to a column."""
+    """Draw heat maps of links between hosts, and between the places in a host: from a row to a column."""
     names = [host.name for host in view.hosts]
     between = _heat_map("Between hosts", links_between(view), [rank.host for rank in view.ranks], names)
     places = [rank.place for rank in view.ranks]

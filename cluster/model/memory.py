@@ -146,7 +146,7 @@ def kept_by_forward(
     """A norm keeps the sum that it normalizes, in fp32 as autocast has it; Triton's the terms."""
 
     def attended(rows: _Bytes, pairs: _Bytes) -> _Bytes:
-        """What attention keeps besides query, key and value: its output or its scaled query, and the output once more."""
+        """Tensor that attention keeps beside query, key and value: its output or its scaled query, and the output again."""
         # PyTorch's fused CPU attention has no dropout, so scores, probabilities and mask are kept for every pair.
         if model.attention_dropout and not on_gpu:
             return rows * 2 * size * D + 3 * size * pairs * H

@@ -68,7 +68,7 @@ class Strategy:
 
     @property
     def parallel(self) -> ParallelConfig:
-        """How ranks share a copy of the model."""
+        """Division of a copy of the model among ranks."""
         return ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)
 
     @property

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from bert.configuration.config import Config
 from bert.configuration.config_file import did_you_mean
-from bert.configuration.own_text import FOLLOWING
 from bert.configuration.recipes import RECIPES
 from bert.configuration.run_plan import RunPlan, settings_of, write_plan
-from cluster.display.scaling_page import write_page
+from bert.own_text import FOLLOWING
 from cluster.plan.lines import as_lines, summary
 from cluster.plan.scaling import CAUSES, published_on, scale, write_table
+from cluster.plan.scaling_page import write_page
 from cluster.plan.search import Candidate, configured, search
 from cluster.plan.target import Target, device_of, target_of, work_for
 from console.program import say
@@ -21,7 +21,7 @@ from console.text import counted
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked of a planner: a recipe, and the ranks to plan for."""
+    """Recipe and the ranks to plan it for."""
 
     recipe: str
     cluster: Path | None
@@ -82,7 +82,7 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
 
 @dataclass(frozen=True)
 class ScaleRequest:
-    """What is asked about scaling: a recipe, devices in nodes, and files to write."""
+    """Recipe, devices in nodes to scale it over, and files to write."""
 
     recipe: str
     accelerator: str | None

@@ -40,7 +40,7 @@ _SHORT_S, _SHORT_TURNS, _SHORT_LIMIT_S = 3.0, 3, 10.0
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """What a probe is asked for.
+    """Extent of a probe and the places of what it reads and writes.
 
     Attributes:
         data: folder of which reading is timed.
@@ -58,7 +58,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class _Together:
-    """What all ranks do at once."""
+    """Measurements that all ranks take at once."""
 
     computations: tuple[ComputationTime, ...]
     contention: Contention

@@ -318,7 +318,7 @@ def _lamb(segments: int, size: int, device: torch.device) -> Trial:
 
 
 def _batch(size: int) -> Trial:
-    """What a rank does for its batch of a step: the plan of the whole global batch, and the assembly of its own part."""
+    """Prepare a rank's batch of a step: the plan of the whole global batch, and the assembly of its own part."""
     # uint16, as the length index on disk has it.
     lengths = np.random.default_rng(0).integers(8, 128, 8192).astype(np.uint16)
     # Four ranks: the plan is of the whole global batch, the assembly of a quarter.

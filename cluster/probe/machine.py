@@ -49,7 +49,7 @@ class Facts:
     clique: str
 
     def encoded(self) -> bytes:
-        """As JSON of at most ``FACTS_BYTES`` bytes."""
+        """Encode as JSON of at most ``FACTS_BYTES`` bytes."""
         # Padded to that size on the way: a longer one could not be sent whole.
         content = json.dumps(asdict(self)).encode()
         assert len(content) <= FACTS_BYTES, f"{len(content)} bytes of facts"
@@ -57,7 +57,7 @@ class Facts:
 
     @classmethod
     def decoded(cls, content: bytes) -> Facts:
-        """What another rank has encoded."""
+        """Decode what another rank has encoded."""
         fields = json.loads(content)
         cards = tuple(Card(**card) for card in fields.pop("cards"))
         return cls(cards=cards, switches=tuple(fields.pop("switches")), **fields)

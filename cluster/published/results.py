@@ -54,7 +54,7 @@ class Result:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What results share that are of one system and recipe, by whomever."""
+        """Group of results that are of one system and recipe, by whomever."""
         machine = self.run.machine
         return machine.device.name, machine.nodes, machine.per_node, self.run.batch, self.run.is_old
 

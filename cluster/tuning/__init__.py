@@ -1,1 +1,1 @@
-"""What a run of a recipe is started with, measured on this machine and kept: ``python -m cluster tune``."""
+"""Settings that a run of a recipe is started with, measured on this machine and kept: ``python -m cluster tune``."""

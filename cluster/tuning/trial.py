@@ -22,8 +22,8 @@ from bert.configuration.config import Config
 from bert.configuration.sections import CheckpointConfig
 from bert.guards.interruption import Interruption
 from bert.guards.preflight import check
+from bert.log.mllog import MLLog
 from bert.loop import Run
-from bert.mllog import MLLog
 from bert.parallel.collectives import barrier
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.setup import build_run

@@ -29,7 +29,7 @@ _CONFIRMING = 0.25
 
 @dataclass(frozen=True)
 class TuneRequest:
-    """What ``tune`` is asked for: a recipe, settings of it, and about how many seconds it may take."""
+    """Recipe, settings of it, and about how many seconds tuning may take."""
 
     recipe: str
     settings: tuple[str, ...]
@@ -56,7 +56,7 @@ def tune(request: TuneRequest) -> TunedRun:
 
 
 def default_choice(recipe: str) -> TunedRun:
-    """What ``run_and_time.sh`` starts where nobody says anything."""
+    """Choose what ``run_and_time.sh`` starts where nobody says anything."""
     # The script that run_and_time.sh itself uses, so that both agree on the default.
     script = 'source launch/processes.sh; default_processes "$1" .venv/bin/python; echo "$NPROC $OMP_NUM_THREADS"'
     # Variables of this shell would be taken for the user's wishes.
@@ -73,7 +73,7 @@ def _prepare(request: TuneRequest) -> None:
 
 
 def _shell(*arguments: str, environment: dict[str, str]) -> str:
-    """What a script of this checkout prints. Raises ``ValueError`` with its complaint."""
+    """Return what a script of this checkout prints. Raises ``ValueError`` with its complaint."""
     if not (REPOSITORY / "run_and_time.sh").exists():
         raise ValueError(f"there is no {REPOSITORY}/run_and_time.sh, whose runs are tuned: expected a checkout")
     done = subprocess.run(

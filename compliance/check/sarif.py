@@ -17,8 +17,8 @@ from typing import Any
 from urllib.parse import quote
 
 from compliance.artefact import write_whole
+from compliance.folders import absolute
 from compliance.log.findings import Finding, Verdict
-from compliance.submission.folders import absolute
 from console.text import json_document, visible
 
 SCHEMA = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/errata01/os/schemas/sarif-schema-2.1.0.json"

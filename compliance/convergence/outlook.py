@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Reference, describe_origin, points, reference
+from compliance.convergence.reference_points import Reference, describe_origin, points, reference
+from compliance.convergence.selection import olympic_mean
 from compliance.log import rules
+from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.schedule import EvaluationSchedule, evaluation_interval
-from compliance.package.selection import olympic_mean
 
 Outcome = Literal["pass", "scaled", "fail", "no reference", "unfinished"]
 

@@ -18,14 +18,10 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Literal
 
+from compliance.convergence.selection import olympic_mean
 from compliance.log import rules
-from compliance.package.selection import olympic_mean
 
 Origin = Literal["exact", "interpolated", "smallest"]
-
-# As `submission_runs` of the RCP checker has it; the package checker refuses any other number of logs.
-SUBMISSION_RUNS = 10
-"""Runs of a BERT submission (TR 12)."""
 
 SIGNIFICANCE = 0.05
 """Level of the one-sided t-test (TR 22)."""
@@ -161,7 +157,9 @@ def interpolate(low: ReferencePoint, high: ReferencePoint, global_batch_size: in
         slope = (right - left) / (high.global_batch_size - low.global_batch_size)
         return slope * (global_batch_size - low.global_batch_size) + left
 
-    return ReferencePoint(global_batch_size, at(low.mean, high.mean), at(low.stdev, high.stdev), 2 * SUBMISSION_RUNS)
+    return ReferencePoint(
+        global_batch_size, at(low.mean, high.mean), at(low.stdev, high.stdev), 2 * rules.SUBMISSION_RUNS
+    )
 
 
 def _reference(
@@ -180,7 +178,7 @@ def minimum_mean(mean: float, stdev: float, runs: int) -> float:
     """
     if stdev == 0:
         return mean
-    submitted = SUBMISSION_RUNS - 2
+    submitted = rules.SUBMISSION_RUNS - 2
     t = student_t_quantile(1 - SIGNIFICANCE, runs + submitted - 2)
     limit = mean - t * stdev * math.sqrt(1 / runs + 1 / submitted)
     # From the same ends as there; others would give other last digits.

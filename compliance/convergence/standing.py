@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from compliance.convergence.outlook import Outlook, outlook
-from compliance.convergence.reference_points import SUBMISSION_RUNS, describe_origin
+from compliance.convergence.reference_points import describe_origin
+from compliance.convergence.selection import FAILED, select
+from compliance.folders import numbered_logs
 from compliance.log import rules
 from compliance.log.records import Log, read_log
-from compliance.package.selection import FAILED, select
-from compliance.submission.folders import numbered_logs
+from compliance.log.rules import SUBMISSION_RUNS
 
 RunStatus = Literal["converged", "not converged", "running"]
 
@@ -92,7 +93,7 @@ def standing(folder: Path, ruleset: str, runs: int = SUBMISSION_RUNS, *, from_tr
     """Tell where the logs of results/<system>/bert stand.
 
     Logs without run_stop are taken for runs in progress and not counted. Of more than `runs` runs those count that a
-    submission takes (`compliance.package.selection`).
+    submission takes (`compliance.convergence.selection`).
 
     Args:
         runs: runs of a complete set.

@@ -22,7 +22,6 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.text import Text
 
-from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
@@ -33,6 +32,7 @@ from compliance.doctor.storage import linked_elsewhere, storage_of
 from compliance.doctor.system import ask_pytorch, container, version
 from compliance.doctor.system_truth import compare
 from compliance.log import rules
+from compliance.log.rules import SUBMISSION_RUNS
 from console.files import open_regular
 from console.program import say, say_json
 from console.text import visible

@@ -89,7 +89,7 @@ def measure(host: ExaminedHost) -> dict[str, str]:
 
 
 def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """All `SYSTEM_FIELDS`: those that are given, else as measured, else what is true of most machines, or empty.
+    """Fill in all `SYSTEM_FIELDS`: those that are given, else as measured, else what is true of most machines, or empty.
 
     Raises:
         ValueError: an unknown division, field or status, or a count that is no number.

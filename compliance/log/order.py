@@ -55,7 +55,7 @@ class Violation(NamedTuple):
 
     @property
     def sentence(self) -> str:
-        """All of it but the remedy."""
+        """Say all of it but the remedy."""
         return f"{self.key}: {self.found}, expected {self.expected} ({self.rule})"
 
     def __str__(self) -> str:

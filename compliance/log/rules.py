@@ -1,6 +1,6 @@
 """The rules of an MLPerf Training BERT log as data: keys, order, values, limits.
 
-One rule has one home. `bert.mllog` writes by this table and `compliance.check.checker` reads by it. The table is the
+One rule has one home. `bert.log.mllog` writes by this table and `compliance.check.checker` reads by it. The table is the
 superset of what the rulesets 1.0.0 to 5.0.0 ask, so that one log satisfies all of them; `required_in` says which
 ruleset and division insist on a key.
 
@@ -32,6 +32,10 @@ NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons
 
 QUALITY_TARGET = 0.720
 """Masked-LM accuracy that ends a closed run, as a fraction (TR 24.2)."""
+
+# As `submission_runs` of the RCP checker has it; the package checker refuses any other number of logs.
+SUBMISSION_RUNS = 10
+"""Runs of a BERT submission (TR 12)."""
 
 EVAL_SAMPLES = 10_000
 """Sequences of the evaluation set, never fewer (TR 24.1, 6.3)."""

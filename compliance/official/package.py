@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from compliance.artefact import read_bounded
+from compliance.folders import BenchmarkFolder, absolute
 from compliance.log.findings import Outcome
 from compliance.official import process
-from compliance.submission.folders import BenchmarkFolder, absolute
 from console.text import visible
 
 TIMEOUT_S = 600

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from compliance.artefact import write_whole
-from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.log.findings import Finding
+from compliance.log.rules import SUBMISSION_RUNS
 from compliance.official.process import run_program
 from console.text import visible
 

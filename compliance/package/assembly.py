@@ -13,12 +13,12 @@ from typing import Any
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.check.checker import check_log
 from compliance.convergence.outlook import outlook
-from compliance.convergence.reference_points import SUBMISSION_RUNS
+from compliance.convergence.selection import FAILED, Selection, select
 from compliance.convergence.standing import batch_size_of, division_of, minutes_of, result_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log
-from compliance.package.selection import FAILED, Selection, select
+from compliance.log.rules import SUBMISSION_RUNS
 from compliance.package.source import SourceTree, tracked_source
 from compliance.package.tree import Package, PackageRequest, SubmittedRun, write_tree
 from compliance.submission.description import description_findings, read_description

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from compliance.convergence.outlook import Outlook
-from compliance.convergence.reference_points import SUBMISSION_RUNS
+from compliance.convergence.selection import FAILED, Selection
 from compliance.log import rules
 from compliance.log.findings import Finding
 from compliance.log.records import Log
-from compliance.package.selection import FAILED, Selection
+from compliance.log.rules import SUBMISSION_RUNS
 from compliance.package.source import SourceTree
 from console.files import sync
 

@@ -17,15 +17,15 @@ from typing import Any, Literal, TypeVar
 
 from compliance.check.checker import check_log
 from compliance.convergence.outlook import Outlook, outlook
-from compliance.convergence.reference_points import SUBMISSION_RUNS
+from compliance.folders import numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log, read_log
+from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.report.published import PublishedPlace, placement
 from compliance.submission.check import check_paths
 from compliance.submission.description import read_description
-from compliance.submission.folders import numbered_logs
 
 MIN_RUNS_FOR_SCORE = 3
 """Fewest runs of which something is left when the fastest and the slowest are dropped."""

@@ -13,8 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compliance.convergence.reference_points import SUBMISSION_RUNS
-from compliance.log.rules import NOT_A_RESULT
+from compliance.log.rules import NOT_A_RESULT, SUBMISSION_RUNS
 from compliance.report.published import SOURCE
 from compliance.report.results import MIN_RUNS_FOR_SCORE, ReportedRun, Results, breakdown
 from console.program import say
@@ -169,7 +168,7 @@ def as_json(results: Results) -> str:
 
 
 def as_dict(results: Results) -> dict[str, Any]:
-    """Everything of the report as one JSON document; an absent figure is null."""
+    """Return the report as one JSON document; an absent figure is null."""
     outlook = results.convergence
     return {
         "note": NOT_A_RESULT,

@@ -146,7 +146,7 @@ class EvaluationLines:
 
 
 def rows(watched: Watch, now_ms: float) -> list[Row]:
-    """Everything that is known, for a terminal."""
+    """Lay out what is known, for a terminal."""
     run = watched.run
     shown: list[Row] = [("phase", _phase_words(watched, now_ms))]
     if run.evaluations:

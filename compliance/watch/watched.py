@@ -17,11 +17,12 @@ from functools import lru_cache
 from pathlib import Path
 
 from compliance.artefact import MAX_FILE_BYTES, open_regular
+from compliance.convergence.forecast import Forecast, forecast
 from compliance.convergence.outlook import outlook
-from compliance.convergence.reference_points import SUBMISSION_RUNS, Reference, reference
+from compliance.convergence.reference_points import Reference, reference
 from compliance.log import rules
-from compliance.log.forecast import Forecast, forecast
 from compliance.log.record import parse_line
+from compliance.log.rules import SUBMISSION_RUNS
 from compliance.watch.follow import Follower
 from compliance.watch.running import RunningLog
 

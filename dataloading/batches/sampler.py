@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dataloading.dataset.permutation import shuffled
+from dataloading.batches.permutation import shuffled
 
 _LINEAR_COST = 6144
 """6 h of BERT-Large: a layer takes 24 h^2 operations a token and 4 h a pair of tokens, so a token weighs 6 h pairs."""

@@ -1,1 +1,1 @@
-"""A folder of shards: open, verify, shuffle, convert."""
+"""A folder of shards: open, verify, merge, shuffle."""

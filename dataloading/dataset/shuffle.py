@@ -24,12 +24,12 @@ from console.files import read_json, write_atomically
 from dataloading.dataset.folder import Dataset
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.merge import index_shards
+from dataloading.jobs import begun
 from dataloading.options import Compression
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.samples import Samples, concatenate, offsets_of
 from dataloading.shards.shard import REMEDY, DatasetInfo
-from dataloading.text.jobs import begun
 
 MEMORY_LIMIT = 2 << 30
 """Bytes that a shuffle stays below, whatever the size of the data set, as the system counts them."""

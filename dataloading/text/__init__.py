@@ -1,1 +1,1 @@
-"""Text to samples: clean-up, the demo corpus, WordPiece, documents to samples."""
+"""Text: Wikipedia's articles, clean-up, sentences, WordPiece."""

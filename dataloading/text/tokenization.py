@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from tokenizers import models
 
 from console.files import read_bounded, read_json
-from dataloading.shards.samples import offsets_of
 
 MAX_CHARACTERS_PER_WORD = 200
 """A longer word is [UNK] as a whole."""
@@ -210,7 +209,7 @@ class Tokenizer:
         ids_of = self._word_ids.__getitem__
         encoded = [b"".join(map(ids_of, split_words(line, self.do_lower_case))) for line in lines]
         lengths = np.array([len(ids) // 2 for ids in encoded], np.int64)  # two bytes an id
-        return np.frombuffer(b"".join(encoded), np.uint16), offsets_of(lengths)
+        return np.frombuffer(b"".join(encoded), np.uint16), np.concatenate(([0], lengths.cumsum()))
 
 
 class _WordIds(dict[str, bytes]):

@@ -18,9 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 
 from console.files import atomic_path, read_bounded, read_json, sha256_of, write_atomically
+from dataloading.jobs import JobProgress, begun, run_tasks
 from dataloading.options import ExtractionOptions, Sentences
 from dataloading.text.cleanup import articles, clean, gathered, hold_out, joined, segment, sentence_splitter
-from dataloading.text.jobs import JobProgress, begun, run_tasks
 
 JOB_NAME = "extract.json"
 MANIFEST_NAME = "manifest.json"

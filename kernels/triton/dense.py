@@ -9,16 +9,13 @@ computing it again would take at BERT-Large's sizes) and autograd keeps the oper
 the product's gradient and sums it over the tokens in the same pass.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
+from kernels.configuration import Configuration
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -180,9 +177,8 @@ def _backward(ctx, output_gradient_TF: Tensor) -> tuple[Tensor, Tensor]:
 bias_gelu.register_autograd(_backward, setup_context=_setup_context)
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return the kernels that BERT-Large runs: bf16, the bias in bf16 or, under autocast, in fp32."""
-    from kernels.ahead_of_time import Configuration
 
     types = dict.fromkeys(("product", "output", "output_gradient", "product_gradient"), "*bf16")
     types |= {"bias_partials": "*fp32", "rows": "i32", "columns": "i32"}

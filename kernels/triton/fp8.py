@@ -18,19 +18,15 @@ bit where no GELU is computed: every product ``x * scale`` is one fp32 multiplic
 walk along the rows.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.configuration import Configuration
 from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons, padded
 from kernels.triton.dense import gelu_derivative, gelu_gates
 from kernels.triton.quantize import POINTERS, SCALARS, aligned, fp8_pair, quantized, raise_amax
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -271,9 +267,8 @@ def cast_transpose_into_fp8_unsupported_reasons(
     return reasons
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return the kernels that BERT-Large runs: activations and gradients in bf16, weights in fp32, biases in either."""
-    from kernels.ahead_of_time import Configuration
 
     def configuration(name: str, kernel: triton.JITFunction, types: dict[str, str], fp8: torch.dtype) -> Configuration:
         fixed: dict[str, object] = {"LARGEST": LARGEST[fp8], "ROWS": _ROWS, "COLUMNS": _COLUMNS}

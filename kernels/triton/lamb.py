@@ -23,19 +23,17 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
+from kernels.configuration import Configuration
 from kernels.reference.lamb import LambHyperparameters, LambSegments, LambState, WeightCast, bias_corrections
 from kernels.triton.fp8 import cast_transpose_into_fp8, cast_transpose_into_fp8_unsupported_reasons
 from kernels.triton.lamb_passes import apply_kernel, direction_kernel, squares_kernel
 from kernels.triton.squares import sum_of_squares
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 # A thread has 62 registers, and 32 warps are on a multiprocessor; twice as many elements leave room for 16.
 CHUNK = 2048
@@ -165,9 +163,8 @@ def _reasons(
     return reasons
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return every kernel as it is launched."""
-    from kernels.ahead_of_time import Configuration
 
     types = dict.fromkeys(("parameters", "gradients", "momentum", "variance", "update", "partial_sums"), "*fp32")
     types |= {"norm": "*fp32", "learning_rate": "*fp32", "skipped": "*i64"}

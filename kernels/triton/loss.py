@@ -13,7 +13,7 @@ In an evaluation, which counts correct predictions and writes no gradient, logit
 masked tokens each.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.configuration import Configuration
 from kernels.ops import accumulate_weight_gradient
 from kernels.reference.ops import compute_dtype, fp32_product
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ROW_MULTIPLE = 64
@@ -277,9 +275,8 @@ def _backward(ctx, upstream: Tensor | None, *_: None) -> tuple[Tensor | None, ..
 _masked_lm_loss.register_autograd(_backward, setup_context=_setup_context)
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return what BERT-Large runs: logits bf16 in training and fp32 in evaluation, bias bf16 or, under autocast, fp32."""
-    from kernels.ahead_of_time import Configuration
 
     types = {"labels": "*i64", "losses": "*fp32", "correct": "*i32"}
     types |= dict.fromkeys(("vocabulary", "width", "ignore_index"), "i32")

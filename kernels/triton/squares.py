@@ -6,15 +6,12 @@ Shape legend in ``kernels/__init__.py``; besides, B blocks. Memory decides its t
 conversion and a product in fp64 for four bytes, on others too. Nothing is added atomically: equal inputs give equal sums.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
+from kernels.configuration import Configuration
 
 BLOCK = 8192
 WARPS = 8
@@ -37,9 +34,8 @@ def unsupported_reasons(vector_P: Tensor) -> list[str]:
     return reasons
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return the kernel as it is launched."""
-    from kernels.ahead_of_time import Configuration
 
     types = {"vector": "*fp32", "partial_sums": "*fp64", "size": "i32"}
     return [Configuration.of("fp32", _kernel, types, {"BLOCK": BLOCK}, WARPS, 1)]

@@ -278,7 +278,7 @@ def _cached(cache: Cache, request: CallKind) -> KernelChoice | None:
 
 
 def _cache_key(request: CallKind) -> dict[str, object]:
-    """Everything that a measured time depends on, as far as it can be known."""
+    """Name what a measured time depends on, as far as it can be known."""
     if request.device.type == "cuda":
         capability = "{}.{}".format(*torch.cuda.get_device_capability(request.device))
         device = f"{torch.cuda.get_device_name(request.device)}, {capability}, CUDA {torch.version.cuda}"

@@ -111,7 +111,7 @@ def _bias_gelu(make: _Maker) -> tuple[Any, ...]:
 
 
 def _accumulate_weight_gradient(make: _Maker) -> tuple[Any, ...]:
-    """That of the feed-forward half's first product."""
+    """Inputs of the feed-forward half's first product."""
     size = make.size
     operands = _detached(make, (make.tokens, size.intermediate), (make.tokens, size.hidden))
     return torch.zeros(size.intermediate, size.hidden, device=make.device), *operands

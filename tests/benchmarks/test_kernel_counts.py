@@ -1,4 +1,4 @@
-"""What a kernel's machine code is counted to take, and the command that prints it."""
+"""Counts of a kernel's machine code, and the command that prints them."""
 
 import os
 import re

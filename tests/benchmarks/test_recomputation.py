@@ -1,4 +1,4 @@
-"""What is kept for the backward pass: the cost model's formula is what is counted, and the count is autograd's own."""
+"""Memory kept for the backward pass: the cost model's formula is what is counted, and the count is autograd's own."""
 
 from dataclasses import replace
 from typing import get_args

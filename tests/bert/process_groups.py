@@ -114,7 +114,7 @@ class Group(dist.ProcessGroup):
         return self._exchange("message of a batch", self._communicator(), messages)
 
     def wait(self, *_: Any) -> None:
-        """As a finished ``Work``, which every collective returns."""
+        """Return as a finished ``Work`` does, which every collective returns."""
 
     def _note(self, name: str, whole: Tensor, *others: Tensor) -> "Group":
         self._communicator()

@@ -13,8 +13,8 @@ from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining, initialize_
 from bert.parallel.mesh import Mesh
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
 from tests.conftest import MAX_SEQ_LENGTH, VOCAB_SIZE
 
@@ -26,7 +26,7 @@ OF_SMALL_RUN = ModelConfig(2, 32, 2, 64, VOCAB_SIZE, MAX_SEQ_LENGTH)
 
 
 def random_model(config: ModelConfig = SMALL) -> BertForPreTraining:
-    """In fp64, with weights large enough, biases and gains included, for every path to leave a trace in the result."""
+    """Draw a model in fp64 with weights large enough, biases and gains included, for every path to leave a trace."""
     model = BertForPreTraining(config)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -37,7 +37,7 @@ def random_model(config: ModelConfig = SMALL) -> BertForPreTraining:
 
 
 def drawn_model(config: ModelConfig, seed: int) -> BertForPreTraining:
-    """As training draws it."""
+    """Draw a model as training does."""
     model = BertForPreTraining(config)
     initialize_(model, torch.Generator().manual_seed(seed))
     return model.train()

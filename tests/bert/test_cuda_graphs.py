@@ -31,7 +31,7 @@ LARGER = ShapeBucket(448, 8, 80, MAX_SEQ_LENGTH)
 
 
 def step_of(precision: Literal["fp32", "fp8"] = "fp32", mesh: Mesh = CPU) -> TrainingStep:
-    """With dropout in fp32 alone: capturing draws numbers too, and FP8 scales follow from what is drawn."""
+    """Build a step, with dropout in fp32 alone: capturing draws numbers too, and FP8 scales follow from what is drawn."""
     dropout = 0.1 if precision == "fp32" else 0.0
     model = replace(OF_SMALL_RUN, hidden_dropout=dropout, attention_dropout=dropout)
     return training_step(step_config(model, precision=precision), mesh)

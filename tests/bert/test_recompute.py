@@ -38,7 +38,7 @@ def step_of(recompute: Recompute, precision: Precision = "fp32") -> TrainingStep
 
 
 def global_batches(run: SmallRun) -> list[list[Batch]]:
-    """Two of two micro-batches, padded to one of two sizes by turns."""
+    """Make two of two micro-batches, padded to one of two sizes by turns."""
     short = np.argsort(run.train.lengths)[:8]
     batches = [
         batch_of(run.train.take(short[2 * number : 2 * number + 2]), shape_bucket=SHAPE_BUCKETS[number % 2])
@@ -48,7 +48,7 @@ def global_batches(run: SmallRun) -> list[list[Batch]]:
 
 
 def trained(step: TrainingStep, run: SmallRun, capturer: Repeating | None = None) -> dict[str, Any]:
-    """Everything that steps leave."""
+    """Return all that steps leave."""
     batches = global_batches(run)
     torch.manual_seed(9)
     step.warm_up(batches[0], 1, capturer, SHAPE_BUCKETS)
@@ -71,7 +71,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 
 class Counted(TorchDispatchMode):
-    """How often each operator runs."""
+    """Counter of how often each operator runs."""
 
     def __init__(self) -> None:
         super().__init__()

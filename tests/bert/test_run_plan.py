@@ -12,10 +12,11 @@ from bert.configuration.run_plan import PLANNED, RunPlan, read_plan, settings_of
 from bert.reporting.against_plan import AgainstPlan
 from bert.reporting.displays import RunProgress, StepLines
 from bert.reporting.json_lines import JsonLines
-from bert.reporting.records import PHASES, EndRecord, StepRecord
+from bert.reporting.records import EndRecord, StepRecord
 from bert.reporting.reporter import Reporter
+from bert.timing.phases import PHASES
 from bert.train import main, parse
-from compliance.log.forecast import EvaluationSchedule
+from compliance.log.schedule import EvaluationSchedule
 from tests.hostile import NAME, assert_harmless
 
 STEP = {"data_wait": 0.0, "forward_backward": 0.020, "reduce": 0.005, "update": 0.004, "other": 0.001}

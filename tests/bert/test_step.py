@@ -56,7 +56,7 @@ READS = ("item", "cpu", "tolist", "numpy", "__bool__", "__float__", "__int__", "
 
 
 def count_reads(monkeypatch: pytest.MonkeyPatch, reads: list[str]) -> None:
-    """From now on, ``reads`` gets ``method in module.function`` of every call that hands values to the host."""
+    """Note in ``reads`` from now on ``method in module.function`` of every call that hands values to the host."""
     for name in READS:
         original = getattr(torch.Tensor, name)
 

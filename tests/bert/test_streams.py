@@ -1,4 +1,4 @@
-"""What a GPU is given beside the step: copies of the next step's batches, and the counts of an evaluation."""
+"""Work of a GPU beside the step: copies of the next step's batches, and the counts of an evaluation."""
 
 from typing import Any
 

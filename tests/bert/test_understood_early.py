@@ -40,7 +40,7 @@ OWN = {
     "bert.configuration",
     "bert.configuration.config",
     "bert.configuration.config_file",
-    "bert.configuration.own_text",
+    "bert.own_text",
     "bert.configuration.recipes",
     "bert.configuration.run_plan",
     "bert.configuration.sections",

@@ -1,4 +1,4 @@
-"""What a rank gives a device to do, without device and without other ranks: operators and collectives by stream.
+"""Timeline of a rank's work, without device and without other ranks: operators and collectives by stream.
 
 Stands in for what PyTorch has of CUDA's streams, events and graphs, as ``process_groups.py`` does for its groups. Tensors
 need no values: on the device "meta" they have none, and a host that reads one fails. Memory goes back to the stream that it
@@ -130,7 +130,7 @@ class Graph:
 
 
 class Timeline(TorchDispatchMode):
-    """All that a rank gives its device in a block, in which its streams, events, graphs and groups are these."""
+    """Work that a rank gives its device in a block, in which its streams, events, graphs and groups are these."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

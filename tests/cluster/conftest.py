@@ -10,7 +10,7 @@ from cluster.__main__ import main
 
 @dataclass(frozen=True)
 class Done:
-    """What a command has printed, and its exit status."""
+    """Output and exit status of a command."""
 
     status: int
     out: str

@@ -1,4 +1,4 @@
-"""What is kept for a machine is read back or ignored, noise is not taken for gain, and real processes train on demand."""
+"""Tuning: what is kept for a machine is read back or ignored, noise is no gain, and real processes train on demand."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Where the time of a run went: parts, stragglers and links that are taken away, from records of a run."""
+"""Time of a run without parts, stragglers or links, from its records."""
 
 import json
 import math

@@ -137,7 +137,7 @@ def garble(key: str, replacement: str) -> Edit:
 
 
 def original_verdict(path: Path, ruleset: str) -> str:
-    """Of the official checker as it is in the package, on the whole file."""
+    """Return the verdict of the official checker as it is in the package, on the whole file."""
     mlp_compliance.enqueued_configs.clear()
     checker = mlp_compliance.make_checker("training", ruleset, quiet=False, werror=False)
     try:

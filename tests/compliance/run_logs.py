@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from bert.mllog import MLLog, evaluation_interval, evaluation_samples
+from bert.log.mllog import MLLog, evaluation_interval, evaluation_samples
 
 START_MS = 1_700_000_000_000
 
@@ -45,7 +45,7 @@ def initialise(
     seed: int = 1234,
     platform: str = "one machine",
 ) -> None:
-    """Everything up to run_start."""
+    """Log all that comes before run_start."""
     log.cache_clear(True)
     log.init_start()
     log.submission(division=division, org="Example", platform=platform)

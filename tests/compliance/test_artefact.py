@@ -1,4 +1,4 @@
-"""What is written is there whole and on the disk, or not at all; nothing is left of what was not finished."""
+"""Files that are written whole and to the disk, or not at all; nothing is left of what was not finished."""
 
 from __future__ import annotations
 

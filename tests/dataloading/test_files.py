@@ -18,9 +18,9 @@ from console.files import atomic_path, read_json, write_atomically
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.dataset.known import check_published
 from dataloading.options import PretrainingOptions
+from dataloading.preparation.prepare import Job, prepare
+from dataloading.preparation.pretraining_data import read_documents
 from dataloading.shards.formats import open_shard
-from dataloading.text.prepare import Job, prepare
-from dataloading.text.pretraining_data import read_documents
 from dataloading.text.tokenization import Vocabulary
 from tests.conftest import REPOSITORY
 from tests.dataloading.conftest import Run
@@ -141,7 +141,7 @@ import os, sys, time
 from pathlib import Path
 from console.files import atomic_path
 from console.interruption import end_in_order
-from dataloading.text.jobs import begun, run_tasks
+from dataloading.jobs import begun, run_tasks
 
 out, jobs = Path(sys.argv[1]), int(sys.argv[2])
 
@@ -175,7 +175,7 @@ def test_work_that_is_told_to_end_leaves_nothing(tmp_path: Path, number: int, jo
 HANDING_OUT = r"""
 import os, signal, sys, time
 from console.interruption import end_in_order
-from dataloading.text.jobs import run_tasks
+from dataloading.jobs import run_tasks
 
 class Tasks(list):
     def __iter__(self):

@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def output(self) -> str:
-        """What all have written, rank after rank."""
+        """Return what all have written, rank after rank."""
         return "".join(process.output for process in self.processes)
 
     @property
@@ -62,7 +62,7 @@ def train(run: SmallRun, results: Path, count: int, **changes: object) -> list[d
 
 
 def trained(run: SmallRun, results: Path, count: int, **changes: object) -> str:
-    """What such a run prints."""
+    """Return what such a run prints."""
     with Ranks(run.arguments(results, **changes), count) as started:
         assert started.ends() == [1] * count, started.output
     return started.output
@@ -83,7 +83,7 @@ def records(results: Path, event: str) -> list[dict[str, Any]]:
 
 
 def run_worker(out: Path, count: int, *arguments: object, worker: str) -> dict[str, Any]:
-    """What the ranks of a program of ``workers/`` write into ``out``."""
+    """Return what the ranks of a program of ``workers/`` write into ``out``."""
     with Ranks([str(out), *map(str, arguments)], count, f"tests.distributed.workers.{worker}") as ranks:
         assert ranks.ends() == [0] * count, ranks.output
     return json.loads(out.read_text())
@@ -106,7 +106,7 @@ def torchrun(ranks: int, arguments: list[str], *options: str, module: str = "ber
 
 
 def free_port() -> int:
-    """One that nobody is given by chance before it is used: the system takes those of connections from 32,768 on."""
+    """Find a port that nobody is given by chance before it is used: the system takes those of connections from 32,768 on."""
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", random.SystemRandom().randrange(10_000, 20_000)))

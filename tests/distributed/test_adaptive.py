@@ -34,7 +34,7 @@ exec "${0%/*}/forked/python" "$@"
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """What ``launch/elastic.sh`` needs of one, installed."""
+    """Make what ``launch/elastic.sh`` needs of a checkout, installed."""
     root = tmp_path / "checkout"
     programs, installed = root / ".venv/bin", root / ".venv/installed"
     for folder in (programs / "forked", installed):
@@ -84,7 +84,7 @@ class Elastic:
 
     @property
     def output(self) -> str:
-        """What all have written, host after host."""
+        """Return what all have written, host after host."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.output")))
 
     def _start(self, name: str, *arguments: str, **changes: str) -> subprocess.Popen[str]:

@@ -62,7 +62,7 @@ reduce_scatter = all_reduce
 
 
 def reduced(strategy: str, dtype: str, size: float, ranks: int, node: int, micro_batches: int) -> float:
-    """Of a gradient, and of the weights after it."""
+    """Count the bytes of a gradient, and of the weights after it."""
     rails = ranks // node
     scatter, sent = (reduce_scatter, size) if dtype == "fp32" else (all_gather, size / 2)
     times = micro_batches if strategy.endswith("+") else 1
@@ -77,7 +77,7 @@ def reduced(strategy: str, dtype: str, size: float, ranks: int, node: int, micro
 
 
 def exchanged(tensor: int, layers: int, has_ends: tuple[bool, bool]) -> float:
-    """Of a tensor group in a micro-batch: an all-gather and a reduce-scatter of so many rows, in either direction."""
+    """Count the bytes of a tensor group in a micro-batch: an all-gather and a reduce-scatter of so many rows, either way."""
     first, last = has_ends
     heads = BUCKET.sequences + BUCKET.masked
     rows = first * BUCKET.tokens + 4 * (layers - last) * BUCKET.tokens

@@ -50,7 +50,7 @@ def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: i
 
 
 def assert_weights_came_beside_forward(name: str, run: dict[str, Any]) -> None:
-    """Of embeddings and two layers, all but the embeddings' came while a part before them was computed."""
+    """Check that all weights but the embeddings' came while a part before them was computed."""
     assert run["held_is_same"], name
     assert run["held"] >= (STEPS + 1) * run["buckets"] / 2, "in the warm-up step and those that follow"
     assert run["held"] < (STEPS + 1) * run["buckets"], "once a step"

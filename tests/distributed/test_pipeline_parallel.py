@@ -46,7 +46,7 @@ ALONE = {
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What every shape came to, on as many ranks as it is for."""
+    """Return what every shape came to, on as many ranks as it is for."""
     folder, results = tmp_path_factory.mktemp("pipeline"), {}
     for ranks, shapes in ((1, sorted(set(ALONE.values()))), (2, TWO), (4, FOUR), (8, EIGHT)):
         out = folder / f"{ranks}.pt"

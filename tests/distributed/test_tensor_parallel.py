@@ -42,7 +42,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Of each tensor, by the norm; keys' biases, which no softmax sees, have gradients of rounding alone."""
+    """Compare each tensor by the norm; keys' biases, which no softmax sees, have gradients of rounding alone."""
     assert one.keys() == other.keys()
     kept = {name: torch.ones_like(tensor) for name, tensor in one.items()}
     for name, ones in kept.items():

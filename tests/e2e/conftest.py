@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dataloading.dataset.folder import open_dataset, write_dataset
-from dataloading.text.demo import SHARDS, write_demo
+from dataloading.preparation.demo import SHARDS, write_demo
 from tests.conftest import REPOSITORY
 from tests.e2e.slurm.slurm_cluster import Cluster
 from tests.programs import write_forked_python
@@ -23,7 +23,7 @@ FEW = {"train": 2048, "evaluation": 128}
 
 
 def left_behind(folder: str, names: list[str]) -> set[str]:
-    """What a clone would not have: environments, data and results. What Numba has compiled is not compiled once more."""
+    """Name what a clone would not have: environments, data, results. What Numba has compiled is not compiled again."""
     at_top, in_results = Path(folder) == REPOSITORY, Path(folder) == REPOSITORY / "results"
     return {
         name
@@ -47,7 +47,7 @@ def with_forked_python(checkout: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What ``run_and_time.sh`` makes for tiny_cpu, and a few of these samples; whichever worker asks first makes them."""
+    """Return the data of tiny_cpu, and a few of these samples; the worker that asks first makes them."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     made = shared / "demo"

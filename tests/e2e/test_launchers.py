@@ -1,4 +1,4 @@
-"""What launchers bring: binding to cores and network cards, files for containers, the script for Slurm without Slurm."""
+"""Launchers: binding to cores and network cards, files for containers, the script for Slurm without Slurm."""
 
 import os
 import re
@@ -50,7 +50,7 @@ class Machine:
         (self.sys / "class/infiniband" / name).symlink_to(self.sys / f"devices/{path}/infiniband/{name}")
 
     def binding(self, rank: int, ranks: int, allowed: str, **env: str) -> str:
-        """What ``bind.sh`` would do for a process; ``allowed`` are the cores that the machine lets it use."""
+        """Return what ``bind.sh`` would do for a process; ``allowed`` are the cores that the machine lets it use."""
         done = subprocess.run(
             [BIND, "true"],
             env=os.environ

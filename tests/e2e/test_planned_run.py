@@ -1,4 +1,4 @@
-"""From a probe of this machine to a plan, and from the plan to a run that follows it and says how it compares."""
+"""Path from a probe of this machine to a plan, and from the plan to a run that follows it and says how it compares."""
 
 import json
 import re

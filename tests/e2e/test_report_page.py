@@ -100,7 +100,7 @@ addEventListener('load', () => {
 
 
 def browse(page: Path, *options: str, scheme: str = "light") -> tuple[str, str]:
-    """What the browser prints about a page, and what it complains of."""
+    """Return what the browser prints about a page, and what it complains of."""
     assert BROWSER is not None
     command = [
         BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars",
@@ -140,7 +140,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def measured(pages: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the browser measured, by scheme and by "page width"."""
+    """Return what the browser measured, by scheme and by "page width"."""
     frames = "".join(
         f'<iframe name="{name} {width}" width="{width}" height="900" srcdoc="{escape(text)}"></iframe>'
         for name, text in pages.items()

@@ -80,7 +80,7 @@ def spoil(*paths: Path) -> None:
 
 
 def two_logs(system: Path) -> list[Path]:
-    """One of ten may fail."""
+    """Allow one of ten to fail."""
     return [system / f"bert/result_{run}.txt" for run in (3, 7)]
 
 

@@ -22,7 +22,7 @@ REACHED_AT_ONCE, NEVER_REACHED = "0.02", "0.99"
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """What the set-up of .venv needs of a checkout, and a ``python`` that notes calls and installs nothing."""
+    """Make what the set-up of .venv needs of a checkout, and a ``python`` that notes calls and installs nothing."""
     for name in ("constraints.txt", "pyproject.toml", "launch/environment.sh", "launch/venv.sh"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

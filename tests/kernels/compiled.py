@@ -1,4 +1,4 @@
-"""What every configuration of the Triton kernels costs, kept in a file: compiling them all takes minutes.
+"""Costs of every configuration of the Triton kernels, kept in a file: compiling them all takes minutes.
 
     python -m tests.kernels.compiled        # compiles what the file lacks, and writes it anew
 
@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kernels import ahead_of_time
-from kernels.ahead_of_time import Configuration, Cost
+from kernels.ahead_of_time import Cost
+from kernels.configuration import Configuration
 
 FILE = Path(__file__).with_name("compiled.json")
 
@@ -36,7 +37,7 @@ class Item:
         return f"{self.module}: {kernel}, {self.configuration.name}, sm_{self.capability}"
 
     def digest(self) -> str:
-        """Of the kernel and what it calls, the configuration, Triton, and the way that it is compiled and measured."""
+        """Digest the kernel and what it calls, the configuration, Triton, and the way that it is compiled and measured."""
         import triton
 
         kernel = self.configuration.kernel

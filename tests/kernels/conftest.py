@@ -28,7 +28,7 @@ def launches_are_watched() -> None:
 
 @pytest.fixture(autouse=True)
 def uninitialized_memory_is_nan(request: pytest.FixtureRequest) -> Iterator[None]:
-    """What a kernel leaves out is not zero by chance: PyTorch fills new tensors with NaN, integers with their largest."""
+    """Fill new tensors with NaN, integers with their largest: what a kernel leaves out is not zero by chance."""
     in_triton = request.path.name.startswith("test_triton_")
     if in_triton:  # what torch.use_deterministic_algorithms does, which first imports PyTorch's compiler
         torch._C._set_deterministic_algorithms(True, warn_only=True)

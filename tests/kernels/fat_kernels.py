@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.ahead_of_time import Configuration
+from kernels.configuration import Configuration
 
 # pyright: reportArgumentType=false
 

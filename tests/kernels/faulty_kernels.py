@@ -61,7 +61,7 @@ def loads_its_own_stores(x, y, amax, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def loads_its_own_stores_behind_a_barrier(x, y, amax, size, BLOCK: tl.constexpr):
-    """As it may."""
+    """Load them as it may."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y + place, tl.load(x + place, mask=place < size, other=0.0), mask=place < size)
     tl.debug_barrier()

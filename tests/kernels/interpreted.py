@@ -58,7 +58,7 @@ class Launch:
 
 
 class _Storage:
-    """Who has accessed the elements of a tensor's memory: a program's number, or nobody."""
+    """Accesses to the elements of a tensor's memory: a program's number, or nobody."""
 
     def __init__(self, elements: int) -> None:
         self._elements = elements
@@ -190,7 +190,7 @@ class _Memory:
 
 
 class _Bench:
-    """How launches run, and what ran."""
+    """Bench of launches: how they run, and what ran."""
 
     def __init__(self) -> None:
         self.order: Order = "forward"

@@ -12,6 +12,7 @@ import pytest
 
 from kernels import ahead_of_time
 from kernels.ahead_of_time import BEGIN, END, Cost
+from kernels.configuration import SHARED_MEMORY_LIMITS
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """By a process where Triton compiles: this one's interprets. 7.5 is older than any that kernels are for."""
+    """Return the findings of a process whose Triton compiles: this one's interprets. 7.5 is older than any supported."""
     program = (
         "import json; from dataclasses import asdict; from kernels.ahead_of_time import costs_of; "
         "from tests.kernels import compiled, fat_kernels; "
@@ -95,7 +96,7 @@ def test_kernels_that_ask_for_too_much_are_noticed(found: dict[str, Any]) -> Non
     assert lean.instructions == "vectors"
     assert set(sharing.instructions.split()) >= {"wgmma", "cp.async"}
     assert sharing.spilled == 0
-    assert sharing.shared > ahead_of_time.SHARED_MEMORY_LIMITS[90]
+    assert sharing.shared > SHARED_MEMORY_LIMITS[90]
     assert not sharing.fits
 
 

@@ -18,7 +18,7 @@ PRODUCTS = torch.backends.cuda.matmul
 
 
 def settings() -> tuple[object, ...]:
-    """Whether parts may be added up in bf16 and in fp16, whether TF32 is on, and PyTorch's word for it."""
+    """Return whether parts may be added up in bf16 and in fp16, whether TF32 is on, and PyTorch's word for it."""
     reduced = PRODUCTS.allow_bf16_reduced_precision_reduction, PRODUCTS.allow_fp16_reduced_precision_reduction
     return *reduced, PRODUCTS.allow_tf32, torch.get_float32_matmul_precision()
 
@@ -30,7 +30,7 @@ def allow(bf16: bool, fp16: bool, word: str) -> None:
 
 @pytest.fixture(autouse=True)
 def everything_is_allowed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As a program or a container may have it."""
+    """Allow all, as a program or a container may have it."""
     bf16, fp16, _, word = settings()
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)

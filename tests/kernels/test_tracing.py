@@ -1,4 +1,4 @@
-"""What is traced of ops: which kernels, what they load and store."""
+"""Traces of ops: which kernels, what they load and store."""
 
 import importlib.util
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""What the parts share: sizes, times, rows of figures and their page."""
+"""Measuring as the parts share it: sizes, times, rows of figures and their page."""

@@ -26,7 +26,7 @@ _PATIENCE_S = 10.0
 
 
 class LeftOut(Exception):  # noqa: N818 an event, not an error
-    """This process's host takes no part in the run."""
+    """Signal that this process's host takes no part in the run."""
 
     def __init__(self, store: Store, rank: int) -> None:
         super().__init__(f"host {socket.gethostname()} sits out as a straggler")

@@ -13,7 +13,7 @@ from bert.model import DropoutSites, PretrainingOutput
 from bert.parallel.pipeline.division import Stage
 from bert.parallel.pipeline.stages import PipelineParallel
 from bert.parallel.reduction.gradients import Reduction
-from bert.reporting.stopwatch import Stopwatch
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch
 from dataloading.batches.shape_buckets import TOKENS_MULTIPLE
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bert.reporting.records import EXCHANGE, PHASES
+from bert.timing.phases import EXCHANGE, PHASES
 
 FAULT_STATUS = 3
 """Exit status of every rank after a fault."""

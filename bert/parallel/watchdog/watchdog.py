@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from bert.parallel.collectives import agreed_integer, agreed_text
 from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog.hub import FAULT_STATUS, LINE, Ending, Hub, encoded, parsed
-from bert.reporting.stopwatch import PhaseTracker
+from bert.timing.phases import PhaseTracker
 from console.program import complain
 
 __all__ = ["FAULT_STATUS", "Watchdog"]

@@ -5,20 +5,18 @@ and value in FP8 alone. Definitions in ``kernels.reference.attention_fp8``; shap
 """
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.configuration import Configuration
 from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
 from kernels.reference.random import Dropout
 from kernels.triton.attention import launches
 from kernels.triton.attention.launches import Casts, fake_saved, launch_backward, launch_forward, smallest_block
 from kernels.triton.attention.varlen import dropout_arguments, varlen_self_attention_unsupported_reasons
 from kernels.triton.quantize import POINTERS, fp8_pair
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 
 @torch.library.custom_op("mlperf_bert::attention_cast_fp8", mutates_args=("amax",))
@@ -119,7 +117,7 @@ def attention_backward_cast_fp8_unsupported_reasons(*arguments: Any) -> list[str
     return reasons + attention_cast_fp8_unsupported_reasons(qkv_T3HE, cu_seqlens, max_seqlen, dropout)
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return the kernels of ``kernels.triton.attention.varlen`` as all layers but the last launch them, with casts."""
     found = []
     for plain in launches.configurations():

@@ -7,20 +7,18 @@ Shape legend in ``kernels/__init__.py``.
 
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from kernels.configuration import SHARED_MEMORY_LIMITS, Configuration
 from kernels.reference.fp8 import LARGEST
 from kernels.reference.random import PLACES_A_DRAW, Dropout
 from kernels.triton.attention.backward import attention_backward_keys, attention_backward_queries
 from kernels.triton.attention.forward import attention_forward
 from kernels.triton.attention.tiles import KEYS_A_GROUP
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Casts:
-    """Where results go in FP8."""
+    """Places of results in FP8."""
 
     scale: Tensor
     amax: Tensor
@@ -176,10 +174,8 @@ def launch_backward(
     )
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return every kernel as BERT-Large (H = 16, E = 64) and the small default model (H = 4, E = 32) launch it in bf16."""
-    from kernels.ahead_of_time import SHARED_MEMORY_LIMITS, Configuration
-
     kernels = {"forward": attention_forward, "dq": attention_backward_queries, "dkv": attention_backward_keys}
     devices = {oldest: tuple(c for c in SHARED_MEMORY_LIMITS if _oldest(c) == oldest) for oldest in _LAUNCHES}
     chosen = []

@@ -8,13 +8,14 @@ of the word and position tables by atomics, so that their last bits depend on th
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
 # ruff: noqa: ANN001, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.configuration import Configuration
 from kernels.reference.random import Dropout
 from kernels.triton.norms.rows import (
     PLACES,
@@ -37,9 +38,6 @@ from kernels.triton.norms.rows import (
     sums_over_programs,
     unsupported_rows,
 )
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 WARPS = 16
 """Warps a multiprocessor of the backward kernel: as many as its registers let be there at once, so that none waits."""
@@ -268,6 +266,6 @@ def embedding_layer_norm_unsupported_reasons(
     return reasons
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return both kernels, in fp32."""
     return norm_configurations("fp32", _embedding_norm_forward, _embedding_norm_backward)

@@ -12,13 +12,14 @@ there is no gradient, and the sum would be rounded. Without dropout dx and dresi
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
 # ruff: noqa: ANN001, ANN201, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.configuration import Configuration
 from kernels.reference.random import Dropout
 from kernels.triton.norms.rows import (
     PLACES,
@@ -41,9 +42,6 @@ from kernels.triton.norms.rows import (
     sums_over_programs,
     unsupported_rows,
 )
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 WARPS = 20
 """Warps a multiprocessor of the backward kernel: as many as its registers let be there at once, so that none waits."""
@@ -244,6 +242,6 @@ def dropout_add_layer_norm_unsupported_reasons(
     return reasons + different_dtypes("bias, weight and norm_bias", weight_D, bias_D, norm_bias_D)
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return both kernels; the residual stream is bf16."""
     return norm_configurations("bf16", _add_norm_forward, _add_norm_backward)

@@ -14,13 +14,14 @@ Definitions in ``kernels.reference.layer_norm_fp8``; shape legend in ``kernels/_
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false, reportReturnType=false
 # ruff: noqa: ANN001, ANN202  (what a kernel is given, and gives, has types of the compiler's own)
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.configuration import Configuration
 from kernels.reference.fp8 import ALIGNMENT, E4M3, E5M2, LARGEST, capability_reasons
 from kernels.reference.random import Dropout
 from kernels.triton.norms.layer_norm import PREFETCH, add_norm_row_gradients, add_norm_rows
@@ -40,9 +41,6 @@ from kernels.triton.norms.rows import (
     sums_over_programs,
 )
 from kernels.triton.quantize import POINTERS, SCALARS, fp8_pair, quantized, raise_amax
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 WARPS = 16
 """As in ``layer_norm``: four fewer, each with four rows on their way in place of three."""
@@ -285,7 +283,7 @@ def _reasons(x_TD: Tensor, *others: Any) -> list[str]:
     return reasons
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return both kernels as training launches them; the residual stream is bf16."""
     found = []
     for kernel, dtype in ((_add_norm_cast_forward, E4M3), (_add_norm_cast_backward, E5M2)):

@@ -12,19 +12,17 @@ programs that walk over the rows, then over the programs by a second small kerne
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.configuration import Configuration
 from kernels.reference.random import Dropout
 from kernels.triton.dropout import PLACES as DRAW
 from kernels.triton.dropout import draw_kept
-
-if TYPE_CHECKING:
-    from kernels.ahead_of_time import Configuration
 
 MAX_COLUMNS = 4096
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -227,13 +225,12 @@ def norm_configurations(
     types: Mapping[str, str] = MappingProxyType({}),
     fixed: Mapping[str, object] = MappingProxyType({}),
     **devices: Any,
-) -> "list[Configuration]":
+) -> list[Configuration]:
     """Return ``kernels`` as training launches them under autocast, for the hidden sizes of BERT-Large and the small default.
 
     Parameters and embeddings are fp32, and the stream of y and dy is of type ``stream``; ``types`` and ``fixed`` are of
     parameters that others do not have, and ``devices`` the last arguments of ``Configuration.of``.
     """
-    from kernels.ahead_of_time import Configuration
 
     found = []
     for columns in (128, 1024):
@@ -248,8 +245,7 @@ def norm_configurations(
     return found
 
 
-def configurations() -> "list[Configuration]":
+def configurations() -> list[Configuration]:
     """Return the sum over programs, which both norms launch."""
-    from kernels.ahead_of_time import Configuration
 
     return [Configuration.of("fp32", sum_partials, _TYPES, SUM_TILE, **SUM_PIPELINE)]

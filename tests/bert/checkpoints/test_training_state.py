@@ -30,10 +30,11 @@ from bert.parallel.mesh import Mesh
 from bert.reporting.displays import RunProgress, StepLines
 from bert.reporting.records import Position
 from bert.reporting.reporter import Reporter
-from bert.reporting.stopwatch import PhaseTracker, Stopwatch
 from bert.step import TrainingStep
+from bert.timing.phases import PhaseTracker
+from bert.timing.stopwatch import Stopwatch
 from bert.train import parse
-from compliance.log.forecast import EvaluationSchedule
+from compliance.log.schedule import EvaluationSchedule
 from console import files
 from dataloading.batches.loader import batch_of
 from dataloading.dataset.folder import Dataset, open_dataset
@@ -46,7 +47,7 @@ WORLD: dict[str, object] = {"hosts": {"h0": 1}, "accumulation": 1, "sequences": 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run has when it saves and when it goes on."""
+    """Parts of a run that it has when it saves and when it goes on."""
 
     config: Config
     train: Dataset
@@ -69,7 +70,7 @@ class Run:
         return self.checkpoints.failure()
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that decides what follows."""
+        """Return all that decides what follows."""
         step = self.step
         momentum_P, variance_P = step.optimizer.moments()
         tensors = {

@@ -9,7 +9,7 @@ import pytest
 
 from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from bert.train import parse
 from tests.conftest import REPOSITORY
 

@@ -27,7 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def accuracy(small_run: SmallRun) -> float:
-    """By the evaluator alone."""
+    """Return the accuracy by the evaluator alone."""
     dataset = open_dataset(small_run.folder / "evaluation")
     return Evaluator(dataset, CPU, 16)(drawn_model(OF_SMALL_RUN, 3), PLAIN).value
 

@@ -115,7 +115,7 @@ def test_data_are_released_on_all_ranks_once_the_clock_is_in_the_log(small_run: 
     """Between the two barriers rank 0 writes: a rank without a log would otherwise open data while it does."""
     code = """
 import bert.run, bert.train
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 start = MLLog.run_start
 bert.run.barrier = lambda: print("barrier")
 MLLog.run_start = lambda log: (start(log), print("run_start"))

@@ -1,4 +1,4 @@
-"""What would stop a run later is found before it has a log, by the dry run and by the run itself."""
+"""Checks before a run: what would stop it later is found before it has a log, by the dry run and by the run itself."""
 
 import shutil
 import subprocess

@@ -35,7 +35,7 @@ def double(number):
 
 
 class Planted:
-    """What runs a command when it is unpickled."""
+    """Object that runs a command when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

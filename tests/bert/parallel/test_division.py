@@ -1,4 +1,4 @@
-"""Which layers are in which stage, and what ranks then hold."""
+"""Division of layers into stages, and what ranks then hold."""
 
 from dataclasses import replace
 from itertools import combinations, pairwise

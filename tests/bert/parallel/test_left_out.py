@@ -18,7 +18,7 @@ PATIENCE_S = 30
 
 
 def come(names: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[Launch, Absent] | LeftOut]:
-    """What each of the ranks gets."""
+    """Collect what each of the ranks gets."""
     own = threading.local()
     monkeypatch.setattr(socket, "gethostname", lambda: HOSTS[own.rank])
     store, found = HashStore(), dict[int, tuple[Launch, Absent] | LeftOut]()

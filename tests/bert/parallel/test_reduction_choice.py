@@ -1,4 +1,4 @@
-"""Which ways to reduce come into question: what is asked for, what hosts and ranks there are, and in-network reduction."""
+"""Candidates among ways to reduce: what is asked for, what hosts and ranks there are, and in-network reduction."""
 
 import operator
 from collections.abc import Callable
@@ -83,14 +83,14 @@ def mesh(device: str, nodes: tuple[tuple[int, ...], ...] = NODES) -> Mesh:
 
 
 class Options:
-    """As of a PyTorch that can ask NCCL for it."""
+    """Options of a PyTorch that can ask NCCL for in-network reduction."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace(collnet_enable=-1)
 
 
 class OldOptions:
-    """As of one that cannot."""
+    """Options of one that cannot."""
 
     def __init__(self) -> None:
         self.config = SimpleNamespace()
@@ -177,7 +177,7 @@ def test_the_rail_that_is_not_taken_is_given_back(monkeypatch: pytest.MonkeyPatc
 
 
 def new_group_of_2_11(made: list[tuple[int, ...]]) -> Callable[..., dist.ProcessGroup]:
-    """With the parameters that ``new_group`` has in PyTorch 2.11, which sorts the ranks itself."""
+    """Stand in for ``new_group`` of PyTorch 2.11, by its parameters, which sorts the ranks itself."""
 
     def new_group(
         ranks: Any = None,

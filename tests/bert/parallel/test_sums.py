@@ -17,7 +17,7 @@ RANKS = (8, 64, 512, 4096)
 
 @cache
 def gradients() -> dict[str, Tensor]:
-    """Of four micro-batches, over 8 binary orders of magnitude."""
+    """Gradients of four micro-batches, over 8 binary orders of magnitude."""
     generator = torch.Generator().manual_seed(2)
     sizes = torch.exp2(-8 * torch.rand(600, generator=generator))
     return {"weight": (torch.randn(4, 600, generator=generator) + 0.5) * sizes}

@@ -16,7 +16,7 @@ from bert.parallel.mesh import Mesh
 from bert.parallel.watchdog import watchdog as module
 from bert.parallel.watchdog.hub import LINE, encoded
 from bert.parallel.watchdog.watchdog import FAULT_STATUS, Watchdog
-from bert.reporting.stopwatch import PhaseTracker
+from bert.timing.phases import PhaseTracker
 from tests.programs import PATIENCE_S
 
 SECONDS = 60.0
@@ -27,7 +27,7 @@ TOKEN = "secret"
 
 
 class PlayedHub:
-    """What listens where rank 0 would, and the rank's connection to it."""
+    """Listener where rank 0 would be, and the rank's connection to it."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))

@@ -24,7 +24,7 @@ TOKEN = "secret"
 
 
 class Peer:
-    """One that has connected to the hub."""
+    """Rank or stranger that has connected to the hub."""
 
     def __init__(self, port: int) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S)
@@ -52,7 +52,7 @@ class Peer:
         return True
 
     def may_stay(self) -> bool:
-        """Whether the connection has not ended."""
+        """Tell whether the connection has not ended."""
         self.socket.setblocking(False)
         try:
             return self.socket.recv(1) != b""

@@ -47,7 +47,7 @@ TOKENS = 203
 
 @pytest.fixture(autouse=True)
 def definitions() -> Iterator[None]:
-    """Of every FP8 op: on a CPU PyTorch's scaled product takes seconds where the definition takes milliseconds."""
+    """Take the definition of every FP8 op: on a CPU PyTorch's scaled product takes seconds where that takes milliseconds."""
     with ExitStack() as stack:
         for name in FP8_OPS:
             stack.enter_context(OPS[name].using("reference"))
@@ -109,7 +109,7 @@ def trained(
 
 
 def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What ``x`` is after FP8, by a formula of its own: the power of two from logarithms. fp64."""
+    """Round ``x`` as FP8 does, by a formula of its own: the power of two from logarithms. fp64."""
     scale = 2.0 ** torch.floor(torch.log2(largest_scaled(dtype) / x.abs().max().double()))
     return (x.double() * scale).float().to(dtype).double() / scale
 
@@ -318,7 +318,7 @@ def test_under_autocast_products_are_bf16_and_gradients_of_parameters_fp32() -> 
 
 
 def holds_the_weights(dense: Fp8Dense) -> bool:
-    """Whether the FP8 weights are those of now, both ways round, but for what the scale's last step may have cut."""
+    """Tell whether the FP8 weights are those of now, both ways round, but for what the scale's last step may have cut."""
     now = (dense.dense.weight.detach() * dense.weight.scale).clamp(-448, 448).to(E4M3)
     return torch.equal(dense.weight_NK.float(), now.float()) and torch.equal(dense.weight_KN.float(), now.float().T)
 
@@ -407,7 +407,7 @@ def test_a_gpu_without_fp8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Context:
-    """What autograd hands to a function, without autograd."""
+    """Stand-in for what autograd hands to a function."""
 
     saved_tensors: tuple[Tensor, ...]
 

@@ -43,7 +43,7 @@ def global_batch(run: SmallRun) -> list[Batch]:
 
 
 def gradients(step: TrainingStep, run: SmallRun) -> list[Tensor]:
-    """Of two micro-batches, by segments."""
+    """Gradients of two micro-batches, by segments."""
     step._schedule(global_batch(run))
     return [view.clone() for view in step.flat.segments.views(step.flat.gradients_P)]
 

@@ -1,4 +1,4 @@
-"""What a run says about itself: every sink gets every record, times are where they belong, the time left is honest."""
+"""Records of a run about itself: every sink gets every one, times are where they belong, the time left is honest."""
 
 import io
 import json
@@ -13,7 +13,7 @@ from bert.reporting.displays import RunPanel, RunProgress, StepLines
 from bert.reporting.json_lines import JsonLines
 from bert.reporting.records import EndRecord, EvaluationRecord, StepRecord
 from bert.reporting.reporter import Reporter
-from compliance.log.forecast import EvaluationSchedule
+from compliance.log.schedule import EvaluationSchedule
 from compliance.report.results import numbers
 from tests.conftest import REPOSITORY
 

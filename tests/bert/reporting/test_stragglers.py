@@ -1,4 +1,4 @@
-"""Who is named as slow, when, and when no longer."""
+"""Stragglers: who is named as slow, when, and when no longer."""
 
 from bert.reporting.intervals import Stragglers
 

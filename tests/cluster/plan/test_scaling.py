@@ -8,8 +8,8 @@ import pytest
 
 from bert.configuration.recipes import RECIPES, tiny_cpu
 from cluster.devices import device_named
-from cluster.display.scaling_page import render
 from cluster.plan.scaling import CAUSES, LARGEST, ScalingPoint, published_on, scale, write_table
+from cluster.plan.scaling_page import render
 
 DEVICE = device_named("A100-SXM-80GB")
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def points() -> list[ScalingPoint]:
-    """Of 4,096 accelerators a node, so that there are few points from few nodes to the largest number."""
+    """Points of 4,096 accelerators a node, so that there are few from few nodes to the largest number."""
     return scale(RECIPES["dgxa100_8x8"](), DEVICE, 4096)
 
 

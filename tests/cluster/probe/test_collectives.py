@@ -1,4 +1,4 @@
-"""What collectives are timed with."""
+"""Data that collectives are timed with."""
 
 from itertools import combinations
 from typing import Any, get_args

@@ -1,4 +1,4 @@
-"""What is timed on a device."""
+"""Work that is timed on a device."""
 
 import os
 from collections.abc import Callable

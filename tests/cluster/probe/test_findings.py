@@ -96,7 +96,7 @@ def slow_inside(measured: Measured) -> None:
 
 
 def slow_rank_and_its_own_path(measured: Measured) -> None:
-    """What a slow processor does to the paths that it serves is not named beside it."""
+    """Measure a slow processor, of whose paths none is named beside it."""
     assert measured.between_hosts
     measured.rates_RTC[4, :, 0] *= 2
     at = (measured.between_hosts.source_E == 4) | (measured.between_hosts.target_E == 4)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from compliance.check import checks
 from compliance.check.checker import check_file
 from compliance.log import records as log_module

@@ -1,4 +1,4 @@
-"""What other repositories take from here: the hooks of pre-commit, the workflow, the installation without extras."""
+"""Parts that other repositories take: the hooks of pre-commit, the workflow, the installation without extras."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ LATE = Finding(None, "", "SR Directory structure", "9 logs, expected 10", "add o
 
 
 def check_structure(log: dict[str, Any]) -> dict[str, Any]:
-    """What the specification demands of the properties that are used here; returns the one run."""
+    """Check what the specification demands of the properties that are used here; returns the one run."""
     assert log.keys() == {"$schema", "version", "runs"}
     assert log["version"] == "2.1.0"
     [run] = log["runs"]

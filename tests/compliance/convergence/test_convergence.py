@@ -15,10 +15,10 @@ from scipy.special import stdtrit
 
 from compliance.convergence.outlook import outlook
 from compliance.convergence.reference_points import points, pruned, reference, student_t_quantile
+from compliance.convergence.selection import olympic_mean
 from compliance.log.records import read_log
 from compliance.log.rules import RULESETS
 from compliance.log.schedule import evaluation_interval, evaluation_samples
-from compliance.package.selection import olympic_mean
 from tests.compliance.run_logs import write_run
 
 EDGES = [1, 32, 255, 256, 447, 448, 449, 1024, 3072, 4607, 4608, 8704, 13056, 16383, 16384, 16385]
@@ -36,7 +36,7 @@ def official(ruleset: str) -> rcp_checker.RCP_Checker:
 
 
 def official_record(ruleset: str, batch: int) -> dict | None:
-    """What the official directory check compares with, None where it asks for a reference point."""
+    """Return what the official directory check compares with, None where it asks for a reference point."""
     checker = official(ruleset)
     exact = checker._find_rcp(batch, "pruned_rcps")
     low, high = checker._find_top_min_rcp(batch, "pruned_rcps"), checker._find_bottom_max_rcp(batch, "pruned_rcps")

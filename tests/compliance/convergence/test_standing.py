@@ -1,4 +1,4 @@
-"""Where a folder of logs stands against the reference."""
+"""Standing of a folder of logs against the reference."""
 
 import json
 from pathlib import Path

@@ -68,7 +68,7 @@ def host(root: Path, answers: Answers | None = None, mounts: str = DISK) -> Fake
 def look(
     root: Path, recipe: str = "h100_1x8", answers: Answers | None = None, mounts: str = DISK, **request: Any
 ) -> list[Diagnosis]:
-    """What is said before that run on a machine on which all is well but for `answers`; `data` is a folder of `root`."""
+    """Return what is said before that run on a machine where all is well but for `answers`; `data` is a folder of `root`."""
     if "data" in request:
         request["data"] = root / request["data"]
         for name in ("train", "evaluation") if recipe else ("",):

@@ -1,4 +1,4 @@
-"""What the doctor says of torchrun's agents: those of made-up machines, and real ones of this machine."""
+"""The doctor on torchrun's agents: those of made-up machines, and real ones of this machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TCP = """  sl  local_address rem_address   st tx_queue rx_queue tr tm->when retr
 
 
 def machine(root: Path, command: str, environ: str = "", **environment: str) -> ExaminedHost:
-    """One with a process 77 that listens on all addresses at port 29400 and on its own at 8080, beside others."""
+    """Machine with a process 77 that listens on all addresses at port 29400 and on its own at 8080, beside others."""
     (root / "proc/77/fd").mkdir(parents=True)
     for inode in (4711, 4712, 4713):
         (root / f"proc/77/fd/{inode - 4700}").symlink_to(f"socket:[{inode}]")

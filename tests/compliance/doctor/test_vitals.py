@@ -110,7 +110,7 @@ def look_at_gpus(
     topology: str = LINKED,
     processes: str = "",
 ) -> list[Diagnosis]:
-    """What is said of GPUs with these rows of nvidia-smi, one that fails being an `Output`."""
+    """Return what is said of GPUs with these rows of nvidia-smi, one that fails being an `Output`."""
     answers = {"--query-gpu": rows, "topo": topology, "--query-compute-apps": processes}
     host = fake_host(root, answers=answers)
     return list(accelerators(host, plan, gpus.query(host), pytorch))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from compliance.check.checker import check_file, check_log
 from compliance.log import digest
 from compliance.log.findings import Finding

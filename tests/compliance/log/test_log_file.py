@@ -1,4 +1,4 @@
-"""What holds a log: plain text, gzip by its content, standard input, each bounded; UTF-16 is named as what it is."""
+"""Files that hold a log: plain text, gzip by its content, standard input, each bounded; UTF-16 is named as what it is."""
 
 from __future__ import annotations
 

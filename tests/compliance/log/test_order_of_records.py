@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from bert.mllog import MLLog, RuleViolation
+from bert.log.mllog import MLLog, RuleViolation
 from compliance.check.checker import check_file
 from compliance.log.order import left_open, own_settings, unearned_success, violations
 from compliance.log.record import Record

@@ -1,4 +1,4 @@
-"""From ten logs to a submission: the tree, the official tools on it, their figures, the archive.
+"""Packages of ten logs: the submission's tree, the official tools on it, their figures, the archive.
 
 The official tools take seconds each, so each tree that they are asked about carries several questions.
 """
@@ -83,7 +83,7 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 @pytest.fixture
 def few_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the source, only what is indispensable: the rest takes a second to be written."""
+    """Keep of the source only what is indispensable: the rest takes a second to be written."""
     names = ("Dockerfile", "LICENSE", "README.md", "run_and_time.sh")
     few = SourceTree(REPOSITORY, names, left_out=(), commit="0123", modified=())
     monkeypatch.setattr("compliance.package.assembly.tracked_source", lambda: few)

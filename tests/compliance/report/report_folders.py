@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bert.mllog import MLLog, evaluation_interval, evaluation_samples
+from bert.log.mllog import MLLog, evaluation_interval, evaluation_samples
 from compliance.log.rules import SYSTEM_FIELDS
 from tests.compliance.run_logs import CLOSED, START_MS, initialise
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from compliance.log import rules
 from compliance.report import results as module
 from compliance.report import summary

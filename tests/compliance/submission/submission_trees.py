@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from compliance.log.rules import SYSTEM_FIELDS
 from tests.compliance.run_logs import CLOSED, OPEN, START_MS, train
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from mlperf_logging.compliance_checker import mlp_compliance
 
+from compliance import folders
+from compliance.folders import find
 from compliance.log.findings import Finding, Verdict
 from compliance.log.record import Record
 from compliance.log.run import LoggedRun
@@ -22,10 +24,8 @@ from compliance.report.page import render
 from compliance.report.results import load_results
 from compliance.report.summary import as_json, as_markdown
 from compliance.submission import check as submission
-from compliance.submission import folders
 from compliance.submission.check import accepted, check_paths
 from compliance.submission.description import description_findings, read_description
-from compliance.submission.folders import find
 from tests.compliance.command import run
 from tests.compliance.log_edits import Edit, in_turn, metadata, repeat_before, value
 from tests.compliance.submission.submission_trees import (

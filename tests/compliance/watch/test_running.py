@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from compliance.log import rules
 from compliance.watch.running import RunningLog
 from tests.compliance import run_logs

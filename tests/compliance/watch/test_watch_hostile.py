@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from compliance.log.forecast import MAX_SAMPLES, reach
+from compliance.convergence.forecast import MAX_SAMPLES, reach
 from compliance.watch import follow, running
 from compliance.watch.running import RunningLog
 from compliance.watch.screen import rows
@@ -45,7 +45,7 @@ ODD_LINES = [
 
 
 def look(watched: Watch, now_ms: float) -> str:
-    """What is shown of a run, on a terminal."""
+    """Return what is shown of a run, on a terminal."""
     watched.run.watch_the_time(now_ms)
     console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
     console.print(panel("a run", rows(watched, now_ms)))

@@ -37,7 +37,7 @@ def first_fit_decreasing(histogram: list[int], capacity: int, limit: int | None)
 
 
 def fewest_packs(lengths: tuple[int, ...], capacity: int, limit: int | None) -> int:
-    """By trying everything; for a handful of sequences."""
+    """Find the number by trying everything; for a handful of sequences."""
 
     def search(rest: tuple[int, ...], packs: tuple[tuple[int, int], ...]) -> int:
         if not rest:

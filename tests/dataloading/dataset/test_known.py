@@ -1,4 +1,4 @@
-"""Whether data are the benchmark's own, in words."""
+"""Recognition of the benchmark's own data, in words."""
 
 import hashlib
 from dataclasses import asdict, replace

@@ -1,4 +1,4 @@
-"""Whether data were shuffled is told by the samples alone, on data of this repository's own `prepare` and `shuffle`."""
+"""Shuffling of data, told by the samples alone, on data of this repository's own `prepare` and `shuffle`."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from dataloading.dataset.folder import Dataset
 from dataloading.dataset.order import OrderCheck
 from dataloading.dataset.shuffle import shuffle
 from dataloading.options import PretrainingOptions
-from dataloading.text.prepare import Job, prepare
+from dataloading.preparation.prepare import Job, prepare
 from dataloading.text.tokenization import Vocabulary
 from tests.dataloading.conftest import Run
 

@@ -214,7 +214,7 @@ def link(kind: str) -> Callable[[h5py.File, Path], None]:
 
 
 def unknown_filter(file: h5py.File, _: Path) -> None:
-    """One for which the HDF5 library would look for a shared library."""
+    """Filter for which the HDF5 library would look for a shared library."""
     data = array_of(file, "input_ids")[()]
     del file["input_ids"]
     storage = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

@@ -229,7 +229,7 @@ def set_row(name: str, values: list[int]) -> Callable[[h5py.File], None]:
 
 
 def zero_positions_of_a_pack(file: h5py.File) -> None:
-    """Where the second of its samples cannot have any."""
+    """Put zeros where the second of its samples cannot have any."""
     column = array_of(file, "masked_lm_positions")
     column[0] = np.zeros_like(column[0])
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from dataloading.dataset.folder import open_dataset
-from dataloading.text import demo
-from dataloading.text.demo import write_demo
+from dataloading.preparation import demo
+from dataloading.preparation.demo import write_demo
 from dataloading.text.documents import HELD_OUT_PERCENT, Document, demo_documents
 from tests.conftest import REPOSITORY, SmallRun
 

@@ -39,7 +39,7 @@ class Start(Protocol):
     """Starts a run without an end."""
 
     def __call__(self, count: int = 3, breaks: str | None = None, **changes: object) -> Ranks:
-        """Of ``count`` ranks, after its first evaluations; or one that ``breaks`` by itself, as its worker is told."""
+        """Break ``count`` ranks after their first evaluations; or one that ``breaks`` by itself, as its worker is told."""
         ...
 
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from bert.guards.faults import ended_together
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from bert.parallel.mesh import Mesh
 from bert.reporting.displays import RunProgress
 from bert.reporting.json_lines import JsonLines
 from bert.reporting.records import EndRecord, WarningRecord
 from bert.reporting.reporter import Reporter
 from bert.train import parse
-from compliance.log.forecast import EvaluationSchedule
+from compliance.log.schedule import EvaluationSchedule
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, records
 from tests.programs import PATIENCE_S, Program

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file
 
 from bert.parallel.watchdog.watchdog import FAULT_STATUS
-from dataloading.dataset.convert import convert
 from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.merge import index_shards
 from dataloading.options import Layout
+from dataloading.preparation.convert import convert
 from tests.conftest import SmallRun
 from tests.distributed.ranks import Ranks, records, result_of, torchrun, train, trained, wait_for
 from tests.programs import PATIENCE_S, Program

@@ -23,8 +23,8 @@ from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, ParallelConfig
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -52,7 +52,7 @@ def config(shape: str) -> Config:
 
 
 def micro_batch() -> Batch:
-    """Of the same sizes on all ranks, and always."""
+    """Make a micro-batch of the same sizes on all ranks, and always."""
     samples = synthetic_samples(np.full(49, 32), MODEL.vocab_size)
     return batch_of(samples, MicroBatch(np.arange(49), 49, len(samples.masked_lm_ids)), BUCKET)
 

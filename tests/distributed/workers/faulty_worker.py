@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import bert.train
-from bert.mllog import MLLog
+from bert.log.mllog import MLLog
 from bert.model import EncoderLayer
 from bert.parallel.pipeline.stages import PipelineParallel
 from bert.parallel.watchdog import watchdog

@@ -18,8 +18,8 @@ from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from bert.parallel.mesh import Mesh
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from kernels import choose
 from tests.distributed.workers.reduction_worker import regrouped
 from tests.distributed.workers.tensor_worker import (

@@ -31,7 +31,7 @@ MICRO_BATCHES = 2
 
 
 def regrouped(mesh: Mesh, order: str, local_size: int) -> Mesh:
-    """As if ranks were on hosts of ``local_size``, in block or cyclic order, or by turns counted up and down."""
+    """Regroup ranks as if on hosts of ``local_size``, in block or cyclic order, or by turns counted up and down."""
     count = mesh.world_size // local_size
     if order in ("block", "turning"):
         nodes = tuple(tuple(range(node * local_size, (node + 1) * local_size)) for node in range(count))
@@ -176,7 +176,7 @@ def difference_from_unsharded(mesh: Mesh, communicators: Communicators, strategy
 
 
 def differences_and_choice(mesh: Mesh, strategy: Strategy) -> dict[str, object]:
-    """From the optimizer that is not divided, with tensors divided and not; and what measuring says."""
+    """Compare with the optimizer that is not divided, with tensors divided and not; and say what measuring chose."""
     model = fresh_model()
     communicators = Communicators.create(mesh)
     choice = measured_choice(FlatParameters.of(model, communicators.world_size), communicators)

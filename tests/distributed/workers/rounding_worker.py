@@ -19,7 +19,7 @@ from tests.distributed.workers.reduction_worker import end_groups, fresh_model, 
 
 
 def contribution(rank: int, size: int) -> torch.Tensor:
-    """Of one rank, over 8 binary orders of magnitude: fp32 [size]."""
+    """Contribution of one rank, over 8 binary orders of magnitude: fp32 [size]."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(size, generator=generator) * torch.exp2(-8 * torch.rand(size, generator=generator))
 

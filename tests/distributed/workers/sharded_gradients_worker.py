@@ -20,8 +20,8 @@ from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.sharded_gradients import ShardedReduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from tests.bert.repeating import Repeating
 from tests.distributed.workers.reduction_worker import end_groups, regrouped
 from tests.distributed.workers.step_worker import config, global_batches
@@ -71,7 +71,7 @@ def note_pending(reduction: ShardedReduction) -> list[int]:
 
 
 def vectors(step: TrainingStep) -> list[torch.Tensor]:
-    """What is held of weights, gradients and the optimizer from one step to the next, each storage once."""
+    """List what is held of weights, gradients and the optimizer from one step to the next, each storage once."""
     owners: list[FlatParameters | ShardedLamb | object] = [step.flat, step.optimizer, step._reduction]
     found: dict[int, torch.Tensor] = {}
     for owner in owners:

@@ -22,8 +22,8 @@ from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.gradients import Strategy
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -52,7 +52,7 @@ def config(strategy: Strategy | Literal["auto"], accumulation: int, recompute: R
 
 @cache
 def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[list[list[Batch]], list[ShapeBucket]]:
-    """This rank's micro-batches, padded to one of two captured sizes or, one in seven, to one that is not captured."""
+    """Make this rank's micro-batches, padded to one of two captured sizes or, one in seven, to one that is not captured."""
     samples = predictable_samples()
     longest = int(samples.lengths.max())
     kinds = [ShapeBucket(size, 8, 128, longest) for size in (288, 320, 352)]
@@ -163,7 +163,7 @@ def hold_weights_back(step: TrainingStep) -> list[slice | str]:
 
 
 def end_of(step: TrainingStep, part: torch.nn.Module) -> int:
-    """Where the weights of a part of the model end in the flat vector."""
+    """Find where the weights of a part of the model end in the flat vector."""
     own = {id(parameter) for parameter in part.parameters()}
     end = stop = 0
     for parameter in step.model.parameters():
@@ -186,7 +186,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def fp8_weights_follow(mesh: Mesh, strategy: Strategy) -> bool:
-    """Whether FP8 copies are casts of the weights that all ranks have after some steps."""
+    """Tell whether FP8 copies are casts of the weights that all ranks have after some steps."""
     chosen = config(strategy, 1)
     chosen = replace(chosen, training=replace(chosen.training, precision="fp8"))
     step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
@@ -206,7 +206,7 @@ def fp8_weights_follow(mesh: Mesh, strategy: Strategy) -> bool:
 
 
 def automatic(mesh: Mesh) -> list[str]:
-    """What is chosen where nothing is asked for."""
+    """Choose as is done where nothing is asked for."""
     chosen = config("auto", 1)
     step = TrainingStep(build_model(chosen, mesh, seed=3), chosen, mesh, Stopwatch())
     ways = [""] * mesh.world_size

@@ -20,8 +20,8 @@ from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
 from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
 from dataloading.batches.sampler import BatchPlan
 from dataloading.batches.shape_buckets import ShapeBucket
@@ -57,7 +57,7 @@ def config(tensor: int, strategy: str, accumulation: int, precision: str) -> Con
 
 
 def global_batches(mesh: Mesh, accumulation: int, padded: bool, count: int = STEPS) -> list[list[Batch]]:
-    """This rank's micro-batches of each step: of lengths that divide by nothing, or padded to shape buckets."""
+    """Make this rank's micro-batches of each step: of lengths that divide by nothing, or padded to shape buckets."""
     samples = synthetic_samples(np.random.default_rng(5).integers(4, 31, 160), MODEL.vocab_size, seed=5)
     samples.masked_lm_ids[:] = samples.masked_lm_positions % 3 * 12 + 20  # learnable, and on different ranks
     plan = BatchPlan(samples.lengths, samples.masked_counts, 8, mesh.data_size, accumulation, 2)
@@ -144,7 +144,7 @@ def correct_predictions(step: TrainingStep, mesh: Mesh, batches: list[list[Batch
 
 
 def returns(step: TrainingStep) -> bool:
-    """Whether shards of a whole vector are what they were before it was brought together."""
+    """Tell whether shards of a whole vector are what they were before it was brought together."""
     before = step.flat.weights_P.clone()
     whole = step.whole.gather(step.flat.weights_P).clone()
     step.flat.weights_P.data.zero_()
@@ -171,7 +171,7 @@ def _losses_with_dropout(step: TrainingStep, mesh: Mesh, micro_batches: list[Bat
 
 
 def skips(step: TrainingStep, mesh: Mesh) -> bool:
-    """Whether no rank takes a step where one rank's gradient is not finite, and all take the next."""
+    """Tell whether no rank takes a step where one rank's gradient is not finite, and all take the next."""
 
     def own() -> torch.Tensor:
         step.gather_weights()
@@ -197,7 +197,7 @@ def skips(step: TrainingStep, mesh: Mesh) -> bool:
 
 
 def agreed(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all ranks have the same to the last bit."""
+    """Tell whether all ranks have the same to the last bit."""
     if not dist.is_initialized():
         return True
     one = torch.cat([tensor.flatten().double() for tensor in tensors])

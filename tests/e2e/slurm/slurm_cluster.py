@@ -53,7 +53,7 @@ PartitionName=debug Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def missing() -> str | None:
-    """What keeps a cluster from starting here, for a test's ``skip``; None when nothing does."""
+    """Say what keeps a cluster from starting here, for a test's ``skip``; None when nothing does."""
     if os.geteuid() != 0:
         return "Slurm's daemons need root"
     absent = [program for program in PROGRAMS if not shutil.which(program)]
@@ -140,7 +140,7 @@ class Cluster:
         return done.stdout
 
     def job(self, number: str) -> dict[str, str]:
-        """What the controller knows of a job."""
+        """Return what the controller knows of a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", number)))
 
     def wait_for(self, condition: Callable[[], bool], seconds: float = 600) -> None:

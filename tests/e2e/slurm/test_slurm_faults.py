@@ -65,7 +65,7 @@ def test_dead_task_fails_the_job(cluster: Cluster, checkout: Path, small_run: Sm
 
 
 def is_task(environ: Path, cluster: Cluster, job: str, rank: int) -> bool:
-    """Whether a process is that task; another cluster of this machine may have a job of the same number."""
+    """Tell whether a process is that task; another cluster of this machine may have a job of the same number."""
     try:
         variables = environ.read_bytes().split(b"\0")
         command = (environ.parent / "cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""What stands in for libraries that are not installed: their functions' parameters, and what the definition computes."""
+"""Stand-ins for libraries that are not installed: their functions' parameters, and what the definition computes."""
 
 import sys
 from types import ModuleType

@@ -158,7 +158,7 @@ EACH = pytest.mark.parametrize("module", ATTENTIONS, ids=lambda module: module._
 
 
 def assert_as_defined(attention: Any, definition: Any, tensors: list[Tensor], rows: list[int], *others: Any) -> None:
-    """Of the rows that sequences own: elsewhere output and gradients are 0. ``others`` are what both take, then dropout."""
+    """Compare rows that sequences own: elsewhere output and gradients are 0. ``others``: what both take, then dropout."""
     *bounds, dropout = others
     found = output_and_gradients(lambda *leaves: attention(*leaves, *bounds, dropout), tensors)
     expected = output_and_gradients(lambda *leaves: definition(*leaves, *bounds), tensors)

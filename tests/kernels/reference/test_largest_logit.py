@@ -1,4 +1,4 @@
-"""Which logit counts as the largest in an evaluation: one rule for every implementation, held against float64."""
+"""Largest logit in an evaluation: one rule for every implementation, held against float64."""
 
 import importlib
 import importlib.util
@@ -28,7 +28,7 @@ def masked_lm_loss(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 def correct(masked_lm_loss: Loss, hidden: Tensor, decoder: Tensor, bias: Tensor, label: int) -> int:
-    """Whether the one row is right."""
+    """Tell whether the one row is right."""
     _, found = masked_lm_loss(hidden, decoder, bias, torch.tensor([label]))
     assert found is not None
     assert found.dtype == torch.int64

@@ -151,7 +151,7 @@ def test_opcheck(op: str, inputs: list[str]):
 
 
 def compare(device: str) -> None:
-    """All ops against the definitions, at BERT-Large's size too."""
+    """Compare all ops with the definitions, at BERT-Large's size too."""
     for shape in (*SHAPES, (24571, 1024)):
         for source, dtype in TYPES:
             x = inputs(*shape, source).to(device)

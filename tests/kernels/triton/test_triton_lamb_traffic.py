@@ -119,7 +119,7 @@ def through(cache: Cache) -> Iterator[None]:
 
 
 def bytes_a_parameter(sizes: list[int], overwritten: bool, copies: bool = True, fp8: bool = False) -> float:
-    """Of a step of these segments, on a GPU of a ``SCALE``-th; with ``fp8`` the weights of layers are cast."""
+    """Count a step's bytes for these segments, on a GPU of a ``SCALE``-th; with ``fp8`` the weights of layers are cast."""
     segments = LambSegments(tuple(sizes), (True,) * len(sizes), (overwritten,) * len(sizes))
     flat, gradients = torch.randn(2, sum(sizes)).unbind()
     state, copies_P = LambState.zeros_like(flat), torch.zeros(len(flat), dtype=torch.bfloat16) if copies else None
@@ -134,7 +134,7 @@ def bytes_a_parameter(sizes: list[int], overwritten: bool, copies: bool = True, 
 
 
 def fp8_casts(sizes: list[int]) -> Iterator[WeightCast]:
-    """Of the weights among these: vectors are shorter, and the word table is longer."""
+    """Cast the weights among these: vectors are shorter, and the word table is longer."""
     for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
         if HIDDEN**2 <= size <= 4 * HIDDEN**2:
             q_NK, q_KN = (

@@ -40,7 +40,7 @@ SAME_KERNELS = "varlen_attention"
 
 
 class Outcome(NamedTuple):
-    """All that a call leaves: what it returns and writes, and of that the gradients of its inputs."""
+    """Outcome of a call: what it returns and writes, and of that the gradients of its inputs."""
 
     results: list[Tensor]
     gradients: list[Tensor]
@@ -60,7 +60,7 @@ def tensors_of(value: Any, op: str = "") -> Iterator[Tensor]:
 
 
 def outcome(function: Callable[..., Any], op: str, dtype: torch.dtype, size: Size) -> Outcome:
-    """Of a call with example inputs, of which every call gets its own."""
+    """Call with example inputs, of which every call gets its own."""
     args, kwargs = example_inputs(op, CPU, dtype, size)
     inputs = [*tensors_of(args, op), *tensors_of(tuple(kwargs.values()), op)]
     before = [tensor.detach().clone() for tensor in inputs]
@@ -174,7 +174,7 @@ def test_lengths(op: str, lengths: list[int]):
 
 
 def copied(name: str, order: Order = "forward", seed: int = 0, size: int = 42) -> tuple[Tensor, int]:
-    """What one of the faulty kernels makes of 0, 1, 2 ...: ``y``, and ``amax``."""
+    """Return what one of the faulty kernels makes of 0, 1, 2 ...: ``y``, and ``amax``."""
     x, amax = torch.arange(float(size)), torch.zeros((), dtype=torch.int32)
     y = torch.empty(size)
     with walked(order, seed):

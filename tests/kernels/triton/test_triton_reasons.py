@@ -1,4 +1,4 @@
-"""What Triton's implementations of the ops cannot do, and say that they cannot."""
+"""Reasons that Triton's implementations of the ops give for what they cannot do."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ IN_TRITON = [name for name, op in OPS.items() if "triton" in op.implementations]
 
 
 def reasons(op: str, changes: dict[int | str, Callable[[Any], object]]) -> str:
-    """Of small inputs, some of which are changed."""
+    """Reasons for small inputs, some of which are changed."""
     args, kwargs = example_inputs(op, CPU, torch.float32)
     changed = [changes.get(place, lambda same: same)(value) for place, value in enumerate(args)]
     named = {name: changes.get(name, lambda same: same)(value) for name, value in kwargs.items()}

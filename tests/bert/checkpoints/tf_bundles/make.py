@@ -83,7 +83,7 @@ def tf1_variables(sizes: dict[str, int]) -> dict[str, np.ndarray]:
 
 
 def write_tf1(prefix: Path, sizes: dict[str, int], *, moments: bool, devices: int = 1) -> None:
-    """What a TF1 Saver writes."""
+    """Write what a TF1 Saver writes."""
     import tensorflow.compat.v1 as tf  # pyright: ignore[reportMissingImports]
 
     with tf.Graph().as_default():
@@ -272,7 +272,7 @@ def assign(model: Any, sizes: dict[str, int]) -> None:
 
 
 def write_tf2(prefix: Path, sizes: dict[str, int], *, heads: bool) -> None:
-    """What ``tf.train.Checkpoint.save`` writes."""
+    """Write what ``tf.train.Checkpoint.save`` writes."""
     import tensorflow as tf  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
 
     model = keras_pretrainer(sizes) if heads else keras_encoder(sizes)

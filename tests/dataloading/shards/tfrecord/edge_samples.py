@@ -1,8 +1,8 @@
 """The samples of edge_64.tfrecord."""
 
 from dataloading.options import PretrainingOptions
+from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
-from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 from tests.conftest import REPOSITORY
 

@@ -55,7 +55,7 @@ def wide_rows_are_summed_in_wide_tiles(request: pytest.FixtureRequest, monkeypat
 
 
 def errors(got: list[list[Tensor]], exact: list[list[Tensor]]) -> list[float]:
-    """Of the output and of each gradient the root mean square of the errors in all draws, over that of the exact values."""
+    """Root mean square of the errors in all draws over that of the exact values, of the output and of each gradient."""
 
     def root_mean_square(tensors: Iterable[Tensor]) -> float:
         return torch.cat([x.flatten() for x in tensors]).square().mean().sqrt().item()

@@ -16,7 +16,7 @@ from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.reduction.gradients import CommunicationStream
 from bert.reporting.statistics import Statistics
-from bert.reporting.stopwatch import Stopwatch
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import inert_batch
 from kernels import OPS
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
@@ -30,7 +30,7 @@ RANKS = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """Of four ranks on two hosts."""
+    """Shape of four ranks on two hosts."""
 
     reduction: str
     tensor: int = 1
@@ -71,7 +71,7 @@ def step_of(rank: int, shape: Shape) -> TracedStep:
 
 
 def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
-    """Of two micro-batches each; captured before, or run."""
+    """Take two steps of two micro-batches each; captured before, or run."""
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         for op in OPS.values():
             stack.enter_context(op.using("triton" if "triton" in op.implementations else "reference"))
@@ -172,7 +172,7 @@ def test_what_ends_a_capture_is_noticed(monkeypatch: pytest.MonkeyPatch):
 
 
 def called(ranks: Sequence[int], calls: Callable[[int], list[tuple[tuple[int, ...], torch.dtype]]]) -> list[Timeline]:
-    """Of ranks that sum 4 elements in the groups and types that ``calls`` says."""
+    """Trace ranks that sum 4 elements in the groups and types that ``calls`` says."""
     timelines = [Timeline(rank) for rank in ranks]
     for timeline in timelines:
         with pytest.MonkeyPatch.context() as patch, timeline.watching(patch):

@@ -17,7 +17,7 @@ from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline import schedule
 from bert.parallel.pipeline.stages import PipelineParallel
 from bert.parallel.tensor.exchange import Exchange
-from bert.reporting.stopwatch import Stopwatch
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import inert_batch
 from kernels import OPS
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
@@ -30,7 +30,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Shape:
-    """Of ``copies`` of the model, all on one host."""
+    """Shape of ``copies`` of the model, all on one host."""
 
     pipeline: int
     virtual_stages: int = 1
@@ -114,7 +114,7 @@ def two_steps(rank: int, shape: Shape, fault: Fault = no_fault) -> Timeline:
 
 
 def all_ranks(shape: Shape, fault: Fault = no_fault) -> list[Timeline]:
-    """Two steps of each rank, whose calls have been held against one another."""
+    """Take two steps of each rank, whose calls have been held against one another."""
     timelines = [two_steps(rank, shape, fault) for rank in range(shape.ranks)]
     require_same_order(timelines)
     require_an_end(timelines)

@@ -22,8 +22,8 @@ from bert.configuration.sections import ModelConfig, OptimizerConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
-from bert.reporting.stopwatch import Stopwatch
 from bert.step import TrainingStep
+from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, inert_batch
 from dataloading.batches.shape_buckets import ShapeBucket
 from kernels import OPS

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dataloading.text.jobs import begun, run_tasks
+from dataloading.jobs import begun, run_tasks
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 
@@ -43,7 +43,7 @@ def test_no_process_and_a_killed_one_are_reported() -> None:
 
 _PARENT = r"""
 import os, sys, time
-from dataloading.text.jobs import run_tasks
+from dataloading.jobs import run_tasks
 
 def work(number):
     os.write(1, f"{os.getpid()}\n".encode())  # at once, or lines of two processes mix

@@ -1,4 +1,4 @@
-"""How a run comes by the number of its result file, alone and among others that start at the same moment."""
+"""Numbers of result files, of a run alone and of others that start at the same moment."""
 
 import os
 import threading
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bert.mllog import MLLog, ResultExists
-from bert.reporting.result_files import CLAIM, choose_files, claim, create_log
+from bert.log.mllog import MLLog, ResultExists
+from bert.log.result_files import CLAIM, choose_files, claim, create_log
 
 
 def made(folder: Path, *names: str) -> Path:

@@ -9,8 +9,8 @@ import pytest
 
 from dataloading.dataset.folder import open_dataset
 from dataloading.options import OwnText
-from dataloading.text import own_text
-from dataloading.text.own_text import split_documents, write_own_text
+from dataloading.preparation import own_text
+from dataloading.preparation.own_text import split_documents, write_own_text
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 WORDS = ["alpha", "beta", "gamma", "delta", "Épsilon", "zeta", "eta", "theta", "iota", "kappa"]

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from dataloading.batches.synthetic import synthetic_samples
-from dataloading.dataset import convert as convert_module
-from dataloading.dataset.convert import convert, convert_to_packed
 from dataloading.dataset.folder import Dataset, open_dataset, write_dataset
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.shuffle import multiset_digest, shuffle
 from dataloading.options import Layout
+from dataloading.preparation import convert as convert_module
+from dataloading.preparation.convert import convert, convert_to_packed
 from dataloading.shards.formats import open_shard
 from dataloading.shards.layouts import RaggedShard
 from dataloading.shards.shard import DatasetInfo

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compliance.package.selection import FAILED, olympic_mean, select
+from compliance.convergence.selection import FAILED, olympic_mean, select
 
 TIMES = st.floats(1, 100) | st.just(FAILED)
 

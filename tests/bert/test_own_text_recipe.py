@@ -11,7 +11,7 @@ from bert.model import BertForPreTraining
 from bert.train import parse
 from dataloading.dataset.folder import open_dataset
 from dataloading.options import OwnText
-from dataloading.text.own_text import write_own_text
+from dataloading.preparation.own_text import write_own_text
 from tests.bert.checkpoints.test_initial import save_pretrained
 from tests.programs import PATIENCE_S, Program
 

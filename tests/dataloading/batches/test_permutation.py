@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dataloading.dataset import permutation
-from dataloading.dataset.permutation import shuffled
+from dataloading.batches import permutation
+from dataloading.batches.permutation import shuffled
 
 pytestmark = pytest.mark.slow
 
@@ -127,5 +127,5 @@ def deviation(chi_square: float, degrees: int) -> float:
 
 
 def excess(events: int, expected: float) -> float:
-    """Of a count of rare events."""
+    """Measure the excess of a count of rare events."""
     return (events - expected) / math.sqrt(expected)

@@ -8,10 +8,10 @@ from pathlib import Path
 from dataloading.dataset.folder import open_dataset, write_dataset
 from dataloading.dataset.manifest import LENGTHS_NAME, MANIFEST_NAME, read_manifest, shard_name
 from dataloading.options import PretrainingOptions
+from dataloading.preparation.pretraining_data import create_samples, tokenize_documents
 from dataloading.shards.samples import Samples
 from dataloading.shards.shard import DatasetInfo
 from dataloading.text.documents import Document, demo_documents
-from dataloading.text.pretraining_data import create_samples, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 
 TRAIN_OPTIONS = PretrainingOptions(max_seq_length=128, max_predictions_per_seq=19, dupe_factor=10)

@@ -10,11 +10,11 @@ from dataloading.batches.packing import Packs, stream_packs
 from dataloading.dataset.folder import Dataset, new_folder, open_dataset
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.merge import index_shards
+from dataloading.jobs import begun, run_tasks
 from dataloading.options import Compression, Layout
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.layouts import write_fixed, write_packed, write_varlength
 from dataloading.shards.native import write_shard
-from dataloading.text.jobs import begun, run_tasks
 
 JOB_NAME = "convert.json"
 

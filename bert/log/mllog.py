@@ -28,7 +28,7 @@ from typing import Literal, Self
 
 from mlperf_logging.mllog.mllog import MLLogger
 
-from bert.reporting.line_file import LineFile, ResultExists
+from bert.log.line_file import LineFile, ResultExists
 from compliance.log import rules
 from compliance.log.order import left_open, own_settings, unearned_success, violations
 from compliance.log.record import Record

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from benchmarks.data_stages import reference_prepare
 from dataloading.options import PretrainingOptions
+from dataloading.preparation import pretraining_data
+from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.samples import Samples
-from dataloading.text import pretraining_data
-from dataloading.text.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.text.tokenization import Tokenizer
 
 SHARED = Path(__file__).parents[4] / "shared/data"

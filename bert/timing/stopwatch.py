@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from bert.reporting.records import EXCHANGE, PHASES
+from bert.timing.phases import EXCHANGE, PHASES, PhaseTracker
 
 
 def cuda_event(captured: bool) -> torch.cuda.Event:
@@ -19,33 +19,6 @@ def is_capturing() -> bool:
     """Tell whether the current stream is being captured into a CUDA graph."""
     # Asked in this order: a run on a CPU must not start CUDA.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-class PhaseTracker:
-    """Phase that a rank is in, written for a microsecond a phase and read by ``bert.parallel.watchdog`` from its thread."""
-
-    def __init__(self) -> None:
-        self.step = 0
-        """The optimizer step that is being taken, from 1."""
-        self.phase = "start"
-        self.entered = 0
-        """Phases entered so far: it changes as long as the rank gets on."""
-        self.longest: dict[str, float] = {}
-        """Seconds that each phase has taken at most."""
-        self._since = time.perf_counter()
-
-    def enter(self, phase: str) -> None:
-        """Leave the phase before for this one."""
-        now = time.perf_counter()
-        self.longest[self.phase] = max(self.longest.get(self.phase, 0.0), now - self._since)
-        # No lock with the watchdog's thread: what it reads may be a beat old, which does no harm.
-        self.phase, self._since = phase, now
-        self.entered += 1
-
-    def forget(self) -> None:
-        """Forget how long phases took: start-up says nothing about what follows."""
-        self.longest = {}
-        self._since = time.perf_counter()
 
 
 class Stopwatch:

@@ -10,7 +10,7 @@ range is the reference's mean with two standard deviations on each side, and in 
 
 At the evaluations of five published closed runs, the range by the run's own curve held the true end 35 of 37 times, the
 range by the reference 42 of 42 times (it knows nothing of a run that is tuned worse than itself); the ten open runs in
-results/ did so 31 of 31 times (tests/compliance/log/test_forecast.py).
+results/ did so 31 of 31 times (tests/compliance/convergence/test_forecast.py).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert.mllog import MLLog, RuleViolation
+from bert.log.mllog import MLLog, RuleViolation
 from compliance.check.checker import check_file
 from compliance.log.records import read_log
 from tests.compliance.run_logs import CLOSED, OPEN, counting_clock, initialise, train, write_run
@@ -49,7 +49,7 @@ def test_records_name_the_caller_in_this_repository(log: MLLog, tmp_path: Path) 
     log.event("seed", 1)
     first = frame.f_lineno - 3
     records = read_log(tmp_path / "result_0.txt").records
-    assert [record.logged_at for record in records] == [f"tests/bert/test_mllog.py:{first + n}" for n in range(3)]
+    assert [record.logged_at for record in records] == [f"tests/bert/log/test_mllog.py:{first + n}" for n in range(3)]
 
 
 def test_plain_lines_stand_between_the_records(log: MLLog, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_overlapped_evaluation_is_allowed(log: MLLog, tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a device that is always full")
 def test_full_disk_is_reported_as_such(tmp_path: Path) -> None:
     script = (
-        "import os; from pathlib import Path; from bert.mllog import MLLog\n"
+        "import os; from pathlib import Path; from bert.log.mllog import MLLog\n"
         "try:\n"
         f"    with MLLog(Path({str(tmp_path / 'r.txt')!r})) as log:\n"
         "        log.cache_clear(True); log.init_start()\n"

@@ -15,7 +15,7 @@ from dataloading.dataset.folder import open_dataset
 from dataloading.dataset.manifest import WorkPart, shard_name
 from dataloading.dataset.merge import merge
 from dataloading.options import PretrainingOptions
-from dataloading.text.prepare import Job, JobProgress, prepare
+from dataloading.preparation.prepare import Job, JobProgress, prepare
 from tests.conftest import REPOSITORY
 from tests.programs import PATIENCE_S
 

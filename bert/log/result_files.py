@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from bert.mllog import MLLog, ResultExists
+from bert.log.mllog import MLLog, ResultExists
 from console.files import write_atomically
 
 CLAIM = "MLPERF_BERT_CLAIM"

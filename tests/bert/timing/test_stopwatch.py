@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
+from bert.timing.stopwatch import DeviceStopwatch, Stopwatch
 
 
 def test_the_stopwatch_counts_each_phase_until_taken() -> None:

@@ -1,0 +1,1 @@
+"""The log of a run: its number, its head, its records, whole lines with digests."""

@@ -1,0 +1,50 @@
+"""Configuration of a Triton kernel: each module of ``kernels/triton/`` lists its own, to be compiled ahead of time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+SHARED_MEMORY_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that one block may ask for, by compute capability (CUDA C++ Programming Guide, appendix on
+compute capabilities)."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A kernel with everything that is fixed when it is compiled."""
+
+    name: str
+    """What it is chosen for, such as ``forward, bf16, D = 1024``."""
+    kernel: Any
+    """The function under ``triton.jit``."""
+    signature: dict[str, str]
+    """Type of every parameter, in order: ``*bf16``, ``i32``, ``constexpr``."""
+    constexprs: dict[str, object]
+    """Values of those parameters whose type is ``constexpr``."""
+    num_warps: int
+    num_stages: int
+    capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS)
+    """Compute capabilities on which it can be chosen."""
+    max_registers: int | None = None
+    """Of a thread, where the launch limits them."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        kernel: Any,
+        types: Mapping[str, str],
+        fixed: Mapping[str, object],
+        num_warps: int,
+        num_stages: int,
+        capabilities: tuple[int, ...] = tuple(SHARED_MEMORY_LIMITS),
+        max_registers: int | None = None,
+    ) -> "Configuration":
+        """Take of types, and of values that are ``fixed``, those of the kernel's parameters; others may be among them.
+
+        Raises:
+            KeyError: a parameter has neither.
+        """
+        constexprs = {name: fixed[name] for name in kernel.arg_names if name in fixed}
+        signature = {name: "constexpr" if name in fixed else types[name] for name in kernel.arg_names}
+        return cls(name, kernel, signature, constexprs, num_warps, num_stages, capabilities, max_registers)
