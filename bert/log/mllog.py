@@ -40,7 +40,7 @@ from console.text import visible
 __all__ = ["QUALITY_TARGET", "MLLog", "ResultExists", "RuleViolation", "evaluation_interval", "evaluation_samples"]
 
 TOKEN = ":::MLLOG"
-REPOSITORY_ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY_ROOT = Path(__file__).resolve().parents[2]
 
 
 class RuleViolation(ValueError):  # noqa: N818 - it names what happened to the rules
