@@ -62,17 +62,17 @@ venv_pins() { { .venv/bin/python -V && sha256sum constraints.txt pyproject.toml;
 # The interpreter that makes .venv. Where that is activated its own comes first, which has no pip and would clear itself.
 venv_maker() {
   local python=${PYTHON:-python3}
-  [[ $(command -v "$python") != "$PWD"/.venv/* ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
+  [[ $(command -v -- "$python") != "$PWD"/.venv/* ]] || python=$("$python" -c 'import sys; print(sys._base_executable)')
   printf '%s\n' "$python"
 }
 
 install_venv() {
   local python part requirements
   python=$(venv_maker)
-  command -v "$python" >/dev/null || fail "there is no $python: install CPython 3.11 or newer, or set PYTHON to its path"
+  command -v -- "$python" >/dev/null || fail "there is no $python: install CPython 3.11 or newer, or set PYTHON to its path"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' &>/dev/null ||
     fail "$python is $("$python" -V 2>&1), expected 3.11 or newer: set PYTHON to the path of a newer one"
-  "$python" -m pip --python "$(command -v "$python")" --version &>/dev/null ||
+  "$python" -m pip --python "$(command -v -- "$python")" --version &>/dev/null ||
     fail "$python has no pip of version 22.3 or newer: install it (Debian and Ubuntu: apt install python3-pip)"
   if [[ -e .venv/incomplete ]] || ! .venv/bin/python -V &>/dev/null; then
     say "making .venv with $("$python" -V)"

@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
@@ -57,25 +56,6 @@ def hugging_face_names(layers: int) -> dict[str, tuple[str, ...]]:
                 f"{attention}.{part}.{kind}" for part in ("query", "key", "value")
             )
     return names
-
-
-def from_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state of a Hugging Face ``BertForPreTraining`` under our names.
-
-    The tied decoder weight and position buffers are left out; query, key and value are joined. Raises ``ValueError`` at a
-    missing tensor.
-    """
-    layers = 1 + max(
-        (int(name.split(".")[3]) for name in tensors if name.startswith("bert.encoder.layer.")), default=-1
-    )
-    result: dict[str, Tensor] = {}
-    try:
-        for ours, theirs in hugging_face_names(layers).items():
-            parts = [tensors[name] for name in theirs]
-            result[ours] = torch.cat(parts) if len(parts) > 1 else parts[0]
-    except KeyError as error:
-        raise ValueError(f"the checkpoint lacks {error}: expected the state of a BertForPreTraining") from error
-    return result
 
 
 def to_hugging_face(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -245,12 +245,12 @@ def product_of_casts(
     x_TK: Tensor, quantized_TK: Tensor, quantized_KT: Tensor, fp8: Fp8Dense, bias_N: Tensor | None
 ) -> Tensor:
     """[T, N] of an input that has been quantized and transposed; the gradient is that of ``x_TK``, which is not read."""
-    output_TN = _Product.apply(x_TK, fp8.dense.weight, bias_N, quantized_TK, quantized_KT, fp8, compute_dtype(x_TK))
+    output_TN = _Fp8Product.apply(x_TK, fp8.dense.weight, bias_N, quantized_TK, quantized_KT, fp8, compute_dtype(x_TK))
     assert isinstance(output_TN, Tensor)
     return output_TN
 
 
-class _Product(torch.autograd.Function):
+class _Fp8Product(torch.autograd.Function):
     """Product that keeps the transposed quantized input for its backward pass, one byte an element.
 
     Weights are arguments for their gradients. The FP8 weight is saved only so that autograd refuses a backward pass that
@@ -351,7 +351,7 @@ class _FeedForward(torch.autograd.Function):
         quantized_TD, input_DT = passes.wide.cast_input(x_TD)
         output_TD, product_TF, wide_FT = passes.forward(quantized_TD, bias_F, dtype)
         ctx.passes, ctx.dtype = passes, x_TD.dtype
-        # The last for autograd alone, as in ``_Product``.
+        # The last for autograd alone, as in ``_Fp8Product``.
         ctx.save_for_backward(input_DT, product_TF, bias_F, wide_FT, passes.wide.weight_KN)
         return output_TD
 

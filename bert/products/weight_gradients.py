@@ -80,12 +80,12 @@ class AccumulatingProducts(MatrixProducts):
         dtype = compute_dtype(x_TK)
         # Cast outside of the function, so that what it keeps for its backward pass has 16 bits too.
         weight_NK = _copy(self._copies, dense.weight, dtype)
-        output_TN = _Product.apply(x_TK.to(dtype), dense.weight, bias_N, weight_NK, self._gradients)
+        output_TN = _AccumulatingProduct.apply(x_TK.to(dtype), dense.weight, bias_N, weight_NK, self._gradients)
         assert isinstance(output_TN, Tensor)
         return output_TN
 
 
-class _Product(torch.autograd.Function):
+class _AccumulatingProduct(torch.autograd.Function):
     """Product whose weight's gradient goes past autograd; it is an argument so that a backward pass comes here."""
 
     @staticmethod

@@ -35,9 +35,9 @@ FOUR = [
     "1,2,2,sharded,block,4,4,3,fp64",
     "1,2,2,sharded+,block,4,4,3,fp64",
 ]
-TWO = ["1,2,1,flat,block,1,2,6,fp64", "1,2,2,sharded,block,2,4,3,dropout"]
+TWO = ["1,2,1,flat,block,1,2,6,fp64", "1,2,1,flat,block,1,3,3,accumulating", "1,2,2,sharded,block,2,4,3,dropout"]
 ALONE = {
-    shape: f"1,1,1,flat,block,1,{accumulation},{shape.split(',')[7]},{precision}"
+    shape: f"1,1,1,flat,block,1,{accumulation},{shape.split(',')[7]},{precision.replace('accumulating', 'fp64')}"
     for shape in EIGHT + FOUR + TWO
     for precision in [shape.rpartition(",")[2]]
     for accumulation in [{"dropout": 4, "fp32": 8}.get(precision, 1)]  # each micro-batch draws anew, and rounds

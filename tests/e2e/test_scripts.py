@@ -331,6 +331,12 @@ def test_unfit_interpreter_is_one_line(bare: Path, python: str | None, complaint
     assert not (bare / ".venv").exists()
 
 
+def test_an_interpreter_with_the_name_of_an_option_is_one_line(bare: Path) -> None:
+    """That is, not bash's own complaint, nor how its commands are used."""
+    assert one_error(prepare(bare, python="-c")).startswith("error: there is no -c: ")
+    assert not (bare / ".venv").exists()
+
+
 def test_failed_installation_is_tried_again(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     working = (bare / "python").read_text()
     (bare / "python").write_text(working.replace('echo pip "$@" >>calls', "exit 1"))

@@ -27,7 +27,7 @@ from bert.products.fp8 import (
     Fp8Products,
     Fp8State,
     _FeedForward,
-    _Product,
+    _Fp8Product,
     enable_fp8,
     require_fp8,
 )
@@ -436,8 +436,8 @@ def test_the_host_reads_nothing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         (dense, wide, narrow), products = state.denses, Fp8Products(state.denses)
         weight, bias = dense.dense.weight, dense.dense.bias
         calls: list[tuple[Any, tuple[Any, ...]]] = [
-            (_Product, (weight, bias, *dense.cast_input(x), dense)),
-            (_Product, (weight, None, *dense.cast_input(x), dense)),
+            (_Fp8Product, (weight, bias, *dense.cast_input(x), dense)),
+            (_Fp8Product, (weight, None, *dense.cast_input(x), dense)),
             (_FeedForward, (denses[1].weight, denses[1].bias, denses[2].weight, FeedForward(wide, narrow))),
         ]
         for function, arguments in calls:

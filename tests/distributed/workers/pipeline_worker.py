@@ -3,16 +3,18 @@
 python -m tests.distributed.workers.pipeline_worker OUT.pt SHAPE...
 
 A shape is TENSOR,PIPELINE,VIRTUAL_STAGES,STRATEGY,ORDER,RANKS_OF_A_NODE,ACCUMULATION,STEPS,PRECISION: fp32, or in fp64 one
-of fp64, dropout, recomputed, deep; with a + behind the strategy where gradients are sharded. OUT.pt maps each shape to what
-it came to.
+of fp64, dropout, recomputed, deep, accumulating (products and embeddings add gradients of weights by themselves, as on a
+GPU); with a + behind the strategy where gradients are sharded. OUT.pt maps each shape to what it came to.
 """
 
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+import bert.step_parts
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
@@ -73,7 +75,8 @@ def train(joined: Mesh, shape: str) -> dict[str, Any]:
         model.double()
     reference = {"dropout_add_layer_norm": "reference", "varlen_self_attention": "reference"}
     choose(reference | {"embedding_layer_norm": "reference", "varlen_attention": "reference"})
-    step = TrainingStep(model, chosen, mesh, Stopwatch())
+    with patch.object(bert.step_parts, "accumulates_products", lambda *_: precision == "accumulating"):
+        step = TrainingStep(model, chosen, mesh, Stopwatch())
     model.seed_dropout(7)
     batches = global_batches(mesh, int(accumulation), padded=order == "cyclic", count=int(steps))
     if precision != "deep":  # a warm-up is no other for that

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -11,17 +11,20 @@ import torch
 import torch.distributed as dist
 
 from bert.cuda_graphs import CudaCapturer
-from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.reduction.gradients import CommunicationStream
 from bert.reporting.statistics import Statistics
-from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import inert_batch
 from kernels import OPS
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
 from tests.bert.timeline import Stream, Timeline
-from tests.kernels.triton.traced.test_triton_traced_step import SHAPE_BUCKET, TracedStep, config, no_autocast
+from tests.kernels.triton.traced.test_triton_traced_step import (
+    SHAPE_BUCKET,
+    TracedStep,
+    no_autocast,
+    shared_step,
+)
 
 __all__ = ["no_autocast"]
 META = torch.device("meta")
@@ -53,21 +56,10 @@ SHAPES = [
 ]
 
 
-def step_of(rank: int, shape: Shape) -> TracedStep:
-    recipe = config()
-    training = replace(
-        recipe.training,
-        reduction=shape.reduction,
-        precision=shape.precision,
-        reduce_dtype=shape.reduce_dtype,
-        shard_gradients=shape.shard_gradients,
-        gradient_accumulation_steps=2,
-        bucket_bytes=20_000,
-    )
-    model = replace(recipe.model, hidden_size=64, intermediate_size=128)
-    recipe = replace(recipe, model=model, training=training, parallel=replace(recipe.parallel, tensor=shape.tensor))
+def step_on(rank: int, shape: Shape) -> TracedStep:
+    training = {name: value for name, value in vars(shape).items() if name != "tensor"}
     mesh = Mesh(rank, RANKS, rank % 2, META, ((0, 1), (2, 3)), shape.tensor)
-    return TracedStep(BertForPreTraining(recipe.model).to(META).train(), recipe, mesh, Stopwatch())
+    return shared_step(mesh, layers=2, gradient_accumulation_steps=2, **training)
 
 
 def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
@@ -78,7 +70,7 @@ def two_steps(rank: int, shape: Shape, captured: bool = False) -> Timeline:
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which "meta" does not have
         patch.setattr(Statistics, "fetch", lambda _: None)  # the host reads at an evaluation, and after the warm-up
         timeline = stack.enter_context(Timeline(rank).watching(patch))
-        step, batch = step_of(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
+        step, batch = step_on(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
         if captured:
             step.warm_up([batch] * 2, 0, CudaCapturer(torch.device("cuda")), [SHAPE_BUCKET])
             timeline.collectives.clear()

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,17 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import schedules
 
-from bert.model import BertForPreTraining
 from bert.parallel.mesh import Mesh, process_group
 from bert.parallel.pipeline import schedule
 from bert.parallel.pipeline.stages import PipelineParallel
 from bert.parallel.tensor.exchange import Exchange
-from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import inert_batch
 from kernels import OPS
 from tests.bert.process_groups import TimelineError, require_an_end, require_same_order
 from tests.bert.timeline import Timeline
-from tests.kernels.triton.traced.test_triton_traced_step import SHAPE_BUCKET, TracedStep, config, no_autocast
+from tests.kernels.triton.traced.test_triton_traced_step import (
+    SHAPE_BUCKET,
+    TracedStep,
+    no_autocast,
+    shared_step,
+)
 
 __all__ = ["no_autocast"]
 META = torch.device("meta")
@@ -64,22 +67,16 @@ Fault = Callable[[int, pytest.MonkeyPatch], None]
 """Takes something from the library on a rank, or on all of them."""
 
 
-def step_of(rank: int, shape: Shape) -> TracedStep:
-    recipe = config()
-    training = replace(
-        recipe.training,
+def step_on(rank: int, shape: Shape) -> TracedStep:
+    mesh = Mesh(rank, shape.ranks, rank, META, (tuple(range(shape.ranks)),), shape.tensor, shape.pipeline)
+    return shared_step(
+        mesh,
+        8,
+        shape.virtual_stages,
         reduction=shape.reduction,
         shard_gradients=shape.shard_gradients,
         gradient_accumulation_steps=shape.micro_batches,
-        bucket_bytes=20_000,
     )
-    model = replace(recipe.model, num_hidden_layers=8, hidden_size=64, intermediate_size=128)
-    parallel = replace(
-        recipe.parallel, tensor=shape.tensor, pipeline=shape.pipeline, virtual_stages=shape.virtual_stages
-    )
-    recipe = replace(recipe, model=model, training=training, parallel=parallel)
-    mesh = Mesh(rank, shape.ranks, rank, META, (tuple(range(shape.ranks)),), shape.tensor, shape.pipeline)
-    return TracedStep(BertForPreTraining(recipe.model).to(META).train(), recipe, mesh, Stopwatch())
 
 
 @contextmanager
@@ -103,7 +100,7 @@ def two_steps(rank: int, shape: Shape, fault: Fault = no_fault) -> Timeline:
         patch.setattr(torch, "autocast", lambda *_, **__: nullcontext())  # which "meta" does not have
         timeline = stack.enter_context(Timeline(rank).watching(patch))
         fault(rank, patch)
-        step, batch = step_of(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
+        step, batch = step_on(rank, shape), inert_batch(SHAPE_BUCKET).to(META)
         try:
             with first_step():
                 step([batch] * shape.micro_batches)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.configuration.sections import ModelConfig, OptimizerConfig, ParallelConfig
 from bert.model import BertForPreTraining
 from bert.optimizer import Lamb
 from bert.parallel.mesh import Mesh
@@ -69,6 +69,18 @@ class TracedStep(TrainingStep):
 def config() -> Config:
     model = ModelConfig(2, 32, 2, 64, 50, 48)
     return replace(tiny_cpu(), model=model, optimizer=OptimizerConfig(1e-2, 100))
+
+
+def shared_step(mesh: Mesh, layers: int, virtual_stages: int = 1, **training: Any) -> TracedStep:
+    """One rank's step of a model that all ranks of ``mesh`` have, or share."""
+    recipe = config()
+    recipe = replace(
+        recipe,
+        model=replace(recipe.model, num_hidden_layers=layers, hidden_size=64, intermediate_size=128),
+        training=replace(recipe.training, bucket_bytes=20_000, **training),
+        parallel=ParallelConfig(mesh.tensor, mesh.pipeline, virtual_stages),
+    )
+    return TracedStep(BertForPreTraining(recipe.model).to(mesh.device).train(), recipe, mesh, Stopwatch())
 
 
 @pytest.fixture(autouse=True)
