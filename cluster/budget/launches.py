@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 from unittest.mock import patch
@@ -120,12 +119,6 @@ def step_launches(
             with traced(observe, multiprocessors, {"kept": drawn}):
                 step([batch, batch])
     return tuple(found)
-
-
-def token_bytes(launches: Sequence[StepLaunch], layer: int) -> float:
-    """Bytes of element-wise traffic that a layer has for each token, forward and backward."""
-    [tokens] = {each.launch.shapes["query"][0] for each in launches if each.part == "attention"}
-    return sum(each.bytes for each in launches if each.part == "element-wise" and each.layer == layer) / tokens
 
 
 def _blocks(lengths: _Lengths) -> _Lengths:

@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from bert.parallel.collectives import agreed_integer
 from bert.parallel.joining.launch import Launch
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.single import all_gather_single
 from cluster.probe.arrival import meet
 from cluster.probe.collectives import WrongResult, measure_collectives
 from cluster.probe.computations import UNKNOWN, measure_computations, measure_contention
 from cluster.probe.computing import cells_of, gather_numbers, measure_rates
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers, sentence
 from cluster.probe.links import Paths, measure_paths
-from cluster.probe.machine import FACTS_BYTES, Facts, facts_of
+from cluster.probe.machine import Facts, facts_of
 from cluster.probe.schedule import Pairs, rounds_of_pairs
 from cluster.view import Collective, ComputationTime, Contention, Link, Rate, View, write_view
 from console.program import say
@@ -92,7 +91,7 @@ def probe(request: ProbeRequest) -> int:
             say(request.out)
             status = 1 if view.outliers else 0
         # All ranks end with rank 0's status, so that any launcher sees it.
-        return agreed_integer(status, mesh) if mesh.world_size > 1 else status
+        return agreed_integer(status, mesh)
     # Such errors have many lines, of which the first says what happened.
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0][:200]
@@ -127,9 +126,9 @@ def report(view: View) -> list[str]:
 def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, limit: float = math.inf) -> View | None:
     """The view, on rank 0; None on the others."""
     start = time.perf_counter()
-    # Who is where, and who is measured with whom.
-    # Facts go to all ranks, since each computes the same schedule from them.
-    every = [Facts.decoded(content) for content in _gather_bytes(facts_of(mesh).encoded(), mesh)]
+    # Facts go to all ranks, since each computes the same schedule from them; as bytes, so that nothing is unpickled.
+    facts = np.frombuffer(bytearray(facts_of(mesh).encoded()), np.uint8)
+    every = [Facts.decoded(row.tobytes()) for row in gather_numbers(facts, mesh)]
     # A launch that knows no nodes is one node.
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
@@ -156,7 +155,7 @@ def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, l
         # Screening has a limit of its own, much lower: a second look costs time, a missed fault more.
         suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
     # Every rank takes part in this agreement, whether suspicious or not: else the others would wait for ever.
-    if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
+    if agreed_integer(int(suspicious), mesh):
         measured = _together(measured, once())
     # What all ranks do at once.
     computations, contention = [], UNKNOWN
@@ -237,17 +236,6 @@ def _together(first: Measured, second: Measured) -> Measured:
         in_hosts=paths(first.in_hosts, second.in_hosts),
         between_hosts=paths(first.between_hosts, second.between_hosts),
     )
-
-
-def _gather_bytes(content: bytes, mesh: Mesh) -> list[bytes]:
-    """Every rank's ``content``, by rank; as bytes of fixed size, so that nothing is unpickled."""
-    if mesh.world_size == 1:
-        return [content]
-    # Spaces behind JSON are none of it.
-    sent = torch.tensor(list(content.ljust(FACTS_BYTES)), dtype=torch.uint8, device=mesh.device)
-    received = sent.new_empty(mesh.world_size * FACTS_BYTES)
-    all_gather_single(received, sent)
-    return [row.tobytes() for row in received.view(mesh.world_size, -1).cpu().numpy()]
 
 
 def _view(
