@@ -145,10 +145,9 @@ def probe(
         limit: Seconds within which all processes must have come.
         hosts: Names of the hosts in the order of their nodes, to name those that do not come; under Slurm not needed.
     """
-    from cluster.probe.command import ProbeRequest
     from cluster.probe.command import probe as measure
 
-    return measure(ProbeRequest(out, data, seconds, limit, hosts))
+    return measure(out, data, seconds, limit, hosts)
 
 
 @app.command
@@ -238,9 +237,9 @@ def _plan(
         networking: Of the nodes, in words: "8x ConnectX-7 IB NDR 400Gb/s".
         out: File to write, for --plan of a run.
     """
-    from cluster.plan.command import PlanRequest, plan
+    from cluster.plan.command import plan
 
-    plan(PlanRequest(recipe, cluster, gpus, accelerator, networking, out))
+    plan(recipe, cluster, gpus, accelerator, networking, out)
 
 
 @app.command(name="tune")
@@ -256,9 +255,9 @@ def _tune(
         settings: Settings of the recipe, as in a run, after "--".
         seconds: About how long measuring may take.
     """
-    from cluster.tuning.tune import TuneRequest, tune
+    from cluster.tuning.tune import tune
 
-    tune(TuneRequest(recipe, settings, seconds))
+    tune(recipe, settings, seconds)
 
 
 @app.command(name="scale")
@@ -280,9 +279,9 @@ def _scale(
         out: CSV file to write.
         page: HTML page to write.
     """
-    from cluster.plan.command import ScaleRequest, draw_scale
+    from cluster.plan.command import draw_scale
 
-    draw_scale(ScaleRequest(recipe, accelerator, gpus_per_node, networking, out, page))
+    draw_scale(recipe, accelerator, gpus_per_node, networking, out, page)
 
 
 @app.command(name="budget")

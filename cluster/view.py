@@ -177,8 +177,22 @@ class View:
     outliers: tuple[Outlier, ...]
 
     def ranks_of(self, host: int) -> list[int]:
-        """The ranks on a host, by their place there."""
+        """Return the ranks on a host, by their place there."""
         return sorted((r for r, rank in enumerate(self.ranks) if rank.host == host), key=lambda r: self.ranks[r].place)
+
+    def is_between_hosts(self, link: Link) -> bool:
+        """Tell whether a link's ends are on different hosts: the file has no field for it."""
+        return self.ranks[link.source].host != self.ranks[link.target].host
+
+    @property
+    def links_between_hosts(self) -> list[Link]:
+        """Links whose ends are on different hosts."""
+        return [link for link in self.links if self.is_between_hosts(link)]
+
+    @property
+    def links_in_hosts(self) -> list[Link]:
+        """Links between ranks of one host."""
+        return [link for link in self.links if not self.is_between_hosts(link)]
 
 
 def write_view(view: View, path: Path) -> None:

@@ -174,14 +174,10 @@ def _slowest(stragglers: Iterable[Straggler]) -> float:
 
 
 def _slowest_link(view: View) -> float:
-    """The time of the slowest link between hosts over the median, or of the slowest in the host where there is one."""
-    between = [
-        link.seconds_per_byte
-        for link in view.links
-        if view.ranks[link.source].host != view.ranks[link.target].host
-    ] or [link.seconds_per_byte for link in view.links]  # fmt: skip
-    typical = statistics.median(between) if between else 0.0
-    return max(between) / typical if typical else 1.0
+    """Return the time of the slowest link between hosts, or in the host where there is one, over the median."""
+    times = [link.seconds_per_byte for link in view.links_between_hosts or view.links]
+    typical = statistics.median(times) if times else 0.0
+    return max(times) / typical if typical else 1.0
 
 
 def report(run: Recorded, view: View | None = None) -> list[str]:

@@ -21,7 +21,7 @@ from benchmarks.conditions import write_figures
 from cluster.tuning.choice import TunedRun
 from cluster.tuning.group import Group
 from cluster.tuning.race import Comparison, window_steps
-from cluster.tuning.tune import TuneRequest, default_choice, tune
+from cluster.tuning.tune import default_choice, tune
 
 MIDDLE = (
     "--data.initial-checkpoint=None",
@@ -47,7 +47,7 @@ def main(seconds: float = 120.0, out: Path | None = None) -> None:
         os.environ["MLPERF_BERT_CACHE"] = folder
         for name, settings in CASES.items():
             print(name, flush=True)
-            rows.append({"case": name, **_row(tune(TuneRequest("tiny_cpu", settings, seconds)), settings)})
+            rows.append({"case": name, **_row(tune("tiny_cpu", settings, seconds), settings)})
     if out:
         write_figures(out, {"seconds": seconds, "turns": TURNS, "rows": rows})
     for row in rows:

@@ -15,9 +15,16 @@ def all_reduce_sum_(tensor: Tensor) -> Tensor:
 
 
 def all_reduce_min_(tensor: Tensor) -> Tensor:
-    """The smallest of all ranks' values in place of each, and return it."""
+    """Put the smallest of all ranks' values in place of each, and return it."""
     if dist.is_initialized():
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
+    return tensor
+
+
+def all_reduce_max_(tensor: Tensor) -> Tensor:
+    """Put the largest of all ranks' values in place of each, and return it."""
+    if dist.is_initialized():
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor
 
 

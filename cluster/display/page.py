@@ -15,8 +15,6 @@ from cluster.display.summary import (
     collective_rows,
     duration,
     heading,
-    links_between,
-    links_within,
     named_hosts,
     outlier_sentence,
     rate_rows,
@@ -69,12 +67,11 @@ def _figures(view: View) -> str:
     rows = rate_rows(view)
     products = [row for row in rows if row.name.startswith("product")]
     best = max(products, key=lambda row: row.work, default=None)
-    between, within = links_between(view), links_within(view)
     # Only ranks have a figure always: a probe of one process has no links, one without products no rate.
     figures = [("Ranks", f"{len(view.ranks):,}", f"on {counted(len(view.hosts), 'host')}")]
     if best:
         figures.append(("Matrix products", best.typical, f"a rank, {best.name.removeprefix('product ')}"))
-    for name, links in (("Link between hosts", between), ("Link in a host", within)):
+    for name, links in (("Link between hosts", view.links_between_hosts), ("Link in a host", view.links_in_hosts)):
         if links:
             latency = duration(statistics.median(link.latency_s for link in links))
             figures.append(
@@ -104,12 +101,12 @@ def _statements(view: View) -> str:
 def _heat_maps(view: View) -> str:
     """Draw heat maps of links between hosts, and between the places in a host: from a row to a column."""
     names = [host.name for host in view.hosts]
-    between = _heat_map("Between hosts", links_between(view), [rank.host for rank in view.ranks], names)
+    between = _heat_map("Between hosts", view.links_between_hosts, [rank.host for rank in view.ranks], names)
     places = [rank.place for rank in view.ranks]
     within = _heat_map(
         # Places in a host stand for the same places of all hosts, of which the slowest shows.
         "Within hosts, the slowest of all hosts",
-        links_within(view),
+        view.links_in_hosts,
         places,
         [f"rank {place}" for place in range(max(places) + 1)],
     )

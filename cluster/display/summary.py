@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from cluster.view import Link, Outlier, Rate, View
+from cluster.view import Outlier, Rate, View
 from console.text import counted
 
 
@@ -100,21 +100,10 @@ def byte_count(size: int) -> str:
     return f"{size} B"
 
 
-def links_between(view: View) -> list[Link]:
-    """Links between hosts."""
-    # A link is between hosts by where its ranks are: the file has no field for it.
-    return [link for link in view.links if view.ranks[link.source].host != view.ranks[link.target].host]
-
-
-def links_within(view: View) -> list[Link]:
-    """Links between ranks of a host."""
-    return [link for link in view.links if view.ranks[link.source].host == view.ranks[link.target].host]
-
-
 def link_lines(view: View) -> list[tuple[str, str]]:
     """Typical and worst links of either kind, with a name."""
     lines = []
-    for name, links in (("between hosts", links_between(view)), ("in hosts", links_within(view))):
+    for name, links in (("between hosts", view.links_between_hosts), ("in hosts", view.links_in_hosts)):
         if links:
             rates, latencies = [link.seconds_per_byte for link in links], [link.latency_s for link in links]
             lines.append(

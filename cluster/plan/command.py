@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from bert.configuration.config import Config
@@ -19,18 +18,6 @@ from console.program import say
 from console.text import counted
 
 
-@dataclass(frozen=True)
-class PlanRequest:
-    """Recipe and the ranks to plan it for."""
-
-    recipe: str
-    cluster: Path | None
-    gpus: int | None
-    accelerator: str | None
-    networking: str
-    out: Path
-
-
 def recipe_named(name: str) -> Config:
     """Return a recipe. Raises ``ValueError`` where there is none of that name, or its settings follow from its data."""
     if name not in RECIPES:
@@ -43,26 +30,28 @@ def recipe_named(name: str) -> Config:
     return RECIPES[name]()
 
 
-def plan(request: PlanRequest) -> None:
+def plan(
+    recipe: str, cluster: Path | None, gpus: int | None, accelerator: str | None, networking: str, out: Path
+) -> None:
     """Print the best plans and why the others lose, and write the best one.
 
     Raises:
         ValueError: a request that cannot be met, or nothing is feasible.
     """
-    config = recipe_named(request.recipe)
-    target = target_of(request.recipe, request.cluster, request.gpus, request.accelerator, request.networking)
+    config = recipe_named(recipe)
+    target = target_of(recipe, cluster, gpus, accelerator, networking)
     found = search(config, work_for(config), target)
     where = f"{counted(target.nodes, 'node')} of {target.ranks_per_node} x {target.device}"
-    source = f"as {request.cluster} measured" if request.cluster else "by its facts"
-    say(f"{request.recipe} on {where}, {source}: {counted(len(found.ranked), 'way')} predicted")
+    source = f"as {cluster} measured" if cluster else "by its facts"
+    say(f"{recipe} on {where}, {source}: {counted(len(found.ranked), 'way')} predicted")
     for line in as_lines(found, target.world_size):
         say(line)
     # `best`, not `ranked`: the few were predicted again by several steps, which may have changed their order.
     best = found.best[0]
-    write_plan(run_plan(config, target, best), request.out)
+    write_plan(run_plan(config, target, best), out)
     say()
     say(summary(best))
-    say(f"{request.out}: ./run_and_time.sh {request.recipe} -- --plan {request.out}")
+    say(f"{out}: ./run_and_time.sh {recipe} -- --plan {out}")
 
 
 def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
@@ -80,28 +69,18 @@ def run_plan(config: Config, target: Target, chosen: Candidate) -> RunPlan:
     )
 
 
-@dataclass(frozen=True)
-class ScaleRequest:
-    """Recipe, devices in nodes to scale it over, and files to write."""
-
-    recipe: str
-    accelerator: str | None
-    gpus_per_node: int
-    networking: str
-    out: Path | None
-    page: Path | None
-
-
-def draw_scale(request: ScaleRequest) -> None:
+def draw_scale(
+    recipe: str, accelerator: str | None, gpus_per_node: int, networking: str, out: Path | None, page: Path | None
+) -> None:
     """Print the best plan of each number of accelerators, and write table and page where they are asked for.
 
     Raises:
         ValueError: a request that cannot be met.
     """
-    config = recipe_named(request.recipe)
-    device, _ = device_of(request.recipe, request.accelerator)
+    config = recipe_named(recipe)
+    device, _ = device_of(recipe, accelerator)
     # All points before any output: a plan that fails leaves no half table.
-    points = scale(config, device, request.gpus_per_node, request.networking)
+    points = scale(config, device, gpus_per_node, networking)
     names = "".join(f"{cause.split()[0]:>11}" for cause in CAUSES)
     say(f"{device.name:>14}{'batch':>8}  {'precision':<10}{'reduction':<14}{'minutes':>8}{'efficiency':>12}{names}")
     for point in points:
@@ -111,9 +90,9 @@ def draw_scale(request: ScaleRequest) -> None:
             f"{point.accelerators:14,}{strategy.global_batch_size:8,}  {strategy.precision:<10}{strategy.reduction:<14}"
             f"{point.minutes:8.3g}{point.efficiency:12.0%}{shares}"
         )
-    if request.out is not None:
-        write_table(points, request.out)
-        say(request.out)
-    if request.page is not None:
-        write_page(request.recipe, device, points, published_on(device), request.page)
-        say(request.page)
+    if out is not None:
+        write_table(points, out)
+        say(out)
+    if page is not None:
+        write_page(recipe, device, points, published_on(device), page)
+        say(page)

@@ -55,8 +55,11 @@ def schedules(config: Config) -> list[BatchSchedule]:
         ]
     found: dict[int, BatchSchedule] = {}
     for schedule in [*_of_recipes(published), *_stated(published)]:
-        best = found.get(schedule.global_batch_size)
-        if best is None or (schedule.samples or 0) < (best.samples or 0):  # of one size, what took the fewest samples
+        # Of one size, what took the fewest samples; these are all published, so that their samples are known.
+        best = found.setdefault(schedule.global_batch_size, schedule)
+        assert schedule.samples is not None
+        assert best.samples is not None
+        if schedule.samples < best.samples:
             found[schedule.global_batch_size] = schedule
     # Last of all, so that nothing published displaces the recipe's own hyperparameters at its own batch.
     samples = _samples(published, training.global_batch_size, config.optimizer)
@@ -73,16 +76,14 @@ def _published() -> dict[_Key, list[Mapping[str, str]]]:
         for row in csv.DictReader(file):
             # Open results may have changed the model or the target.
             if row["division"] == "closed" and "Gaudi2" not in row["accelerator"]:  # whose logs state no true samples
-                batch, steps = int(row["global_batch_size"]), round(float(row["opt_learning_rate_training_steps"]))
+                steps, warmup = (
+                    round(float(row[f"opt_learning_rate_{name}_steps"])) for name in ("training", "warmup")
+                )
                 rate, beta_1, beta_2 = (
                     float(row[f"opt_{name}"]) for name in ("base_learning_rate", "lamb_beta_1", "lamb_beta_2")
                 )
-                found[batch, rate, beta_1, beta_2, steps, _warmup(row)].append(row)
+                found[int(row["global_batch_size"]), rate, beta_1, beta_2, steps, warmup].append(row)
     return found
-
-
-def _warmup(row: Mapping[str, str]) -> int:
-    return round(float(row["opt_learning_rate_warmup_steps"]))
 
 
 def _samples(published: Mapping[_Key, list[Mapping[str, str]]], batch: int, optimizer: OptimizerConfig) -> float | None:

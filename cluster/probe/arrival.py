@@ -7,9 +7,7 @@ rank 0 opens the store that PyTorch takes afterwards, as torchrun's agent does, 
 from __future__ import annotations
 
 import os
-import re
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from bert.parallel.joining.launch import Launch
 from bert.parallel.joining.master_port import require_free_port
+from cluster.probe.machine import scontrol_show
 
 # Short beside an arrival, long beside a question to the store.
 _PAUSE_S = 0.05
@@ -68,9 +67,10 @@ def meet(launch: Launch, seconds: float, hosts: Sequence[str] = ()) -> Store | N
         # The others go on only when rank 0 has seen all: nobody talks to one who is not there.
         _answer(store, deadline, seconds)
         return tcp
-    absent = _absent(store, launch.world_size, deadline)
-    if absent:
-        text = describe_absent(absent, _present(store, absent, launch.world_size), launch, hosts or slurm_hosts())
+    if absent := _absent(store, launch.world_size, deadline):
+        present = sorted({*range(launch.world_size)}.difference(absent))
+        host_of = {rank: store.get(f"host/{rank}").decode() for rank in present}
+        text = describe_absent(absent, host_of, launch, hosts or slurm_hosts())
         # The value is never read: the key alone tells the others to end.
         store.set("missing", "")
         time.sleep(4 * _PAUSE_S)  # the others ask once more before the store goes with this process
@@ -121,11 +121,6 @@ def _absent(store: Store, world_size: int, deadline: float) -> list[int]:
     return [rank for rank in missing if not store.check([f"host/{rank}"])]
 
 
-def _present(store: Store, absent: Sequence[int], world_size: int) -> dict[int, str]:
-    gone = set(absent)
-    return {rank: store.get(f"host/{rank}").decode() for rank in range(world_size) if rank not in gone}
-
-
 def describe_absent(absent: Sequence[int], present: dict[int, str], launch: Launch, hosts: Sequence[str]) -> str:
     """Say which hosts have not come, and which of their ranks.
 
@@ -159,15 +154,6 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def slurm_hosts() -> list[str]:
-    """The hosts of this job in the order of their nodes, as Slurm has them; [] without Slurm."""
+    """Return the hosts of this job in the order of their nodes, as Slurm has them; [] without Slurm."""
     names = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST", "")
-    # The list goes to a program's command line: nothing that could be an option, nothing but host lists.
-    if not re.fullmatch(r"[\w.,\[\]-]{1,65536}", names, re.ASCII) or names.startswith("-"):
-        return []
-    try:
-        done = subprocess.run(
-            ["scontrol", "show", "hostnames", names], capture_output=True, text=True, check=True, timeout=5
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return done.stdout.split()
+    return scontrol_show("hostnames", names)

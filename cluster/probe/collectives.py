@@ -14,13 +14,13 @@ from typing import get_args
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from scipy.optimize import nnls
 from torch import Tensor
 
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.gradients import Communicators
 from bert.parallel.single import all_gather_single, reduce_scatter_single
+from cluster.probe.computing import gather_numbers
 from cluster.view import Collective, Operation, Scope
 
 SMALLEST_BYTES, LARGEST_BYTES = 64 * 2**10, 256 * 2**20
@@ -181,10 +181,7 @@ class _Trial:
         self, mesh: Mesh, took: list[float], busy: float, wrong: int, source: int
     ) -> tuple[list[float], float, list[tuple[int, int, int]]]:
         # fp64 holds seconds, counts and rank numbers exactly in one message.
-        own = torch.tensor([*took, busy, wrong, source], dtype=torch.float64, device=mesh.device)
-        every = own.new_empty(mesh.world_size * own.numel())
-        all_gather_single(every, own)
-        found: NDArray[np.float64] = every.view(mesh.world_size, -1).cpu().numpy()
+        found = gather_numbers(np.array([*took, busy, wrong, source]), mesh)
         bad = [(rank, int(row[-1]), int(row[-2])) for rank, row in enumerate(found) if row[-2]]
         # The slowest rank's time of each repetition; processors are added up over all ranks.
         return found[:, : len(took)].max(axis=0).tolist(), float(found[:, len(took)].sum()), bad

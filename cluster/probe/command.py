@@ -18,14 +18,13 @@ from numpy.typing import NDArray
 from bert.parallel.collectives import agreed_integer
 from bert.parallel.joining.launch import Launch
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.single import all_gather_single
 from cluster.probe.arrival import meet
 from cluster.probe.collectives import WrongResult, measure_collectives
 from cluster.probe.computations import UNKNOWN, measure_computations, measure_contention
 from cluster.probe.computing import cells_of, gather_numbers, measure_rates
 from cluster.probe.findings import SCREENING, Measured, find_leaves, find_outliers, sentence
 from cluster.probe.links import Paths, measure_paths
-from cluster.probe.machine import FACTS_BYTES, Facts, facts_of
+from cluster.probe.machine import Facts, facts_of
 from cluster.probe.schedule import Pairs, rounds_of_pairs
 from cluster.view import Collective, ComputationTime, Contention, Link, Rate, View, write_view
 from console.program import say
@@ -34,26 +33,18 @@ from console.version import commit
 TURNS = 5
 """Of measuring; as many again where something is suspicious, which all count then."""
 
+SHARES = {
+    "devices": 0.25,
+    "paths in hosts": 0.1,
+    "paths between hosts": 0.15,
+    "contention": 0.1,
+    "computations": 0.2,
+    "collectives": 0.2,
+}
+"""Of the seconds that are asked for, what each kind of measuring is to take: all of them together."""
+
 _SHORT_S, _SHORT_TURNS, _SHORT_LIMIT_S = 3.0, 3, 10.0
 """Of measuring in a short probe, which takes longer where ranks wait for others in every turn, and its end."""
-
-
-@dataclass(frozen=True)
-class ProbeRequest:
-    """Extent of a probe and the places of what it reads and writes.
-
-    Attributes:
-        data: folder of which reading is timed.
-        seconds: about how long measuring may take; a second look takes as long again as devices and links took.
-        limit: seconds within which all ranks must have come.
-        hosts: names of the hosts in the order of nodes, to name those that do not come.
-    """
-
-    out: Path
-    data: Path | None = None
-    seconds: float = 30.0
-    limit: float = 60.0
-    hosts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,33 +57,41 @@ class _Together:
     wrong: tuple[WrongResult, ...]
 
 
-def probe(request: ProbeRequest) -> int:
+def probe(
+    out: Path, data: Path | None = None, seconds: float = 30.0, limit: float = 60.0, hosts: Sequence[str] = ()
+) -> int:
     """Measure, write the view, and say what is slow; returns the exit status: 1 where something is.
+
+    Args:
+        data: folder of which reading is timed.
+        seconds: about how long measuring may take; a second look takes as long again as devices and links took.
+        limit: seconds within which all ranks must have come.
+        hosts: names of the hosts in the order of nodes, to name those that do not come.
 
     Raises:
         ValueError: the launch does not fit, ranks do not come, or one is lost on the way.
     """
     launch = Launch.from_environment()
     # Only rank 0 writes; the others may not even have that folder.
-    if launch.rank == 0 and not request.out.absolute().parent.is_dir():
-        raise ValueError(f"--out is {request.out}: there is no folder {request.out.absolute().parent}")
-    if request.seconds < 1 or request.limit < 1:
-        raise ValueError(f"--seconds is {request.seconds:g} and --limit {request.limit:g}, expected at least 1 of each")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    store = meet(launch, request.limit, request.hosts)
+    if launch.rank == 0 and not out.absolute().parent.is_dir():
+        raise ValueError(f"--out is {out}: there is no folder {out.absolute().parent}")
+    if seconds < 1 or limit < 1:
+        raise ValueError(f"--seconds is {seconds:g} and --limit {limit:g}, expected at least 1 of each")
+    store = meet(launch, limit, hosts)
     try:
         # A collective may wait for the slowest rank: at least a minute.
-        mesh = join_mesh(device.type, timeout=timedelta(seconds=max(60.0, 4 * request.seconds)))
-        view = _measure(mesh, request.seconds, TURNS, request.data)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = join_mesh(device, timeout=timedelta(seconds=max(60.0, 4 * seconds)))
+        view = _measure(mesh, seconds, TURNS, data)
         status = 0
         if view is not None:
-            write_view(view, request.out)
+            write_view(view, out)
             for line in report(view):
                 say(line)
-            say(request.out)
+            say(out)
             status = 1 if view.outliers else 0
         # All ranks end with rank 0's status, so that any launcher sees it.
-        return agreed_integer(status, mesh) if mesh.world_size > 1 else status
+        return agreed_integer(status, mesh)
     # Such errors have many lines, of which the first says what happened.
     except RuntimeError as error:
         reason = str(error).strip().split("\n")[0][:200]
@@ -127,46 +126,46 @@ def report(view: View) -> list[str]:
 def _measure(mesh: Mesh, seconds: float, turns: int, data: Path | None = None, limit: float = math.inf) -> View | None:
     """The view, on rank 0; None on the others."""
     start = time.perf_counter()
-    # Who is where, and who is measured with whom.
-    # Facts go to all ranks, since each computes the same schedule from them.
-    every = [Facts.decoded(content) for content in _gather_bytes(facts_of(mesh).encoded(), mesh)]
+    # Facts go to all ranks, since each computes the same schedule from them; as bytes, so that nothing is unpickled.
+    facts = np.frombuffer(bytearray(facts_of(mesh).encoded()), np.uint8)
+    every = [Facts.decoded(row.tobytes()) for row in gather_numbers(facts, mesh)]
     # A launch that knows no nodes is one node.
     nodes = mesh.nodes or (tuple(range(mesh.world_size)),)
     host_of = [next(host for host, ranks in enumerate(nodes) if rank in ranks) for rank in range(mesh.world_size)]
     sharers = _sharers(mesh, every)
     cells = cells_of(mesh.device, data)
     in_hosts, between = _schedules(nodes, every)
+    seconds_for = {kind: share * seconds for kind, share in SHARES.items()}
 
     def once() -> Measured:
-        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), turns, 0.3 * seconds)
+        rates_TC = measure_rates(mesh, cells, sharers, _slots(mesh, every), turns, seconds_for["devices"])
         return Measured(
             every,
             host_of,
             cells,
             gather_numbers(rates_TC, mesh),
-            measure_paths(mesh, in_hosts, turns, 0.1 * seconds) if in_hosts else None,
-            measure_paths(mesh, between, turns, 0.2 * seconds) if between else None,
+            measure_paths(mesh, in_hosts, turns, seconds_for["paths in hosts"]) if in_hosts else None,
+            measure_paths(mesh, between, turns, seconds_for["paths between hosts"]) if between else None,
         )
 
     # Devices and paths; where rank 0 finds something suspicious, it has all ranks measure them once more.
     measured = once()
     suspicious = False
-    # Only where there is time for as much again, and for the collectives that follow.
+    # Only where there is time for as much again, and for the collectives that follow: over slow links twice their share.
     if mesh.is_main and 2 * (time.perf_counter() - start) + 0.4 * seconds < limit:
         # Screening has a limit of its own, much lower: a second look costs time, a missed fault more.
         suspicious = bool(find_outliers(measured, find_leaves(measured)[0], chance=SCREENING))
     # Every rank takes part in this agreement, whether suspicious or not: else the others would wait for ever.
-    if mesh.world_size > 1 and agreed_integer(int(suspicious), mesh):
-        measured = _together(measured, once())
-    # What all ranks do at once.
+    if agreed_integer(int(suspicious), mesh):
+        measured = _all_turns(measured, once())
     computations, contention = [], UNKNOWN
     if limit == math.inf:  # many kinds, each of which takes its time; they are for predictions, and name nothing slow
-        contention = measure_contention(mesh, _processors(every), 0.1 * seconds)
-        computations = measure_computations(mesh, _processors(every), 0.2 * seconds)
+        contention = measure_contention(mesh, _processors(every), seconds_for["contention"])
+        computations = measure_computations(mesh, _processors(every), seconds_for["computations"])
     collectives: list[Collective] = []
     wrong: list[WrongResult] = []
     if mesh.world_size > 1:
-        collectives, wrong = measure_collectives(mesh, 0.3 * seconds)
+        collectives, wrong = measure_collectives(mesh, seconds_for["collectives"])
     if not mesh.is_main:
         return None
     together = _Together(tuple(computations), contention, tuple(collectives), tuple(wrong))
@@ -219,8 +218,8 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part) if part.isdecimal() else -1, part) for part in re.split(r"(\d+)", name)]
 
 
-def _together(first: Measured, second: Measured) -> Measured:
-    """All turns of two measurements."""
+def _all_turns(first: Measured, second: Measured) -> Measured:
+    """Join the turns of two measurements."""
 
     def paths(one: Paths | None, other: Paths | None) -> Paths | None:
         if one is None or other is None:
@@ -237,17 +236,6 @@ def _together(first: Measured, second: Measured) -> Measured:
         in_hosts=paths(first.in_hosts, second.in_hosts),
         between_hosts=paths(first.between_hosts, second.between_hosts),
     )
-
-
-def _gather_bytes(content: bytes, mesh: Mesh) -> list[bytes]:
-    """Every rank's ``content``, by rank; as bytes of fixed size, so that nothing is unpickled."""
-    if mesh.world_size == 1:
-        return [content]
-    # Spaces behind JSON are none of it.
-    sent = torch.tensor(list(content.ljust(FACTS_BYTES)), dtype=torch.uint8, device=mesh.device)
-    received = sent.new_empty(mesh.world_size * FACTS_BYTES)
-    all_gather_single(received, sent)
-    return [row.tobytes() for row in received.view(mesh.world_size, -1).cpu().numpy()]
 
 
 def _view(

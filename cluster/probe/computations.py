@@ -148,7 +148,7 @@ def measure_contention(mesh: Mesh, processors: int, seconds: float) -> Contentio
     # At least four, so that the clock's resolution does not show.
     count = max(4, int(share / time_in_window(lambda: torch.mm(one, other, out=out), 0.02, mesh.device)))
     # All ranks must do the same number, or their times would be of different work.
-    count = agreed_integer(count, mesh) if mesh.world_size > 1 else count
+    count = agreed_integer(count, mesh)
 
     def work() -> float:
         start = time.perf_counter()

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from bert.parallel.collectives import barrier
+from bert.parallel.collectives import all_reduce_max_, barrier
 from bert.parallel.mesh import Mesh
 from bert.parallel.single import all_gather_single
 from cluster.view import Quantity
@@ -152,17 +152,17 @@ def measure_rates(
         seconds: about how long all of it may take.
     """
     # As many rounds as the fullest machine needs: all ranks go through the same number of barriers.
-    groups = math.ceil(len(sharers) / slots)
-    every = _agreed_max(groups, mesh)
+    own_groups = math.ceil(len(sharers) / slots)
+    groups = int(all_reduce_max_(torch.tensor([own_groups], device=mesh.device)).item())
     mine = list(sharers).index(mesh.rank) // slots
     weights = [_JUDGED_WINDOW if cell.judged else 1.0 for cell in cells]
     # At most 0.1 s a window, however much time there is.
-    window = min(0.1, seconds / (turns * every * sum(weights)))
+    window = min(0.1, seconds / (turns * groups * sum(weights)))
     times_TC = np.empty((turns, len(cells)))
     for cell in cells:  # the first time something is allocated or loaded, which no turn is to show
         cell.action()
     for turn in range(turns):
-        for group in range(every):
+        for group in range(groups):
             # A barrier between groups: ranks that share cores never measure at the same time.
             barrier()
             if group == mine:
@@ -173,20 +173,11 @@ def measure_rates(
     return times_TC
 
 
-def gather_numbers(own: NDArray[np.float64], mesh: Mesh) -> NDArray[np.float64]:
-    """Every rank's array, of the same shape on all, by rank."""
+def gather_numbers(own: NDArray[Any], mesh: Mesh) -> NDArray[Any]:
+    """Return every rank's array, of the same shape and type on all, by rank."""
     if mesh.world_size == 1:
         return own[None]
     sent = torch.from_numpy(own).to(mesh.device).reshape(-1)
     received = sent.new_empty(mesh.world_size * sent.numel())
     all_gather_single(received, sent)
     return received.cpu().numpy().reshape(mesh.world_size, *own.shape)
-
-
-def _agreed_max(value: int, mesh: Mesh) -> int:
-    import torch.distributed as dist
-
-    highest: Tensor = torch.tensor([value], device=mesh.device)
-    if dist.is_initialized():
-        dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return int(highest.item())

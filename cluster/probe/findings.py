@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -315,15 +314,11 @@ def _broken(measured: Measured, wrong: WrongResult) -> Outlier:
 
 
 def sentence(outlier: Outlier) -> str:
-    """One line about an outlier."""
+    """Return one line about an outlier."""
     if not outlier.ratio:
         return f"BROKEN  {outlier.name}"
     cost = f", {100 * outlier.step_share:.1f} % of a step" if outlier.step_share else ""
-    deviations = (
-        "more than 999"
-        if not math.isfinite(outlier.deviations) or outlier.deviations > 999
-        else f"{outlier.deviations:.0f}"
-    )
+    deviations = "more than 999" if outlier.deviations > 999 else f"{outlier.deviations:.0f}"
     return (
         f"SLOW  {outlier.name}: {outlier.quantity}, time {100 * (outlier.ratio - 1):.0f} % above the others "
         f"({deviations} deviations{cost})"

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bert.parallel.collectives import all_reduce_max_
 from bert.parallel.mesh import Mesh
-from bert.parallel.single import all_gather_single
+from cluster.probe.computing import gather_numbers
 from cluster.probe.schedule import Pairs
 
 _ROUND_TRIPS = 12
@@ -60,16 +61,13 @@ def measure_paths(mesh: Mesh, rounds: Sequence[Pairs], turns: int, seconds: floa
             if pair := partners[number]:
                 row[number] = messages.both_ways(pair, sizes[number])
         rows.append(row)
+        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=mesh.device)
         # The slowest rank decides for all: some leaving the loop earlier would leave others waiting.
-        spent = _max_of_all(mesh, time.perf_counter() - start)
+        slowest = all_reduce_max_(spent).item()
         # Three turns at least, below which `cluster.outliers` judges nothing.
-        if spent > seconds and turn >= 2:
+        if slowest > seconds and turn >= 2:
             break
-    own = torch.tensor(rows, dtype=torch.float64, device=mesh.device).reshape(-1)
-    every = own.new_empty(mesh.world_size * own.numel())
-    all_gather_single(every, own)
-    found_RTPK = every.cpu().numpy().reshape(mesh.world_size, len(rows), len(rounds), 3)
-    return _as_paths(found_RTPK, rounds)
+    return _as_paths(gather_numbers(np.array(rows), mesh), rounds)
 
 
 def _as_paths(found_RTPK: NDArray[np.float64], rounds: Sequence[Pairs]) -> Paths:
@@ -89,13 +87,6 @@ def _as_paths(found_RTPK: NDArray[np.float64], rounds: Sequence[Pairs]) -> Paths
         np.stack(latency, axis=1) if latency else empty,
         np.stack(rate, axis=1) if rate else empty,
     )
-
-
-def _max_of_all(mesh: Mesh, value: float) -> float:
-    """The highest of all ranks' values."""
-    highest = torch.tensor([value], dtype=torch.float64, device=mesh.device)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
-    return float(highest.item())
 
 
 def _exchange(mesh: Mesh, own: Tensor, theirs: Tensor, pair: tuple[int, int]) -> None:

@@ -49,15 +49,14 @@ class Facts:
     clique: str
 
     def encoded(self) -> bytes:
-        """Encode as JSON of at most ``FACTS_BYTES`` bytes."""
-        # Padded to that size on the way: a longer one could not be sent whole.
+        """Write the facts as JSON, filled up with spaces to ``FACTS_BYTES``: ranks send one another as many bytes each."""
         content = json.dumps(asdict(self)).encode()
         assert len(content) <= FACTS_BYTES, f"{len(content)} bytes of facts"
-        return content
+        return content.ljust(FACTS_BYTES)
 
     @classmethod
     def decoded(cls, content: bytes) -> Facts:
-        """Decode what another rank has encoded."""
+        """Read what another rank has encoded."""
         fields = json.loads(content)
         cards = tuple(Card(**card) for card in fields.pop("cards"))
         return cls(cards=cards, switches=tuple(fields.pop("switches")), **fields)
@@ -73,34 +72,31 @@ class Facts:
         return Rank(host, place, self.device, self.device_memory, self.numa, self.card, self.clique, ())
 
 
-def facts_of(mesh: Mesh, sys: Path = Path("/sys")) -> Facts:
+def facts_of(mesh: Mesh) -> Facts:
     """Gather this rank's facts."""
+    sys = Path("/sys")
     cards = network_cards(sys)
     if mesh.device.type == "cuda":
         import torch
 
         properties = torch.cuda.get_device_properties(mesh.device)
         address = pci_address(properties)
-        name, memory, numa = (
-            properties.name,
-            properties.total_memory,
-            number(sys / f"bus/pci/devices/{address}/numa_node"),
-        )
+        name, memory = properties.name, properties.total_memory
+        numa = number(sys / f"bus/pci/devices/{address}/numa_node")
         card, clique = nearest_card(sys, address, cards), nvlink_clique(address)
     else:
         name, memory, numa = processor_name(), host_memory(), _own_numa(sys)
         usual = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]  # where gloo is told to talk
         card = usual if usual in [each.name for each in cards] else next((each.name for each in cards), "")
         clique = ""
-    cpus = list(sys.glob("devices/system/cpu/cpu[0-9]*"))
-    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = socket.gethostname()[:128]
     return Facts(
-        socket.gethostname()[:128],
+        host,
         # Hosts that are containers or namespaces of one machine share its boot.
-        boot.read_text().strip() if boot.exists() else socket.gethostname()[:128],
+        _text(Path("/proc/sys/kernel/random/boot_id")).strip() or host,
         # At least 1: virtual machines may state neither sockets nor NUMA nodes.
-        max(1, len({number(cpu / "topology/physical_package_id") for cpu in cpus})),
-        max(1, len(list(sys.glob("devices/system/node/node[0-9]*")))),
+        max(1, len({*map(number, sys.glob("devices/system/cpu/cpu[0-9]*/topology/physical_package_id"))})),
+        max(1, len([*sys.glob("devices/system/node/node[0-9]*")])),
         # Of the machine, which all its ranks share, not of this process' affinity.
         os.cpu_count() or 1,
         host_memory(),
@@ -259,21 +255,21 @@ def slurm_switches() -> tuple[str, ...]:
     if pattern.startswith("switch."):
         # The last field is the node itself.
         return tuple(name[:64] for name in address.split(".")[:-1][-_MOST_SWITCHES:])
-    node = os.environ.get("SLURMD_NODENAME", "")
-    # The name goes to a command line: nothing that could be an option.
-    if not re.fullmatch(r"[\w.-]{1,128}", node, re.ASCII) or node.startswith("-"):
-        return ()
+    return switches_of(scontrol_show("topology", os.environ.get("SLURMD_NODENAME", "")))
+
+
+def scontrol_show(entity: str, names: str) -> list[str]:
+    """Return the lines that ``scontrol show`` prints about nodes; none without Slurm, or where these are no names of any."""
+    # The names go to a program's command line: nothing that could be an option, nothing but host lists.
+    if not re.fullmatch(r"[\w.,\[\]-]{1,65536}", names, re.ASCII) or names.startswith("-"):
+        return []
     try:
         done = subprocess.run(
-            ["scontrol", "show", "topology", node],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_SCONTROL_SECONDS,
+            ["scontrol", "show", entity, names], capture_output=True, text=True, check=True, timeout=_SCONTROL_SECONDS
         )
     except (OSError, subprocess.SubprocessError):
-        return ()
-    return switches_of(done.stdout.splitlines())
+        return []
+    return done.stdout.splitlines()
 
 
 def switches_of(lines: Iterable[str]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from cluster.published.calibration import INTERVAL, Calibration, calibration
+from cluster.published.calibration import INTERVAL, calibration
 from cluster.published.cost_model import RunTime, TimedRun, run_time, uses_fp8
 from cluster.published.machine import Machine
 from cluster.published.results import Result, nearest, results, usual_batches
@@ -48,12 +48,11 @@ class Prediction:
         return self.time.total / 60
 
 
-def predict(run: TimedRun, using: Calibration | None = None) -> Prediction:
-    """Predict the time to train of a run, by the calibration that is shipped or another."""
-    using = using or calibration()
-    time = run_time(using.parameters, run)
-    low, high = using.interval(run)
-    return Prediction(run, time, time.total / 60 * low, time.total / 60 * high, _extrapolates(run, using), nearest(run))
+def predict(run: TimedRun) -> Prediction:
+    """Predict the time to train of a run, by the calibration that is shipped."""
+    time = run_time(calibration().parameters, run)
+    low, high = calibration().interval(run)
+    return Prediction(run, time, time.total / 60 * low, time.total / 60 * high, _extrapolates(run), nearest(run))
 
 
 def usual_run(machine: Machine, round: str | None = None) -> TimedRun:
@@ -68,13 +67,13 @@ def usual_run(machine: Machine, round: str | None = None) -> TimedRun:
     return min(runs, key=lambda run: run_time(parameters, run).total)
 
 
-def _extrapolates(run: TimedRun, using: Calibration) -> tuple[str, ...]:
+def _extrapolates(run: TimedRun) -> tuple[str, ...]:
     machine = run.machine
     # Of the data, not of the fit: the model answers for any scale.
     largest = max(result.run.machine.accelerators for result in results())
     largest_batch = max(result.run.batch for result in results())
     found = []
-    if machine.device.model not in using.models:
+    if machine.device.model not in calibration().models:
         found.append(f"no published result of {machine.device.name}: by its data sheet alone")
     if machine.accelerators > largest:
         found.append(f"no published result of more than {largest:,} accelerators")

@@ -65,8 +65,6 @@ def _has_pairs(view: View) -> bool:
 
 
 def _measured_gbit_s(view: View) -> float | None:
-    """The median rate of paths between hosts, one way; None of one host."""
-    between = [
-        link.seconds_per_byte for link in view.links if view.ranks[link.source].host != view.ranks[link.target].host
-    ]
-    return 8e-9 / statistics.median(between) if between else None
+    """Return the median rate of paths between hosts, one way; None of one host."""
+    seconds_per_byte = [link.seconds_per_byte for link in view.links_between_hosts]
+    return 8e-9 / statistics.median(seconds_per_byte) if seconds_per_byte else None

@@ -9,7 +9,7 @@ from functools import lru_cache
 from math import log2
 from pathlib import Path
 
-from cluster.devices import Device, device_named
+from cluster.devices import device_named
 from cluster.published.cost_model import TimedRun
 from cluster.published.machine import Machine, describe_machine
 
@@ -67,7 +67,6 @@ def described_machine(row: Mapping[str, str]) -> Machine:
     """
     nodes, per_node = whole_number(row, "nodes"), whole_number(row, "accelerators_per_node")
     name = row["accelerator"].strip()
-    device: Device
     if per_node == 0 and name in ("", "N/A"):
         device, per_node = device_named("CPU"), SOCKETS
     else:
@@ -107,11 +106,11 @@ def results() -> tuple[Result, ...]:
     return tuple(found)
 
 
-def nearest(run: TimedRun, count: int = 3) -> tuple[Result, ...]:
-    """Results on machines most like a run's: model and form if there are any, then scale, nodes and batch, newest first."""
+def nearest(run: TimedRun) -> tuple[Result, ...]:
+    """Return the three results on machines most like a run's: by model and form, then scale, nodes, batch; newest first."""
     # A stable sort follows: of equally near results the newest comes first.
     newest_first = sorted(results(), key=lambda result: result.run.round or "", reverse=True)
-    return tuple(sorted(newest_first, key=lambda result: _distance(result.run, run))[:count])
+    return tuple(sorted(newest_first, key=lambda result: _distance(result.run, run))[:3])
 
 
 def _distance(one: TimedRun, other: TimedRun) -> tuple[float, float]:

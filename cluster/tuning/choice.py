@@ -133,10 +133,10 @@ def _key(config: Config) -> dict[str, object]:
     }
 
 
-def _gpus(proc: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """Models of NVIDIA's GPUs as their driver names them."""
-    # The driver states models under /proc, so that no library is needed.
-    texts = [path.read_text(errors="replace") for path in sorted(proc.glob("*/information"))]
+def _gpus() -> list[str]:
+    """Return the models of NVIDIA's GPUs as their driver names them, under /proc, so that no library is needed."""
+    files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+    texts = [path.read_text(errors="replace") for path in files]
     return [found[1].strip() for text in texts if (found := re.search(r"^Model:(.*)$", text, re.M))]
 
 

@@ -23,6 +23,7 @@ from cluster.tuning.choice import TunedRun
 # Variables by which a launcher says what a process is: inherited ones would make trials part of that launch.
 _LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_")
 _LONGEST_ANSWER = 4096
+_WINDOW_PATIENCE_S = 600.0
 
 
 class TrialError(ValueError):
@@ -83,7 +84,7 @@ class Group:
     ) -> None:
         self.close(patience=0.0 if error else 5.0)
 
-    def pace(self, steps: int, untimed: int = 1, patience: float = 600.0) -> Pace:
+    def pace(self, steps: int, untimed: int = 1) -> Pace:
         """Train ``steps`` steps after some that are not timed."""
         for process in self._processes:
             assert process.stdin is not None
@@ -92,7 +93,7 @@ class Group:
                 process.stdin.flush()
             except BrokenPipeError:
                 raise self._failed("has ended") from None
-        windows = self._answers(time.monotonic() + patience)
+        windows = self._answers(time.monotonic() + _WINDOW_PATIENCE_S)
         return Pace(
             # The window has ended when the slowest process has.
             max(float(window["seconds"]) for window in windows),

@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,31 +27,25 @@ _CONFIRMING = 0.25
 """Share of the seconds that is kept back for the second look at what has won."""
 
 
-@dataclass(frozen=True)
-class TuneRequest:
-    """Recipe, settings of it, and about how many seconds tuning may take."""
+def tune(recipe: str, settings: tuple[str, ...], seconds: float) -> TunedRun:
+    """Measure within about so many seconds, say what was found, and keep it.
 
-    recipe: str
-    settings: tuple[str, ...]
-    seconds: float
-
-
-def tune(request: TuneRequest) -> TunedRun:
-    """Measure within the seconds, say what was found, and keep it. Raises ``ValueError`` where the default cannot run."""
-    if not 10 <= request.seconds <= 86400:
-        raise ValueError(f"--seconds is {request.seconds:g}, expected 10 to 86,400")
+    Raises ``ValueError`` where the default cannot run.
+    """
+    if not 10 <= seconds <= 86400:
+        raise ValueError(f"--seconds is {seconds:g}, expected 10 to 86,400")
     begin = time.monotonic()
-    config = parse([request.recipe, *request.settings])
+    config = parse([recipe, *settings])
     # Before the default is asked for: data that ship with a recipe may have to be made first.
-    _prepare(request)
-    default = default_choice(request.recipe)
-    search = _TuneSearch(request, config, default, begin + request.seconds)
+    _prepare(recipe, settings)
+    default = default_choice(recipe)
+    search = _TuneSearch(config, settings, default, begin + seconds, _CONFIRMING * seconds)
     best = search.winner()
     # What won in one set of processes must win again in another, or the default stays.
     if best != default and not search.is_confirmed(best):
         best = default
     keep(config, best)
-    say(f"kept for {request.recipe} on this machine: {best}{', the default' if best == default else ''}")
+    say(f"kept for {recipe} on this machine: {best}{', the default' if best == default else ''}")
     return best
 
 
@@ -65,11 +59,11 @@ def default_choice(recipe: str) -> TunedRun:
     return TunedRun(int(counts[0]), int(counts[1]))
 
 
-def _prepare(request: TuneRequest) -> None:
+def _prepare(recipe: str, settings: tuple[str, ...]) -> None:
     """Make the data of a recipe that ships with them, and look for whatever would stop a run."""
     # WORLD_SIZE: a launcher around this command is none of the run's.
     environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", *VARIABLES)}
-    _shell("./run_and_time.sh", "--prepare", request.recipe, "--", *request.settings, environment=environment)
+    _shell("./run_and_time.sh", "--prepare", recipe, "--", *settings, environment=environment)
 
 
 def _shell(*arguments: str, environment: dict[str, str]) -> str:
@@ -88,11 +82,13 @@ def _shell(*arguments: str, environment: dict[str, str]) -> str:
 
 
 class _TuneSearch:
-    """A search until ``deadline``, by ``time.monotonic``."""
+    """A search until ``deadline``, by ``time.monotonic``, of which ``confirming`` seconds are for the second look."""
 
-    def __init__(self, request: TuneRequest, config: Config, default: TunedRun, deadline: float) -> None:
-        self._request, self._config, self._default, self._deadline = request, config, default, deadline
-        self._confirming = deadline - _CONFIRMING * request.seconds
+    def __init__(
+        self, config: Config, settings: tuple[str, ...], default: TunedRun, deadline: float, confirming: float
+    ) -> None:
+        self._config, self._settings, self._default, self._deadline = config, settings, default, deadline
+        self._confirming = deadline - confirming
         now = time.monotonic()
         # Nobody knows yet how long a start takes.
         self._holder = self._start(default, now + 600)
@@ -142,7 +138,7 @@ class _TuneSearch:
         if deadline is None:
             # Three times the first start, as another group has the machine beside it.
             deadline = time.monotonic() + 30 + 3 * self._start_seconds
-        return Group(choice, self._request.recipe, self._request.settings, deadline)
+        return Group(choice, self._config.recipe, self._settings, deadline)
 
     def _challenge(self, choice: TunedRun, left: int) -> None:
         """Let a choice take its part of the time, one of ``left``, and keep the faster one."""
@@ -193,7 +189,7 @@ class _TuneSearch:
 
     def _bucket_sizes(self) -> list[TunedRun]:
         """Sizes with which the gradient is sent in another number of buckets."""
-        if self._holder.choice.processes == 1 or "training.bucket_bytes" in given(self._request.settings):
+        if self._holder.choice.processes == 1 or "training.bucket_bytes" in given(self._settings):
             return []
         parameters = sum(torch.Size(shape).numel() for shape in weight_shapes(self._config.model).values())
         usual = self._config.training.bucket_bytes
@@ -206,7 +202,7 @@ class _TuneSearch:
         """Depths, where data are waited for at all."""
         # As many unmeasured steps as the deepest prefetch, so that nothing read ahead earlier is left.
         pace = self._holder.pace(self._steps, max(_DEPTHS) if self._steps > 1 else 0)
-        if pace.waited < _WAIT * pace.seconds or "data.prefetch" in given(self._request.settings):
+        if pace.waited < _WAIT * pace.seconds or "data.prefetch" in given(self._settings):
             return []
         return [self._with("data.prefetch", depth) for depth in _DEPTHS if depth > self._config.data.prefetch]
 

@@ -44,7 +44,8 @@ def test_inner_layers_launch_the_same_and_pass_over_few_bytes(precision: str, ki
     assert kinds[0] == kinds[1]
     assert {each.layer for each in found} == {None, 0, 1, 2, 3}
     [tokens] = {each.launch.shapes["query"][0] for each in found if each.part == "attention"}
-    assert sum(each.bytes for each in found if each.part == "element-wise" and each.layer == 1) / tokens / 1024 < kib
+    traffic = sum(each.bytes for each in found if each.part == "element-wise" and each.layer == 1)
+    assert traffic / tokens / 1024 < kib
 
 
 def test_fp8_layers_launch_no_cast_of_their_own_and_no_sum_of_gradients() -> None:
