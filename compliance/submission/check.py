@@ -337,7 +337,9 @@ def _check_description(path: Path, runs: Sequence[FolderRun], answer: Answer, ru
     if runs and not description.fault:
         findings += _against_logs(description, runs)
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
-        found = f"the official checker does not accept the description, expected no objection: {answer.message}"
+        found = (
+            f"the official description checker does not accept the description, expected no objection: {answer.message}"
+        )
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None)
 
