@@ -21,7 +21,7 @@ from pathlib import Path
 from compliance.artefact import MAX_FILE_BYTES
 from compliance.log import rules
 from compliance.log.findings import Finding, Severity
-from console.text import visible
+from console.text import counted, visible
 
 BENCHMARK = "bert"
 """The only name of the benchmark's folder that the official package checker looks into."""
@@ -166,7 +166,7 @@ def layout_findings(folder: BenchmarkFolder, runs: int) -> Iterator[Finding]:
     # Not where the number is right as soon as the misnamed ones are renamed.
     if count != runs and count + len(folder.misnamed) != runs:
         remedy = "add the missing runs" if count < runs else "choose the runs to submit: `python -m compliance package`"
-        found = f"{count} log{'' if count == 1 else 's'} result_<n>.txt, expected exactly {runs} in a submission"
+        found = f"{counted(count, 'log')} result_<n>.txt, expected exactly {runs} in a submission"
         yield Finding(None, "", "TR 12; package checker", found, remedy, severity=folder.severity)
     if folder.submission:
         # Beside bare results there are metrics and reports, which belong there.

@@ -14,7 +14,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-_MOST_SHOWN = 400
+from console.text import visible
+
+_MOST_SHOWN = 400  # characters
 
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]+\.partial")
 
@@ -127,9 +129,7 @@ def is_private(folder: Path) -> bool:
 
 def shown(value: object) -> str:
     """Shorten what a file says for a message, and escape characters that a terminal would obey."""
-    text = str(value)
-    # Cut before it is escaped, as a file may hold a text of any length.
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text[:_MOST_SHOWN])
+    return visible(value, _MOST_SHOWN)
 
 
 def sync(path: Path) -> None:

@@ -49,9 +49,10 @@ prepare_venv "${extras[@]}"
 : "${NPROC:=$(.venv/bin/python -c 'import torch; print(max(1, torch.cuda.device_count()))')}"
 
 # In PyTorch 2.13, hosts that share a store of the agents' wait for ever for one that comes later. is_host=0: none of them
-# keeps the store in which they meet, so that any may be lost. Variables could ask for something else.
+# keeps the store in which they meet, so that any may be lost. Variables could ask for something else. torchrun's own logs go
+# nowhere: it would leave a folder behind on each host, whose path it makes from the id.
 unset "${!PET_@}"
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec .venv/bin/python -m torch.distributed.run --nnodes "$hosts" --nproc-per-node "$NPROC" --max-restarts 1000 \
   --rdzv-backend c10d --rdzv-endpoint "$place" --rdzv-id "$folder" ${ADDRESS:+--local-addr "$ADDRESS"} \
-  --rdzv-conf "is_host=0,last_call_timeout=$LAST_CALL" -m cluster.train "$recipe" "${settings[@]}"
+  --rdzv-conf "is_host=0,last_call_timeout=$LAST_CALL" --log-dir /dev/null -m cluster.train "$recipe" "${settings[@]}"

@@ -18,6 +18,7 @@ from compliance.log.order import Violation, left_open, violations
 from compliance.log.record import Record
 from compliance.log.records import Log
 from compliance.log.run import LoggedRun
+from console.text import counted
 
 TIMELINE = tuple(rules.NEXT_PHASE)
 """The records that divide a log into phases, in their order."""
@@ -189,7 +190,7 @@ def _check_evaluations(context: CheckedLog) -> Iterator[Finding]:
         return  # reported with the lines, the values or the order
     if counts_no_sequences(samples, batch):
         found = f"epoch_num {samples[0]}" + (f" to {samples[-1]}" if samples[-1] != samples[0] else "")
-        found += f" at {len(samples)} evaluation{'s' if len(samples) > 1 else ''}"
+        found += f" at {counted(len(samples), 'evaluation')}"
         trained = run.count_of("train_samples")
         if trained and schedule and (due := round(trained / schedule.interval)) != len(samples):
             found += f", and train_samples {trained} would be after evaluation {due}"

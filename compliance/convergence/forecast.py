@@ -16,6 +16,7 @@ results/ did so 31 of 31 times (tests/compliance/convergence/test_forecast.py).
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -93,12 +94,12 @@ def reach(points: Sequence[tuple[int, float]], power: float, target: float) -> f
     scale = points[-1][0]
     sign = math.copysign(1.0, power)
     xs = [sign * (samples / scale) ** power for samples, _ in points]
-    mean_x, mean_y = sum(xs) / len(xs), sum(accuracy for _, accuracy in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x in xs)
-    rise = sum((x - mean_x) * (accuracy - mean_y) for x, (_, accuracy) in zip(xs, points, strict=True))
-    if spread == 0 or rise <= 0:
+    if len(set(xs)) < 2:
         return None
-    x = xs[-1] + (target - points[-1][1]) * spread / rise
+    slope = statistics.linear_regression(xs, [accuracy for _, accuracy in points]).slope
+    if slope <= 0:
+        return None
+    x = xs[-1] + (target - points[-1][1]) / slope
     # a - b / n has its limit a at x = 0: the target lies at or above it.
     if sign < 0 and x >= 0:
         return None

@@ -128,10 +128,11 @@ def outlook(
     if found is None:
         why = "none applies in the open division" if division == "open" else _above_all(ruleset, global_batch_size)
         return Outlook(None, mean, "no reference", 1.0, f"{head}; no reference convergence point: {why}.", None)
-    if remaining or mean is None:
+    if remaining:
         needed = _needed(found, values, runs)
         verdict = "unfinished" if needed.to_pass else "fail"
         return Outlook(found, mean, verdict, scaling, f"{head}. {_describe_needed(found, needed)}", needed)
+    assert mean is not None  # of three runs or more, all but one have converged
     return Outlook(found, mean, found.verdict(mean), scaling, f"{head}: {_describe(found, mean)}", None)
 
 

@@ -27,7 +27,7 @@ SIGNIFICANCE = 0.05
 """Level of the one-sided t-test (TR 22)."""
 
 BISECTION_WIDTH = 1e-4
-"""Samples to which the official checker finds the minimum by halving; the same halving gives the same digits."""
+"""Samples to which the RCP checker finds the minimum by halving; the same halving gives the same digits."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def points(ruleset: str) -> tuple[ReferencePoint, ...]:
             "(the project's requirements name it)"
         ) from error
     read = [(entry["BS"], entry["Epochs to converge"]) for entry in json.loads(text).values()]
-    # As the official checker: the spread is of all runs, though the mean is without the extremes.
+    # As the RCP checker: the spread is of all runs, though the mean is without the extremes.
     # np.std, which the checker calls, divides by n, and so does pstdev.
     found = [ReferencePoint(batch, olympic_mean(runs), statistics.pstdev(runs), len(runs) - 2) for batch, runs in read]
     return tuple(sorted(found, key=lambda point: point.global_batch_size))
@@ -135,7 +135,7 @@ def pruned(ruleset: str) -> tuple[ReferencePoint, ...]:
 
     Points below the batch size of the fastest convergence go first; then, from left to right, each point above the
     straight line between its neighbours. A point is looked at again when its right neighbour has gone, but one that was
-    passed is not: the official checker does so too.
+    passed is not: the RCP checker does so too.
     """
     kept = list(points(ruleset))
     fastest = min(kept, key=lambda point: point.mean)

@@ -82,7 +82,6 @@ def _copy_standard_input(copy: IO[bytes]) -> None:
     if sys.stdin is None:
         raise ValueError("standard input is closed, expected a log: give its file, or pipe it in")
     _copy(sys.stdin.buffer, copy)
-    copy.flush()
 
 
 def _unpack(file: IO[bytes], unpacked: IO[bytes]) -> LogFile:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from console.text import counted
+
 Severity = Literal["error", "warning"]
 Outcome = Literal["pass", "fail"]
 
@@ -95,9 +97,8 @@ class Verdict:
     def summary(self) -> str:
         """Summary in one line, without the path."""
         errors, warnings = len(self.errors), len(self.findings) - len(self.errors)
-        counts = [_count(errors, "error")] if errors else []
-        counts += [_count(warnings, "warning")] if warnings else []
-        said = ", ".join(counts)
+        counts = ((errors, "error"), (warnings, "warning"))
+        said = ", ".join(counted(number, noun) for number, noun in counts if number)
         if self.passed:
             valid = f"valid {self.division} log" if self.division else "nothing against it"
             return f"{valid}, ruleset {self.ruleset}" + (f", {said}" if said else "")
@@ -113,10 +114,6 @@ class Verdict:
             "ours": self.ours,
             "findings": [finding.as_dict() for finding in self.findings],
         }
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def shown(value: object, limit: int = 80) -> str:

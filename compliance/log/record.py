@@ -12,13 +12,16 @@ from sys import intern
 from typing import Any, NamedTuple
 
 from compliance.log import rules
-from compliance.log.findings import Severity
+from compliance.log.findings import Severity, shown
 
 TOKEN = ":::MLLOG "
 EVENT_TYPES = ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
 
 MAX_RECORD_BYTES = 16 * 2**10
 """Longest sensible record: the official parser needs a tenth of a second for it, and quadratic time for longer ones."""
+
+MAX_SHOWN = 60
+"""Most characters of a wrong field that a message shows."""
 
 _TOKEN = TOKEN.encode()
 
@@ -117,7 +120,7 @@ def _parse_record(content: bytes, number: int, problems: list[Problem]) -> Recor
     # The official parser does not need this field, so that its absence loses no record.
     event_type = fields.get("event_type")
     if not isinstance(key, str):
-        raise _RecordError(f"key {_shorten(ascii(key))}", "text")
+        raise _RecordError(f"key {shown(key, MAX_SHOWN)}", "text")
     if metadata.__class__ is dict:
         # One string for all records: names and source files repeat, and copies would double what a log takes.
         metadata = {
@@ -136,11 +139,11 @@ def _corrected_fields(
     """The fields as they are meant, where others' loggers write them differently; adds what is wrong with them."""
 
     def note(name: str, value: Any, expected: str) -> None:
-        problems.append(Problem(number, f"{name} {_shorten(ascii(value))}", expected, severity="warning"))
+        problems.append(Problem(number, f"{name} {shown(value, MAX_SHOWN)}", expected, severity="warning"))
 
     expected = "an integer: milliseconds since the Unix epoch"
     if not rules.is_number(time_ms):
-        raise _RecordError(f"time_ms {_shorten(ascii(time_ms))}", expected)
+        raise _RecordError(f"time_ms {shown(time_ms, MAX_SHOWN)}", expected)
     if not isinstance(time_ms, int):
         note("time_ms", time_ms, expected)
     if event_type not in EVENT_TYPES:
@@ -150,7 +153,7 @@ def _corrected_fields(
         note("metadata", metadata, "an object")
         metadata = {}
     if not isinstance(metadata, dict):
-        raise _RecordError(f"metadata {_shorten(ascii(metadata))}", "an object")
+        raise _RecordError(f"metadata {shown(metadata, MAX_SHOWN)}", "an object")
     return int(time_ms), event_type, metadata
 
 
@@ -177,7 +180,8 @@ def _decode(text: str) -> dict[str, Any]:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error).partition(":")[0]
         raise _RecordError(f"broken JSON after {TOKEN.strip()} ({reason})", "one JSON object") from error
     if end != len(text):
-        raise _RecordError(f"text after the record: {_shorten(ascii(text[end:].strip()))}", "nothing after the object")
+        rest = shown(text[end:].strip(), MAX_SHOWN)
+        raise _RecordError(f"text after the record: {rest}", "nothing after the object")
     if not isinstance(fields, dict):
         raise _RecordError(f"a JSON {type(fields).__name__}", "one JSON object")
     return fields
@@ -186,7 +190,3 @@ def _decode(text: str) -> dict[str, Any]:
 def _keys_in(line: bytes) -> frozenset[str]:
     # A guess for the message, of a line that no parser reads: bounded in names and in length.
     return frozenset(key.decode() for key in re.findall(rb'"key": ?"([A-Za-z0-9_]{1,80})"', line[:MAX_RECORD_BYTES]))
-
-
-def _shorten(text: str, limit: int = 60) -> str:
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -213,7 +213,7 @@ class LoggedRun:
         return self.train_samples / self.seconds if self.train_samples and self.seconds else None
 
     def converged_samples(self, *, from_train_samples: bool = False) -> int | None:
-        """Sequences to the target as the official checker reads them: `epoch_num` of the last eval_accuracy (TR 24.6).
+        """Sequences to the target as the RCP checker reads them: `epoch_num` of the last eval_accuracy (TR 24.6).
 
         Args:
             from_train_samples: read `train_samples` instead (TR 14): for logs whose `epoch_num` is a placeholder.
@@ -227,7 +227,7 @@ class LoggedRun:
             count = self.value("train_samples")
         else:
             count = self._at_end.metadata.get("epoch_num") if self._at_end else None
-        # A float counts, as it does for the official checker.
+        # A float counts, as it does for the RCP checker.
         samples = round(count) if rules.is_number(count) else 0
         return samples if samples > 0 and rules.is_integer(samples) else None
 

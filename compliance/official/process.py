@@ -21,6 +21,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
+NAMES = {
+    "log": "compliance checker",
+    "package": "package checker",
+    "system": "system description checker",
+    "repository": "repository checker",
+}
+"""Official tools by the part of a submission that they judge; a whole program is called by its own name."""
+
 
 def ask(tool: str, path: Path, ruleset: str, timeout_s: float) -> dict[str, Any]:
     """Ask an official tool what it says; one that dies over it twice, or does not end, gives {"crash": why}.
@@ -35,7 +43,7 @@ def ask(tool: str, path: Path, ruleset: str, timeout_s: float) -> dict[str, Any]
 
 
 def ask_about(log: bytes, ruleset: str, timeout_s: float) -> dict[str, Any]:
-    """Ask the official checker about the lines of a log; raises as `ask` does."""
+    """Ask the official compliance checker about the lines of a log; raises as `ask` does."""
     # One file for all: the next log is written when the answer about this one is there.
     path = the_worker().folder / "log.txt"
     path.write_bytes(log)
@@ -67,17 +75,18 @@ class Worker:
     def answer(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """The answer to a request, {"crash": why} where there is none."""
         line = json.dumps(request).encode() + b"\n"
+        name = NAMES.get(request.get("tool", ""), "tool")
         # A process that died before, or over what was asked last, leaves the question a second try.
         for _ in range(2):
             answer = self._exchange(self.process or self._start(), line, timeout_s)
             if answer is None:
                 self.end()
-                return {"crash": f"the official checker did not end within {timeout_s} s"}
+                return {"crash": f"the official {name} did not end within {timeout_s} s"}
             # Without the line end the process died while it answered.
             if answer.endswith(b"\n"):
                 return json.loads(answer)
             self.end()
-        return {"crash": "the official checker ended without a verdict"}
+        return {"crash": f"the official {name} ended without a verdict"}
 
     @staticmethod
     def _exchange(process: subprocess.Popen[bytes], request: bytes, timeout_s: float) -> bytes | None:

@@ -119,21 +119,21 @@ def _figures(results: Results) -> str:
     seconds = results.scaled_seconds
     if not results.dropped:
         # Without a score one run stands for the folder; after two lost runs, none may.
-        seconds, over = (None, "no score") if results.lost > 1 else (shown.said.seconds, f"run {shown.number}")
+        seconds, over = (None, "no score") if results.lost > 1 else (shown.logged.seconds, f"run {shown.number}")
     # Before there is a score, the run that is shown.
-    rates = [run.said.sequences_per_s for run in kept or [shown] if run.said.sequences_per_s]
+    rates = [run.logged.sequences_per_s for run in kept or [shown] if run.logged.sequences_per_s]
     mean_rate = sum(rates) / len(rates) if rates else None
     each = "evaluations included"
     if mean_rate and results.accelerators:
         each = f"{rate(mean_rate / results.accelerators)} an accelerator, {each}"
-    aim = shown.said.target
+    aim = shown.logged.target
     target = "no target logged" if aim is None else f"target {fraction(aim)}, run {shown.number}"
     number, valid = len(results.runs), sum(run.verdict.passed for run in results.runs)
     official = sum(run.verdict.official == "pass" for run in results.runs)
     figures = [
         ("Time to train", duration(seconds), over),
         ("Sequences per second", rate(mean_rate), each),
-        ("Masked-LM accuracy", fraction(shown.said.accuracy), target),
+        ("Masked-LM accuracy", fraction(shown.logged.accuracy), target),
         ("Valid runs", f"{valid} of {number}", f"official checker: {official} of {number}"),
     ]
     if results.convergence is not None and results.convergence.reference is not None:
@@ -165,11 +165,11 @@ def _statements(results: Results) -> str:
 
 def _accuracy(results: Results) -> str:
     """Accuracy against sequences of all runs, with the target and the reference's sequences to it."""
-    drawn = [run for run in results.runs if run.said.curve]
-    lines = [Line(f"run {run.number}, {run.outcome}", run.said.curve, run.outcome) for run in drawn]
+    drawn = [run for run in results.runs if run.logged.curve]
+    lines = [Line(f"run {run.number}, {run.outcome}", run.logged.curve, run.outcome) for run in drawn]
     if not lines:
         return ""
-    targets = {run.said.target for run in results.runs if run.said.target is not None}
+    targets = {run.logged.target for run in results.runs if run.logged.target is not None}
     # Runs of different targets have no line in common.
     guides = [Guide("target", f"target {target:g}", target) for target in targets if len(targets) == 1]
     axes = Axes(
@@ -196,7 +196,7 @@ def _reference_guides(results: Results, along: Literal["x", "y"]) -> list[Guide]
 
 def _times(results: Results) -> str:
     """Time to train of every run, with the olympic mean."""
-    timed = [(run, run.said.seconds) for run in results.runs if run.said.seconds is not None]
+    timed = [(run, run.logged.seconds) for run in results.runs if run.logged.seconds is not None]
     if not timed:
         return ""
     longest = max(seconds for _, seconds in timed)
@@ -216,7 +216,7 @@ def _times(results: Results) -> str:
 
 def _convergence(results: Results) -> str:
     """Sequences to the target of every run, against the reference."""
-    samples = [(run, run.said.converged_samples()) for run in results.runs]
+    samples = [(run, run.logged.converged_samples()) for run in results.runs]
     bars = [Bar(str(run.number), float(taken), run.outcome) for run, taken in samples if taken is not None]
     if not bars:
         return ""
@@ -236,12 +236,12 @@ def _table(results: Results) -> str:
     for run in results.runs:
         in_score = results.dropped.get(run.number, "yes" if run in results.valid and results.dropped else "-")
         values = (
-            duration(run.said.seconds),
-            duration(run.said.init_seconds),
-            fraction(run.said.accuracy),
-            fraction(run.said.target),
-            count(run.said.train_samples),
-            rate(run.said.sequences_per_s),
+            duration(run.logged.seconds),
+            duration(run.logged.init_seconds),
+            fraction(run.logged.accuracy),
+            fraction(run.logged.target),
+            count(run.logged.train_samples),
+            rate(run.logged.sequences_per_s),
             in_score if in_score in ("yes", "-") else f"no, {in_score}",
         )
         verdicts = ((run.verdict.official, run.verdict.official), (run.outcome, run.outcome))
@@ -284,7 +284,7 @@ def _published(results: Results) -> str:
         return ""
     minutes = (results.scaled_seconds or 0.0) / 60
     longest = max([minutes, *(result.minutes for result in (*placement.faster, *placement.slower))])
-    rate_each = results.shown.said.sequences_per_s
+    rate_each = results.shown.logged.sequences_per_s
     own = Published(
         round="-",
         submitter="this folder, unverified",

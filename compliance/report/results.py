@@ -23,6 +23,7 @@ from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log, read_log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
+from compliance.package.selection import FAILED, olympic_mean, select
 from compliance.report.published import PublishedPlace, placement
 from compliance.submission.check import check_paths
 from compliance.submission.description import read_description
@@ -57,8 +58,8 @@ class ReportedRun:
     metrics: Metrics
 
     @property
-    def said(self) -> LoggedRun:
-        """Return what the log says of it."""
+    def logged(self) -> LoggedRun:
+        """The run as its log tells it."""
         return self.log.run
 
     @property
@@ -67,6 +68,12 @@ class ReportedRun:
         if self.verdict.passed:
             return "valid"
         return "aborted" if self.verdict.status == "aborted" else "invalid"
+
+    @property
+    def counted_seconds(self) -> float:
+        """Time to train as the score counts it: infinite for a run that is no valid result (TR 12)."""
+        seconds = self.logged.seconds
+        return seconds if seconds is not None and self.verdict.passed else FAILED
 
 
 @dataclass(frozen=True)
@@ -84,27 +91,31 @@ class Results:
     beside: tuple[Verdict, ...] = ()
 
     @cached_property
+    def submitted(self) -> tuple[ReportedRun, ...]:
+        """The runs that a submission takes: all, or of more than ten those that `compliance.package.selection` chooses."""
+        if len(self.runs) <= SUBMISSION_RUNS:
+            return self.runs
+        starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
+        return tuple(self.runs[index] for index in sorted(select(starts, times, SUBMISSION_RUNS).chosen))
+
+    @cached_property
     def valid(self) -> tuple[ReportedRun, ...]:
-        """The runs that are valid results and have a time."""
-        return tuple(run for run in self.runs if run.verdict.passed and run.said.seconds is not None)
+        """The submitted runs that are valid results and have a time."""
+        return tuple(run for run in self.submitted if run.counted_seconds < FAILED)
 
     @property
     def lost(self) -> int:
-        """Number of runs that are no valid results; more than one leave no score (TR 12)."""
-        return len(self.runs) - len(self.valid)
+        """Number of submitted runs that are no valid results; more than one leave no score (TR 12)."""
+        return len(self.submitted) - len(self.valid)
 
     @cached_property
     def dropped(self) -> dict[int, str]:
-        """Return the runs that the score leaves out, by number: "fastest" or "slowest"; empty without a score.
-
-        One run that is no valid result counts as the slowest (TR 12).
-        """
-        if len(self.runs) < MIN_RUNS_FOR_SCORE or self.lost > 1:
+        """The runs that the score leaves out, by number: "fastest", "slowest", "not submitted"; empty without a score."""
+        if self.score_seconds is None:
             return {}
-        by_time = sorted(self.valid, key=lambda run: run.said.seconds or 0.0)
-        # Not more than one run is lost here, so that of three at least two are valid.
-        slowest = next((run for run in self.runs if run not in self.valid), by_time[-1])
-        return {by_time[0].number: "fastest", slowest.number: "slowest"}
+        fastest, *_, slowest = sorted(self.submitted, key=lambda run: run.counted_seconds)
+        others = {run.number: "not submitted" for run in self.runs if run not in self.submitted}
+        return others | {fastest.number: "fastest", slowest.number: "slowest"}
 
     @property
     def score_seconds(self) -> float | None:
@@ -112,10 +123,10 @@ class Results:
 
         None with fewer than three runs, or when more than one is no valid result.
         """
-        if not self.dropped:
+        if len(self.submitted) < MIN_RUNS_FOR_SCORE:
             return None
-        kept = [run.said.seconds or 0.0 for run in self.valid if run.number not in self.dropped]
-        return sum(kept) / len(kept)
+        score = olympic_mean([run.counted_seconds for run in self.submitted])
+        return score if score < FAILED else None
 
     @property
     def scaled_seconds(self) -> float | None:
@@ -132,7 +143,7 @@ class Results:
     @property
     def global_batch_size(self) -> int | None:
         """Sequences of an optimizer step, when all logs that name it name the same."""
-        return _only({run.said.global_batch_size for run in self.runs})
+        return _only({run.logged.global_batch_size for run in self.runs})
 
     @cached_property
     def convergence(self) -> Outlook | None:
@@ -140,9 +151,7 @@ class Results:
         batch = self.global_batch_size
         if self.division != "closed" or not batch:
             return None
-        samples = [run.said.converged_samples() for run in self.runs]
-        # An outlook refuses more runs than its set has, and a folder may hold some to choose from.
-        return outlook(samples, batch, self.ruleset, max(SUBMISSION_RUNS, len(samples)))
+        return outlook([run.logged.converged_samples() for run in self.submitted], batch, self.ruleset)
 
     @cached_property
     def findings(self) -> list[tuple[str, Finding]]:
@@ -254,7 +263,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
     for is "other": start of the data pipeline, logging, checkpoints.
     """
     steps = [entry for entry in run.metrics["step"] if numbers([entry], "step")]
-    if not steps or not run.said.seconds:
+    if not steps or not run.logged.seconds:
         return {}
     seconds = dict.fromkeys(STEP_PARTS, 0.0)
     done = 0.0
@@ -267,7 +276,7 @@ def breakdown(run: ReportedRun) -> dict[str, float]:
             seconds[name] += max(0.0, sum(numbers([entry], key))) / 1000 * taken
     seconds["evaluation"] = max(0.0, sum(numbers(run.metrics["eval"], "eval_s")))
     whole = sum(seconds.values())
-    return seconds | {"other": max(0.0, run.said.seconds - whole)} if 0 < whole < math.inf else {}
+    return seconds | {"other": max(0.0, run.logged.seconds - whole)} if 0 < whole < math.inf else {}
 
 
 def steps_taken(run: ReportedRun) -> float:

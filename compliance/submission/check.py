@@ -62,13 +62,13 @@ class FolderRun:
 
     Attributes:
         verdict: of the log by itself.
-        said: what the log says of it.
+        logged: the run as its log tells it.
         seeds: its seed records.
         findings: what the other logs have against this one.
     """
 
     verdict: Verdict
-    said: LoggedRun
+    logged: LoggedRun
     seeds: tuple[Record, ...] = ()
     findings: list[Finding] = field(default_factory=list)
 
@@ -216,7 +216,7 @@ def _unlike(record: Record, usual: Record) -> str:
 
 def _odd_ones(runs: Sequence[FolderRun], key: str) -> Iterator[tuple[FolderRun, Record, Record]]:
     """Each run whose record of `key` has another value than most, with that record and one of the usual ones."""
-    holders = [(run, run.said.first[key]) for run in runs if key in run.said.first]
+    holders = [(run, run.logged.first[key]) for run in runs if key in run.logged.first]
     counts = Counter(_comparable(record.value) for _, record in holders)
     if len(counts) < 2:
         return
@@ -282,9 +282,9 @@ def _seed(record: Record) -> int | None:
 def _overlaps(runs: Sequence[FolderRun]) -> Iterator[Finding]:
     # By their start, so that a run overlaps where it begins before the latest end so far.
     timed = sorted(
-        (run.said.run_start_ms, run.said.run_stop_ms, run.name)
+        (run.logged.run_start_ms, run.logged.run_stop_ms, run.name)
         for run in runs
-        if run.said.run_start_ms is not None and run.said.run_stop_ms is not None
+        if run.logged.run_start_ms is not None and run.logged.run_stop_ms is not None
     )
     overlaps, latest = [], None
     for start, stop, name in timed:
@@ -321,8 +321,8 @@ def _failed_runs(runs: Sequence[FolderRun], answer: Answer) -> Finding:
 
 def _convergence(runs: Sequence[FolderRun], submission: Severity, ruleset: str) -> Iterator[Finding]:
     # All logs have passed, so that each has one, and the same.
-    batch = runs[0].said.first["global_batch_size"].value
-    prospect = outlook([run.said.converged_samples() for run in runs], batch, ruleset)
+    batch = runs[0].logged.first["global_batch_size"].value
+    prospect = outlook([run.logged.converged_samples() for run in runs], batch, ruleset)
     remedy = "check data, loss and evaluation against the reference: faster convergence than its runs needs a reason"
     if prospect.verdict == "fail":
         yield Finding(None, "eval_accuracy", "TR 13; RCP checker", prospect.sentence, remedy)
@@ -337,7 +337,9 @@ def _check_description(path: Path, runs: Sequence[FolderRun], answer: Answer, ru
     if runs and not description.fault:
         findings += _against_logs(description, runs)
     if answer.outcome == "fail" and not any(finding.severity == "error" for finding in findings):
-        found = f"the official checker does not accept the description, expected no objection: {answer.message}"
+        found = (
+            f"the official description checker does not accept the description, expected no objection: {answer.message}"
+        )
         findings.append(Finding(None, "", f"mlperf-logging, ruleset {ruleset}", found, "see its message"))
     return Verdict(path, ruleset, answer.outcome, tuple(findings), None, None)
 
@@ -367,7 +369,7 @@ def _against_logs(description: Description, runs: Sequence[FolderRun]) -> Iterat
 
 
 def _usual_text(runs: Sequence[FolderRun], key: str) -> str | None:
-    texts = [run.said.first[key].value for run in runs if key in run.said.first]
+    texts = [run.logged.first[key].value for run in runs if key in run.logged.first]
     counts = Counter(text for text in texts if isinstance(text, str) and text.strip())
     return counts.most_common(1)[0][0] if counts else None
 

@@ -24,7 +24,7 @@ TEXT_FIELDS = (
     "accelerators_per_node",
     "framework",
 )
-"""Fields that the official checker joins as text: a number there ends it with a traceback."""
+"""Fields that the official description checker joins as text: a number there ends it with a traceback."""
 
 # The official checker means 4.1 by its condition, which already holds from 4.0 on.
 FIRST_RULESET_WITH_STATUS = "4.0.0"

@@ -130,7 +130,10 @@ def test_a_checker_that_takes_too_long_is_ended_and_started_again(
 ) -> None:
     monkeypatch.setattr(official, "TIMEOUT_S", 0)
     verdict = opinion(lines * 3, "5.0.0")
-    assert (verdict.outcome, verdict.complaints[0].text) == ("fail", "the official checker did not end within 0 s")
+    assert (verdict.outcome, verdict.complaints[0].text) == (
+        "fail",
+        "the official compliance checker did not end within 0 s",
+    )
     monkeypatch.undo()
     assert opinion(lines, "5.0.0") == Opinion("pass")  # and not the late answer, which has warnings
 
@@ -193,5 +196,5 @@ def test_a_process_that_stops_within_its_answer_is_not_waited_for() -> None:
     worker.process = subprocess.Popen(
         [sys.executable, "-c", half], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     )
-    assert worker.answer({}, 0.5) == {"crash": "the official checker did not end within 0.5 s"}
+    assert worker.answer({}, 0.5) == {"crash": "the official tool did not end within 0.5 s"}
     assert worker.process is None

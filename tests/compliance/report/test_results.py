@@ -9,6 +9,7 @@ import pytest
 
 from bert.log.mllog import MLLog
 from compliance.log import rules
+from compliance.package.selection import select
 from compliance.report import results as module
 from compliance.report import summary
 from compliance.report.published import family, form, placement, published
@@ -45,13 +46,13 @@ def test_runs_in_numeric_order_with_their_figures(opened: Results) -> None:
     outcomes = {run.number: run.outcome for run in opened.runs}
     assert list(outcomes.items()) == [(0, "valid"), (1, "valid"), (2, "valid"), (10, "aborted")]
     assert (opened.system, opened.division, opened.global_batch_size) == ("my_node", "open", 32)
-    said = opened.runs[0].said
+    said = opened.runs[0].logged
     assert said.seconds == pytest.approx(0.1 * 18)  # 18 records from run_start to run_stop
     assert (said.init_seconds or 0) > 0
     assert said.accuracy == pytest.approx(0.315)
     assert (said.target, said.train_samples, said.converged_samples()) == (0.3, 3008, 3008)
     assert said.sequences_per_s == pytest.approx(3008 / 1.8)
-    assert opened.runs[3].said.converged_samples() is None
+    assert opened.runs[3].logged.converged_samples() is None
     assert opened.shown.number == 2
 
 
@@ -68,7 +69,7 @@ def test_score_is_the_olympic_mean(
     opened: Results, chosen: tuple[int, ...], kept: tuple[int, ...], dropped: dict[int, str]
 ) -> None:
     results = replace(opened, runs=tuple(opened.runs[n] for n in chosen))
-    times = [opened.runs[n].said.seconds or 0.0 for n in kept]
+    times = [opened.runs[n].logged.seconds or 0.0 for n in kept]
     assert results.score_seconds == (pytest.approx(sum(times) / len(times)) if times else None)
     assert results.scaled_seconds == results.score_seconds
     assert results.dropped == dropped
@@ -80,7 +81,7 @@ def test_a_closed_score_is_scaled_by_convergence(closed: Results, opened: Result
     assert outlook.verdict == "scaled"
     assert closed.score_seconds is not None
     assert closed.scaled_seconds == pytest.approx(closed.score_seconds * 2_443_934 / 2_437_632, rel=1e-6)
-    assert [run.said.converged_samples() for run in closed.runs][:2] == [2_400_000, 2_550_528]
+    assert [run.logged.converged_samples() for run in closed.runs][:2] == [2_400_000, 2_550_528]
     # Runs that do not belong together have none.
     assert replace(closed, runs=(*closed.runs, *opened.runs)).convergence is None
     assert replace(closed, runs=opened.runs).convergence is None
@@ -101,7 +102,7 @@ def test_time_is_accounted_for(opened: Results) -> None:
     assert parts["forward and backward"] == pytest.approx(60 * 0.020)
     assert parts["waiting for data"] == pytest.approx(60 * 0.001)
     assert parts["evaluation"] == pytest.approx(3 * 0.05)
-    assert sum(parts.values()) == pytest.approx(opened.runs[1].said.seconds)
+    assert sum(parts.values()) == pytest.approx(opened.runs[1].logged.seconds)
     assert breakdown(opened.runs[2]) == {}
 
 
@@ -142,8 +143,8 @@ def test_a_run_that_ends_before_it_starts_has_no_time(one: Path) -> None:
     log.write_text(re.sub(r'"time_ms": 17(.*"run_stop")', r'"time_ms": 16\1', log.read_text()))
     write_metrics(one / "metrics_0.jsonl")
     run = load_results(one).runs[0]
-    assert (run.said.seconds, run.said.sequences_per_s, run.outcome) == (None, None, "invalid")
-    assert run.said.init_seconds is not None
+    assert (run.logged.seconds, run.logged.sequences_per_s, run.outcome) == (None, None, "invalid")
+    assert run.logged.init_seconds is not None
     assert breakdown(run) == {}
 
 
@@ -338,6 +339,21 @@ def test_what_is_said_of_the_score(closed: Results, chosen: range, kind: str, wo
         "good", "Official checker", f"{len(chosen)} of {len(chosen)} logs pass, ruleset 5.0.0."
     )
     assert "Convergence (RCP)" in said
+
+
+def test_of_twelve_runs_ten_count_as_in_a_submission(closed: Results) -> None:
+    later = tuple(replace(run, number=run.number + 10) for run in closed.runs[:2])
+    results = replace(closed, runs=closed.runs + later)
+    starts, times = [run.logged.start_ms or 0 for run in results.runs], [run.counted_seconds for run in results.runs]
+    chosen = select(starts, times, 10)
+    assert [results.runs.index(run) for run in results.submitted] == sorted(chosen.chosen)
+    assert results.score_seconds == pytest.approx(chosen.score)
+    assert sorted(results.dropped.values()) == ["fastest", "not submitted", "not submitted", "slowest"]
+    assert results.convergence
+    assert results.convergence.sentence.startswith("10 runs, ")
+    said = {item.title: item for item in summary.statements(results)}
+    assert "here are 12: these are the consecutive ones of median score" in said["Score"].text
+    assert said["Score"].kind == "good"
 
 
 def test_what_is_said_of_failures(closed: Results, opened: Results) -> None:

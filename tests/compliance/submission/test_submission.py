@@ -409,7 +409,8 @@ def test_a_worker_that_dies_is_a_failure(root: Path, monkeypatch: pytest.MonkeyP
     process.the_worker().end()
     monkeypatch.setattr(process.sys, "executable", str(broken))
     [first], [second], third = official_package.ask([(folder, "closed")], [folder.description], root, "5.0.0")
-    assert first == second == third == Answer("fail", "the official checker ended without a verdict")
+    for answer, tool in ((first, "package"), (second, "system description"), (third, "repository")):
+        assert answer == Answer("fail", f"the official {tool} checker ended without a verdict")
     monkeypatch.undo()
     [first], _, _ = official_package.ask([(folder, "closed")], [], None, "5.0.0")
     assert first == Answer("pass")
