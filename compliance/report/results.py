@@ -17,13 +17,13 @@ from typing import Any, Literal, TypeVar
 
 from compliance.check.checker import check_log
 from compliance.convergence.outlook import Outlook, outlook
+from compliance.convergence.selection import FAILED, olympic_mean, select
 from compliance.folders import numbered_logs
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
 from compliance.log.records import Log, read_log
 from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
-from compliance.package.selection import FAILED, olympic_mean, select
 from compliance.report.published import PublishedPlace, placement
 from compliance.submission.check import check_paths
 from compliance.submission.description import read_description
@@ -92,7 +92,7 @@ class Results:
 
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
-        """The runs that a submission takes: all, or of more than ten those that `compliance.package.selection` chooses."""
+        """The runs that a submission takes: all, or of more than ten those that `compliance.convergence.selection` chooses."""
         if len(self.runs) <= SUBMISSION_RUNS:
             return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from bert.log.mllog import MLLog
+from compliance.convergence.selection import select
 from compliance.log import rules
-from compliance.package.selection import select
 from compliance.report import results as module
 from compliance.report import summary
 from compliance.report.published import family, form, placement, published
