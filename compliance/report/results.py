@@ -92,7 +92,7 @@ class Results:
 
     @cached_property
     def submitted(self) -> tuple[ReportedRun, ...]:
-        """The runs that a submission takes: all, or of more than ten those that `compliance.convergence.selection` chooses."""
+        """Runs that a submission takes: all, or of more than ten those that `compliance.convergence.selection` chooses."""
         if len(self.runs) <= SUBMISSION_RUNS:
             return self.runs
         starts, times = [run.logged.start_ms or 0 for run in self.runs], [run.counted_seconds for run in self.runs]
