@@ -63,7 +63,8 @@ def main(settings: Phase1) -> None:
     settings.out.mkdir(parents=True, exist_ok=True)
     vocab = settings.out / "vocab.txt"
     tokens = learn_vocabulary([line for document in documents for line in document.sentences], tiny_model().vocab_size)
-    vocab.write_text("".join(f"{token}\n" for token in tokens), encoding="utf-8")
+    vocabulary = Vocabulary.of_tokens(tokens, vocab)
+    vocab.write_bytes(vocabulary.content)
     options = replace(
         TRAIN_OPTIONS,
         max_seq_length=settings.max_seq_length,
@@ -71,7 +72,7 @@ def main(settings: Phase1) -> None:
         max_predictions_per_seq=round(0.15 * settings.max_seq_length),
         dupe_factor=5,
     )
-    samples = demo_samples(documents, Tokenizer.from_vocab(vocab), options)
+    samples = demo_samples(documents, Tokenizer(vocabulary), options)
     model = _informed_start(BertForPreTraining(replace(tiny_model(), initializer_range=0.05)), settings.seed)
     _train(model, samples, settings)
     provenance = {
@@ -81,8 +82,8 @@ def main(settings: Phase1) -> None:
         # The folder is a path, which is no JSON, and says nothing about the weights.
         **{name: value for name, value in asdict(settings).items() if name != "out"},
     }
-    digest = Vocabulary.from_file(vocab).sha256
-    save_weights(model, settings.out / "phase1.safetensors", {"provenance": json.dumps(provenance), VOCABULARY: digest})
+    metadata = {"provenance": json.dumps(provenance), VOCABULARY: vocabulary.sha256}
+    save_weights(model, settings.out / "phase1.safetensors", metadata)
 
 
 def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> None:
@@ -115,7 +116,7 @@ def _train(model: BertForPreTraining, samples: Samples, settings: Phase1) -> Non
             say(f"step {step + 1}/{settings.steps}  masked-LM loss {float(masked_lm_loss.detach()):.3f}")
 
 
-def _informed_start(model: BertForPreTraining, seed: int, strength: float = 1.4) -> BertForPreTraining:
+def _informed_start(model: BertForPreTraining, seed: int) -> BertForPreTraining:
     """Random weights, but positions are sinusoids and the first layer's heads attend to the offsets -1, +1, -2, +2.
 
     With position i as (sin fi, cos fi) for frequencies f, rotating the query by an offset o makes query i and key j score
@@ -143,21 +144,25 @@ def _informed_start(model: BertForPreTraining, seed: int, strength: float = 1.4)
         # One for each of the four heads of ``tiny_model``.
         for head, offset in enumerate((-1, 1, -2, 2)):
             rows = slice(head * head_size, (head + 1) * head_size)
-            _add_rotation(query[rows], frequencies, offset, strength)
-            _add_rotation(key[rows], frequencies, 0, strength)
+            _add_rotation(query[rows], frequencies, offset)
+            _add_rotation(key[rows], frequencies, 0)
     return model
 
 
-def _add_rotation(weight_ED: Tensor, frequencies: Tensor, offset: int, strength: float) -> None:
+_STRENGTH = 1.4
+"""Of an informed start beside the random weights."""
+
+
+def _add_rotation(weight_ED: Tensor, frequencies: Tensor, offset: int) -> None:
     """Make pairs of rows read the sine and cosine of a spread of frequencies, shifted by ``offset`` positions."""
     pairs, half = len(weight_ED) // 2, len(frequencies)
     for pair in range(pairs):
         column = pair * half // pairs
         sine, cosine = (frequencies[column] * offset).sin(), (frequencies[column] * offset).cos()
-        weight_ED[2 * pair, column] += strength * cosine
-        weight_ED[2 * pair, column + half] += strength * sine
-        weight_ED[2 * pair + 1, column + half] += strength * cosine
-        weight_ED[2 * pair + 1, column] -= strength * sine
+        weight_ED[2 * pair, column] += _STRENGTH * cosine
+        weight_ED[2 * pair, column + half] += _STRENGTH * sine
+        weight_ED[2 * pair + 1, column + half] += _STRENGTH * cosine
+        weight_ED[2 * pair + 1, column] -= _STRENGTH * sine
 
 
 if __name__ == "__main__":

@@ -30,11 +30,11 @@ from torch import Tensor, nn
 
 from benchmarks.conditions import write_figures
 from benchmarks.hosts import BridgedHosts, block, run_ranks, why_not
+from bert.configuration.sections import ReduceDtype
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.choice import measured_choice
 from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
-from bert.parallel.reduction.sums import ReduceDtype
 from kernels import LambSegments
 
 LAYERS = 16

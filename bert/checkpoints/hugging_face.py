@@ -126,7 +126,7 @@ def _write_tokenizer(folder: Path, model: ModelConfig, vocabulary: Vocabulary) -
     tokenizer.add_special_tokens(list(special.values()))
     tokenizer.save(str(folder / "tokenizer.json"))
     # Read by this program (``Vocabulary.from_folder``), and by tokenizers that know no tokenizer.json.
-    (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary.tokens), encoding="utf-8")
+    (folder / "vocab.txt").write_bytes(vocabulary.content)
     settings = {
         "tokenizer_class": "BertTokenizer",
         "do_lower_case": not cased,

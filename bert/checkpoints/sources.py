@@ -25,6 +25,8 @@ from console.files import open_regular, sha256_of
 
 _FORMER_ENDINGS = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 """Hugging Face's names of today to those in its older files."""
+_HEADS = ("cls.", "bert.pooler.")
+"""How the names of weights begin that are not the encoder's."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,8 @@ def _open_safetensors(path: Path, heads: int | None, whole: bool) -> CheckpointS
     is_ours = "embeddings.word" in shapes
     layers = _layers(r"layers\.(\d+)\." if is_ours else r"(?:bert\.)?encoder\.layer\.(\d+)\.", shapes)
     weights, missing = (_from_ours if is_ours else _from_theirs)(path, shapes, layers)
-    _require_whole(str(path), missing if whole or is_ours else [name for name in missing if not _of_a_head(name)])
+    heads_may_lack = not whole and not is_ours
+    _require_whole(str(path), [name for name in missing if not (heads_may_lack and name.startswith(_HEADS))])
     stated = stated_model(metadata, str(path)) if is_ours else None
     configuration: Mapping[str, int | float] = {}
     if is_ours:
@@ -219,11 +222,6 @@ def _agreed(model: ModelConfig, configuration: Mapping[str, int | float], path: 
         return replace(model, **configuration)
     except ValueError as error:
         raise ValueError(f"{beside}: {error}") from None
-
-
-def _of_a_head(name: str) -> bool:
-    """Tell whether a weight belongs to a head on the encoder."""
-    return name.startswith(("cls.", "bert.pooler."))
 
 
 def _from_ours(path: Path, shapes: Mapping[str, tuple[int, ...]], layers: int) -> tuple[dict[str, Weight], list[str]]:

@@ -39,7 +39,7 @@ def arguments_of(path: Path, recipe: str | None) -> tuple[str, list[str]]:
     for name in values:
         if name not in known:
             raise ValueError(f"{path}: there is no setting {name}{did_you_mean(name, known)}")
-    return chosen, [argument for name, value in values.items() for argument in _arguments(name, value)]
+    return chosen, [argument for name, value in values.items() for argument in option_of(name, value)]
 
 
 def setting_names(recipe: str) -> list[str]:
@@ -89,8 +89,8 @@ def _flat(prefix: str, table: Mapping[str, object]) -> Iterator[tuple[str, objec
             yield name, value
 
 
-def _arguments(name: str, value: object) -> list[str]:
-    """Write a setting as arguments. In TOML what is None is left out; in a head values stand as Python prints them."""
+def option_of(name: str, value: object) -> list[str]:
+    """Write a setting for a command line. In TOML what is None is left out; in a head values stand as Python prints them."""
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, Mapping):
         return [option, *(str(part) for pair in value.items() for part in pair)]

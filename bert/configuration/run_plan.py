@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from bert.configuration.config import Config, flattened
+from bert.configuration.config_file import option_of
 from bert.configuration.recipes import RECIPES
 from bert.configuration.sections import OptimizerConfig
 from bert.timing.phases import PHASES
@@ -62,7 +63,8 @@ class RunPlan:
     def arguments(self) -> list[str]:
         """Return the settings as a command line. Steps are captured, but for what stages of a copy send one another."""
         captured = str(self.settings["parallel.pipeline"] == "1")
-        return [_argument(*each) for each in [("training.cuda_graphs", captured), *self.settings.items()]]
+        settings = {"training.cuda_graphs": captured, **self.settings}
+        return [argument for each in settings.items() for argument in option_of(*each)]
 
     def require_settings(self, config: Config) -> None:
         """Raise ``ValueError`` where a configuration has other settings than these."""
@@ -88,13 +90,6 @@ class RunPlan:
             raise ValueError(
                 f"{path} is a plan for {planned}, but the run has {here}: plan again for these, or start those"
             )
-
-
-def _argument(name: str, value: str) -> str:
-    section, _, setting = name.replace("_", "-").rpartition(".")
-    # tyro's booleans take no value.
-    off = {"True": "", "False": "no-"}.get(value)
-    return f"--{section}.{setting}={value}" if off is None else f"--{section}.{off}{setting}"
 
 
 def settings_of(config: Config) -> dict[str, str]:

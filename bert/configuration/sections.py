@@ -10,6 +10,8 @@ from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp8"]
+InNetwork = Literal["auto", "on", "off"]
+ReduceDtype = Literal["fp32", "bf16"]
 
 SHARDED = ("sharded", "sharded_world")
 """Reductions after which a rank updates a shard of the weights."""
@@ -142,10 +144,10 @@ class TrainingConfig:
     shard_gradients: bool = False
     """With sharded and sharded_world: a rank keeps gradients of its shard alone, as it does the optimizer's state (ZeRO-2).
     That saves 4 bytes a parameter; with gradient accumulation every micro-batch sends its gradients."""
-    in_network: Literal["auto", "on", "off"] = "auto"
+    in_network: InNetwork = "auto"
     """Whether switches add up what hosts exchange in hierarchical and sharded (NCCL's CollNet, SHARP). auto: where GPUs are
     on several hosts, the faster of both, measured at start-up."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: ReduceDtype = "fp32"
     """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, and an
     error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
     bucket_bytes: int = 25 * 2**20

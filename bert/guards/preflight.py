@@ -51,11 +51,11 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     """Open what the run will read and look for everything that would stop it later; ``local_size``: ranks of this node, 0
     where that is not known. Raises ``ValueError``.
     """
-    plan = None
+    plan, may_go_on = None, may_start_again() or restarts() > 0
     if config.plan is not None:
         # Settings have been taken from it by now; here it says for how many ranks they are.
         plan = read_plan(config.plan)
-        if not (may_start_again() or restarts()):
+        if not may_go_on:
             plan.require_ranks(world_size, local_size, config.plan)
         elif not plan.is_for(world_size, local_size):
             plan = None  # hosts have gone or come: its settings hold, its prediction does not
@@ -65,12 +65,12 @@ def check(config: Config, world_size: int, local_size: int = 0) -> Inputs:
     # As if all ranks were on one host: who shares one is known when they have joined, and looked at again then.
     require_whole_groups(config.parallel.tensor, world_size, "in all")
     require_whole_copies(config.parallel, 1, world_size)
-    if not (may_start_again() or restarts()):  # then the checkpoint may say how shares are planned anew
+    if not may_go_on:  # then the checkpoint may say how shares are planned anew
         check_shares(config, train, world_size // config.parallel.copy_ranks)
     _require_masked(evaluation)
     _choose_implementations(config)
     check_loader(config.data.loader)
-    if not (may_start_again() or restarts() or job()):
+    if not (may_go_on or job()):
         refuse_others(config)
     if config.dry_run and config.resume is not None:  # a run reads it through when its ranks have joined
         # As a single rank, since a dry run joins nobody.

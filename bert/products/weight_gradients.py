@@ -11,7 +11,7 @@ too.
 Shape legend: T tokens, N and K outputs and inputs of a dense layer, D hidden.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -169,8 +169,10 @@ def accumulate_products(
     model: BertForPreTraining, gradients: WeightGradients, copies: Mapping[nn.Parameter, Tensor]
 ) -> None:
     """Let the layers that multiply as PyTorch does, and the decoder, have their weight gradients added to ``gradients``."""
-    for layer in _plain(model.layers):
-        layer.products = AccumulatingProducts(gradients, copies)
+    for layer in model.layers:
+        # Not isinstance of the products: FP8's are of a subclass, and stay.
+        if isinstance(layer, EncoderLayer) and type(layer.products) is MatrixProducts:
+            layer.products = AccumulatingProducts(gradients, copies)
     word_VD = _table(model)
     if word_VD is not None and word_VD.grad is not None:  # a rank that keeps its shard alone has none
         model.placement = model.embeddings.placement = AccumulatingTable(gradients, copies)
@@ -181,10 +183,3 @@ def _table(model: BertForPreTraining) -> nn.Parameter | None:
     word_VD = model.embeddings.word
     is_whole = type(model.placement) in (Placement, AccumulatingTable) and isinstance(word_VD, nn.Parameter)
     return word_VD if is_whole else None
-
-
-def _plain(layers: Iterable[nn.Module]) -> Iterator[EncoderLayer]:
-    for layer in layers:
-        # Not isinstance of the products: FP8's are of a subclass, and stay.
-        if isinstance(layer, EncoderLayer) and type(layer.products) is MatrixProducts:
-            yield layer

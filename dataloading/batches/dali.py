@@ -17,7 +17,15 @@ from nvidia.dali.pipeline import pipeline_def
 from nvidia.dali.plugin.pytorch.torch_utils import feed_ndarray
 from torch import Tensor
 
-from dataloading.batches.loader import Batch, Prefetcher, SampleSource, flat_arrays, max_seqlen, shape_bucket_of
+from dataloading.batches.loader import (
+    Batch,
+    Prefetcher,
+    RankBatches,
+    SampleSource,
+    flat_arrays,
+    max_seqlen,
+    shape_bucket_of,
+)
 from dataloading.batches.sampler import MicroBatch
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.shards.samples import Samples
@@ -41,7 +49,7 @@ class DaliLoader:
     def __init__(
         self,
         source: SampleSource,
-        rank_batches: Callable[[int], list[MicroBatch]],
+        rank_batches: RankBatches,
         device: torch.device,
         prefetch: int = 4,
         shape_buckets: Sequence[ShapeBucket] = (),

@@ -20,6 +20,8 @@ from dataloading.batches.shape_buckets import ShapeBucket, fitting
 from dataloading.shards.samples import SampleBuilder, Samples
 
 Item = TypeVar("Item")
+RankBatches = Callable[[int], list[MicroBatch]]
+"""Gives a rank's micro-batches of a step."""
 
 
 @dataclass(frozen=True)
@@ -260,14 +262,14 @@ class Uploads:
 class NumpyLoader:
     """Batches assembled by NumPy in a background thread, ``prefetch`` steps ahead.
 
-    ``rank_batches(step)`` gives the micro-batches of a step: ``Plan.rank_batches`` with the rank filled in. They are padded
+    ``rank_batches`` is ``BatchPlan.rank_batches`` with the rank filled in. Micro-batches are padded
     to ``shape_buckets``, ascending, where some are given.
     """
 
     def __init__(
         self,
         source: SampleSource,
-        rank_batches: Callable[[int], list[MicroBatch]],
+        rank_batches: RankBatches,
         device: torch.device,
         prefetch: int = 4,
         shape_buckets: Sequence[ShapeBucket] = (),

@@ -9,14 +9,12 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dataloading.batches.loader import Loader, NumpyLoader, SampleSource
-from dataloading.batches.sampler import MicroBatch
+from dataloading.batches.loader import Loader, NumpyLoader, RankBatches, SampleSource
 from dataloading.batches.shape_buckets import ShapeBucket
 from dataloading.batches.synthetic import synthetic_samples
 
@@ -28,19 +26,8 @@ _CLEARLY = 0.97
 """DALI is taken where it needs less than this share of NumPy's time: it holds memory of the GPU, and threads of its own."""
 
 
-class MakeLoader(Protocol):
-    """Class of a loader."""
-
-    def __call__(
-        self,
-        source: SampleSource,
-        rank_batches: Callable[[int], list[MicroBatch]],
-        device: torch.device,
-        prefetch: int = ...,
-        shape_buckets: Sequence[ShapeBucket] = ...,
-    ) -> Loader:
-        """Return a loader that has read nothing yet."""
-        ...
+MakeLoader = Callable[[SampleSource, RankBatches, torch.device, int, Sequence[ShapeBucket]], Loader]
+"""Class of a loader; the number is that of the steps to read ahead."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +54,7 @@ def check_loader(kind: str) -> None:
 def choose_loader(
     kind: str,
     device: torch.device,
-    rank_batches: Callable[[int], list[MicroBatch]],
+    rank_batches: RankBatches,
     lengths_N: NDArray[np.integer],
     prefetch: int,
     shape_buckets: Sequence[ShapeBucket] = (),
@@ -89,7 +76,7 @@ def choose_loader(
 def faster_loader(
     dali: MakeLoader,
     device: torch.device,
-    rank_batches: Callable[[int], list[MicroBatch]],
+    rank_batches: RankBatches,
     lengths_N: NDArray[np.integer],
     prefetch: int,
     shape_buckets: Sequence[ShapeBucket] = (),

@@ -1,9 +1,8 @@
 """Anybody's text to a training set, an evaluation set of documents held out, and the vocabulary of both."""
 
 import hashlib
-import unicodedata
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from console.files import sha256_of, write_atomically
@@ -13,8 +12,8 @@ from dataloading.dataset.merge import index_shards
 from dataloading.options import OwnText, PretrainingOptions
 from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
 from dataloading.shards.native import write_shard
-from dataloading.shards.shard import DatasetInfo
 from dataloading.text.cleanup import sentence_splitter
+from dataloading.text.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 from dataloading.text.vocabulary import learn_vocabulary
 
@@ -126,10 +125,7 @@ def _write(
 ) -> None:
     """Write a data set, of several shards where the text is long."""
     vocabulary = tokenizer.vocabulary
-    sizes = options.max_seq_length, options.max_predictions_per_seq
-    # Python's Unicode tables decide how words are split.
-    recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
-    info = DatasetInfo.of(vocabulary, *sizes, recorded, sources)
+    info = samples_info(vocabulary, options, sources)
     folder.mkdir()
     calls = _calls(documents)
     names = [shard_name(index, len(calls)) for index in range(len(calls))]

@@ -10,7 +10,6 @@ them. Each makes one shard. A finished shard tells what it was made from, so who
 
 import os
 import time
-import unicodedata
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
@@ -26,6 +25,8 @@ from dataloading.preparation.pretraining_data import create_samples, read_docume
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
+from dataloading.text.jobs import JobProgress, begun, run_tasks
+from dataloading.text.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 JOB_NAME = "prepare.json"
@@ -55,11 +56,6 @@ class Job:
         """The texts of each call."""
         return [self.texts] if self.one_call else [(path,) for path in self.texts]
 
-    def info(self, vocabulary: Vocabulary) -> DatasetInfo:
-        """Describe the samples to come; Python's Unicode tables decide how words are split."""
-        sizes = self.options.max_seq_length, self.options.max_predictions_per_seq
-        return DatasetInfo.of(vocabulary, *sizes, asdict(self.options) | {"unicode": unicodedata.unidata_version})
-
 
 def prepare(
     job: Job,
@@ -77,7 +73,7 @@ def prepare(
         ValueError: a text or the vocabulary cannot be used, ``out`` holds something else or what was made otherwise.
         OSError: the disk is full, or will not be written for another reason.
     """
-    info = job.info(Vocabulary.from_file(job.vocab))
+    info = samples_info(Vocabulary.from_file(job.vocab), job.options)
     mine = _share(len(job.calls), part)
     # Before anything is made: a text that cannot be read would else end the job after hours.
     _check_texts([path for index in mine for path in job.calls[index]])

@@ -11,8 +11,9 @@ moving four bounds; tokens are copied once, when the sample is laid out.
 """
 
 import random
+import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from console.files import read_bounded
 from dataloading.compiled import compiled
 from dataloading.options import PretrainingOptions
 from dataloading.shards.samples import Samples, offsets_of
+from dataloading.shards.shard import DatasetInfo
 from dataloading.text.tokenization import Tokenizer, Vocabulary, text_lines
 
 _MAX_TEXT_BYTES = 4 << 30
@@ -90,6 +92,14 @@ def tokenize_documents(documents: Iterable[Sequence[str]], tokenizer: Tokenizer)
         sentence_offsets=offsets_of(line_lengths[line_lengths > 0]),
         document_offsets=offsets_of(sentence_counts[sentence_counts > 0]),
     )
+
+
+def samples_info(
+    vocabulary: Vocabulary, options: PretrainingOptions, sources: dict[str, str] | None = None
+) -> DatasetInfo:
+    """Describe the samples to come; Python's Unicode tables, which decide how words are split, count as an option."""
+    recorded = asdict(options) | {"unicode": unicodedata.unidata_version}
+    return DatasetInfo.of(vocabulary, options.max_seq_length, options.max_predictions_per_seq, recorded, sources)
 
 
 def create_samples(documents: TokenizedDocuments, options: PretrainingOptions, vocabulary: Vocabulary) -> Samples:

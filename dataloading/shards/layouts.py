@@ -117,7 +117,7 @@ class RaggedShard(Shard):
             counts = sizes["packed_input_len"].counts
             # narrow() also refuses negative ones, though nothing is narrower here.
             self._lengths, self._masked_counts, labels = (
-                narrow(column.rows(0, len(column.counts)), np.int64, name, path) for name, column in sizes.items()
+                narrow(column.all(), np.int64, name, path) for name, column in sizes.items()
             )
             if any(not np.array_equal(column.counts, counts) for column in sizes.values()) or len(counts) != rows:
                 # Without the path, which `dataloading.shards.formats` adds.

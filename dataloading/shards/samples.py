@@ -163,12 +163,12 @@ _ELEMENTS_AT_A_TIME = 1 << 16
 """Elements gathered or digested at once: temporary arrays stay within the processor's cache, and memory bounded."""
 
 
-def row_blocks(offsets: NDArray[np.int64], most: int = _ELEMENTS_AT_A_TIME) -> Iterator[range]:
-    """Consecutive ranges of ragged rows, of about ``most`` elements each (more where one row alone has more)."""
+def row_blocks(offsets: NDArray[np.int64]) -> Iterator[range]:
+    """Yield consecutive ranges of ragged rows, of about ``_ELEMENTS_AT_A_TIME`` elements; one row alone may have more."""
     start = 0
     while start < len(offsets) - 1:
         # One row at least, even if it is longer than a whole block.
-        stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + most, side="right")) - 1)
+        stop = max(start + 1, int(np.searchsorted(offsets, offsets[start] + _ELEMENTS_AT_A_TIME, side="right")) - 1)
         yield range(start, stop)
         start = stop
 

@@ -80,10 +80,10 @@ class VariableLengthColumn:
             raise ValueError(f"{self.name}: the reference of row {index} leads to no such object in the heap")
         return self._view[place : place + size]
 
-    def rows(self, first: int, stop: int) -> NDArray[Any]:
-        """All elements of rows ``first`` to ``stop``."""
-        rows = np.arange(first, stop)
-        return self.take(rows, np.zeros(len(rows), np.int64), self.counts[rows])
+    def all(self) -> NDArray[Any]:
+        """All elements, row after row; errors as in `take`."""
+        rows = np.arange(len(self.counts))
+        return self.take(rows, np.zeros(len(rows), np.int64), self.counts)
 
 
 def _gather(values: NDArray[Any], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[Any]:

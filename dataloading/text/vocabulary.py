@@ -1,7 +1,9 @@
 """A WordPiece vocabulary learned from text, for data that bring none of their own."""
 
 import unicodedata
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
@@ -10,6 +12,9 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.trainers import WordPieceTrainer
 
 from dataloading.text.tokenization import SPECIAL_TOKENS
+
+_FREQUENT = 20
+"""A character that occurs less often is left out of the alphabet."""
 
 
 def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exactly: bool = True) -> list[str]:
@@ -39,13 +44,10 @@ def learn_vocabulary(lines: Sequence[str], size: int, *, lower: bool = True, exa
     return sorted(ids, key=ids.__getitem__)
 
 
-def _frequent_characters(lines: Iterable[str], least: int = 20) -> list[str]:
-    counts: dict[str, int] = {}
-    for line in lines:
-        for character in line:
-            counts[character] = counts.get(character, 0) + 1
+def _frequent_characters(lines: Iterable[str]) -> list[str]:
+    counts = Counter(chain.from_iterable(lines))
     return [
         character
         for character, count in counts.items()
-        if count >= least and not character.isspace() and unicodedata.category(character) != "Cc"
+        if count >= _FREQUENT and not character.isspace() and unicodedata.category(character) != "Cc"
     ]

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from bert.configuration.sections import TrainingConfig
+from bert.configuration.sections import ReduceDtype, TrainingConfig
 from bert.optimizer import FlatParameters
 from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy, Way
-from bert.parallel.reduction.sums import ReduceDtype
+
+_ENOUGH_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,11 @@ def measured_choice(
     rounds: int = 4,
     reduce_dtype: ReduceDtype = "fp32",
     bucket_bytes: int = TrainingConfig.bucket_bytes,
-    enough_seconds: float = 3.0,
 ) -> ReductionChoice:
     """The fastest way to reduce a gradient of this size here, the same on all ranks. For start-up: it zeroes gradients.
 
     Rounds alternate; a round takes as long as on the slowest rank, and a way as its best round, since the first one
-    connects. No round begins after ``enough_seconds``.
+    connects. No round begins after ``_ENOUGH_S``.
     """
     if len(flat.gradients_N) == 0:  # ranks keep a shard alone
         flat = replace(flat, gradients_N=torch.zeros_like(flat.weights_N))
@@ -114,7 +114,7 @@ def measured_choice(
             dist.all_reduce(times, dist.ReduceOp.MAX)  # over all data groups, so that all choose the same
         best = list(map(min, best, times.tolist()))
         spent += times.sum().item()
-        if spent > enough_seconds:  # the same sum, and so the same answer, everywhere
+        if spent > _ENOUGH_S:  # the same sum, and so the same answer, everywhere
             break
     for reduction in reductions:
         # Its hooks on the parameters would otherwise run in every backward pass.

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert.configuration.sections import TrainingConfig
+from bert.configuration.sections import InNetwork, ReduceDtype, TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh, process_group, require_order
-from bert.parallel.reduction.sums import Bf16Sums, Fp32Sums, ReduceDtype, Sums, shard_of
+from bert.parallel.reduction.sums import Bf16Sums, Fp32Sums, shard_of
 from bert.parallel.single import all_gather_single
 
 Strategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
@@ -55,9 +55,7 @@ class Communicators:
     """Why there is none."""
 
     @classmethod
-    def create(
-        cls, mesh: Mesh, in_network: Literal["auto", "on", "off"] = "off", reduce_dtype: ReduceDtype = "fp32"
-    ) -> "Communicators":
+    def create(cls, mesh: Mesh, in_network: InNetwork = "off", reduce_dtype: ReduceDtype = "fp32") -> "Communicators":
         """Create the groups; every rank must call it at the same time.
 
         Unless ``in_network`` is off, NCCL is asked for a second rail that adds up in the switches (CollNet, SHARP), where
@@ -184,7 +182,7 @@ class Reduction:
         # By the weights, since sharded gradients have no vector. What all copies divide, those of a node divide too.
         self.buckets = bucket_slices(len(flat.weights_N), communicators.world_size, bucket_bytes)
         self.stream = CommunicationStream(flat.weights_N.device)
-        self._sums: Sums = Fp32Sums()
+        self._sums: Fp32Sums | Bf16Sums = Fp32Sums()
         if reduce_dtype == "bf16" and communicators.world is not None:
             # The last bucket is what is left, and may be shorter.
             longest = max(bucket.stop - bucket.start for bucket in self.buckets)

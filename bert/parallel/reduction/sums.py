@@ -6,15 +6,11 @@ PyTorch's own collectives in bf16 leave the rounding of partial sums to whatever
 every hop, so that the error grows with the number of ranks (``benchmarks/training/reduction_error.py``).
 """
 
-from typing import Literal, Protocol
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bert.parallel.single import all_gather_single, reduce_scatter_single
-
-ReduceDtype = Literal["fp32", "bf16"]
 
 
 def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -22,45 +18,32 @@ def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return vector_N if group is None else vector_N.chunk(group.size())[group.rank()]
 
 
-class Sums(Protocol):
-    """Collectives in place on fp32 vectors [N] that divide into a shard for each rank. Without a group each does nothing."""
+class Fp32Sums:
+    """Collectives in place on fp32 vectors [N] that divide into a shard for each rank. Without a group each does nothing.
+
+    Vectors travel as they are, and are added on the way: by NCCL, gloo or switches, in an order of theirs.
+    """
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
         """Leave this rank's shard as the sum over the ranks; what the others hold is left undefined."""
-        ...
-
-    def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Fill the vector with the shards of all ranks, the same on each."""
-        ...
-
-    def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Leave the sum over the ranks, the same on each."""
-        ...
-
-
-class Fp32Sums:
-    """Sums of vectors that travel as they are, added on the way: by NCCL, gloo or switches, in an order of theirs."""
-
-    def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Reduce and scatter as ``Sums`` has it."""
         if group is not None:
             # In place, as NCCL allows for the own shard.
             reduce_scatter_single(shard_of(vector_N, group), vector_N, group=group)
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Gather as ``Sums`` has it."""
+        """Fill the vector with the shards of all ranks, the same on each."""
         if group is not None:
             # In place, as above: the own shard lies where it will be.
             all_gather_single(vector_N, shard_of(vector_N, group), group=group)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Reduce as ``Sums`` has it."""
+        """Leave the sum over the ranks, the same on each."""
         if group is not None:
             dist.all_reduce(vector_N, group=group)
 
 
 class Bf16Sums:
-    """Sums of vectors that travel in bf16 and are added in fp32, in as many bytes as a ring would send of them.
+    """``Fp32Sums`` of vectors that travel in bf16 and are added in fp32, in as many bytes as a ring would send of them.
 
     A contribution is rounded once, before it is sent, and a sum once, before it is gathered, whatever the number of ranks.
     What is bf16 already, such as the sum of the rails on its way through the node, is not rounded again.
@@ -72,7 +55,7 @@ class Bf16Sums:
         self._sent, self._received = torch.empty(2, elements, dtype=torch.bfloat16, device=device)
 
     def reduce_scatter_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Reduce and scatter as ``Sums`` has it; the sum is not rounded."""
+        """Reduce and scatter as ``Fp32Sums`` does; the sum is not rounded."""
         if group is None:
             return
         received_N = self._received[: len(vector_N)]
@@ -81,7 +64,7 @@ class Bf16Sums:
         add_contributions(received_N.view(group.size(), -1), out_W=shard_of(vector_N, group))
 
     def all_gather_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Gather as ``Sums`` has it; shards are rounded."""
+        """Gather as ``Fp32Sums`` does; shards are rounded."""
         if group is None:
             return
         shard_W, received_N = shard_of(vector_N, group), self._received[: len(vector_N)]
@@ -90,7 +73,7 @@ class Bf16Sums:
         vector_N.copy_(received_N)
 
     def all_reduce_(self, vector_N: Tensor, group: dist.ProcessGroup | None) -> None:
-        """Reduce as ``Sums`` has it; the sum is rounded."""
+        """Reduce as ``Fp32Sums`` does; the sum is rounded."""
         self.reduce_scatter_(vector_N, group)
         self.all_gather_(vector_N, group)
 

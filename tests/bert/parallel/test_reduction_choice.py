@@ -4,20 +4,20 @@ import operator
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from bert.configuration.recipes import tiny_cpu
+from bert.configuration.sections import InNetwork
 from bert.parallel.mesh import Mesh
 from bert.parallel.reduction.choice import ReductionChoice, candidates, choose
 from bert.parallel.reduction.gradients import Communicators, Way, _in_network_options
 
 pytestmark = pytest.mark.oldest_torch
 
-Asked = Literal["auto", "on", "off"]
 GROUP = cast(dist.ProcessGroup, object())
 NODES = ((0, 1), (2, 3))
 FLAT, HIERARCHICAL, SWITCHES = Way("flat"), Way("hierarchical"), Way("hierarchical", in_network=True)
@@ -128,7 +128,7 @@ def test_groups_are_made_of_the_asked_for_kind(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("bert.parallel.reduction.gradients.process_group", group)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
-    asked: tuple[Asked, ...] = ("auto", "on")
+    asked: tuple[InNetwork, ...] = ("auto", "on")
     for in_network in asked:
         made.clear()
         found = Communicators.create(mesh("cuda"), in_network)
@@ -138,7 +138,7 @@ def test_groups_are_made_of_the_asked_for_kind(monkeypatch: pytest.MonkeyPatch) 
         assert found.along(SWITCHES).rail is found.in_network_rail
         assert found.along(HIERARCHICAL).rail is found.rail
     one_host = mesh("cuda", ((0, 1, 2, 3),))
-    none: tuple[tuple[Mesh, Asked], ...] = ((mesh("cuda"), "off"), (mesh("cpu"), "auto"), (one_host, "on"))
+    none: tuple[tuple[Mesh, InNetwork], ...] = ((mesh("cuda"), "off"), (mesh("cpu"), "auto"), (one_host, "on"))
     for place, in_network in none:
         found = Communicators.create(place, in_network)
         assert found.in_network_rail is None

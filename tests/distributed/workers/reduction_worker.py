@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from bert.configuration.sections import ModelConfig, OptimizerConfig
+from bert.configuration.sections import ModelConfig, OptimizerConfig, ReduceDtype
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.choice import measured_choice
 from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
-from bert.parallel.reduction.sums import ReduceDtype
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import BatchPlan
 from tests.convergence.golden import predictable_samples

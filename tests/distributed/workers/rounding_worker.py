@@ -11,10 +11,10 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
+from bert.configuration.sections import ReduceDtype
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import join_mesh, leave_mesh
 from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
-from bert.parallel.reduction.sums import ReduceDtype
 from tests.distributed.workers.reduction_worker import end_groups, fresh_model, regrouped
 
 
