@@ -26,7 +26,7 @@ from compliance.convergence.reference_points import SUBMISSION_RUNS
 from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
-from compliance.doctor.host import REPOSITORY, ExaminedHost, Output
+from compliance.doctor.host import ExaminedHost, Output
 from compliance.doctor.plan import IntendedRun, RunLayout, make_plan
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
@@ -36,6 +36,7 @@ from compliance.log import rules
 from console.files import open_regular
 from console.program import say, say_json
 from console.text import visible
+from console.version import REPOSITORY
 
 DRY_RUN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 3600.0
