@@ -30,24 +30,6 @@ def open_regular(path: Path) -> BufferedReader:
     raise ValueError(f"{path}: {found}, expected a text file such as results/<system>/bert/result_0.txt")
 
 
-def read_bounded(path: Path) -> bytes:
-    """The bytes of a regular file of at most `MAX_FILE_BYTES`.
-
-    Raises:
-        ValueError: saying what stands in the way.
-    """
-    with open_regular(path) as file:
-        try:
-            # One byte beyond the bound, and no look at the size before: a log may grow between the two.
-            content = file.read(MAX_FILE_BYTES + 1)
-        except OSError as error:
-            raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
-    if len(content) > MAX_FILE_BYTES:
-        most = f"{MAX_FILE_BYTES >> 20} MiB, the most a submission may hold"
-        raise ValueError(f"{path}: larger than {most}; keep telemetry in the metrics file")
-    return content
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a text file aside, and put it in place when it is on the disk. What is no text is escaped.
 

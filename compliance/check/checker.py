@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from compliance.check.checks import CHECKS, READABLE
+from compliance.check.checks import CHECKS, check_lines
 from compliance.check.grades import TIMELINE, CheckedLog
 from compliance.log import rules
 from compliance.log.findings import Finding, Verdict
@@ -45,7 +45,7 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
     rules.check_ruleset(ruleset)
     context = CheckedLog(log, ruleset)
     # Of a log that was given up, most would complain of what was not read.
-    own = [finding for check in (READABLE if log.given_up else CHECKS) for finding in check(context)]
+    own = [finding for check in ((check_lines,) if log.given_up else CHECKS) for finding in check(context)]
     opinion = _official_opinion(log, ruleset)
     findings = own + list(_unexplained(context, own, opinion))
     verdict = Verdict(
@@ -56,7 +56,7 @@ def judge(log: Log, ruleset: str) -> tuple[Verdict, official.Opinion]:
         findings=tuple(sorted(_collapse(findings), key=lambda finding: finding.line or 0)),
         # As logged: the run's own `division` falls back to closed where the log does not say, and a verdict must not
         # claim that.
-        division=str(named.value) if (named := log.first("submission_division")) else None,
+        division=str(named.value) if (named := context.run.first.get("submission_division")) else None,
         status=None if context.run.status is None else str(context.run.status),
     )
     return verdict, opinion
@@ -106,7 +106,6 @@ def _unexplained(context: CheckedLog, own: list[Finding], opinion: official.Opin
         )
         # From here on, vaguer complaints may follow from this one.
         fails = fails or complaint.severity == "error"
-    # Nothing passes here that fails there, even where the checker gives no reason.
     if opinion.outcome == "fail" and not fails:
         found = "the official checker fails the log without saying why"
         yield Finding(None, "", f"mlperf-logging, ruleset {context.ruleset}", found, "run it by itself on this file")

@@ -16,7 +16,6 @@ from compliance.log import rules
 from compliance.log.findings import Finding, Severity, shown
 from compliance.log.order import KEEP_THE_CLOCK, own_settings, unearned_success
 from compliance.log.record import Record
-from compliance.log.records import Log
 
 JITTER_MS = 250
 """How far back the time of a record may lie and still be the clock of another process."""
@@ -36,7 +35,8 @@ PACKED = Finding(
 """About a log that only its packing keeps from being a result."""
 
 
-def _check_lines(context: CheckedLog) -> Iterator[Finding]:
+def check_lines(context: CheckedLog) -> Iterator[Finding]:
+    """Yield what is wrong with the file and its lines: all that can be said of a log that was not read to its end."""
     for problem in context.log.problems:
         remedy = "write every record from one process, whole, on a line of its own"
         found = f"{problem.found}; expected {problem.expected}"
@@ -76,7 +76,7 @@ def _check_chain(context: CheckedLog) -> Iterator[Finding]:
         yield Finding(chain.after_end, "", rule, found, remedy)
     elif not chain.ended and not context.aborted:
         found = f"no digest at the end; expected one below line {chain.covered}: the log was cut off, or the run was"
-        stop = context.log.last("run_stop")
+        stop = context.run.last.get("run_stop")
         # The digest below run_stop bears out the run; what is missing was written after it.
         severity: Severity = "warning" if stop and stop.line < chain.covered else "error"
         yield Finding(chain.covered, "", rule, found, remedy, severity=severity)
@@ -109,8 +109,8 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
             times = "one record" if rule.once else "at least one record"
             remedy = f"log {rule.key} {' or '.join(rules.PHASE_NAMES[phase] for phase in rule.phases)}"
             severity: Severity = "error"
-            # TR 5.1 asks for it since that round.
-            if rule.key == "seed" and not context.is_at_least_4_1:
+            # TR 5.1 asks for it since that round. By place in the list: version numbers are texts.
+            if rule.key == "seed" and rules.RULESETS.index(context.ruleset) < rules.RULESETS.index("4.1.0"):
                 severity = "warning"
             found = f"no record; expected {times}"
             yield Finding(None, rule.key, rule.source, found, remedy, severity=severity)
@@ -118,13 +118,12 @@ def _check_presence(context: CheckedLog) -> Iterator[Finding]:
 
 def _check_time(context: CheckedLog) -> Iterator[Finding]:
     """Check that times never decrease. Before run_start, only phases are held to that: several processes log there."""
-    log, remedy = context.log, KEEP_THE_CLOCK
-    start = log.first("run_start")
+    start = context.run.first.get("run_start")
     run_line = start.line if start else sys.maxsize
-    offline = _is_evaluated_offline(log)
+    offline = _is_evaluated_offline(context)
     latest: Record | None = None
     phase: Record | None = None  # the latest of the records that divide the log into phases
-    for record in log.records:
+    for record in context.log.records:
         # Every process logs these by its own clock.
         if record.key in rules.PER_RANK:
             continue
@@ -138,7 +137,7 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
                 # them.
                 is_error = back > JITTER_MS and not (offline and record.key in _OFFLINE)
             expected = "times that never decrease" + (", or evaluation during the run" if offline else "")
-            yield at(record, found, expected, remedy, "TR 11", "error" if is_error else "warning")
+            yield at(record, found, expected, KEEP_THE_CLOCK, "TR 11", "error" if is_error else "warning")
         # From run_start on, times are held against its own: what another process's clock had put ahead before is
         # forgotten.
         if latest is None or record.time_ms >= latest.time_ms or record.line == run_line:
@@ -150,13 +149,14 @@ def _check_time(context: CheckedLog) -> Iterator[Finding]:
 _OFFLINE = ("eval_start", "eval_accuracy", "eval_stop", "train_samples", "eval_samples", "run_stop")
 
 
-def _is_evaluated_offline(log: Log) -> bool:
+def _is_evaluated_offline(context: CheckedLog) -> bool:
     """Tell whether all evaluations stand after all training, in order, with the times of their checkpoints (TR 9.4).
 
     The run then ends with the checkpoint that reached the target, at the end of one of the blocks.
     """
+    log, first = context.log, context.run.first
     evaluations, trained = log.all("eval_accuracy"), log.all("block_stop") or log.all("epoch_stop")
-    start, stop = log.first("run_start"), log.first("run_stop")
+    start, stop = first.get("run_start"), first.get("run_stop")
     if not (start and stop and trained and evaluations) or evaluations[0].line < trained[-1].line:
         return False
     times = [record.time_ms for record in (start, *evaluations, stop)]
@@ -232,12 +232,9 @@ def _check_result(context: CheckedLog) -> Iterator[Finding]:
         yield at(trained, f"value {shown(trained.value)}", f"at least one batch of {batch}", remedy, "TR 24.6")
 
 
-READABLE: tuple[Callable[[CheckedLog], Iterator[Finding]], ...] = (_check_lines,)
-"""What can be said of a log that was not read to its end."""
-
 # Findings of one line are shown in this order.
 CHECKS: tuple[Callable[[CheckedLog], Iterator[Finding]], ...] = (
-    _check_lines,
+    check_lines,
     _check_chain,
     _check_whole_run,
     _check_presence,

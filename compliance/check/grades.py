@@ -60,12 +60,6 @@ class CheckedLog:
         """Tell whether the run was ended early, by its own words."""
         return self.run.status == "aborted"
 
-    @property
-    def is_at_least_4_1(self) -> bool:
-        """Tell whether the ruleset is one of those since 4.1.0."""
-        # By place in the list: version numbers are texts, which do not compare as numbers.
-        return rules.RULESETS.index(self.ruleset) >= rules.RULESETS.index("4.1.0")
-
     @cached_property
     def lost_keys(self) -> frozenset[str]:
         """The keys of records that could not be read, as far as can be told."""

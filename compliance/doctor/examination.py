@@ -25,7 +25,7 @@ from rich.text import Text
 from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
-from compliance.doctor.host import REPOSITORY, ExaminedHost, Output
+from compliance.doctor.host import ExaminedHost, Output
 from compliance.doctor.plan import IntendedRun, RunLayout, make_plan
 from compliance.doctor.rendezvous import rendezvous
 from compliance.doctor.storage import linked_elsewhere, storage_of
@@ -36,6 +36,7 @@ from compliance.log.rules import SUBMISSION_RUNS
 from console.files import open_regular
 from console.program import say, say_json
 from console.text import visible
+from console.version import REPOSITORY
 
 DRY_RUN_TIMEOUT_S = 300.0
 VERIFY_TIMEOUT_S = 3600.0

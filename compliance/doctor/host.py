@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from console.version import REPOSITORY
+
 COMMAND_TIMEOUT_S = 20.0
 MAX_OUTPUT_CHARACTERS = 2**20
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-"""Where `python -m` finds the packages beside this one."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 from compliance.doctor import gpus
 from compliance.doctor.host import ExaminedHost
-from compliance.log.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES, Division
+from compliance.log.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES
 
 RESEARCH = "Research, Development, or Internal (RDI)"
 """The status that is true of every system nobody sells or rents out as such."""
@@ -59,22 +59,6 @@ _HBM = (
 """Kind of memory by a part of the GPU's name, from the vendor's data sheets; the first match counts."""
 
 
-def describe(
-    division: Division, overrides: Mapping[str, str] | None = None, host: ExaminedHost | None = None
-) -> dict[str, str]:
-    """The system description of this machine, in the order of `SYSTEM_FIELDS`.
-
-    Args:
-        division: "closed" or "open"; lower case, as in the log.
-        overrides: fields to set instead of what was found out.
-        host: the machine; default the one this runs on.
-
-    Raises:
-        ValueError: an unknown division, field or status, or a count that is no number.
-    """
-    return complete(measure(host or ExaminedHost()), {"division": division} | dict(overrides or {}))
-
-
 def measure(host: ExaminedHost) -> dict[str, str]:
     """The fields that a tool or a file of the machine tells; a field that it might have told, and did not, is empty."""
     fields = processors(host.run("lscpu").answer, host)
@@ -89,7 +73,7 @@ def measure(host: ExaminedHost) -> dict[str, str]:
 
 
 def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Fill in all `SYSTEM_FIELDS`: those that are given, else as measured, else what is true of most machines, or empty.
+    """Fill in all `SYSTEM_FIELDS`, in their order: those given, else as measured, else what is true of most machines, or empty.
 
     Raises:
         ValueError: an unknown division, field or status, or a count that is no number.

@@ -9,7 +9,7 @@ from pathlib import Path
 from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.plan import RunLayout
-from compliance.doctor.system import describe
+from compliance.doctor.system import measure
 from compliance.log.rules import DIVISIONS, NEWEST_RULESET
 from compliance.submission.description import Description, description_findings, read_description
 
@@ -31,7 +31,7 @@ def compare(path: Path, plan: RunLayout, host: ExaminedHost) -> Iterator[Diagnos
     faults = list(_faults(description, plan))
     yield from faults
     if not any(fault.state == "fail" for fault in faults):
-        different = list(_differences(fields, describe("open", host=host), plan))  # the division is not compared
+        different = list(_differences(fields, measure(host), plan))
         yield from different
         if not faults and not different:
             yield ok(subject, f"{path}: complete, and true of this machine")

@@ -15,6 +15,7 @@ from compliance.log import rules
 from compliance.log.findings import Severity, shown
 
 TOKEN = ":::MLLOG "
+TOKEN_BYTES = TOKEN.encode()
 EVENT_TYPES = ("POINT_IN_TIME", "INTERVAL_START", "INTERVAL_END")
 
 MAX_RECORD_BYTES = 16 * 2**10
@@ -22,8 +23,6 @@ MAX_RECORD_BYTES = 16 * 2**10
 
 MAX_SHOWN = 60
 """Most characters of a wrong field that a message shows."""
-
-_TOKEN = TOKEN.encode()
 
 
 class Record(NamedTuple):
@@ -77,10 +76,10 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
     """
     problems: list[Problem] = []
     # The last token, as the official parser: of several records on a line it keeps that one.
-    start = line.rindex(_TOKEN)
-    if line.find(_TOKEN) != start:
+    start = line.rindex(TOKEN_BYTES)
+    if line.find(TOKEN_BYTES) != start:
         keys = _keys_in(line[:start])
-        count = line.count(_TOKEN)
+        count = line.count(TOKEN_BYTES)
         lost = f": a parser loses the first{' (' + ', '.join(sorted(keys)) + ')' if keys else ''}"
         expected = "one record a line: write each with one write()"
         problems.append(Problem(number, f"{count} records on one line{lost}", expected, keys))
@@ -89,7 +88,7 @@ def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
         found = f"a record of {len(line)} bytes: the official parser needs time quadratic in its length"
         problems.append(Problem(number, found, f"at most {MAX_RECORD_BYTES}", severity="warning"))
     try:
-        return _parse_record(line[start + len(_TOKEN) :], number, problems), problems
+        return _parse_record(line[start + len(TOKEN_BYTES) :], number, problems), problems
     except _RecordError as error:
         found, expected = error.args
         # When the last record cannot be read either, its key is lost with the others.

@@ -23,7 +23,7 @@ from compliance.artefact import MAX_FILE_BYTES
 from compliance.log import rules
 from compliance.log.digest import ChainCheck
 from compliance.log.file import KEEP_APART, MAX_LOG_BYTES, open_log
-from compliance.log.record import MAX_RECORD_BYTES, TOKEN, Problem, Record, parse_line
+from compliance.log.record import MAX_RECORD_BYTES, TOKEN, TOKEN_BYTES, Problem, Record, parse_line
 from compliance.log.run import LoggedRun
 
 MAX_LINE_BYTES = 2**20
@@ -35,8 +35,6 @@ MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
 MAX_HEADER_LINES = 10_000
 MAX_HEADER_BYTES = 2**16
 """Longest plain line that is read as one of the head."""
-
-_TOKEN = TOKEN.encode()
 
 
 @dataclass(frozen=True)
@@ -87,19 +85,11 @@ class Log:
 
     @cached_property
     def run(self) -> LoggedRun:
-        """Return what the log says of its run."""
+        """The run as the log tells it."""
         run = LoggedRun(self.header)
         for record in self.records:
             run.add(record)
         return run
-
-    def first(self, key: str) -> Record | None:
-        """The first record of `key`."""
-        return next(iter(self.all(key)), None)
-
-    def last(self, key: str) -> Record | None:
-        """The last record of `key`."""
-        return next(reversed(self.all(key)), None)
 
 
 def read_log(path: Path) -> Log:
@@ -120,10 +110,9 @@ def read_log(path: Path) -> Log:
             for number, line in enumerate(() if given_up else _lines(source.file), start=1):
                 if number == 1:
                     chain.open(line)
-                # Every line of a log that carries the chain goes into its digests.
                 if chain.opened and chain.take(number, line):
                     continue
-                if _TOKEN not in line:
+                if TOKEN_BYTES not in line:
                     if line.startswith(b"# ") and not (line.startswith(b"# digest") and chain.take(number, line)):
                         _take_header(line, header)
                     continue
@@ -218,8 +207,8 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
             yield line if has_token is None and len(line) <= MAX_LINE_BYTES else _left_out(line, has_token)
             has_token = None
         if len(begun) > MAX_LINE_BYTES:
-            has_token = bool(has_token) or _TOKEN in begun
-            begun = begun[1 - len(_TOKEN) :]  # the token may lie across two pieces
+            has_token = bool(has_token) or TOKEN_BYTES in begun
+            begun = begun[1 - len(TOKEN_BYTES) :]  # the token may lie across two pieces
         if held:
             begun += b"\r"
     if begun or has_token is not None:
@@ -228,10 +217,10 @@ def _lines(file: IO[bytes]) -> Iterator[bytes]:
 
 
 def _left_out(end: bytes, has_token: bool | None) -> bytes:
-    return _OVERLONG if has_token or _TOKEN in end else b""
+    return _OVERLONG if has_token or TOKEN_BYTES in end else b""
 
 
-_OVERLONG = TOKEN.encode() + b"..."
+_OVERLONG = TOKEN_BYTES + b"..."
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 # Begins with 1 to 9, so that a zero stays a zero.
 _NUMBER = re.compile(rb"[1-9][0-9]*")

@@ -18,6 +18,9 @@ from compliance.artefact import read_bounded
 from compliance.folders import BenchmarkFolder, absolute
 from compliance.log.findings import Outcome
 from compliance.official import process
+from compliance.artefact import MAX_FILE_BYTES
+from compliance.submission.folders import BenchmarkFolder, absolute
+from console.files import read_json
 from console.text import visible
 
 TIMEOUT_S = 600
@@ -98,7 +101,7 @@ def _link(folder: BenchmarkFolder, division: str, copy: Path) -> None:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(read_bounded(path))
-    except (ValueError, RecursionError):
+        content = read_json(path, MAX_FILE_BYTES, "")
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}

@@ -10,8 +10,8 @@ from pathlib import Path, PurePosixPath
 
 from compliance.artefact import MAX_FILE_BYTES
 from console.text import visible
+from console.version import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 60
 
 
@@ -33,7 +33,7 @@ class SourceTree:
     modified: tuple[str, ...]
 
 
-def tracked_source(root: Path = ROOT) -> SourceTree:
+def tracked_source(root: Path = REPOSITORY) -> SourceTree:
     """The source below `root`; logs of other runs, under results/, do not belong to it.
 
     Raises:

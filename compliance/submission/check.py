@@ -79,7 +79,6 @@ class FolderRun:
 
     def object(self, finding: Finding) -> None:
         """Add what the other logs have against this one, unless its record is wrong in itself."""
-        # What is wrong in itself would be said twice, in other words.
         if not any((own.line, own.key) == (finding.line, finding.key) for own in self.verdict.errors):
             self.findings.append(finding)
 
@@ -196,18 +195,16 @@ def _compare_settings(runs: Sequence[FolderRun], division: rules.Division) -> No
     for run, record, usual in _odd_ones(runs, "global_batch_size"):
         apart.add(run.name)
         run.object(_at(record, "TR 12; RCP checker", _unlike(record, usual), remedy, severity))
-    departures: dict[str, list[tuple[Record, Record]]] = {}
+    departures: dict[str, list[tuple[FolderRun, Record, Record]]] = {}
     # With another batch size goes much else, which need not be said again.
     alike = [run for run in runs if run.name not in apart]
     for key in HYPERPARAMETERS:
-        for run, record, usual in _odd_ones(alike, key):
-            departures.setdefault(run.name, []).append((record, usual))
-    for run in alike:
-        for record, usual in departures.get(run.name, [])[:1]:
-            others = ", ".join(other.key for other, _ in departures[run.name][1:])
-            # Only the first setting gets a finding; the others are named in it.
-            found = _unlike(record, usual) + (f"; {others} likewise" if others else "")
-            run.object(_at(record, "TR 9.1; TR 12", found, remedy, severity))
+        for odd in _odd_ones(alike, key):
+            departures.setdefault(odd[0].name, []).append(odd)
+    for (run, record, usual), *others in departures.values():
+        named = ", ".join(other.key for _, other, _ in others)
+        found = _unlike(record, usual) + (f"; {named} likewise" if named else "")
+        run.object(_at(record, "TR 9.1; TR 12", found, remedy, severity))
 
 
 def _unlike(record: Record, usual: Record) -> str:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compliance.artefact import read_bounded
+from compliance.artefact import MAX_FILE_BYTES
 from compliance.log import rules
 from compliance.log.findings import Finding, shown
+from console.files import read_bounded
 
 RULE = "SR System description; system_desc_checker"
 
@@ -62,7 +63,7 @@ class Description:
 def read_description(path: Path) -> Description:
     """Read a description; what is wrong with it becomes its `fault`."""
     try:
-        content = read_bounded(path).decode("utf-8")
+        content = read_bounded(path, MAX_FILE_BYTES, "name the file results/systems/<system>.json").decode("utf-8")
         fields = json.loads(content)
     except UnicodeDecodeError:
         return Description(path, {}, {}, "the file is not UTF-8 text")

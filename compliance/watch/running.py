@@ -14,10 +14,8 @@ from typing import Any
 
 from compliance.log import rules
 from compliance.log.order import Violation, own_settings, violations
-from compliance.log.record import Record, parse_line
+from compliance.log.record import TOKEN_BYTES, Record, parse_line
 from compliance.log.run import LoggedRun, samples_of
-
-TOKEN = b":::MLLOG"
 
 # The rules set no such mark; it leaves some minutes to act.
 INIT_WARNING_FRACTION = 25 / 30
@@ -83,8 +81,8 @@ class RunningLog(LoggedRun):
         """Take in one line of the log."""
         self._line += 1
         line = _LABEL.sub(b"", line, count=1)
-        if TOKEN in line:
-            record, problems = parse_line(line, self._line) if TOKEN + b" " in line else (None, [])
+        if TOKEN_BYTES in line:
+            record, problems = parse_line(line, self._line)
             for problem in problems:
                 self._quote(f"a record is broken: {problem.found}; expected {problem.expected}")
             if record is not None:

@@ -218,7 +218,6 @@ def _progress_words(run: RunningLog, now_ms: float) -> str:
 
 def end_words(run: RunningLog) -> str:
     """Say how the run ended."""
-    seconds = (run.run_stop_ms - run.run_start_ms) / 1000 if run.run_stop_ms and run.run_start_ms else None
-    spent = f" after {clock(seconds)} ({seconds:.1f} s)" if seconds is not None else ""
+    spent = f" after {clock(run.seconds)} ({run.seconds:.1f} s)" if run.seconds is not None else ""
     fault = run.header.get("ended by a fault")
     return f"{run.status}{spent}" + (f": {fault}" if fault else "")

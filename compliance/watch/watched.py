@@ -23,6 +23,8 @@ from compliance.convergence.reference_points import Reference, reference
 from compliance.log import rules
 from compliance.log.record import parse_line
 from compliance.log.rules import SUBMISSION_RUNS
+from compliance.log.forecast import Forecast, forecast
+from compliance.log.record import TOKEN_BYTES, parse_line
 from compliance.watch.follow import Follower
 from compliance.watch.running import RunningLog
 
@@ -180,7 +182,7 @@ _outlook = lru_cache(maxsize=64)(outlook)
 
 def is_record(line: bytes) -> bool:
     """Tell whether a line that may be half-written is a record without a fault."""
-    if b":::MLLOG " not in line:
+    if TOKEN_BYTES not in line:
         return False
     record, problems = parse_line(line, 1)
     return record is not None and not problems

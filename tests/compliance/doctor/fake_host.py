@@ -9,6 +9,7 @@ from pathlib import Path
 from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.gpus import FIELDS
 from compliance.doctor.host import ExaminedHost, Output
+from compliance.doctor.system import complete, measure
 
 MISSING = Output(trouble="no command here", missing=True)
 
@@ -134,6 +135,11 @@ SMI_ROW = (
     "Enabled, 0, [N/A], No, No, 0x0000000000000001, [N/A], 700.00 W, 700.00 W"
 )
 """What nvidia-smi says of a healthy H100 under `FIELDS`."""
+
+
+def describe(division: str, given: Mapping[str, str] | None = None, host: ExaminedHost | None = None) -> dict[str, str]:
+    """The system description of a machine, by default the one this runs on."""
+    return complete(measure(host or ExaminedHost()), {"division": division, **(given or {})})
 
 
 def smi_row(index: int, changes: Mapping[str, str] | None = None) -> str:

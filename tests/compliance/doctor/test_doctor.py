@@ -16,12 +16,11 @@ from compliance.doctor.diagnosis import Diagnosis
 from compliance.doctor.examination import examine, read_safetensors_header
 from compliance.doctor.host import ExaminedHost, Output
 from compliance.doctor.plan import IntendedRun, RunLayout, make_plan
-from compliance.doctor.system import describe
 from compliance.doctor.system_file import write
 from compliance.doctor.system_truth import compare
 from tests.compliance import command
 from tests.compliance.doctor import fake_host as fake
-from tests.compliance.doctor.fake_host import FakeHost, expect, fake_host
+from tests.compliance.doctor.fake_host import FakeHost, describe, expect, fake_host
 from tests.conftest import REPOSITORY
 
 CONFIG: dict[str, Any] = {

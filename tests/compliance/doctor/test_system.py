@@ -10,7 +10,7 @@ from compliance.doctor.gpus import Gpus
 from compliance.doctor.host import ExaminedHost, Output
 from compliance.log.rules import SYSTEM_FIELDS
 from tests.compliance.doctor import fake_host as fake
-from tests.compliance.doctor.fake_host import fake_host
+from tests.compliance.doctor.fake_host import describe, fake_host
 from tests.programs import PATIENCE_S
 
 GPU_NODE: dict[str, str | Output] = {
@@ -25,7 +25,7 @@ GPU_NODE: dict[str, str | Output] = {
 
 
 def test_every_field_is_there_and_is_text() -> None:
-    fields = system.describe("open")
+    fields = describe("open")
     assert tuple(fields) == SYSTEM_FIELDS
     assert all(isinstance(value, str) for value in fields.values())
     assert fields["status"] == "Research, Development, or Internal (RDI)"
@@ -48,7 +48,7 @@ def test_a_gpu_node_is_described(tmp_path: Path) -> None:
     }
     environment = {"NVIDIA_PRODUCT_NAME": "PyTorch", "NVIDIA_PYTORCH_VERSION": "25.10"}
     host = fake_host(tmp_path, files, GPU_NODE, environment)
-    fields = system.describe("closed", {"number_of_nodes": "8"}, host)
+    fields = describe("closed", {"number_of_nodes": "8"}, host)
     expected = {
         "number_of_nodes": "8",
         "host_processors_per_node": "2",
@@ -152,13 +152,13 @@ def test_containers(tmp_path: Path, files: dict[str, str], environment: dict[str
 
 @pytest.mark.parametrize("answer", ["not json", "[]", "", Output(trouble="python gave no answer within 90 s")])
 def test_pytorch_that_gives_no_answer_is_left_out(tmp_path: Path, answer: str | Output) -> None:
-    fields = system.describe("open", host=fake_host(tmp_path, answers=GPU_NODE | {"python -c": answer}))
+    fields = describe("open", host=fake_host(tmp_path, answers=GPU_NODE | {"python -c": answer}))
     assert "CUDA" not in fields["other_software_stack"]
     assert fields["framework"].startswith("PyTorch")
 
 
 def test_machine_without_tools_is_described_too(tmp_path: Path) -> None:
-    fields = system.describe("open", host=fake_host(tmp_path, answers={"python -c": '{"CUDA": "13.0"}'}))
+    fields = describe("open", host=fake_host(tmp_path, answers={"python -c": '{"CUDA": "13.0"}'}))
     assert "CUDA" not in fields["other_software_stack"]  # PyTorch takes seconds to ask, and here is no GPU
     assert fields["accelerators_per_node"] == "0"
     assert fields["host_processor_model_name"]
@@ -183,7 +183,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, st
 
 def test_tool_that_fails_is_no_tool(script: Callable[[str, str], ExaminedHost]) -> None:
     host = script("nvidia-smi", "echo 'NVIDIA-SMI has failed, 1, 2, 3, 4'\nexit 9")
-    assert system.describe("open", host=host)["accelerators_per_node"] == "0"
+    assert describe("open", host=host)["accelerators_per_node"] == "0"
 
 
 def test_a_tool_that_hangs_is_killed_with_its_children(
@@ -231,4 +231,4 @@ def test_trouble_of_commands_is_told_apart(tmp_path: Path, script: Callable[[str
 )
 def test_wrong_fields_are_refused(tmp_path: Path, overrides: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        system.describe("open", overrides, fake_host(tmp_path))
+        describe("open", overrides, fake_host(tmp_path))

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from compliance.doctor import system_file
-from compliance.doctor.system import describe
 from compliance.log.rules import SYSTEM_FIELDS
 from console import files
 from tests.compliance import command
+from tests.compliance.doctor.fake_host import describe
 from tests.hostile import NAME, assert_harmless
 
 GIVEN = {"submitter": "Example", "status": "Preview", "number_of_nodes": "8", "cooling": "water", "hw_notes": "é"}

@@ -124,7 +124,7 @@ def test_killed_process_leaves_whole_lines_with_their_digests(tmp_path: Path) ->
     left = read_log(tmp_path / "result_0.txt")  # what the system has of a file that is not closed
     assert left.chain.broken is None
     assert left.chain.digests >= 1
-    assert left.last("run_start")
+    assert left.run.last["run_start"]
 
 
 def interrupted(path: Path) -> None:

@@ -23,7 +23,7 @@ import pytest
 from bert.configuration.config import Config, flattened
 from bert.configuration.recipes import RECIPES
 from bert.train import parse
-from compliance.doctor import system, system_file
+from compliance.doctor import system_file
 from compliance.log.rules import SYSTEM_FIELDS
 from compliance.official.tools import Summary, _complaint, _complaints, _package_checker, ask_all, said_beside
 from compliance.package.archive import write_archive
@@ -32,6 +32,7 @@ from compliance.package.command import _comparison, run
 from compliance.package.source import SourceTree
 from compliance.package.tree import Package, PackageRequest, _script
 from tests.compliance.command import run as command
+from tests.compliance.doctor.fake_host import describe
 from tests.compliance.log_edits import delete, in_turn, metadata, value
 from tests.compliance.run_logs import without_chain, write_run
 from tests.compliance.run_series import write_series
@@ -498,7 +499,7 @@ def test_a_log_cannot_write_into_the_script() -> None:
 
 def test_system_description_of_this_machine_can_be_packaged(ten: Path, tmp_path: Path) -> None:
     path = tmp_path / "systems/here.json"
-    system_file.write(path, system.describe("closed", {"submitter": "Example", "system_name": "here"}))
+    system_file.write(path, describe("closed", {"submitter": "Example", "system_name": "here"}))
     made: Package = make_package(PackageRequest("Example", path, ten / "runs", tmp_path / "out"))
     assert made.results == tmp_path / "out/Example/results/here/bert"
 
