@@ -3,7 +3,6 @@
 import statistics
 from dataclasses import replace
 from functools import partial
-from typing import Literal
 
 from benchmarks.gpu_parts.ceilings import Ceilings
 from benchmarks.gpu_parts.measuring.budget import split, synchronisations
@@ -12,12 +11,11 @@ from benchmarks.gpu_parts.measuring.scale import Context, micro_batches, trainin
 from benchmarks.gpu_parts.measuring.timing import measured, timed_row
 from bert.configuration.config import Config
 from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import Precision
 from bert.reporting.stopwatch import DeviceStopwatch, Stopwatch
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch
 from kernels.reference.fp8 import capability_reasons
-
-Precision = Literal["fp32", "bf16", "fp8"]
 
 
 def step(context: Context) -> None:

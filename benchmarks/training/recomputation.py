@@ -31,13 +31,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.conditions import write_figures
-from bert.configuration.sections import ModelConfig, Recompute
+from bert.configuration.sections import ModelConfig, Precision, Recompute
 from bert.model import BertForPreTraining, DropoutSites
 from bert.products.fp8 import enable_fp8
 from bert.recompute import recompute_layers
 from kernels import OPS
 
-Precision = Literal["fp32", "bf16", "fp8"]
 Kernels = Literal["cpu", "gpu"]
 
 MODES: tuple[Recompute, ...] = get_args(Recompute)

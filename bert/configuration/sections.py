@@ -10,6 +10,8 @@ from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp8"]
+ReductionStrategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
+ReduceDtype = Literal["fp32", "bf16"]
 
 SHARDED = ("sharded", "sharded_world")
 """Reductions after which a rank updates a shard of the weights."""
@@ -135,7 +137,7 @@ class TrainingConfig:
     the host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
     autotune: bool = True
     """On a GPU: time what can compute each op before the clock starts, and take the fastest. Times are kept between runs."""
-    reduction: Literal["auto", "flat", "hierarchical", "sharded", "sharded_world"] = "auto"
+    reduction: Literal["auto", ReductionStrategy] = "auto"
     """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
     auto: the faster of the first two."""
@@ -145,7 +147,7 @@ class TrainingConfig:
     in_network: Literal["auto", "on", "off"] = "auto"
     """Whether switches add up what hosts exchange in hierarchical and sharded (NCCL's CollNet, SHARP). auto: where GPUs are
     on several hosts, the faster of both, measured at start-up."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: ReduceDtype = "fp32"
     """The type in which gradients travel between ranks; they are added in fp32. bf16: half the bytes, more messages, and an
     error of 0.2 to 0.3 % in the norm of a tensor's gradient, at any number of ranks."""
     bucket_bytes: int = 25 * 2**20

@@ -7,9 +7,7 @@ computed again is there once, as under `none`. Shape legend: D hidden, F interme
 
 from __future__ import annotations
 
-from typing import Literal
-
-from bert.configuration.sections import ModelConfig, Recompute
+from bert.configuration.sections import ModelConfig, Precision, Recompute
 
 _KEYS_A_GROUP = 64
 """Keys whose dropout attention keeps in one group of bits, as `kernels.triton.attention.tiles` has it."""
@@ -22,9 +20,7 @@ REPEATED: dict[Recompute, tuple[str, ...]] = {
 """Kinds of `cluster.model.computations` of which the backward pass of a layer but the last repeats the forward part."""
 
 
-def kept_bytes(
-    model: ModelConfig, mode: Recompute, precision: Literal["fp32", "bf16", "fp8"], longest_sequence: int
-) -> int:
+def kept_bytes(model: ModelConfig, mode: Recompute, precision: Precision, longest_sequence: int) -> int:
     """Return the bytes a token that an encoder layer but the last keeps, its input among them.
 
     The 16-bit copies of weights that autocast makes come on top, once for all tokens.

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bert.configuration.sections import Recompute
+from bert.configuration.sections import Precision, Recompute
 from bert.recompute import RECOMPUTED_OPS
 from bert.step import TrainingStep
 from dataloading.batches.loader import Batch, batch_of
@@ -27,7 +27,6 @@ from tests.kernels.test_registry import attention_call
 
 pytestmark = pytest.mark.oldest_torch
 
-Precision = Literal["fp32", "bf16", "fp8"]
 MODES: tuple[Recompute, ...] = ("selective", "full")
 SHAPE_BUCKETS = [ShapeBucket(size, 2, 16, MAX_SEQ_LENGTH) for size in (64, 96)]
 

@@ -6,15 +6,13 @@ PyTorch's own collectives in bf16 leave the rounding of partial sums to whatever
 every hop, so that the error grows with the number of ranks (``benchmarks/training/reduction_error.py``).
 """
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bert.parallel.single import all_gather_single, reduce_scatter_single
-
-ReduceDtype = Literal["fp32", "bf16"]
 
 
 def shard_of(vector_N: Tensor, group: dist.ProcessGroup | None) -> Tensor:
