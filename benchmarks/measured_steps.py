@@ -18,12 +18,13 @@ import numpy as np
 from benchmarks.conditions import write_figures
 from benchmarks.hosts import BridgedHosts, block, go_first, run_ranks, why_not
 from benchmarks.inputs import flags, made_up_vocabulary, write_made_up_set
+from bert.configuration.sections import ReductionStrategy
 from bert.train import main as train
 from bert.train import parse
 from cluster.__main__ import main as cluster
 from cluster.model.rates import rates_of_view
 from cluster.model.step import PredictedStep, predict_step
-from cluster.model.strategy import Reduction, strategy_of
+from cluster.model.strategy import strategy_of
 from cluster.model.work import work_of
 from cluster.view import read_view
 from cluster.whatif import PARTS
@@ -53,7 +54,7 @@ class ClusterCase:
     rate: str | None
     model: str
     batch: int
-    reductions: tuple[Reduction, ...]
+    reductions: tuple[ReductionStrategy, ...]
     accumulation: int = 1
     dropout: float = 0.0
     reduce_dtype: str = "fp32"

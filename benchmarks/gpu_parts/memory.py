@@ -7,8 +7,9 @@ import torch
 
 from benchmarks.gpu_parts.measuring.report import Figure
 from benchmarks.gpu_parts.measuring.scale import Context, clipped_lengths, samples_of
-from benchmarks.gpu_parts.step import Precision, training_step
+from benchmarks.gpu_parts.step import training_step
 from bert.configuration.recipes import RECIPES
+from bert.configuration.sections import Precision
 from dataloading.batches.loader import batch_of, shape_bucket_of
 from dataloading.batches.shape_buckets import ShapeBucket, choose_shape_buckets, draw_sizes
 

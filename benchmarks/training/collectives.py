@@ -30,15 +30,15 @@ from torch import Tensor, nn
 
 from benchmarks.conditions import write_figures
 from benchmarks.hosts import BridgedHosts, block, run_ranks, why_not
-from bert.configuration.sections import ReduceDtype
+from bert.configuration.sections import ReduceDtype, ReductionStrategy
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.choice import measured_choice
-from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
+from bert.parallel.reduction.gradients import Communicators, Reduction
 from kernels import LambSegments
 
 LAYERS = 16
-STRATEGIES: tuple[Strategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
+STRATEGIES: tuple[ReductionStrategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Literal
 
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp32", "bf16", "fp8"]
+ReductionStrategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
 InNetwork = Literal["auto", "on", "off"]
 ReduceDtype = Literal["fp32", "bf16"]
 
@@ -137,7 +138,7 @@ class TrainingConfig:
     the host launches once where it would some thousand times. False is for finding faults, and for profiles by operator."""
     autotune: bool = True
     """On a GPU: time what can compute each op before the clock starts, and take the fastest. Times are kept between runs."""
-    reduction: Literal["auto", "flat", "hierarchical", "sharded", "sharded_world"] = "auto"
+    reduction: Literal["auto", ReductionStrategy] = "auto"
     """How ranks add up gradients. flat: over all at once. hierarchical: inside each host, between hosts, inside again.
     sharded: hierarchical, with the optimizer divided among the ranks of a host. sharded_world: divided among all ranks.
     auto: the faster of the first two."""

@@ -36,6 +36,9 @@ Part = Literal["encoder products", "attention", "element-wise", "weights and gra
 """Of a step: of all layers but the last their matrix products, attention, passes over tokens, and passes over parameters;
 embeddings, last layer and heads; the optimizer, with the casts of weights that follow it."""
 
+StepPrecision = Literal["bf16", "fp8"]
+"""Of the encoder's products."""
+
 TILE = 64
 """Queries, and keys, of a block of scores."""
 
@@ -69,7 +72,7 @@ class StepLaunch:
 # Tracing a step of BERT-Large takes seconds.
 @functools.cache
 def step_launches(
-    precision: Literal["bf16", "fp8"], sequences: int, multiprocessors: int, model: ModelConfig | None = None
+    precision: StepPrecision, sequences: int, multiprocessors: int, model: ModelConfig | None = None
 ) -> tuple[StepLaunch, ...]:
     """Trace a step of one micro-batch of so many sequences of Wikipedia's lengths, in the order of launches.
 
@@ -125,7 +128,7 @@ def _blocks(lengths: _Lengths) -> _Lengths:
     return -(-lengths // TILE)
 
 
-def _step(model: ModelConfig, precision: Literal["bf16", "fp8"], stopwatch: Stopwatch) -> TrainingStep:
+def _step(model: ModelConfig, precision: StepPrecision, stopwatch: Stopwatch) -> TrainingStep:
     recipe = RECIPES["h100_1x1"]()
     training = replace(recipe.training, precision=precision, gradient_accumulation_steps=1)
     config = replace(recipe, model=model, training=training, log=replace(recipe.log, division="open"))

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
-from cluster.budget.launches import ATTENTION_PRODUCTS, TILE, Part, StepLaunch, step_launches
+from cluster.budget.launches import ATTENTION_PRODUCTS, TILE, Part, StepLaunch, StepPrecision, step_launches
 from cluster.devices import Device
 from cluster.published.results import Result, results
 
@@ -28,8 +28,6 @@ _ISSUED = "issue slots"
 _LARGEST = 4096
 # A report of benchmarks/gpu.py is far smaller.
 _LARGEST_FILE = 16 << 20
-
-Precision = Literal["bf16", "fp8"]
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Budget:
     """The step of a device on paper."""
 
     device: Device
-    precision: Precision
+    precision: StepPrecision
     micro_batch: int
     rows: tuple[BudgetRow, ...]
     goal: float | None
@@ -92,7 +90,7 @@ class Budget:
         return sum(row.microseconds for row in self.rows)
 
 
-def paper_budget(device: Device, precision: Precision, micro_batch: int, measured: Path | None = None) -> Budget:
+def paper_budget(device: Device, precision: StepPrecision, micro_batch: int, measured: Path | None = None) -> Budget:
     """Return the budget of a step with micro-batches of so many sequences of Wikipedia's lengths.
 
     ``measured`` is a folder of benchmarks/gpu.py, whose figures take the place of what is assumed.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 from bert.configuration.config import Config
-from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Recompute, TrainingConfig
-
-Reduction = Literal["flat", "hierarchical", "sharded", "sharded_world"]
-"""As `training.reduction` names them."""
+from bert.configuration.sections import (
+    SHARDED,
+    ParallelConfig,
+    Precision,
+    Recompute,
+    ReduceDtype,
+    ReductionStrategy,
+    TrainingConfig,
+)
 
 # From the training settings, so that a plan without the field and a run without the option mean the same size.
 BUCKET_BYTES = TrainingConfig.bucket_bytes
@@ -36,9 +41,9 @@ class Strategy:
     global_batch_size: int
     gradient_accumulation_steps: int = 1
     precision: Precision = "fp32"
-    reduction: Reduction = "flat"
+    reduction: ReductionStrategy = "flat"
     in_network: bool = False
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    reduce_dtype: ReduceDtype = "fp32"
     bucket_bytes: int = BUCKET_BYTES
     recompute: Recompute = "none"
     tensor: int = 1
@@ -50,11 +55,10 @@ class Strategy:
         for name in ("global_batch_size", "gradient_accumulation_steps", "bucket_bytes"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
-        for name, allowed in (("precision", Precision), ("reduction", Reduction), ("recompute", Recompute)):
+        named = {"precision": Precision, "reduction": ReductionStrategy, "recompute": Recompute}
+        for name, allowed in named.items():
             if getattr(self, name) not in get_args(allowed):
-                raise ValueError(
-                    f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}"
-                )  # fmt: skip
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {', '.join(get_args(allowed))}")
         ParallelConfig(self.tensor, self.pipeline, self.virtual_stages)  # refuses what there is not
         if self.reduce_dtype not in ("fp32", "bf16"):
             raise ValueError(f"reduce_dtype is {self.reduce_dtype!r}, expected fp32 or bf16")

@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from itertools import islice, product, takewhile
 
 from bert.configuration.config import Config
-from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Recompute
+from bert.configuration.sections import SHARDED, ParallelConfig, Precision, Recompute, ReductionStrategy
 from bert.parallel.mesh import are_whole_copies
 from cluster.model.computations import layouts_of
 from cluster.model.memory import held_by_rank, memory_of_rank
 from cluster.model.step import PredictedStep, least_step, predict_run, predict_step
-from cluster.model.strategy import Reduction, Strategy
+from cluster.model.strategy import Strategy
 from cluster.model.work import Work
 from cluster.plan.schedules import BatchSchedule, schedules
 from cluster.plan.target import Target
 from cluster.published.cost_model import RunTime
 
 # The last one takes the least memory, which `_ways` and `candidate` rely on.
-REDUCTIONS: tuple[Reduction, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
+REDUCTIONS: tuple[ReductionStrategy, ...] = ("flat", "hierarchical", "sharded", "sharded_world")
 # A tensor group stays in a host.
 TENSORS = (1, 2, 4, 8)
 """Ranks of a host that share a copy of the model, or a stage of one."""

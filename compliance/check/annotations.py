@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from compliance.check.sarif import described, shown_file
 from compliance.folders import absolute
 from compliance.log.file import STDIN
-from compliance.log.findings import Finding, Verdict
 from compliance.log.findings import Verdict
-from compliance.submission.folders import absolute
 from console.program import say_annotation
 
 

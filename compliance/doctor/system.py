@@ -73,7 +73,7 @@ def measure(host: ExaminedHost) -> dict[str, str]:
 
 
 def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
-    """Fill in all `SYSTEM_FIELDS`, in their order: those given, else as measured, else what is true of most machines, or empty.
+    """Fill in all `SYSTEM_FIELDS`, in order: those given, else as measured, else what is true of most machines, or empty.
 
     Raises:
         ValueError: an unknown division, field or status, or a count that is no number.

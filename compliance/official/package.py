@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compliance.artefact import read_bounded
+from compliance.artefact import MAX_FILE_BYTES
 from compliance.folders import BenchmarkFolder, absolute
 from compliance.log.findings import Outcome
 from compliance.official import process
-from compliance.artefact import MAX_FILE_BYTES
-from compliance.submission.folders import BenchmarkFolder, absolute
 from console.files import read_json
 from console.text import visible
 

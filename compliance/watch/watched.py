@@ -21,10 +21,8 @@ from compliance.convergence.forecast import Forecast, forecast
 from compliance.convergence.outlook import outlook
 from compliance.convergence.reference_points import Reference, reference
 from compliance.log import rules
-from compliance.log.record import parse_line
-from compliance.log.rules import SUBMISSION_RUNS
-from compliance.log.forecast import Forecast, forecast
 from compliance.log.record import TOKEN_BYTES, parse_line
+from compliance.log.rules import SUBMISSION_RUNS
 from compliance.watch.follow import Follower
 from compliance.watch.running import RunningLog
 

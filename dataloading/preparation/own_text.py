@@ -10,10 +10,9 @@ from dataloading.dataset.folder import new_folder
 from dataloading.dataset.manifest import shard_name
 from dataloading.dataset.merge import index_shards
 from dataloading.options import OwnText, PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
+from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.native import write_shard
 from dataloading.text.cleanup import sentence_splitter
-from dataloading.text.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 from dataloading.text.vocabulary import learn_vocabulary
 

@@ -21,12 +21,10 @@ from dataloading.dataset.manifest import WorkPart, shard_name
 from dataloading.dataset.merge import index_shards
 from dataloading.jobs import JobProgress, begun, run_tasks
 from dataloading.options import Compression, PretrainingOptions
-from dataloading.preparation.pretraining_data import create_samples, read_documents, tokenize_documents
+from dataloading.preparation.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.shards.formats import whole_shard
 from dataloading.shards.native import write_shard
 from dataloading.shards.shard import DatasetInfo
-from dataloading.text.jobs import JobProgress, begun, run_tasks
-from dataloading.text.pretraining_data import create_samples, read_documents, samples_info, tokenize_documents
 from dataloading.text.tokenization import Tokenizer, Vocabulary
 
 JOB_NAME = "prepare.json"

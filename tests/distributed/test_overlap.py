@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import pytest
 
-from bert.parallel.reduction.gradients import Strategy
+from bert.configuration.sections import ReductionStrategy
 from tests.distributed.ranks import run_worker
 from tests.distributed.workers.step_worker import STEPS
 
@@ -15,7 +15,7 @@ from tests.distributed.workers.step_worker import STEPS
 @pytest.mark.parametrize(("ranks", "accumulation"), [(2, 2), (4, 1)])
 def test_every_order_of_the_step_gives_the_same_weights(tmp_path: Path, ranks: int, accumulation: int) -> None:
     """On one host and on two, with micro-batches that are padded to shape buckets that differ between ranks."""
-    strategies = get_args(Strategy)
+    strategies = get_args(ReductionStrategy)
     found = run_worker(tmp_path / "out.json", ranks, 2, accumulation, *strategies, worker="step_worker")
     ways = found.pop("automatic")
     assert len(set(ways)) == 1

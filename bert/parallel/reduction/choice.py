@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from bert.configuration.sections import ReduceDtype, TrainingConfig
+from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import FlatParameters
-from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy, Way
+from bert.parallel.reduction.gradients import Communicators, Reduction, Way
 
 _ENOUGH_S = 3.0
 
@@ -36,7 +36,7 @@ def candidates(config: TrainingConfig, communicators: Communicators) -> list[Way
     """
     if communicators.world is None:
         return [Way("flat")]
-    strategies: tuple[Strategy, ...] = ("flat",)
+    strategies: tuple[ReductionStrategy, ...] = ("flat",)
     if config.reduction != "auto":
         strategies = (config.reduction,)
     elif communicators.rail is not None and (

@@ -7,30 +7,31 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bert.configuration.sections import InNetwork, ReduceDtype, TrainingConfig
+from bert.configuration.sections import InNetwork, ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import ALIGNMENT, FlatParameters
 from bert.parallel.mesh import Mesh, process_group, require_order
 from bert.parallel.reduction.sums import Bf16Sums, Fp32Sums, shard_of
 from bert.parallel.single import all_gather_single
 
-Strategy = Literal["flat", "hierarchical", "sharded", "sharded_world"]
-"""flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes along
-its rail, all-gather in the node. sharded: the same without the all-gather; ``WeightGather`` gathers weights instead.
-sharded_world: reduce-scatter over all ranks, and weights gathered over all. With tensor parallelism, ranks are here those of
-a data group, which have the same shards of the model."""
-
 
 @dataclass(frozen=True)
 class Way:
-    """Way in which gradients are summed; ``in_network``: what goes along the rails is added up in the switches."""
+    """Way in which gradients are summed.
 
-    strategy: Strategy
+    flat: one all-reduce over all ranks. hierarchical: reduce-scatter in the node, all-reduce of each shard across nodes
+    along its rail, all-gather in the node. sharded: the same without the all-gather; ``WeightGather`` gathers weights
+    instead. sharded_world: reduce-scatter over all ranks, and weights gathered over all. With tensor parallelism, ranks are
+    here those of a data group, which have the same shards of the model. ``in_network``: what goes along the rails is added
+    up in the switches.
+    """
+
+    strategy: ReductionStrategy
     in_network: bool = False
 
     def __str__(self) -> str:
@@ -172,7 +173,7 @@ class Reduction:
         self,
         flat: FlatParameters,
         communicators: Communicators,
-        strategy: Strategy,
+        strategy: ReductionStrategy,
         reduce_dtype: ReduceDtype = "fp32",
         bucket_bytes: int = TrainingConfig.bucket_bytes,
     ) -> None:

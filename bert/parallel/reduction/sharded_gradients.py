@@ -15,9 +15,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from bert.configuration.sections import ReduceDtype, TrainingConfig
+from bert.configuration.sections import ReduceDtype, ReductionStrategy, TrainingConfig
 from bert.optimizer import FlatParameters
-from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy, bucket_slices
+from bert.parallel.reduction.gradients import Communicators, Reduction, bucket_slices
 from bert.parallel.reduction.sums import shard_of
 
 BUFFERS = 2
@@ -47,7 +47,7 @@ class ShardedReduction(Reduction):
         self,
         flat: FlatParameters,
         communicators: Communicators,
-        strategy: Strategy,
+        strategy: ReductionStrategy,
         reduce_dtype: ReduceDtype = "fp32",
         bucket_bytes: int = TrainingConfig.bucket_bytes,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cluster.budget import paper
+from cluster.budget.launches import StepPrecision
 from cluster.budget.paper import TABLE, Budget, BudgetRow, paper_budget
 from cluster.devices import device_named, devices
 from tests.cluster.budget.five_layers import SEQUENCES, launches
@@ -30,7 +31,7 @@ def row(budget: Budget, part: str) -> BudgetRow:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_work_and_bytes_are_those_of_the_launches(precision: paper.Precision) -> None:
+def test_work_and_bytes_are_those_of_the_launches(precision: StepPrecision) -> None:
     budget, traced = paper_budget(H100, precision, SEQUENCES), launches(precision)
     flop = sum(row.gflop for row in budget.rows)
     assert flop == pytest.approx(2e-9 * sum(each.launch.multiply_adds for each in traced) / SEQUENCES)

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from bert.configuration.sections import ModelConfig, OptimizerConfig, ReduceDtype
+from bert.configuration.sections import ModelConfig, OptimizerConfig, ReduceDtype, ReductionStrategy
 from bert.model import BertForPreTraining, initialize_
 from bert.optimizer import FlatParameters, Lamb
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
 from bert.parallel.reduction.choice import measured_choice
-from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
+from bert.parallel.reduction.gradients import Communicators, Reduction
 from bert.parallel.reduction.sharded_lamb import ShardedLamb, WeightGather
 from dataloading.batches.loader import batch_of
 from dataloading.batches.sampler import BatchPlan
@@ -63,7 +63,7 @@ def fresh_model() -> BertForPreTraining:
     return model
 
 
-def train(mesh: Mesh, strategy: Strategy, reduce_dtype: ReduceDtype) -> dict[str, object]:
+def train(mesh: Mesh, strategy: ReductionStrategy, reduce_dtype: ReduceDtype) -> dict[str, object]:
     """The loop that a step would run: micro-batches, overlap in the last backward, finish, update."""
     model = fresh_model()
     communicators = Communicators.create(mesh)
@@ -151,7 +151,9 @@ def sharded_facts(flat: FlatParameters, optimizer: ShardedLamb, reduction: Reduc
     return facts | {"forgotten": not any(tensor.any() for tensor in left)}
 
 
-def difference_from_unsharded(mesh: Mesh, communicators: Communicators, strategy: Strategy, bucket_bytes: int) -> float:
+def difference_from_unsharded(
+    mesh: Mesh, communicators: Communicators, strategy: ReductionStrategy, bucket_bytes: int
+) -> float:
     """The largest difference of a tensor, as a part of its norm, over as many steps on equal gradients."""
     config = OptimizerConfig(2e-2, 60, num_warmup_steps=5, start_warmup_step=-1)
     model = fresh_model()
@@ -174,7 +176,7 @@ def difference_from_unsharded(mesh: Mesh, communicators: Communicators, strategy
     return worst
 
 
-def differences_and_choice(mesh: Mesh, strategy: Strategy) -> dict[str, object]:
+def differences_and_choice(mesh: Mesh, strategy: ReductionStrategy) -> dict[str, object]:
     """Compare with the optimizer that is not divided, with tensors divided and not; and say what measuring chose."""
     model = fresh_model()
     communicators = Communicators.create(mesh)
@@ -182,7 +184,7 @@ def differences_and_choice(mesh: Mesh, strategy: Strategy) -> dict[str, object]:
     ways = [""] * mesh.world_size
     if dist.is_initialized():
         dist.all_gather_object(ways, str(choice.way))
-    over: Strategy = "sharded_world" if strategy == "sharded_world" else "sharded"
+    over: ReductionStrategy = "sharded_world" if strategy == "sharded_world" else "sharded"
     found: dict[str, object] = {"difference": difference_from_unsharded(mesh, communicators, over, 40_000)}
     if len(mesh.nodes) == mesh.world_size:
         found["undivided_difference"] = difference_from_unsharded(mesh, communicators, over, 10**9)
@@ -192,7 +194,7 @@ def differences_and_choice(mesh: Mesh, strategy: Strategy) -> dict[str, object]:
     }
 
 
-def main(out: str, strategy: Strategy, reduce_dtype: ReduceDtype, order: str, local_size: str) -> None:
+def main(out: str, strategy: ReductionStrategy, reduce_dtype: ReduceDtype, order: str, local_size: str) -> None:
     mesh = regrouped(join_mesh("cpu"), order, int(local_size))
     result = train(mesh, strategy, reduce_dtype)
     if reduce_dtype == "fp32":

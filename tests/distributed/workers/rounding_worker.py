@@ -11,10 +11,10 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from bert.configuration.sections import ReduceDtype
+from bert.configuration.sections import ReduceDtype, ReductionStrategy
 from bert.optimizer import FlatParameters
 from bert.parallel.mesh import join_mesh, leave_mesh
-from bert.parallel.reduction.gradients import Communicators, Reduction, Strategy
+from bert.parallel.reduction.gradients import Communicators, Reduction
 from tests.distributed.workers.reduction_worker import end_groups, fresh_model, regrouped
 
 
@@ -35,7 +35,7 @@ def main(out: str) -> None:
         size = len(flat.gradients_N)
         contributions = [contribution(rank, size) for rank in range(mesh.world_size)]
         exact = torch.stack(contributions).double().sum(0)
-        for strategy in get_args(Strategy):
+        for strategy in get_args(ReductionStrategy):
             for dtype in get_args(ReduceDtype):
                 reduction = Reduction(flat, communicators, strategy, dtype, bucket_bytes=200_000)
                 flat.gradients_N.copy_(contributions[mesh.rank])

@@ -19,9 +19,8 @@ import bert.step_parts
 from bert.checkpoints.initial_model import build_model
 from bert.configuration.config import Config
 from bert.configuration.recipes import tiny_cpu
-from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute
+from bert.configuration.sections import ModelConfig, OptimizerConfig, Recompute, ReductionStrategy
 from bert.parallel.mesh import Mesh, join_mesh, leave_mesh
-from bert.parallel.reduction.gradients import Strategy
 from bert.step import TrainingStep
 from bert.timing.stopwatch import Stopwatch
 from dataloading.batches.loader import Batch, batch_of
@@ -37,7 +36,7 @@ BUCKET_BYTES = 60_000
 """Small enough for so small a model to have more than one."""
 
 
-def config(strategy: Strategy | Literal["auto"], accumulation: int, recompute: Recompute = "none") -> Config:
+def config(strategy: ReductionStrategy | Literal["auto"], accumulation: int, recompute: Recompute = "none") -> Config:
     recipe = tiny_cpu()
     model = ModelConfig(2, 64, 4, 128, 128, 64, hidden_dropout=0.1, attention_dropout=0.1)
     training = replace(
@@ -68,7 +67,7 @@ def global_batches(mesh: Mesh, accumulation: int, steps: int = STEPS) -> tuple[l
 
 
 def train(
-    mesh: Mesh, strategy: Strategy, order: str, accumulation: int, recompute: Recompute = "none"
+    mesh: Mesh, strategy: ReductionStrategy, order: str, accumulation: int, recompute: Recompute = "none"
 ) -> dict[str, Any]:
     """Losses of every step, final weights, moments, and how many buckets backward had started."""
     end_groups()
@@ -185,7 +184,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(agreed)
 
 
-def fp8_weights_follow(mesh: Mesh, strategy: Strategy) -> bool:
+def fp8_weights_follow(mesh: Mesh, strategy: ReductionStrategy) -> bool:
     """Tell whether FP8 copies are casts of the weights that all ranks have after some steps."""
     chosen = config(strategy, 1)
     chosen = replace(chosen, training=replace(chosen.training, precision="fp8"))
@@ -214,7 +213,7 @@ def automatic(mesh: Mesh) -> list[str]:
     return ways
 
 
-def main(out: str, local_size: str, micro_batches: str, *strategies: Strategy) -> None:
+def main(out: str, local_size: str, micro_batches: str, *strategies: ReductionStrategy) -> None:
     mesh, accumulation = regrouped(join_mesh("cpu"), "cyclic", int(local_size)), int(micro_batches)
     result: dict[str, Any] = {}
     # As on a GPU, where products add weight gradients themselves, in fp32 as well as in 16 bits; so do two of those below.
