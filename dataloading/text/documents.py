@@ -8,6 +8,7 @@ is the same in every version: what is held out here is held out everywhere.
 
 import ast
 import hashlib
+import os
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -71,19 +72,24 @@ def _topics(path: Path) -> Iterator[tuple[str, str]]:
 
 def _docstrings(folder: Path) -> Iterator[tuple[str, str]]:
     """(module, text) for each module's own docstring and for each of its top-level objects."""
-    for path in sorted(folder.rglob("*.py"), key=lambda path: path.relative_to(folder).parts):
-        relative = path.relative_to(folder)
-        if EXCLUDED_PACKAGES.intersection(relative.parts) or relative.parts[0] == "pydoc_data":
-            continue
+    for path in sorted(_modules(folder), key=lambda path: path.relative_to(folder).parts):
         try:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
             continue
-        module = ".".join(relative.with_suffix("").parts)
+        module = ".".join(path.relative_to(folder).with_suffix("").parts)
         for node in [tree, *tree.body]:
             text = "\n\n".join(_documented(node, deep=node is not tree))
             if text:
                 yield module, text
+
+
+def _modules(folder: Path) -> Iterator[Path]:
+    """Yield the modules to read, without a look into folders that are left out: most files are of installed packages."""
+    for place, folders, files in os.walk(folder):
+        excluded = EXCLUDED_PACKAGES | {"pydoc_data"} if place == str(folder) else EXCLUDED_PACKAGES
+        folders[:] = [name for name in folders if name not in excluded]
+        yield from (Path(place, name) for name in files if name.endswith(".py"))
 
 
 def _documented(node: ast.AST, deep: bool) -> Iterator[str]:

@@ -3,8 +3,7 @@
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -29,22 +28,10 @@ def shape(namespace: str, rate: str) -> None:
     subprocess.run(["ip", "netns", "exec", namespace, "tc", *shaped], check=True, capture_output=True)
 
 
-@contextmanager
-def competitors(core: int, many: int) -> Iterator[None]:
-    """So many processes that are always busy on a core."""
-    busy = [Program("tests.distributed.workers.host_worker", ["busy", str(core)]) for _ in range(many)]
-    try:
-        yield
-    finally:
-        for process in busy:
-            process.kill()
-            process.wait(PATIENCE_S)
-
-
 def start(
     names: Sequence[str], arguments: Sequence[str], pinned: int | None = None, absent: int | None = None
 ) -> list[Program]:
-    """A rank on every host but the ``absent`` one."""
+    """A rank on every host but the ``absent`` one; the ``pinned`` one has a quarter of a core while it is measured."""
     port, world = free_port(), len(names)
     return [
         Program(
@@ -94,7 +81,7 @@ def check_whole(view: View) -> None:
 @pytest.mark.skipif(len(CORES) < 2, reason="on one core every rank shares it with what is busy")
 def test_a_slow_link_and_a_rank_with_a_quarter_of_a_core_are_named_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "cluster.json"
-    with BridgedHosts(HOSTS, RATE) as names, competitors(CORES[0], 3):
+    with BridgedHosts(HOSTS, RATE) as names:
         shape(names[2], THIRD)
         statuses, output = ended(start(names, ["--out", str(out), "--seconds", "4"], pinned=1))
     assert statuses == [1] * HOSTS, output

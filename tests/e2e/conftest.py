@@ -33,6 +33,13 @@ def left_behind(folder: str, names: list[str]) -> set[str]:
     }
 
 
+REAL_LAUNCHER = """#!/bin/bash
+[[ "$1 $2" != "-m torch.distributed.run" ]] || PYTHON_EXEC=$0 exec {python} "$@"
+exec "${{0%/*}}/forked/python" "$@"
+"""
+"""A ``python`` that is torchrun itself where it is asked for, and starts everything else, ranks among it, as a fork."""
+
+
 def with_forked_python(checkout: Path) -> Path:
     """Give a copy another ``python``; returns the copy."""
     programs = checkout / ".venv/bin"
@@ -42,6 +49,16 @@ def with_forked_python(checkout: Path) -> Path:
         if program.name not in ("python", "torchrun"):
             (programs / program.name).symlink_to(program)
     write_forked_python(programs)
+    return checkout
+
+
+def with_real_launcher(checkout: Path) -> Path:
+    """Give a copy the ``python`` of ``REAL_LAUNCHER``; returns the copy."""
+    programs = with_forked_python(checkout) / ".venv/bin"
+    (programs / "forked").mkdir()
+    (programs / "python").rename(programs / "forked/python")
+    (programs / "python").write_text(REAL_LAUNCHER.format(python=sys.executable))
+    (programs / "python").chmod(0o755)
     return checkout
 
 

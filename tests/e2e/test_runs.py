@@ -21,8 +21,8 @@ def test_tiny_cpu_with_other_data_makes_none_of_its_own(checkout: Path, tmp_path
     assert f"ready, results would go to {tmp_path}" in done.stdout
 
 
-def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tmp_path: Path) -> None:
-    """Both find no data and make them."""
+def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, demo_data: Path, tmp_path: Path) -> None:
+    """Both find no data and make them; those that they are evaluated on are fewer, or this would take longest."""
     shutil.rmtree(checkout / "data", ignore_errors=True)
     folder = tmp_path / "my results" / "tiny_cpu" / "bert"
     folder.mkdir(parents=True)
@@ -30,6 +30,7 @@ def test_two_runs_at_once_in_one_folder_each_report_their_own(checkout: Path, tm
     for path, text in earlier.items():
         path.write_text(text)
     settings = ("--", *SHORT, REACHED_AT_ONCE, "--log.results", str(tmp_path / "my results"))
+    settings += ("--data.evaluation", str(demo_data / "few/evaluation"))
     script, one = checkout / "run_and_time.sh", {"NPROC": "1", "OMP_NUM_THREADS": "1"}
     runs = [begin(script, "tiny_cpu", "1", *settings, cwd=tmp_path, **one) for _ in range(2)]
     outputs = [run.communicate(timeout=PATIENCE_S)[0] for run in runs]

@@ -1,4 +1,7 @@
-"""``run_and_time.sh`` that is told to end: while it makes data, and while one or two processes, or two nodes, train."""
+"""``run_and_time.sh`` that is told to end: while it makes data, and while one or two processes, or two nodes, train.
+
+Ranks are children of torchrun, by which the script finds them; so that is a program of its own here.
+"""
 
 import re
 import shutil
@@ -9,17 +12,26 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import with_real_launcher
 from tests.e2e.test_nodes import two_nodes
 from tests.e2e.test_scripts import NEVER_REACHED, SHORT, begin, read, wait_for
 from tests.programs import PATIENCE_S
 
 
+@pytest.fixture(scope="module")
+def launching_checkout(real_checkout: Path) -> Path:
+    """A copy in which only torchrun is no fork."""
+    return with_real_launcher(real_checkout)
+
+
 @pytest.fixture
-def training(real_checkout: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+def training(
+    launching_checkout: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[subprocess.Popen[str]]:
     """A run of as many processes as the parameter says, after its first steps; results are in ``tmp_path``."""
     settings = (*SHORT, NEVER_REACHED, "--log.results", str(tmp_path))
     shared = {"NPROC": str(request.param), "OMP_NUM_THREADS": "1"}
-    process = begin(real_checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings, cwd=tmp_path, **shared)
+    process = begin(launching_checkout / "run_and_time.sh", "tiny_cpu", "2", "--", *settings, cwd=tmp_path, **shared)
     assert process.stdout
     for line in process.stdout:
         if line.startswith("step "):
@@ -53,8 +65,8 @@ def test_signal_ends_run_as_aborted(
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in read(path)]
 
 
-def test_a_signal_to_another_node_ends_the_run_in_order(real_checkout: Path, tmp_path: Path) -> None:
-    nodes = two_nodes(real_checkout, NEVER_REACHED, "--log.results", str(tmp_path))
+def test_a_signal_to_another_node_ends_the_run_in_order(launching_checkout: Path, tmp_path: Path) -> None:
+    nodes = two_nodes(launching_checkout, NEVER_REACHED, "--log.results", str(tmp_path))
     metrics = tmp_path / "tiny_cpu/bert/metrics_0.jsonl"
     wait_for(lambda: metrics.exists() and '"event": "step"' in metrics.read_text())
     nodes[1].terminate()
@@ -64,19 +76,19 @@ def test_a_signal_to_another_node_ends_the_run_in_order(real_checkout: Path, tmp
     assert not re.findall("^error: .*", "".join(outputs), re.M)
 
 
-def test_data_whose_making_is_stopped_are_not_left_half_made(real_checkout: Path, tmp_path: Path) -> None:
+def test_data_whose_making_is_stopped_are_not_left_half_made(launching_checkout: Path, tmp_path: Path) -> None:
     """Here the script has a place of its own for its data: a link in the checkout."""
-    (real_checkout / "data").mkdir(exist_ok=True)
+    (launching_checkout / "data").mkdir(exist_ok=True)
     (tmp_path / "tiny_cpu").mkdir()
-    shutil.rmtree(real_checkout / "data/tiny_cpu", ignore_errors=True)
-    (real_checkout / "data/tiny_cpu").symlink_to(tmp_path / "tiny_cpu")
+    shutil.rmtree(launching_checkout / "data/tiny_cpu", ignore_errors=True)
+    (launching_checkout / "data/tiny_cpu").symlink_to(tmp_path / "tiny_cpu")
     try:
-        process = begin(real_checkout / "run_and_time.sh", cwd=tmp_path)
+        process = begin(launching_checkout / "run_and_time.sh", cwd=tmp_path)
         wait_for(lambda: any((tmp_path / "tiny_cpu").iterdir()))
         process.terminate()
         assert process.wait(timeout=PATIENCE_S) == 143
         assert not [path for path in (tmp_path / "tiny_cpu").iterdir() if path.name.endswith(".partial")]
         makers = (path for path in Path("/proc").glob("[0-9]*/cmdline") if b"dataloading\0demo" in read(path))
-        assert not [path for path in makers if (path.parent / "cwd").resolve() == real_checkout.resolve()]
+        assert not [path for path in makers if (path.parent / "cwd").resolve() == launching_checkout.resolve()]
     finally:
-        (real_checkout / "data/tiny_cpu").unlink()
+        (launching_checkout / "data/tiny_cpu").unlink()
