@@ -27,25 +27,25 @@ BENCHMARK = "bert"
 """The only name of the benchmark's folder that the official package checker looks into."""
 
 COUNTED = "result_*.txt"
-"""What the official package checker takes for a log, letter by letter."""
+"""Pattern of the names that the official package checker takes for logs."""
 
 LIKE_A_LOG = re.compile(r"results?[-_. ]*\d*(\.(txt|log|out))?(\.(gz|xz|zst|zip|bak|old))?", re.IGNORECASE)
 """Names that were meant to be one."""
 
 BESIDE_LOGS = ("scaling.json", "package_checker_params", "power")
-"""What else the official tools know in the folder of the logs."""
+"""Other names that the official tools know in the folder of the logs."""
 
 MAX_ENTRIES = 10_000
-"""Most entries of one folder that are looked at."""
+"""Maximum entries of one folder that are looked at."""
 
 MAX_WALKED = 200_000
-"""Most files and folders of a submission that are looked at."""
+"""Maximum files and folders of a submission that are looked at."""
 
 MAX_DEPTH = 64
 """Folders inside each other that are looked into; a path may be too long to be opened before they end."""
 
 MAX_NAME = 200
-"""Most characters of a name in a message."""
+"""Maximum characters of a name in a message."""
 
 LAYOUT = "SR Directory structure"
 REPOSITORY = "repository checker"

@@ -1,4 +1,4 @@
-"""Programs of several commands. Apart from `console.program`, which needs nothing that is to be installed."""
+"""Programs of several commands, by tyro. `console.program`, beside it, needs no installed package."""
 
 from __future__ import annotations
 

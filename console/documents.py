@@ -27,9 +27,9 @@ class FileKind(Generic[Content]):
 
     Attributes:
         kind: dataclass of what it holds: texts, numbers, literals, and tuples, dictionaries and dataclasses of them.
-        key: what holds it in the file.
+        key: name of the field of the file that holds the content.
         format, version: of the file; a reader takes no other.
-        noun, maker: what it is and the command that makes it, in words.
+        noun, maker: the kind and the command that makes such files, for messages.
         largest_bytes: of a file that is read.
         remedy: what to do about a file that is refused.
         check: raises ``ValueError`` where parts of the content do not belong together.

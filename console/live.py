@@ -1,4 +1,4 @@
-"""A run in a terminal, whoever shows it: a panel of rows redrawn in place, accuracy as bars, times as on a clock."""
+"""Show a run in a terminal: a panel of rows redrawn in place, accuracy as bars, times as on a clock."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -53,17 +53,17 @@ def accuracy_rows(accuracies: Sequence[float], target: float | None, samples: in
 
 
 def of_target(target: float | None) -> str:
-    """Target of an accuracy."""
+    """Describe the target of an accuracy."""
     return f"of {target:.4f}" if target is not None else "(no target logged)"
 
 
 def warning_rows(texts: Iterable[str]) -> list[Row]:
-    """Lay out what there is to look at."""
+    """Build the rows that show warnings."""
     return [("!", styled(text, "yellow")) for text in texts]
 
 
 def end_row(text: str, *, is_success: bool) -> tuple[str, Text]:
-    """Say how the run ended."""
+    """Build the row that says how the run ended."""
     return ("end", styled(text, "green" if is_success else "bold red"))
 
 
@@ -81,7 +81,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Minutes and seconds, with hours where there are any."""
+    """Format seconds as minutes and seconds, with hours where there are any."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(max(0, round(seconds)), 60)

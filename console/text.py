@@ -18,7 +18,7 @@ _INVISIBLE = re.compile("[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe0
 """Letters and marks without a shape (Unicode's Default_Ignorable_Code_Point) that `str.isprintable` lets pass."""
 
 _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\w*\[)|:(?=::MLLOG *\{)")
-"""What makes a build server take a line for a command (GitHub, Azure), and a reader of logs one for a record."""
+"""Text by which a build server takes a line for a command (GitHub, Azure), and a reader of logs takes one for a record."""
 
 
 def visible(text: object, limit: int | None = None) -> str:

@@ -18,10 +18,10 @@ from compliance.log.order import KEEP_THE_CLOCK, own_settings, unearned_success
 from compliance.log.record import Record
 
 JITTER_MS = 250
-"""How far back the time of a record may lie and still be the clock of another process."""
+"""Longest step back in time that another process's clock explains."""
 
 CHECKPOINT_MS = 1000
-"""How far the end of a run that is evaluated after training may lie from the checkpoint that reached the target."""
+"""Longest time from the checkpoint that reached the target to the end of a run that is evaluated after training."""
 
 
 PACKED = Finding(

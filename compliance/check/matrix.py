@@ -60,7 +60,7 @@ def acceptance(path: Path) -> list[Acceptance]:
 
 
 def table(rows: list[Acceptance]) -> list[str]:
-    """The same for a terminal, line by line."""
+    """Format the answers of all rulesets for a terminal, line by line."""
     lines = [f"{rows[0].verdict.path}", "ruleset  official  ours  what keeps it out"]
     for row in rows:
         reasons = [_in_words(reason) for reason in row.reasons] or [""]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -173,18 +174,10 @@ def _first_evaluation(found: Reference, values: list[float], remaining: int, bou
     def reaches(index: int) -> bool:
         return olympic_mean(values + [_evaluation(found, index).samples] * remaining) >= bound
 
-    # The mean rises with the index: doubled until it reaches the bound, then halved in between.
-    high = 1
-    while not reaches(high):
-        high *= 2
-        # Where one run is missing, a slow one is dropped as the slowest: then no evaluation may ever reach the bound.
-        if high > MAX_EVALUATIONS:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if reaches(middle) else (middle, high)
-    return _evaluation(found, high)
+    # The mean rises with the index. Where one run is missing, a slow one is dropped as the slowest: then no evaluation may
+    # ever reach the bound.
+    first = bisect_left(range(MAX_EVALUATIONS + 1), True, lo=1, key=reaches)
+    return _evaluation(found, first) if first <= MAX_EVALUATIONS else None
 
 
 def _cases(

@@ -66,7 +66,7 @@ class Standing:
         }
 
     def lines(self) -> list[str]:
-        """The same in words and tables, for a terminal."""
+        """Describe the standing in words and tables, for a terminal."""
         lines = [
             f"{self.folder}: {len(self.runs)} logs, {self.division} division, global batch size "
             f"{self.global_batch_size}, ruleset {self.ruleset}",
@@ -150,7 +150,7 @@ def batch_size_of(logs: list[Log]) -> int:
     Raises:
         ValueError: a log that has ended without one, or several in one folder.
     """
-    return cast(int, _common(logs, "global_batch_size", rules.POSITIVE_INTEGER))
+    return cast(int, _common(logs, "global_batch_size"))
 
 
 def division_of(logs: list[Log]) -> rules.Division:
@@ -159,18 +159,20 @@ def division_of(logs: list[Log]) -> rules.Division:
     Raises:
         ValueError: see `batch_size_of`.
     """
-    return cast(rules.Division, _common(logs, "submission_division", rules.KEYS["submission_division"].value))
+    return cast(rules.Division, _common(logs, "submission_division"))
 
 
-def _common(logs: list[Log], key: str, rule: rules.ValueRule | None) -> Any:
+def _common(logs: list[Log], key: str) -> Any:
+    rule = rules.KEYS[key].value
+    assert rule is not None
     first: dict[Any, str] = {}  # each value, with the first log that has it
     for log in logs:
         record = log.run.first.get(key)
         if record is None and not log.run.is_ended:
             continue  # it has not come so far
-        if record is None or (rule and not rule.accepts(record.value)):
+        if record is None or not rule.accepts(record.value):
             found = f"{key} {record.value!r}" if record else f"no {key}"
-            raise ValueError(f"{log.path}: {found}, expected {rule.wording if rule else 'one'}; see `compliance check`")
+            raise ValueError(f"{log.path}: {found}, expected {rule.wording}; see `python -m compliance check`")
         # Values that a rule accepts are numbers or texts, and so can be keys.
         first.setdefault(record.value, log.path.name)
     if not first:

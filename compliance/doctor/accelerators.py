@@ -1,4 +1,4 @@
-"""Check the GPUs of this machine against what the run wants of them: number, health, company, links, software.
+"""Check the GPUs of this machine against what the run wants of them: number, health, other processes, links, software.
 
 As in `compliance.doctor.vitals`: at least one `Diagnosis`, and none raises for what is missing.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from compliance.doctor import gpus as nvidia
-from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
+from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.gpus import Gpu, Gpus
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.plan import RunLayout, shape_in_name
@@ -20,11 +20,11 @@ DRIVER_FOR_CUDA = {11: 450, 12: 525, 13: 580}
 """Oldest branch of NVIDIA's driver that runs a major version of CUDA (CUDA's release notes, minor version compatibility)."""
 
 IDLE_MEMORY_MIB = 1024
-"""More than this in use on a GPU that should be idle belongs to somebody; the driver itself takes some hundred."""
+"""Maximum memory in use on an idle GPU, of which the driver takes some hundred MiB; more belongs to another process."""
 
 
 def accelerators(host: ExaminedHost, plan: RunLayout, found: Gpus, pytorch: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    """The GPUs of this machine against what the recipe expects: number, kind, health, who else is there, software."""
+    """The GPUs of this machine against what the recipe expects: number, kind, health, other processes, software."""
     if not plan.on_gpus:
         note = f"{len(found.gpus)} here, none used by {plan.recipe or 'a run without a recipe'}"
         yield ok("GPUs", note if found.gpus else "none here and none needed")
@@ -36,7 +36,7 @@ def accelerators(host: ExaminedHost, plan: RunLayout, found: Gpus, pytorch: Mapp
     yield from _number_and_kind(plan, found)
     for gpu in found.gpus:
         yield from _health(gpu, plan)
-    yield from _company(host, found)
+    yield from _other_processes(host, found)
     yield from _links(host, found)
     yield from _gpu_software(plan, found, pytorch)
 
@@ -72,7 +72,7 @@ def _health(gpu: Gpu, plan: RunLayout) -> Iterator[Diagnosis]:
     if gpu.text("mig.mode.current") == "Enabled":
         remedy = "turn MIG off for this run (nvidia-smi -mig 0, root), or ask for whole GPUs"
         # A single rank needs no NCCL, and may run on a part of a GPU.
-        yield complain(subject, plan.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
+        yield fail_or_warn(subject, plan.world_size > 1, "divided by MIG: ranks on its parts cannot use NCCL", remedy)
     if gpu.text("compute_mode") == "Prohibited":
         yield fail(subject, "compute mode is Prohibited", "nvidia-smi -c DEFAULT (root)")
     if gpu.text("persistence_mode") == "Disabled":
@@ -91,7 +91,7 @@ def _health(gpu: Gpu, plan: RunLayout) -> Iterator[Diagnosis]:
         yield warn(subject, f"PCIe x{width:.0f} of x{full:.0f}", "reseat the card, or look at the riser and the BIOS")
 
 
-def _company(host: ExaminedHost, found: Gpus) -> Iterator[Diagnosis]:
+def _other_processes(host: ExaminedHost, found: Gpus) -> Iterator[Diagnosis]:
     # The name comes last, as it may hold commas.
     query = "--query-compute-apps=pid,gpu_uuid,process_name"
     others = nvidia.parse_processes(host.run("nvidia-smi", query, "--format=csv,noheader").answer)

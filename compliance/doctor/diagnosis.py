@@ -41,6 +41,6 @@ def fail(subject: str, found: str, remedy: str) -> Diagnosis:
     return Diagnosis(subject, "fail", found, remedy)
 
 
-def complain(subject: str, is_fatal: bool, found: str, remedy: str) -> Diagnosis:
+def fail_or_warn(subject: str, is_fatal: bool, found: str, remedy: str) -> Diagnosis:
     """A `fail` where that is fatal, elsewhere a `warn`."""
     return Diagnosis(subject, "fail" if is_fatal else "warn", found, remedy)

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from compliance.doctor import gpus, vitals
 from compliance.doctor.accelerators import accelerators
-from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
+from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost, Output
 from compliance.doctor.plan import IntendedRun, RunLayout, make_plan
 from compliance.doctor.rendezvous import rendezvous
@@ -188,7 +188,7 @@ def _check_caches(about: _Examined) -> Iterator[Diagnosis]:
             yield ok("caches", "may be dropped by way of sudo, as launch/slurm.sub does")
             return
         found = f"may not be dropped before the run: {switch}: {error.strerror}"
-        yield complain("caches", about.plan.is_closed, found, f"{remedy} (TR 6.1)")
+        yield fail_or_warn("caches", about.plan.is_closed, found, f"{remedy} (TR 6.1)")
     else:
         yield ok("caches", "may be dropped before the run")
 
@@ -200,7 +200,7 @@ def _check_storage(about: _Examined) -> Iterator[Diagnosis]:
             storage = storage_of(place, about.host)
             if storage.durability == "memory":
                 remedy = "put the data on a disk: the rules want them on durable storage, not in memory (TR 6.1)"
-                yield complain("data", about.plan.is_closed, f"{place} lies in {storage.description}", remedy)
+                yield fail_or_warn("data", about.plan.is_closed, f"{place} lies in {storage.description}", remedy)
             elif storage.durability == "durable":
                 yield ok("data", f"{place} lies on {storage.description}")
             else:
@@ -222,7 +222,7 @@ def _check_results(about: _Examined) -> Iterator[Diagnosis]:
         return
     if usage.free < RESULTS_BYTES:
         found = f"{named}: {usage.free / 2**20:.0f} MiB are free"
-        yield complain("results", usage.free < RESULTS_BYTES // 16, found, "make room, or choose another folder")
+        yield fail_or_warn("results", usage.free < RESULTS_BYTES // 16, found, "make room, or choose another folder")
     elif storage.durability == "memory":
         yield warn("results", f"{named}: a reboot forgets them", "choose a folder on a disk (--log.results)")
     else:
@@ -336,10 +336,10 @@ def _check_dry_run(about: _Examined) -> Iterator[Diagnosis]:
     environment = {"WORLD_SIZE": str(about.plan.world_size)}
     output = about.host.python(*arguments, timeout_s=DRY_RUN_TIMEOUT_S, environment=environment)
     remedy = "do what it says; python -m bert.train RECIPE --dry-run asks again"
-    yield _told("dry run", output, remedy)
+    yield _last_line("dry run", output, remedy)
 
 
-def _told(subject: str, output: Output, remedy: str, note: str = "") -> Diagnosis:
+def _last_line(subject: str, output: Output, remedy: str, note: str = "") -> Diagnosis:
     """The last line of what a program of this repository says, which is its error if it failed."""
     if output.trouble:
         said = output.errors.strip() or output.text.strip() or output.trouble
@@ -362,7 +362,7 @@ def _check_data(about: _Examined) -> Iterator[Diagnosis]:
             arguments = ("-m", "dataloading", "verify", str(folder.absolute()))
             output = about.host.python(*arguments, timeout_s=VERIFY_TIMEOUT_S)
             remedy = "make it again, or copy it again: docs/data.md"
-            yield _told("data", output, remedy, f"; read in {time.monotonic() - begin:.0f} s")
+            yield _last_line("data", output, remedy, f"; read in {time.monotonic() - begin:.0f} s")
 
 
 _CHECKS: tuple[Callable[[_Examined], Iterator[Diagnosis]], ...] = (

@@ -16,7 +16,7 @@ from compliance.doctor.diagnosis import Diagnosis, ok, warn
 from compliance.doctor.host import ExaminedHost
 
 MAX_NAMED = 3
-"""Most agents that are described."""
+"""Maximum number of agents in the message."""
 
 LISTENING = "0A"
 """The state of a socket in /proc/net/tcp."""

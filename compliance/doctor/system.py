@@ -22,9 +22,6 @@ from compliance.doctor import gpus
 from compliance.doctor.host import ExaminedHost
 from compliance.log.rules import DIVISIONS, SYSTEM_FIELDS, SYSTEM_INTEGERS, SYSTEM_STATUSES
 
-RESEARCH = "Research, Development, or Internal (RDI)"
-"""The status that is true of every system nobody sells or rents out as such."""
-
 PYTORCH_TIMEOUT_S = 90.0
 
 # cuDNN counts 8.9.7 as 8907, and 9.1.0 as 90100.
@@ -79,7 +76,9 @@ def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str,
         ValueError: an unknown division, field or status, or a count that is no number.
     """
     fields = dict.fromkeys(SYSTEM_FIELDS, "")
-    fields |= {"division": "open", "status": RESEARCH, "system_name": socket.gethostname(), "number_of_nodes": "1"}
+    # The status is true of every system that nobody sells or rents out as such.
+    fields |= {"division": "open", "status": SYSTEM_STATUSES["research"]}
+    fields |= {"system_name": socket.gethostname(), "number_of_nodes": "1"}
     for name in given:
         if name not in fields:
             raise ValueError(f"system field {name!r} does not exist, expected one of {', '.join(SYSTEM_FIELDS)}")
@@ -92,8 +91,9 @@ def complete(measured: Mapping[str, str], given: Mapping[str, str]) -> dict[str,
 def _check(fields: Mapping[str, str]) -> None:
     if fields["division"] not in DIVISIONS:
         raise ValueError(f"division is {fields['division']!r}, expected 'closed' or 'open' in lower case")
-    if fields["status"] not in SYSTEM_STATUSES:
-        raise ValueError(f"status is {fields['status']!r}, expected one of {', '.join(map(repr, SYSTEM_STATUSES))}")
+    statuses = SYSTEM_STATUSES.values()
+    if fields["status"] not in statuses:
+        raise ValueError(f"status is {fields['status']!r}, expected one of {', '.join(map(repr, statuses))}")
     for name in SYSTEM_INTEGERS:
         if not re.fullmatch(r"\d+", fields[name]):
             raise ValueError(f"{name} is {fields[name]!r}, expected a number such as '8'")

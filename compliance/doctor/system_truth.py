@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
+from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.plan import RunLayout
 from compliance.doctor.system import measure
@@ -41,7 +41,7 @@ def _faults(description: Description, plan: RunLayout) -> Iterator[Diagnosis]:
     fields = description.fields
     for finding in description_findings(description, NEWEST_RULESET):
         found = f"{finding.key}: {finding.sentence}" if finding.key else finding.sentence
-        yield complain("system file", finding.severity == "error", found, finding.remedy)
+        yield fail_or_warn("system file", finding.severity == "error", found, finding.remedy)
     division = plan.setting("log", "division")
     if division and fields.get("division") in DIVISIONS and fields["division"] != division:
         found = f"division is {fields['division']!r}, but the run's is {division!r}"
@@ -64,7 +64,7 @@ def _differences(fields: Mapping[str, object], found: Mapping[str, str], plan: R
             # Other GPUs make it the description of another system; the rest people word in their own ways.
             is_essential = name in ("accelerators_per_node", "accelerator_model_name")
             text = f"{name} is {written!r}, but here it is {here!r}"
-            yield complain("system file", is_essential, text, "describe the machines that the run takes")
+            yield fail_or_warn("system file", is_essential, text, "describe the machines that the run takes")
 
 
 def _same_number(written: str, here: str) -> bool:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compliance.doctor.diagnosis import Diagnosis, complain, fail, ok, warn
+from compliance.doctor.diagnosis import Diagnosis, fail, fail_or_warn, ok, warn
 from compliance.doctor.host import ExaminedHost
 from compliance.doctor.plan import RunLayout
 from compliance.doctor.system import adapter_ports
@@ -147,13 +147,15 @@ def _shared_memory(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
     try:
         status = os.statvfs(host.path("/dev/shm"))
     except OSError:
-        yield complain("shared memory", plan.ranks > 1, "no /dev/shm", "mount a tmpfs there (docker run --ipc=host)")
+        yield fail_or_warn(
+            "shared memory", plan.ranks > 1, "no /dev/shm", "mount a tmpfs there (docker run --ipc=host)"
+        )
         return
     # f_bavail: what root alone may take is no use to a rank.
     free, needed = status.f_bavail * status.f_frsize, plan.ranks * GIB // 8
     if free < needed and plan.world_size > 1:
         found = f"{free / 2**20:.0f} MiB free in /dev/shm, {plan.ranks} ranks want {needed / 2**20:.0f} MiB"
-        yield complain("shared memory", plan.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
+        yield fail_or_warn("shared memory", plan.on_gpus, found, "docker run --ipc=host or --shm-size=8g")
     else:
         yield ok("shared memory", f"{free / GIB:.1f} GiB free in /dev/shm")
 
@@ -228,7 +230,7 @@ def network(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
     several = plan.nodes > 1
     if ports and not active:
         remedy = "look at cables and the subnet manager (ibstat, ibdiagnet)"
-        yield complain("network", several, f"no port with RDMA is up: {', '.join(down)}", remedy)
+        yield fail_or_warn("network", several, f"no port with RDMA is up: {', '.join(down)}", remedy)
     elif down:
         remedy = "look at the cable and the switch, or leave it out with NCCL_IB_HCA"
         yield warn("network", f"{len(active)} of {len(ports)} ports are up, but not {', '.join(down)}", remedy)
@@ -244,12 +246,12 @@ def network(host: ExaminedHost, plan: RunLayout) -> Iterator[Diagnosis]:
         yield ok("network", "no adapter with RDMA, and one node needs none" if not several else "TCP")
     if ports and not host.names("/dev/infiniband"):
         remedy = "start the container with --device=/dev/infiniband, or privileged"
-        yield complain("network", several, "the adapters are here, but not /dev/infiniband", remedy)
+        yield fail_or_warn("network", several, "the adapters are here, but not /dev/infiniband", remedy)
     if several:
-        yield from _meeting(host)
+        yield from _master_address(host)
 
 
-def _meeting(host: ExaminedHost) -> Iterator[Diagnosis]:
+def _master_address(host: ExaminedHost) -> Iterator[Diagnosis]:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)

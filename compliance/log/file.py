@@ -26,7 +26,7 @@ MAX_LOG_BYTES = 256 * 2**20
 """Largest log that is read at all, unpacked: five times what a submission may hold."""
 
 KEEP_APART = "log one run a file, and keep telemetry and other programs' output in other files"
-"""What to do about a log that is too large."""
+"""Remedy for a log that is too large."""
 
 _GZIP = b"\x1f\x8b"
 _PIECE_BYTES = 2**20

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -50,15 +50,9 @@ class Finding:
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON."""
-        return {
-            "line": self.line,
-            "key": self.key,
-            "rule": self.rule,
-            "found": self.sentence,  # not `found` alone: `more` is no field of its own
-            "remedy": self.remedy,
-            "source": self.source,
-            "severity": self.severity,
-        }
+        fields = asdict(self) | {"found": self.sentence}
+        del fields["more"]  # in the sentence
+        return fields
 
 
 @dataclass(frozen=True)
@@ -117,7 +111,7 @@ class Verdict:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value of a file, for a message: what steers a terminal is escaped, and it is short."""
+    """Format a value of a file for a message: short, and without what steers a terminal."""
     # Before numbers, as True is an int to Python; in the words of JSON, which the reader sees in the file.
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()

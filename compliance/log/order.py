@@ -1,4 +1,4 @@
-"""Tell what is against a record as the next one of a log: the one description of what a log may do next.
+"""Violations by a record as the next one of a log: the one description of what a log may hold next.
 
 `LoggedRun` is the state, `violations` are the steps that it forbids. Each reader makes its own of them: the writer raises,
 so that no such record is written; the check collects all, and grades them by what accepted submissions do too; the watch
@@ -63,7 +63,7 @@ class Violation(NamedTuple):
 
 
 def violations(run: LoggedRun, record: Record, ruleset: str | None = None) -> Iterator[Violation]:
-    """Yield what is against `record` as the next one of the log of `run`.
+    """Yield the rules that `record` breaks as the next one of the log of `run`.
 
     Args:
         ruleset: the one that the log is checked under. None for a log that is to satisfy all of them, of a writer that
@@ -156,7 +156,7 @@ def _slow_start(run: LoggedRun, record: Record, ruleset: str | None) -> Iterator
 
 
 KEEP_THE_CLOCK = "log from one process with a clock that is not set back, and leave the file as written"
-"""What to do about times that decrease."""
+"""Remedy for times that decrease."""
 
 
 def _misplaced_evaluation(run: LoggedRun, record: Record, *, is_exact: bool) -> Iterator[Violation]:

@@ -22,7 +22,7 @@ MAX_RECORD_BYTES = 16 * 2**10
 """Longest sensible record: the official parser needs a tenth of a second for it, and quadratic time for longer ones."""
 
 MAX_SHOWN = 60
-"""Most characters of a wrong field that a message shows."""
+"""Maximum characters of a wrong field in a message."""
 
 
 class Record(NamedTuple):
@@ -49,7 +49,7 @@ class Record(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Something wrong with a line that holds the token, beyond what the record says.
+    """Fault of a line that holds the token, beyond what the record says.
 
     Attributes:
         keys: the keys that the line names, as far as can be told.
@@ -68,7 +68,7 @@ class _RecordError(Exception):
 
 
 def parse_line(line: bytes, number: int) -> tuple[Record | None, list[Problem]]:
-    """The record on a line that holds the token, and what is wrong with the line.
+    """Parse a line that holds the token into its record and what is wrong with the line.
 
     Args:
         line: without its end.

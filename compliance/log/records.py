@@ -30,7 +30,7 @@ MAX_LINE_BYTES = 2**20
 """Longest line that is read as a record."""
 
 MAX_RECORD_LINES_BYTES = MAX_FILE_BYTES
-"""Most bytes of lines with records that are read: more do not fit into a submission, and in memory they are larger."""
+"""Maximum bytes of lines with records: more do not fit into a submission, and in memory they are larger."""
 
 MAX_HEADER_LINES = 10_000
 MAX_HEADER_BYTES = 2**16

@@ -24,11 +24,17 @@ Phase = Literal["before", "init", "ready", "run", "done"]
 RULESETS = ("1.0.0", "1.1.0", "2.0.0", "2.1.0", "3.0.0", "3.1.0", "4.0.0", "4.1.0", "5.0.0")
 NEWEST_RULESET = RULESETS[-1]
 DIVISIONS: tuple[Division, ...] = ("closed", "open")
-SUBMISSION_STATUSES = ("cloud", "onprem", "preview", "research")
+SYSTEM_STATUSES = {
+    "onprem": "Available on-premise",
+    "cloud": "Available cloud",
+    "research": "Research, Development, or Internal (RDI)",
+    "preview": "Preview",
+}
+"""submission_status of a log to the status of a system description."""
 RUN_STATUSES = ("success", "aborted")
 
 NOT_A_RESULT = "Not an MLPerf result: not reviewed and not verified by MLCommons."
-"""What everything that is made here says of itself (TR 1)."""
+"""Notice in everything that is made here (TR 1)."""
 
 QUALITY_TARGET = 0.720
 """Masked-LM accuracy that ends a closed run, as a fraction (TR 24.2)."""
@@ -51,7 +57,7 @@ FIXED_SETTINGS: dict[str, int | float] = {
     "max_sequence_length": 512,
     "max_predictions_per_seq": 76,
 }
-"""What a closed run takes from the reference, where a log says it (TR 9.1, 24.3)."""
+"""Settings that a closed run takes from the reference, where a log says them (TR 9.1, 24.3)."""
 
 PHASE_NAMES: dict[Phase, str] = {
     "before": "before init_start",
@@ -189,7 +195,7 @@ def _span(
     return opening, closing
 
 
-_STATUS = _one_of(*SUBMISSION_STATUSES)
+_STATUS = _one_of(*SYSTEM_STATUSES)
 # The rule files take any word for a status; the RCP checker counts a run as converged by "success" alone.
 _RUN_STATUS = (("status", _one_of(*RUN_STATUSES)),)
 _BLOCK = (("first_epoch_num", COUNT), ("epoch_count", POSITIVE_INTEGER))
@@ -311,8 +317,6 @@ def check_ruleset(ruleset: str) -> None:
         )
 
 
-SYSTEM_STATUSES = ("Available on-premise", "Available cloud", "Research, Development, or Internal (RDI)", "Preview")
-
 SYSTEM_FIELDS = (
     "submitter", "division", "status", "system_name", "number_of_nodes", "host_processors_per_node",
     "host_processor_model_name", "host_processor_core_count", "host_processor_vcpu_count",
@@ -341,4 +345,4 @@ RESULT_FILE = re.compile(r"result_(\d+)\.txt")
 """Name of a run's log in results/<system>/bert (submission rules, "Directory structure")."""
 
 LOG_FILE = re.compile(r"result_(\d+)\.txt(\.gz)?")
-"""The same, and that of a log that was packed to be kept: read here, and by no official tool."""
+"""Name of a log, also of one that was packed to be kept: read here, and by no official tool."""

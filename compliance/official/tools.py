@@ -25,7 +25,7 @@ from console.text import visible
 TIMEOUT_S = 1800
 MAX_MESSAGE_CHARACTERS = 400
 MAX_LINE_CHARACTERS = 4000
-"""Most of a line that is looked at: some patterns need time quadratic in it."""
+"""Maximum characters of a line that are searched: some patterns need time quadratic in them."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class ToolReport:
     """Report of one tool on the tree.
 
     Attributes:
-        said: its own words for the verdict, in one line; "not asked" for a tool that does not apply.
+        verdict: its own words, in one line; "not asked" for a tool that does not apply.
         findings: its complaints, translated where they are known.
     """
 
     tool: str
     passed: bool
-    said: str
+    verdict: str
     findings: tuple[Finding, ...]
 
 
@@ -68,7 +68,7 @@ def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[
         system: name of the system whose score is wanted.
 
     Raises:
-        ValueError: mlperf-logging is not installed, or what the tools said cannot be written beside the tree.
+        ValueError: mlperf-logging is not installed, or the output of the tools cannot be written beside the tree.
     """
     # Named from the root on, because each tool runs in a folder of its own.
     tree = tree.resolve()
@@ -82,14 +82,14 @@ def ask_all(tree: Path, system: str, ruleset: str, division: str) -> tuple[list[
             _convergence_checker(place, tree / "results" / system / "bert", ruleset, division),
         ]
         report, summary = _summarizer(place, tree, system, ruleset)
-        for said in place.glob("*.txt"):
+        for printed in place.glob("*.txt"):
             # Their lines hold names from the tree, which may steer a terminal.
-            lines = said.read_text("utf-8", "replace").split("\n")
-            write_whole(said_beside(tree) / said.name, "\n".join(map(visible, lines)))
+            lines = printed.read_text("utf-8", "replace").split("\n")
+            write_whole(output_folder(tree) / printed.name, "\n".join(map(visible, lines)))
     return [*reports, report], summary
 
 
-def said_beside(tree: Path) -> Path:
+def output_folder(tree: Path) -> Path:
     """The folder that keeps what the tools printed."""
     return tree.with_name(f"{tree.name}-official-tools")
 
@@ -106,30 +106,30 @@ def _run(place: Path, tool: str, *arguments: str | Path, log_output: bool = True
 
 def _package_checker(place: Path, tree: Path, ruleset: str, division: str) -> ToolReport:
     tool = "package checker"
-    _, said = _run(place, "package_checker", tree, "training", ruleset)
-    success = "PACKAGE CHECKER FOUND NO ERRORS" in said
+    _, output = _run(place, "package_checker", tree, "training", ruleset)
+    success = "PACKAGE CHECKER FOUND NO ERRORS" in output
     # What it prints only while it reads a log, the seeds, the reference points.
     looked = [f"Run {SUBMISSION_RUNS}/{SUBMISSION_RUNS}"]
     looked += ["Running Seed Checker", "Running RCP Checker"] if division == "closed" else []
     blind: list[Finding] = []
-    if success and (unseen := [step for step in looked if step not in said]):
+    if success and (unseen := [step for step in looked if step not in output]):
         found = f"it reports success without {', '.join(map(repr, unseen))}: it has not looked"
         remedy = "the folder must be named bert, the ruleset one with BERT, and the division in lower case"
         blind.append(Finding(None, "", tool, found, remedy))
-    return _report(tool, success and not blind, "found no errors" if success else "found errors", said, blind)
+    return _report(tool, success and not blind, "found no errors" if success else "found errors", output, blind)
 
 
 def _repository_checker(place: Path, tree: Path, ruleset: str) -> ToolReport:
     known = max(ruleset, "2.0.0")  # it asks the same of every round, and knows none before
-    _, said = _run(place, "repo_checker", tree, "training", known)
-    passed = "ALL CHECKS PASSED" in said
-    return _report("repository checker", passed, "all checks passed" if passed else "checks failed", said)
+    _, output = _run(place, "repo_checker", tree, "training", known)
+    passed = "ALL CHECKS PASSED" in output
+    return _report("repository checker", passed, "all checks passed" if passed else "checks failed", output)
 
 
 def _system_checker(place: Path, description: Path, ruleset: str) -> ToolReport:
-    _, said = _run(place, "system_desc_checker", description, "training", ruleset)
-    passed = "System description checker passed" in said
-    return _report("system description checker", passed, "passed" if passed else "failed", said)
+    _, output = _run(place, "system_desc_checker", description, "training", ruleset)
+    passed = "System description checker passed" in output
+    return _report("system description checker", passed, "passed" if passed else "failed", output)
 
 
 def _convergence_checker(place: Path, results: Path, ruleset: str, division: str) -> ToolReport:
@@ -139,20 +139,20 @@ def _convergence_checker(place: Path, results: Path, ruleset: str, division: str
     # Started by itself, it resets the scaling of a folder without a name, which is that of /.
     if Path("/scaling.json").exists():
         return ToolReport(tool, True, "not asked: it would delete the file /scaling.json", ())
-    status, said = _run(place, "rcp_checker", results, "--rcp_usage", "training", "--rcp_version", ruleset)
-    match = re.search(r"^\w+ - (.*), RCP test (PASSED|FAILED)", said, re.MULTILINE)
+    status, output = _run(place, "rcp_checker", results, "--rcp_usage", "training", "--rcp_version", ruleset)
+    match = re.search(r"^\w+ - (.*), RCP test (PASSED|FAILED)", output, re.MULTILINE)
     # The only one of the five whose exit status says something; the words are asked all the same.
     passed = status == 0 and match is not None and match[2] == "PASSED"
-    return _report(tool, passed, f"{match[1]}: {match[2].lower()}" if match else "no verdict", said)
+    return _report(tool, passed, f"{match[1]}: {match[2].lower()}" if match else "no verdict", output)
 
 
 def _summarizer(place: Path, tree: Path, system: str, ruleset: str) -> tuple[ToolReport, Summary | None]:
     out = place / "summary.csv"
-    status, said = _run(place, "result_summarizer", tree, "training", ruleset, "--csv", out, log_output=False)
+    status, output = _run(place, "result_summarizer", tree, "training", ruleset, "--csv", out, log_output=False)
     summary = _read_summary(out, tree, system) if status == 0 else None
     scored = summary is not None and summary.minutes is not None
     words = f"{summary.minutes:.4f} minutes, scaling {summary.scaling:.6f}" if summary and scored else "no score"
-    return _report("result summarizer", scored, words, said), summary
+    return _report("result summarizer", scored, words, output), summary
 
 
 def _read_summary(out: Path, tree: Path, system: str) -> Summary | None:
@@ -184,12 +184,12 @@ def _optional_number(text: str | None) -> float | None:
 # Their words in plain ones
 
 
-def _report(tool: str, passed: bool, words: str, said: str, more: Sequence[Finding] = ()) -> ToolReport:
+def _report(tool: str, passed: bool, words: str, output: str, more: Sequence[Finding] = ()) -> ToolReport:
     """A report with the complaints; a failure that no known message explains is explained by the tool's last line."""
-    findings = [*_complaints(tool, said), *more]
+    findings = [*_complaints(tool, output), *more]
     # A failure must not stand there without a reason.
     if not passed and not any(finding.severity == "error" for finding in findings):
-        last = visible(said.strip().rpartition("\n")[2], MAX_MESSAGE_CHARACTERS)
+        last = visible(output.strip().rpartition("\n")[2], MAX_MESSAGE_CHARACTERS)
         findings.append(Finding(None, "", tool, f"it does not pass: {last}", "read what it printed, beside the tree"))
     return ToolReport(tool, passed, words, tuple(findings))
 
@@ -262,10 +262,10 @@ ECHOES = re.compile(
 """Lines that repeat or introduce another message."""
 
 
-def _complaints(tool: str, said: str) -> Iterator[Finding]:
+def _complaints(tool: str, output: str) -> Iterator[Finding]:
     """The complaints among the lines that a tool printed, each once."""
     seen: set[str] = set()
-    for line in said.split("\n"):
+    for line in output.split("\n"):
         # A line may hold a whole record of a log.
         finding = _complaint(tool, line[:MAX_LINE_CHARACTERS])
         if finding and finding.found not in seen:
@@ -282,6 +282,6 @@ def _complaint(tool: str, line: str) -> Finding | None:
             words = [visible(word or "", MAX_MESSAGE_CHARACTERS) for word in (match[0], *match.groups())]
             return Finding(None, "", tool, meaning.format(*words), remedy)
     if line.startswith("ERROR - ") and not ECHOES.match(line):
-        said = visible(line.removeprefix("ERROR - ").strip(), MAX_MESSAGE_CHARACTERS)
-        return Finding(None, "", tool, said, "read what it printed, beside the tree")
+        found = visible(line.removeprefix("ERROR - ").strip(), MAX_MESSAGE_CHARACTERS)
+        return Finding(None, "", tool, found, "read what it printed, beside the tree")
     return None

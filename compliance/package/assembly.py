@@ -5,7 +5,6 @@ What stops it is a ValueError, before anything is written; what does not is a fi
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.package.source import SourceTree, tracked_source
 from compliance.package.tree import Package, PackageRequest, SubmittedRun, write_tree
 from compliance.submission.description import description_findings, read_description
+from console.files import sha256_of
 
 INDISPENSABLE_FIELDS = ("submitter", "division", "status", "system_name", "framework")
 
@@ -82,14 +82,14 @@ def _refuse_unsuitable(logs: list[Log]) -> None:
             f"{folder}: {len(ended)} complete logs{running}, expected {SUBMISSION_RUNS} (TR 12): make the missing runs; "
             f"`python -m compliance convergence {folder}` says what they must do"
         )
-    digests: dict[bytes, Path] = {}
+    digests: dict[str, Path] = {}
     for log in logs:
         if log.packed:
             raise ValueError(f"{log.path}: packed in gzip, which no official tool reads: unpack it with `gunzip`")
         if log.path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{log.path}: larger than {MAX_FILE_BYTES >> 20} MiB, the most that a submission may hold")
         # By content: a copy has another name, and would count one run twice.
-        same = digests.setdefault(hashlib.sha256(log.path.read_bytes()).digest(), log.path)
+        same = digests.setdefault(sha256_of(log.path), log.path)
         if same != log.path:
             raise ValueError(
                 f"{log.path} is a copy of {same.name}, expected a run of its own: remove the copy and run again"

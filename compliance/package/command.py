@@ -10,7 +10,7 @@ from pathlib import Path
 
 from compliance.log.findings import Finding
 from compliance.log.rules import NOT_A_RESULT
-from compliance.official.tools import Summary, ToolReport, ask_all, said_beside
+from compliance.official.tools import Summary, ToolReport, ask_all, output_folder
 from compliance.package.archive import check_request, write_archive
 from compliance.package.assembly import make_package
 from compliance.package.tree import Package, PackageRequest, describe_selection
@@ -21,7 +21,7 @@ from console.text import visible
 AGREEMENT = 1e-9
 """Largest relative difference of a figure to the official one."""
 MAX_NAMED = 100
-"""Most files named that are left out of the source."""
+"""Maximum number of names of files that are left out of the source."""
 
 
 def run(request: PackageRequest, archive: Path | None, password_file: Path | None) -> int:
@@ -99,7 +99,7 @@ def _print(package: Package, reports: list[ToolReport]) -> None:
     say()
     say(f"{'':<28} {'verdict':<8} says")
     for report in reports:
-        say(f"{report.tool:<28} {'pass' if report.passed else 'FAIL':<8} {report.said}")
+        say(f"{report.tool:<28} {'pass' if report.passed else 'FAIL':<8} {report.verdict}")
     findings = [*package.findings, *(finding for report in reports for finding in report.findings)]
     if findings:
         say()
@@ -111,5 +111,5 @@ def _print(package: Package, reports: list[ToolReport]) -> None:
         say()
         say(f"not in the source, because of its name or size: {few}{f' and {more} more' if more > 0 else ''}")
     say()
-    say(f"What the official tools printed: {said_beside(package.tree)}")
+    say(f"What the official tools printed: {output_folder(package.tree)}")
     say(NOT_A_RESULT)

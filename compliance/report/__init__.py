@@ -3,4 +3,4 @@
 from typing import Literal
 
 Format = Literal["html", "markdown", "json", "csv"]
-"""What a report is written as."""
+"""Format of a report."""

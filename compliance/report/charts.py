@@ -16,12 +16,12 @@ from typing import Literal
 SIDE = 1000.0
 """Width and height of the drawing in its own units."""
 MAX_POINTS = 240
-"""Most points drawn of one line; more are averaged."""
+"""Maximum points drawn of one line; more are averaged."""
 MAX_POINTS_A_CHART = 1500
-"""Most points drawn of all lines of a chart without dots, so that many lines stay legible."""
+"""Maximum points drawn of all lines of a chart without dots, so that many lines stay legible."""
 MAX_RUN_NAMES = 12
 MAX_NOTED_RUNS = 24
-"""Most columns that are wide enough for a word in them."""
+"""Maximum number of columns that are wide enough for a word in them."""
 
 Format = Callable[[float], str]
 Points = Sequence[tuple[float, float]]
@@ -48,7 +48,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Guide:
-    """Something to read a chart against: a line across it, or a band when it has two ends.
+    """Guide to read a chart against: a line across it, or a band when it has two ends.
 
     Attributes:
         kind: class of the style sheet.
@@ -242,7 +242,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def short_count(value: float, digits: int = 3) -> str:
-    """750, 50k, 1.5M, with at most so many digits as keep it short."""
+    """Format a count as 750, 50k or 1.5M, with at most so many digits."""
     for size, letter in ((1e6, "M"), (1e3, "k")):
         if value >= size:
             places = max(0, digits - len(f"{value / size:.0f}"))
@@ -252,5 +252,5 @@ def short_count(value: float, digits: int = 3) -> str:
 
 
 def level(value: float) -> str:
-    """A number at the y axis."""
+    """Format a number at the y axis."""
     return f"{value:,.6g}"

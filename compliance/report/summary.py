@@ -22,9 +22,9 @@ from console.text import counted, json_document, visible
 COLUMNS = ("run", "official", "verdict", "time to train", "accuracy", "target", "sequences", "sequences/s")
 
 MAX_TEXT = 400
-"""Most characters of a text from a log or a description that are shown."""
+"""Maximum characters shown of a text from a log or a description."""
 MAX_SENTENCE = 2000
-"""The same of a sentence that holds some of them."""
+"""Maximum characters shown of a sentence that holds some of them."""
 
 Kind = Literal["good", "warn", "bad", "plain"]
 

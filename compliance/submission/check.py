@@ -17,6 +17,17 @@ from compliance.check.checker import check_file, check_log
 from compliance.check.checks import PACKED
 from compliance.convergence.outlook import outlook
 from compliance.folders import (
+from compliance.convergence.reference_points import SUBMISSION_RUNS
+from compliance.log import rules
+from compliance.log.file import STDIN
+from compliance.log.findings import Finding, Severity, Verdict, shown
+from compliance.log.record import Record
+from compliance.log.records import read_log
+from compliance.log.run import LoggedRun
+from compliance.official import package as official_package
+from compliance.official.package import Answer
+from compliance.submission.description import Description, description_findings, read_description
+from compliance.submission.folders import (
     BenchmarkFolder,
     Tree,
     description_missing,
@@ -50,10 +61,10 @@ SUBMISSION_KEYS: tuple[tuple[str, Severity], ...] = (
     ("submission_platform", "warning"),
     ("submission_status", "warning"),
 )
-"""What all logs of one folder say alike, and how bad it is if one does not."""
+"""Keys that all logs of one folder have alike, and the severity if one does not."""
 
 MAX_NAMED = 3
-"""Most logs named in one sentence."""
+"""Maximum number of logs named in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -348,7 +359,12 @@ def _against_logs(description: Description, runs: Sequence[FolderRun]) -> Iterat
         ("division", "submission_division", lambda described, said: described == said, "error"),
         ("submitter", "submission_org", _alike, "warning"),
         ("system_name", "submission_platform", _alike, "warning"),
-        ("status", "submission_status", lambda described, said: LOGGED_STATUS.get(said) == described, "warning"),
+        (
+            "status",
+            "submission_status",
+            lambda described, said: rules.SYSTEM_STATUSES.get(said) == described,
+            "warning",
+        ),
     )
     for name, key, agree, severity in comparisons:
         described, said = description.text(name), logged[key]
@@ -357,7 +373,7 @@ def _against_logs(description: Description, runs: Sequence[FolderRun]) -> Iterat
             continue
         if name == "division" and not {described, said} <= {*rules.DIVISIONS}:
             continue  # its spelling has been reported, here or in the log
-        if name == "status" and (said not in LOGGED_STATUS or described not in rules.SYSTEM_STATUSES):
+        if name == "status" and (said not in rules.SYSTEM_STATUSES or described not in rules.SYSTEM_STATUSES.values()):
             continue
         found = f"value {shown(described)}, expected what the logs say, {key} {shown(said)}"
         remedy = f"correct {name}, or the setting that is logged as {key}"

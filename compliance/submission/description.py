@@ -30,14 +30,6 @@ TEXT_FIELDS = (
 # The official checker means 4.1 by its condition, which already holds from 4.0 on.
 FIRST_RULESET_WITH_STATUS = "4.0.0"
 
-LOGGED_STATUS = {
-    "cloud": "Available cloud",
-    "onprem": "Available on-premise",
-    "preview": "Preview",
-    "research": "Research, Development, or Internal (RDI)",
-}
-"""submission_status of a log to the status of a description."""
-
 
 @dataclass(frozen=True)
 class Description:
@@ -104,9 +96,8 @@ def description_findings(description: Description, ruleset: str) -> Iterator[Fin
         yield Finding(description.lines.get("division"), "division", RULE, found, "write closed or open")
     # Rulesets compare by their place, as version numbers are texts.
     must = rules.RULESETS.index(ruleset) >= rules.RULESETS.index(FIRST_RULESET_WITH_STATUS)
-    if must and "status" in fields and status not in rules.SYSTEM_STATUSES:
-        expected = ", ".join(rules.SYSTEM_STATUSES)
-        found = f"value {shown(status)}, expected one of: {expected}"
+    if must and "status" in fields and status not in rules.SYSTEM_STATUSES.values():
+        found = f"value {shown(status)}, expected one of: {', '.join(rules.SYSTEM_STATUSES.values())}"
         yield Finding(description.lines.get("status"), "status", RULE, found, "write the one that is true")
 
 

@@ -13,7 +13,7 @@ from compliance.artefact import MAX_FILE_BYTES, open_regular
 CHUNK_BYTES = 2**20
 MAX_BYTES_A_LOOK = MAX_FILE_BYTES
 MAX_LINE_BYTES = 2**20
-"""What is longer is no line that anybody wrote on purpose; it is left out."""
+"""Longest line that is read; a longer one was not written on purpose, and is left out."""
 
 
 class Follower(AbstractContextManager["Follower"]):

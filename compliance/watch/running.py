@@ -22,7 +22,7 @@ INIT_WARNING_FRACTION = 25 / 30
 """Share of the time for initialisation after which there is a warning."""
 
 _LABEL = re.compile(rb"^ *\d+: ")
-"""What a launcher puts before each line of a rank."""
+"""Prefix that a launcher puts before each line of a rank."""
 _STEP_LINE = re.compile(rb"^step +\d+ +samples +(\d{1,18}) +[\d.]+ ms +(\d{1,15}(?:\.\d{1,15})?) seq/s")
 _PROCESSES = re.compile(r"(\d{1,9}) x ")
 _SHARED = re.compile(r"([1-9]\d{0,3})$")
@@ -30,12 +30,12 @@ _SHARED = re.compile(r"([1-9]\d{0,3})$")
 
 MAX_EVALUATIONS = 10_000
 MAX_QUOTED = 1_000
-"""Most warnings and broken records that are passed on."""
+"""Maximum number of warnings and broken records that are passed on."""
 MAX_COMPLAINTS = 3_000
 MAX_VALUE = 300
-"""Most characters of a text that are kept."""
+"""Maximum characters of a text that are kept."""
 MAX_METADATA = 100
-"""Most fields of a record's metadata that are kept."""
+"""Maximum fields of a record's metadata that are kept."""
 MAX_HEADER_LINES = 1_000
 MAX_HEADER_BYTES = 4_096
 """Longest line of the head that is kept."""

@@ -108,7 +108,7 @@ def _display(watched: Watch, console: Console, stack: ExitStack) -> Callable[[],
 
 
 class EvaluationLines:
-    """A line for each evaluation, each complaint and the end, for a terminal that is none."""
+    """Print a line for each evaluation, each complaint and the end, where the output is no terminal."""
 
     def __init__(self, watched: Watch, console: Console) -> None:
         self._watched, self._console = watched, console

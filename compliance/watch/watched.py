@@ -31,7 +31,7 @@ IDLE_POLLS = 2
 """After so many looks without news, what stands after the last line end is taken for the last line."""
 
 MAX_LOGS = 100
-"""Most logs of a folder that are looked at, the newest."""
+"""Maximum number of logs of a folder that are read, the newest."""
 
 
 @dataclass(frozen=True)

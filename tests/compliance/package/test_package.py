@@ -25,7 +25,7 @@ from bert.configuration.recipes import RECIPES
 from bert.train import parse
 from compliance.doctor import system_file
 from compliance.log.rules import SYSTEM_FIELDS
-from compliance.official.tools import Summary, _complaint, _complaints, _package_checker, ask_all, said_beside
+from compliance.official.tools import Summary, _complaint, _complaints, _package_checker, ask_all, output_folder
 from compliance.package.archive import write_archive
 from compliance.package.assembly import make_package
 from compliance.package.command import _comparison, run
@@ -115,7 +115,7 @@ def test_all_official_tools_accept_it_and_their_figures_are_ours(scaled) -> None
     )
     assert "submitted is window 2, the median (TR 12.1)" in said
     assert "the set passes and its score is multiplied by 1." in said
-    kept = said_beside(folder / "out/Example")
+    kept = output_folder(folder / "out/Example")
     assert "FOUND NO ERRORS" in (kept / "package_checker.txt").read_text()
     assert "Traceback" not in "".join(path.read_text() for path in kept.iterdir())
 
