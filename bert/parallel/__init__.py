@@ -1,1 +1,1 @@
-"""Ranks: how they join, divide the work, exchange and watch one another."""
+"""All that knows about ranks: mesh, reduction, tensor and pipeline parallelism, watchdog."""

@@ -65,7 +65,7 @@ class PackingStrategy:
 
     @property
     def efficiency_bound(self) -> float:
-        """Bound the efficiency of every strategy."""
+        """The efficiency that no strategy exceeds."""
         return self.tokens / (self.bound * self.capacity) if self.bound else 1.0
 
 

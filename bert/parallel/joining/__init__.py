@@ -1,1 +1,1 @@
-"""Joining of a process with the other ranks: launcher's environment, port, attempt, hosts that sit out."""
+"""Joining of a process to the others: the launcher's environment, port, attempt, hosts that sit out."""
