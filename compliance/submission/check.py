@@ -17,17 +17,6 @@ from compliance.check.checker import check_file, check_log
 from compliance.check.checks import PACKED
 from compliance.convergence.outlook import outlook
 from compliance.folders import (
-from compliance.convergence.reference_points import SUBMISSION_RUNS
-from compliance.log import rules
-from compliance.log.file import STDIN
-from compliance.log.findings import Finding, Severity, Verdict, shown
-from compliance.log.record import Record
-from compliance.log.records import read_log
-from compliance.log.run import LoggedRun
-from compliance.official import package as official_package
-from compliance.official.package import Answer
-from compliance.submission.description import Description, description_findings, read_description
-from compliance.submission.folders import (
     BenchmarkFolder,
     Tree,
     description_missing,
@@ -45,7 +34,7 @@ from compliance.log.rules import SUBMISSION_RUNS
 from compliance.log.run import LoggedRun
 from compliance.official import package as official_package
 from compliance.official.package import Answer
-from compliance.submission.description import LOGGED_STATUS, Description, description_findings, read_description
+from compliance.submission.description import Description, description_findings, read_description
 from console.text import visible
 
 HYPERPARAMETERS = tuple(
